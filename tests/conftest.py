@@ -1,4 +1,4 @@
-"""Fixtures that tests of several packages share: a real Redis, and a cluster's settings on it."""
+"""Fixtures shared by tests of several packages: a real Redis, and a cluster's settings on it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.cluster import ClusterConfig
 from tandem.net.store.client import connect
 
-# What is imported and collected is a million objects and no garbage: the collector waits for the
-# tests, and leaves these alone then.
+# Imports and collection create a million live objects and no garbage, so the garbage collector is
+# enabled only for the tests, and ignores these objects.
 gc.disable()
 
 if not torch.cuda.is_available():
-    # Triton reads it when it is imported first, which any test may bring about.
+    # Triton reads this variable when it is first imported, which any test may cause.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# httpx reads the system's roots for each client, which takes 20 ms of CPU time, and a harness that
-# polls until a cluster is ready makes hundreds of clients. All of a test run trust the same roots.
+# httpx loads the system's roots for each client, which takes 20 ms of CPU time, and a harness that
+# polls a starting cluster creates hundreds of clients. All of them trust the same roots.
 default.create_ssl_context = functools.cache(default.create_ssl_context)
 
-# No example is slow by itself; a busy machine must not make one look so.
+# Examples are fast; a busy machine must not fail them for being slow.
 settings.register_profile("tandem", deadline=None)
 settings.load_profile("tandem")
 
@@ -60,15 +60,15 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Ends all fixtures of a test that failed, where such a test gets a second try: a cluster that
-    the first one left halfway would make it fail, and perhaps the tests that follow."""
+    """Tears down all fixtures of a failed test that will be retried: a cluster in a broken state
+    would fail the retry, and perhaps later tests."""
     if item.stash.get(_FAILED, False) and item.config.getoption("reruns", 0):
         del item.stash[_FAILED]
         item.session._setupstate.teardown_exact(None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Shows why a test failed that passed when it ran again: it must not go unseen."""
+    """Shows why a test failed that passed when it was retried, so that it is noticed."""
     failed_once = terminalreporter.getreports("rerun")
     if failed_once:
         terminalreporter.section("FAILED ONCE, RAN AGAIN: a defect, of the test or of the program")
@@ -79,7 +79,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[EmbeddedRedis]:
-    """One server a session. A test that kills or flushes it starts an EmbeddedRedis of its own."""
+    """One server for each session. A test that kills or flushes it starts its own EmbeddedRedis."""
     with EmbeddedRedis() as server:
         yield server
 
@@ -91,7 +91,7 @@ def redis_url(redis_server: EmbeddedRedis) -> str:
 
 @pytest.fixture
 def cluster_id() -> str:
-    """New for each test: its keys meet nobody else's on the shared server."""
+    """A new id for each test, so that tests do not share keys on the server."""
     return f"test-{uuid.uuid4().hex[:12]}"
 
 

@@ -1,4 +1,4 @@
-"""Helpers to drive an Engine in tests: make one on the toy runner, make specs, run to the end."""
+"""Drives an Engine in tests: creates one on the toy runner, creates specs, and runs to the end."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def make_engine(
     start_thread: Callable[[str], JobThread] = IoThread,
     **settings: Any,
 ) -> tuple[Engine, ToyRunner]:
-    settings.setdefault("kv_tier_policy", "lru")  # tiers take all blocks
-    settings.setdefault("itl_target_s", 0.0)  # what a step has does not depend on the clock
+    settings.setdefault("kv_tier_policy", "lru")  # tiers store all blocks
+    settings.setdefault("itl_target_s", 0.0)  # makes steps independent of the clock
     runner = ToyRunner(block_size=block_size, max_model_len=max_model_len)
     config = EngineConfig(model="toy", block_size=block_size, num_blocks=num_blocks, **settings)
     return Engine(config, runner, "toy", start_thread=start_thread), runner
@@ -88,7 +88,7 @@ class Outcome:
 
 
 def drive(engine: Engine, outcome: Outcome | None = None, *, steps_max: int = 1000) -> Outcome:
-    """Steps until the engine has no work, with its integrity checked after each step."""
+    """Steps until the engine has no work, and checks its integrity after each step."""
     outcome = outcome or Outcome()
     for _ in range(steps_max):
         if not engine.has_work():

@@ -1,7 +1,7 @@
-"""A state machine that plays the outside of one engine, with every call in any order.
+"""A state machine that simulates the environment of one engine, with all calls in any order.
 
-Clients, peers that fill or read blocks, late reads that scribble over quarantined blocks, and the
-prefix tree that follows the reported events. All that comes out is compared with an oracle.
+The environment has clients, peers that fill or read blocks, late reads that overwrite quarantined
+blocks, and a prefix tree that follows the reported events. All results are compared with an oracle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.toy_runner import continuation, kv_of
 
 MAX_MODEL_LEN = 14
 STEPS_MAX = 2000
-CLIENTS_MAX = 4  # at once; with more of them most of a run is about a queue that stands still
+CLIENTS_MAX = 4  # limit of concurrent clients; with more, most of a run would only fill the queue
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=MAX_MODEL_LEN - 1)
 offers = st.none() | st.builds(
@@ -34,12 +34,12 @@ modes = st.sampled_from([Mode.LOCAL, Mode.WAITING_FOR_REMOTE_KV])
 
 @dataclass
 class Client:
-    """The state of one sequence as a client of the engine knows it."""
+    """The state of one sequence as known by a client of the engine."""
 
     spec: SequenceSpec
-    expected: list[int]  # the oracle's whole completion
-    made: list[int]  # of it, what is known already
-    num_cached_blocks: int | None = None  # of a sequence that was reserved and awaits KV
+    expected: list[int]  # the complete completion by the oracle
+    made: list[int]  # tokens of it that were reported so far
+    num_cached_blocks: int | None = None  # cached blocks of a reserved sequence that awaits KV
     lent: list[int] | None = None  # PREFILL_ONLY: reported blocks from first_wanted_block on
     prefilled: bool = False
 
@@ -73,7 +73,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.num_added = 0
 
     def settings(self, block_size: int) -> dict[str, Any]:
-        """Further settings of the engine."""
+        """Additional settings of the engine."""
         return {}
 
     def start_thread(self, name: str) -> JobThread:
@@ -144,7 +144,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.blocks_are_whole()
 
     def take(self, report: StepReport) -> None:
-        """Believes nothing of a report that the oracle does not say, too."""
+        """Checks a report against the oracle."""
         for reserved in report.reserved:
             self.take_reserved(reserved)
         for run in report.final_blocks:
@@ -195,7 +195,8 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._reserved())
     @rule(data=st.data())
     def answer(self, data: st.DataObject) -> None:
-        """One that waits for KV from outside gets on, in one of the ways of its mode."""
+        """Continues a sequence that waits for external KV, in one of the ways that its mode
+        allows."""
         client = data.draw(st.sampled_from(self._reserved()))
         ways = {
             Mode.WAITING_FOR_REMOTE_KV: [self.commit, self.start_local_prefill, self.restart],
@@ -236,7 +237,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def restart(self, data: st.DataObject, client: Client) -> None:
         unsafe = self._draw_unsafe_of(data, client)
-        if data.draw(st.booleans()):  # the first token was with the client already
+        if data.draw(st.booleans()):  # True if the client already had the first token
             client.made.append(client.expected[len(client.made)])
         client.num_cached_blocks = None
         client.spec = make_spec(
@@ -297,7 +298,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.end_all()
 
     def end_all(self) -> None:
-        """Peers answer, reads are fenced, and then everybody gets to the end in bounded time."""
+        """Lets peers answer, fences all reads, and checks that every sequence ends in bounded
+        time."""
         self.engine.unquarantine(self.quarantined)
         self.quarantined.clear()
         for _ in range(STEPS_MAX):
@@ -324,7 +326,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert (load.num_running, load.num_waiting, load.tokens_wasted) == (0, 0, 0)
 
     def run_threads(self) -> bool:
-        """Lets threads of the engine do what they have to do; returns whether there was a job."""
+        """Runs the queued jobs of the engine's threads. Returns whether there was one."""
         return False
 
     def _add(self, client: Client) -> None:
@@ -348,7 +350,7 @@ class EngineMachine(RuleBasedStateMachine):
         return self.draw_unsafe(data, table[client.num_cached_blocks :])
 
     def draw_unsafe(self, data: st.DataObject, own: list[int]) -> list[int]:
-        """Some of these blocks, which count as quarantined from now on."""
+        """Draws some of these blocks, and marks them as quarantined."""
         unsafe = data.draw(st.lists(st.sampled_from(own), unique=True)) if own else []
         self.quarantined |= set(unsafe)
         return unsafe

@@ -1,8 +1,8 @@
-"""ToyRunner with a KV group for each of a few windows, whose blocks differ in size; also the oracle
-of its tokens.
+"""A ToyRunner with one KV group for each of several windows, whose blocks differ in size, and the
+oracle of its tokens.
 
-A token's KV in a group is a digest of the token and of the KV in that group that its window shows.
-The tokens follow from the KV of all groups, so whatever is wrong in one of them changes all.
+A token's KV in a group is a digest of the token and of the KV that its window in that group
+includes. Tokens depend on the KV of all groups, so an error in any group changes all later tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Windows = tuple[int | None, ...]
 
 
 def seen_before(position: int, window: int | None, visible: VisibleKeys | None) -> list[int]:
-    """Returns the earlier positions that a token sees in a group with this window."""
+    """Lists the earlier positions that a token attends to in a group with this window."""
     if window is not None:
         return list(range(max(0, position + 1 - window), position))
     num_first, num_last = visible or (position, 1)
@@ -36,7 +36,7 @@ def seen_before(position: int, window: int | None, visible: VisibleKeys | None) 
 def group_values(
     token_ids: Sequence[int], window: int | None, visible: VisibleKeys | None = None
 ) -> list[int]:
-    """The KV of the tokens in one group."""
+    """Computes the KV of the tokens in one group."""
     values: list[int] = []
     for position, token_id in enumerate(token_ids):
         seen = seen_before(position, window, visible)
@@ -58,7 +58,8 @@ def continuation(
     stop_token_ids: Collection[int] = (),
     budget: KvBudget | None = None,
 ) -> list[int]:
-    """The greedy tokens that follow, up to `num_tokens` or a stop token, which counts in."""
+    """Computes the greedy tokens that follow, up to `num_tokens` or a stop token, which is
+    included."""
     made: list[int] = []
     visible = budget.visible if budget is not None else None
     while len(made) < num_tokens and not (made and made[-1] in stop_token_ids):
@@ -77,7 +78,7 @@ class GroupedToyRunner(ToyRunner):
         max_model_len: int = 1000,
         kv_dtype: str = "float32",
     ) -> None:
-        """Blocks have the bytes of `kv_dtype`, and the KV is in their last ones."""
+        """Blocks have the size of `kv_dtype`, and the KV is in their last bytes."""
         super().__init__(block_size=block_size, max_model_len=max_model_len)
         self.windows = windows
         self.kv_dtype_name = kv_dtype
@@ -106,7 +107,7 @@ class GroupedToyRunner(ToyRunner):
         ]
 
     def blocks(self, group: int, block_ids: Sequence[int]) -> list[list[int]]:
-        """The KV of blocks of a group's pool."""
+        """Reads the KV of blocks from a group's pool."""
         halves = self.pools[group][list(block_ids)].transpose(1, 2).long()
         return [[(high << 16) + low for high, low in block] for block in halves.tolist()]
 
@@ -115,7 +116,7 @@ class GroupedToyRunner(ToyRunner):
             self.pools[group][target] = self.pools[group][source]
 
     def block(self, layout: KvLayout, block_id: int) -> torch.Tensor:
-        """A block by its id among all pools."""
+        """Finds a block by its id among all pools."""
         group, local = layout.locate(block_id)
         return self.pools[group][local]
 
@@ -158,7 +159,7 @@ def make_grouped_engine(
     start_thread: Callable[[str], JobThread] = IoThread,
     **settings: Any,
 ) -> tuple[Engine, GroupedToyRunner]:
-    settings.setdefault("kv_tier_policy", "lru")  # tiers take all blocks
+    settings.setdefault("kv_tier_policy", "lru")  # tiers store all blocks
     runner = GroupedToyRunner(
         windows, block_size=block_size, max_model_len=max_model_len, kv_dtype=kv_dtype
     )

@@ -1,4 +1,4 @@
-"""Stand-ins for parts of tiers: a thread that waits to be told, and a fixed rate."""
+"""Replacements for parts of tiers: a thread that runs jobs on command, and a fixed load rate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tandem.engine.tiers.tier import LoadRate
 
 
 class HeldThread:
-    """Runs jobs when it is told to."""
+    """Queues jobs until `run` is called."""
 
     def __init__(self) -> None:
         self.jobs: list[Callable[[], object]] = []
@@ -25,7 +25,7 @@ class HeldThread:
 
 
 class FixedRate(LoadRate):
-    """Every block takes as long, whatever is measured."""
+    """A constant load time for each block, whatever is measured."""
 
     def __init__(self, block_s: float) -> None:
         self.block_s = block_s

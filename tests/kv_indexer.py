@@ -1,7 +1,7 @@
-"""A program outside of the cluster that follows a worker's KV events, as the indexer of llm-d does.
+"""An external program that follows a worker's KV events, like the indexer of llm-d.
 
-It knows a block only by its parent: the position of a block is one after that of its parent, and a
-block without a parent is the first of its chain.
+It knows a block only by its parent: a block's position is one after its parent's, and a block
+without a parent is the first of its chain.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tandem.worker.lifecycle.kv_events import ToldBlocks
 
 class KvIndexer:
     def __init__(self, block_size: int, roots: Collection[bytes] = ()) -> None:
-        """`roots` are those from which hashes may start; empty: hashes are not checked."""
+        """`roots` are the allowed roots of hash chains; empty: hashes are not checked."""
         self._told = ToldBlocks(block_size)
         self._block_size = block_size
         self._roots = roots
@@ -27,11 +27,12 @@ class KvIndexer:
         self.parents: dict[bytes, bytes | None] = {}
 
     def follow(self, step: StepReport) -> None:
-        """Takes the events of a report, as a subscriber decodes them."""
+        """Applies the events of a report, as decoded by a subscriber."""
         self.take(msgpack.unpackb(msgspec.msgpack.encode(self._told.take(step))))
 
     def take(self, events: Iterable[Any]) -> None:
-        """Raises AssertionError if an event cannot be understood."""
+        """Applies events. Raises AssertionError if one refers to an unknown block or is
+        malformed."""
         for name, *fields in events:
             if name == "AllBlocksCleared":
                 self.positions.clear()
@@ -56,7 +57,7 @@ class KvIndexer:
             parent = name
 
     def check_chains(self, resumable: Iterable[bytes]) -> None:
-        """Raises AssertionError unless exactly these blocks, and those before them, are known."""
+        """Raises AssertionError unless exactly these blocks and their ancestors are known."""
         wanted: set[bytes | None] = set()
         for name in resumable:
             above: bytes | None = name

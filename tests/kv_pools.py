@@ -1,4 +1,4 @@
-"""KV pools for tests of kernels, made of tensors or of a layout."""
+"""KV pools for kernel tests, built from tensors or a layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem_kernels.kv_int4_keys import KeyChannels
 
 
 def pool_of(kv: torch.Tensor) -> KvPool:
-    """Returns the pool that lies in `kv`, [num_blocks, heads, layers, 2, block_size, D]."""
+    """Wraps the memory of `kv`, [num_blocks, heads, layers, 2, block_size, D], as a pool."""
     num_blocks, heads, layers, _, block_size, head_dim = kv.shape
     dtype = str(kv.dtype).removeprefix("torch.")
     layout = BlockLayout(num_blocks, heads, layers, block_size, head_dim, dtype)
@@ -18,14 +18,14 @@ def pool_of(kv: torch.Tensor) -> KvPool:
 
 
 def empty_pool(layout: BlockLayout, device: torch.device | None = None) -> KvPool:
-    """Returns a pool of zeros."""
+    """Creates a pool of zeros."""
     size = layout.num_blocks, layout.block_bytes
     memory = torch.zeros(size, dtype=torch.uint8, device=device)
     return make_pool(memory, layout, some_channels(layout) if layout.dtype == "int4" else None)
 
 
 def some_channels(layout: BlockLayout) -> KeyChannels:
-    """Returns channels for an int4 pool, other ones in each layer and head."""
+    """Creates channels for an int4 pool that differ between layers and heads."""
     generator = torch.Generator().manual_seed(11)
     shape = layout.num_layers, layout.num_kv_heads, layout.head_dim
     order = torch.rand(shape, generator=generator).argsort(-1)

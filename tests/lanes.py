@@ -1,13 +1,13 @@
-"""Runs all tests in four lanes, so that two cores always have work; `make test` runs it.
+"""Runs all tests in four lanes that keep two cores busy. `make test` runs it.
 
-    together   tests that start no cluster, two at a time
-    alone      afterwards, tests of whole clusters, one at a time
-    waiting    beside `alone`, one at a time: tests of Ray, NIXL, networks, the wheel, commands,
-               small clusters and parity, which have no short deadlines and mostly wait
-    idle       beside all, tests that only compute, two at a time
+together   tests that start no cluster, two at a time
+alone      afterwards, tests of complete clusters, one at a time
+waiting    in parallel with `alone`, one at a time: tests of Ray, NIXL, networks, the wheel,
+           commands, small clusters and parity, which have no short deadlines and mostly wait
+idle       in parallel with all others, tests that only compute, two at a time
 
-Clusters have deadlines, which they miss on cores that they share with another busy cluster. The
-system gives a core to the idle lane only while no other process wants it.
+Clusters have deadlines, which they miss if they share cores with another busy cluster. The system
+gives a core to the idle lane only while no other process wants it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ WAITING = (
     "tests/service/worker/test_kv_events.py",
 )
 TWO_AT_A_TIME = ("-n", "2", "--dist", "worksteal")
-# A test of the idle lane stands still while clusters need all cores: its own waits are long, too.
+# Tests of the idle lane pause while clusters use all cores, so they need long time-outs.
 PATIENT = ("--timeout=1500",)
-SESSION_NICE = "10"  # a tenth of another session's share: on a machine that is never idle, it ends
+# a tenth of another session's share, so that it makes progress even on a busy machine
+SESSION_NICE = "10"
 PR_SET_PDEATHSIG = 1
 
 
@@ -67,14 +68,14 @@ def main() -> int:
 
 
 def but(*paths: str) -> list[str]:
-    """Returns pytest's options that leave out these files and folders."""
+    """Builds the pytest options that exclude these files and folders."""
     return [f"--ignore={path}" for path in paths]
 
 
 def start(
     arguments: Sequence[str], *, output: IO[bytes] | None = None, is_idle: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Starts pytest. `output`: where it writes, by default to this process's own."""
+    """Starts pytest. `output` is where it writes; by default the output of this process."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "pytest", *arguments],
@@ -87,13 +88,14 @@ def start(
 
 
 def take_idle_cores() -> None:
-    """Puts this process and its children behind all others, in a session that ends with its parent.
+    """Moves this process and its children to a new session with the lowest priority, which ends
+    with its parent.
 
-    Linux shares cores among sessions first ("autogroup"), and the processes of a cluster are in
-    sessions of their own: SCHED_IDLE keeps a process behind those of its own session alone.
+    Linux first shares cores among sessions ("autogroup"), and a cluster's processes have their own
+    sessions; SCHED_IDLE alone gives way only within the same session.
     """
     os.setsid()
-    with suppress(AttributeError, OSError):  # of another system than Linux, or one without groups
+    with suppress(AttributeError, OSError):  # not Linux, or no autogroups
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         Path("/proc/self/autogroup").write_text(SESSION_NICE)
     if hasattr(os, "SCHED_IDLE"):

@@ -1,8 +1,8 @@
-"""A device in host memory whose copies are made as late as a real one could make them.
+"""A device in host memory that executes copies as late as a real device could.
 
-A copy is made when somebody waits for it, or for a later one of its stream, and no `query` finds
-it done before. So a block that is used before its load ended has other bytes, and one that is used
-anew before its copy was made spoils the copy. The engine's own work is queued in the same way.
+A copy is executed only when it, or a later copy of its stream, is waited for; `query` never reports
+it as done before. So a block used before its load has completed has wrong bytes, and a block reused
+before its copy was executed corrupts the copy. The engine's own work is queued in the same way.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tandem.engine.tiers.device.staged_blocks import Device, StagedBlocks, Strea
 
 
 class LateStream(Stream):
-    """Work in the order in which it was queued."""
+    """Executes work in the order in which it was queued."""
 
     def __init__(self) -> None:
         self._queued: list[Callable[[], object]] = []
         self._num_done = 0
-        self._lock = threading.RLock()  # the engine waits for the copies of a thread, too
+        self._lock = threading.RLock()  # a thread's copies may also be awaited by the engine
 
     def queue(self, work: Callable[[], object]) -> None:
         self._queued.append(work)
@@ -35,7 +35,7 @@ class LateStream(Stream):
         return LateEvent(self, len(self._queued))
 
     def run(self, num_works: int) -> None:
-        """Does the first `num_works` that were queued, as far as they are not done."""
+        """Executes the first `num_works` queued items, unless already done."""
         with self._lock:
             while self._num_done < num_works:
                 self._queued[self._num_done]()
@@ -67,8 +67,8 @@ class LateEvent:
 
 class LateDevice(Device):
     def __init__(self, *, is_pinned: bool = True) -> None:
-        """`is_pinned`: it reaches the memory of the host by itself."""
-        self.work = LateStream()  # the engine's
+        """With `is_pinned` the device accesses host memory directly."""
+        self.work = LateStream()  # the stream of the engine
         self.is_pinned = is_pinned
 
     def mark(self) -> Event:
@@ -82,7 +82,7 @@ class LateDevice(Device):
 
 
 def stage(monkeypatch: pytest.MonkeyPatch, device: LateDevice) -> None:
-    """Lets the tiers of engines that are made now copy blocks as they do on a device."""
+    """Makes the tiers of engines created from now on copy blocks like on a device."""
 
     def device_blocks(rows: torch.Tensor) -> DeviceBlocks:
         return StagedBlocks(rows, device)
@@ -94,6 +94,6 @@ WAYS = ("in place", "staged", "staged, not pinned")
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """Lets tiers reach blocks in one of WAYS."""
+    """Selects how tiers access blocks, one of WAYS."""
     if way != "in place":
         stage(monkeypatch, LateDevice(is_pinned=way == "staged"))

@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format with random weights, and models with them merged in."""
+"""LoRA adapters in PEFT's format with random weights, and models with merged adapters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tandem.models.lora.targets import linear_shapes
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
-# What PEFT 0.17 writes beside what an adapter sets.
+# fields that PEFT 0.17 writes in addition to an adapter's settings
 _DEFAULTS: dict[str, Any] = {
     "alpha_pattern": {},
     "auto_mapping": None,
@@ -68,10 +68,10 @@ def write_adapter(
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Writes an adapter of random weights; returns A and B by the module's name.
+    """Writes an adapter with random weights. Returns A and B by the module's name.
 
-    `modules` are the ends of the names of those that it has; None: those of `target_modules`.
-    `ranks` are of modules that have another one than `r`.
+    `modules` are suffixes of the names of modules that have weights; None: those of
+    `target_modules`. `ranks` are for modules whose rank differs from `r`.
     """
     path.mkdir(parents=True, exist_ok=True)
     config = _DEFAULTS | settings
@@ -93,7 +93,7 @@ def write_adapter(
 
 
 def describe(name: str, path: Path, model: ModelConfig) -> Adapter:
-    """Returns the adapter as a worker tells of it."""
+    """Builds the adapter's description as reported by a worker."""
     folder = open_lora(str(path), model, rank_max=512)
     return Adapter(name, folder.digest(), str(path), folder.rank)
 
@@ -110,7 +110,7 @@ def merged(
     alpha: float = 16,
     use_rslora: bool = False,
 ) -> PreTrainedModel:
-    """Returns a copy of a model whose weights have an adapter added."""
+    """Copies a model and adds an adapter to its weights."""
     copied = copy.deepcopy(model)
     for name, (a, b) in made.items():
         scale = scale_of(a.shape[0], alpha, use_rslora=use_rslora)

@@ -11,8 +11,8 @@ import torch
 from tandem.models.gguf.tensors import Blocks, BlocksType, ZeroedType
 
 TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
-ZEROED = ("Q4_Z32", "Q4_Z64")  # which no GGUF file has
-# Bytes of a block where its float16 numbers are, and how large they are for weights of about 1.
+ZEROED = ("Q4_Z32", "Q4_Z64")  # in no GGUF file
+# offsets of a block's float16 numbers, and their size for weights of about 1
 _SCALES: dict[str, dict[int, float]] = {
     "Q4_0": {0: 1 / 4.6},
     "Q4_1": {0: 1 / 4.6, 2: -7.5 / 4.6},
@@ -29,7 +29,7 @@ _SCALES: dict[str, dict[int, float]] = {
 
 
 def random_blocks(name: str, num_out: int, num_in: int, seed: int = 0, size: float = 1.0) -> Blocks:
-    """Returns weights of about size / sqrt(num_in), of blocks whose bits are all random."""
+    """Creates weights of about size / sqrt(num_in), in blocks of otherwise random bits."""
     chance = np.random.default_rng(seed)
     block_type: BlocksType
     if name in ZEROED:
@@ -44,7 +44,7 @@ def random_blocks(name: str, num_out: int, num_in: int, seed: int = 0, size: flo
     for at, scale in _SCALES[name].items():
         sizes = size * scale / num_in**0.5 * chance.uniform(0.7, 1.3, (num_blocks, 1))
         blocks[:, at : at + 2] = sizes.astype(np.float16).view(np.uint8)
-    if name == "MXFP4":  # numbers of about 3, and a power of 2
+    if name == "MXFP4":  # numbers of about 3 and a power-of-2 scale
         blocks[:, 0] = (
             127 - round(math.log2(3 * num_in**0.5 / size)) + chance.integers(-1, 1, num_blocks)
         )

@@ -1,4 +1,4 @@
-"""Batches for a ModelRunner: prompts put into blocks, whole, in chunks, or beside one another."""
+"""Batches for a ModelRunner: prompts in blocks, complete, in chunks, or several at once."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Progress:
     token_ids: Sequence[int]
     block_table: list[int]
     done: int = 0
-    other_tables: Sequence[list[int]] = ()  # of the other KV groups
+    other_tables: Sequence[list[int]] = ()  # block tables of the other KV groups
 
     def take(self, num_tokens: int) -> SequenceSlice:
-        """The next tokens, as many as asked for or as there are."""
+        """Takes the next `num_tokens` tokens, or the remaining ones if there are fewer."""
         first, self.done = self.done, min(self.done + num_tokens, len(self.token_ids))
         return SequenceSlice(
             list(self.token_ids[first : self.done]),
@@ -34,7 +34,7 @@ class Progress:
 
 
 def place(runner: ModelRunner, prompts: Sequence[Sequence[int]], seed: int = 0) -> list[Progress]:
-    """Allocates a pool and scatters the prompts' blocks over it."""
+    """Allocates a pool and distributes the prompts' blocks over it at random."""
     layout = runner.layout()
     counts = [layout.blocks_of(len(prompt)) for prompt in prompts]
     num_blocks = sum(counts) + 3
@@ -51,7 +51,7 @@ def place(runner: ModelRunner, prompts: Sequence[Sequence[int]], seed: int = 0) 
 
 
 def logits_after(runner: ModelRunner, prompt: Sequence[int]) -> torch.Tensor:
-    """Returns logits [vocab] after the whole prompt, computed at once and alone."""
+    """Computes the logits [vocab] after the prompt, in one step and alone."""
     (sequence,) = place(runner, [prompt])
     return runner.forward(StepBatch([sequence.take(len(prompt))]))[0].clone()
 
@@ -59,7 +59,8 @@ def logits_after(runner: ModelRunner, prompt: Sequence[int]) -> torch.Tensor:
 def mixed_steps(
     runner: ModelRunner, prompts: Sequence[Sequence[int]], chunks: Sequence[int], seed: int
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """All prompts through random steps of random chunks: (prompt, tokens done, logits [vocab])."""
+    """Computes all prompts in random chunks and steps. Yields (prompt, tokens done, logits
+    [vocab])."""
     choose = random.Random(seed)
     sequences = place(runner, prompts, seed)
     unfinished = list(range(len(prompts)))

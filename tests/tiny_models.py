@@ -1,4 +1,4 @@
-"""Small checkpoints with random weights, one for each thing that the decoder has to understand."""
+"""Small checkpoints with random weights, one for each feature that the decoder must support."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ _GEMMA = {
     "attention_bias": True,
 }
 
-# name: model class, config class, what the config has beyond the sizes
+# name: model class, config class, config values in addition to the sizes
 _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "llama-llama3-tied": (
@@ -156,7 +156,7 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             "head_dim": 32,
             "sliding_window": 40,
             "rope_parameters": _YARN | {"truncate": False},
-            "swiglu_limit": 0.5,  # reached
+            "swiglu_limit": 0.5,  # small enough to take effect
         },
     ),
     "deepseek-v2": (
@@ -204,7 +204,8 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
             "n_group": 1,
             "topk_group": 1,
             "norm_topk_prob": False,
-            "routed_scaling_factor": 0.25,  # a choice that bfloat16 changes matters little
+            # limits the effect of an expert choice that bfloat16 changes
+            "routed_scaling_factor": 0.25,
             "rope_interleave": False,
             "tie_word_embeddings": True,
         },
@@ -245,7 +246,8 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type[Any], dict[str, Any]]] = 
         | {
             "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": 3.0,
-            "attn_implementation": "eager",  # the others know no cap
+            # the other implementations do not support the logit cap
+            "attn_implementation": "eager",
         },
     ),
     "gemma3": (
@@ -265,12 +267,12 @@ FAMILIES = tuple(_FAMILIES)
 
 
 def families_of(architecture: str) -> list[str]:
-    """Returns the names of the checkpoints of an architecture."""
+    """Lists the names of the checkpoints of an architecture."""
     return [name for name, (kind, *_) in _FAMILIES.items() if kind.__name__ == architecture]
 
 
 def make_tiny_model(family: str, path: Path, **more: Any) -> tuple[ModelFolder, PreTrainedModel]:
-    """A folder as from the hub, and transformers' own model of it, both in fp32.
+    """Writes a model folder as from the hub. Returns it and transformers' model, both in fp32.
 
     `more` are settings of its config.
     """
@@ -279,7 +281,8 @@ def make_tiny_model(family: str, path: Path, **more: Any) -> tuple[ModelFolder, 
     torch.manual_seed(7)
     model = model_class(config_class(**(_SIZES | beyond))).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # biases and norms too: zeros and ones hide mistakes
+        # includes biases and norms, because zeros and ones would hide errors
+        for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1) * 0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -290,7 +293,7 @@ def make_tiny_model(family: str, path: Path, **more: Any) -> tuple[ModelFolder, 
 
 
 def character_tokenizer() -> Tokenizer:
-    """Returns a tokenizer that makes a token of each printable character of ASCII."""
+    """Creates a tokenizer with one token for each printable ASCII character."""
     vocabulary = {chr(32 + i): i for i in range(95)} | {"?": 31}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -298,7 +301,7 @@ def character_tokenizer() -> Tokenizer:
 
 
 def make_random_speaker(path: Path) -> ModelFolder:
-    """A tiny random model in fp32 with the built-in model's tokenizer and chat template."""
+    """Writes a tiny random model in fp32 with the built-in model's tokenizer and chat template."""
     torch.manual_seed(7)
     config = LlamaConfig(**(_SIZES | {"vocab_size": 49152, "head_dim": 16, "eos_token_id": 2}))
     LlamaForCausalLM(config).save_pretrained(path)

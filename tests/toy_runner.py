@@ -1,8 +1,9 @@
-"""A runner whose model is a hash, and whose KV really lies in the pool: an oracle for block tables.
+"""A runner whose model is a hash function and whose KV is stored in a real pool: an oracle for
+block tables.
 
-The KV of a token is a digest of the token and of all KV before it, read back from the pool, and
-decides the logits. A missed write, a wrong block, a block freed while in use or written by two
-owners changes every token after it. `continuation` computes the same without a pool.
+The KV of a token is a digest of the token and of all previous KV, read back from the pool, and
+determines the logits. A missed write, a wrong block, or a block that is freed while in use or
+written by two owners changes all later tokens. `continuation` computes the same without a pool.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ VOCABULARY = 16
 
 
 def attend(values: list[int], token_id: int) -> int:
-    """The KV of a token that follows tokens with these KVs: 31 bits."""
+    """Computes the KV (31 bits) of a token that follows tokens with these KVs."""
     return zlib.crc32(f"{values},{token_id}".encode()) >> 1
 
 
 @lru_cache(maxsize=1 << 16)
 def logits_of(value: int) -> torch.Tensor:
-    """Returns logits [VOCABULARY] in fp32, decided by the last token's KV."""
+    """Computes logits [VOCABULARY] in fp32 from the last token's KV."""
     return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(value))
 
 
@@ -45,7 +46,8 @@ def kv_of(token_ids: list[int]) -> list[int]:
 def continuation(
     token_ids: list[int], num_tokens: int, stop_token_ids: Collection[int] = ()
 ) -> list[int]:
-    """The greedy tokens that follow, up to `num_tokens` or a stop token, which counts in."""
+    """Computes the greedy tokens that follow, up to `num_tokens` or a stop token, which is
+    included."""
     values = kv_of(token_ids)
     made: list[int] = []
     while len(made) < num_tokens and not (made and made[-1] in stop_token_ids):
@@ -55,15 +57,14 @@ def continuation(
 
 
 class ToyRunner:
-    """Stands in for `tandem.engine.engine.Runner`, with a pool of one head and one layer of
-    fp32."""
+    """Replaces `tandem.engine.engine.Runner`, with a pool of one head and one fp32 layer."""
 
     dtype_name = "float32"
     numerics_name = "fast"
     kv_dtype_name = "float32"
     tokens_per_step = 512
     why_no_budgets = "the toy sees all tokens"
-    vocab_size = 1 << 31  # of prompts: it makes those of VOCABULARY
+    vocab_size = 1 << 31  # vocabulary of prompts; generated tokens are within VOCABULARY
 
     def __init__(self, *, block_size: int, max_model_len: int = 1000) -> None:
         self.block_size = block_size
@@ -89,7 +90,7 @@ class ToyRunner:
             self.kv[target] = self.kv[source]
 
     def load_adapter(self, adapter: Adapter) -> str:
-        """Fails for an adapter that lies nowhere."""
+        """Raises ConfigError for an adapter without a folder."""
         if not adapter.path:
             raise ConfigError("it has no folder")
         return adapter.digest
@@ -103,13 +104,13 @@ class ToyRunner:
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
     ) -> list[int]:
-        """Draws as Runner.sample does."""
+        """Samples like Runner.sample."""
         return sample(logits if rows is None else logits[rows], draws)
 
     logprobs = staticmethod(logprobs)
 
     def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
-        """Returns what rows of the last step's logits were made of."""
+        """The values from which rows of the last step's logits were computed."""
         return [[float(self._wanted[row])] for row in rows]
 
     def forward(self, batch: StepBatch, on_kv_written: Callable[[], object] | None) -> torch.Tensor:
@@ -124,17 +125,17 @@ class ToyRunner:
         return torch.stack([logits_of(kv) for kv in wanted]) if wanted else torch.empty(0)
 
     def fill(self, block_table: list[int], token_ids: list[int], first_block: int) -> None:
-        """Puts in place what a pull of the blocks from `first_block` on would have brought."""
+        """Writes the KV that a pull of the blocks from `first_block` on would have written."""
         for position, value in enumerate(kv_of(token_ids)):
             if position >= first_block * self.block_size:
                 self._put(block_table, position, value)
 
     def scribble(self, block_ids: list[int]) -> None:
-        """Overwrites blocks that nobody may use, as a late read does."""
+        """Overwrites unused blocks, like a late read."""
         self.kv[block_ids] = -2.0
 
     def read(self, block_table: list[int], num_tokens: int) -> list[int]:
-        """The KV of the first `num_tokens` positions."""
+        """Reads the KV of the first `num_tokens` positions."""
         halves = self.kv[block_table, 0, 0].transpose(1, 2).reshape(-1, 2)[:num_tokens].long()
         return [(high << 16) + low for high, low in halves.tolist()]
 

@@ -52,7 +52,7 @@ def main(options: Options = Options()) -> None:
         kind: make_engine(block_size=BLOCK, num_blocks=256, num_threads=options.threads)
         for kind in KINDS
     }
-    engines["whole blocks"]._kv.find_beginning = lambda *_: None  # type: ignore[method-assign]
+    engines["whole blocks"]._kv.find_partial_block = lambda *_: None  # type: ignore[method-assign]
     ttft_ms: dict[str, list[float]] = {kind: [] for kind in KINDS}
     computed: dict[str, list[int]] = {kind: [] for kind in KINDS}
     rng = Random(0)

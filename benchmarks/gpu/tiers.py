@@ -56,6 +56,7 @@ class HostTier:
         ]
         load = Load(
             sequence_id="",
+            chain=[part.block_hash for part in parts],
             parts=parts,
             tables={},
             share=1.0,

@@ -145,7 +145,7 @@ class Client:
                         question = random_prompt(Random(num_tokens), QUESTION)
                         self._add(f"o{num_tokens}", next(others) + question, 1, returns=True)
         self.measured.tokens += told.values()
-        self.measured.num_loaded += sum(t.blocks_loaded for t in self._engine.load().tiers)
+        self.measured.num_loaded += sum(t.blocks_loaded for t in self._engine.stats().tiers)
 
     def _add(self, name: str, prompt: list[int], max_tokens: int, *, returns: bool = False) -> None:
         spec = sequence(name, prompt, max_tokens, retention=Retention(returns=returns))
@@ -164,7 +164,7 @@ class Client:
 
     def end(self) -> None:
         """Adds what was measured by the engine itself."""
-        self.measured.num_dropped += self._engine.load().blocks_dropped
+        self.measured.num_dropped += self._engine.stats().blocks_dropped
         if self._tier_time is not None:
             cpu_ms, wall_ms = self._tier_time.take()
             self.measured.tier_cpu_ms += cpu_ms

@@ -94,7 +94,7 @@ class Pool(BlockPool):
 
     @property
     def _is_low(self) -> bool:
-        return self.num_free + self.num_copied < self._num_low
+        return self.num_free + self._cached.num(Copy.COMPLETE) < self._num_low
 
     def _reference(self, block_id: int) -> None:
         self._tried.discard(block_id)

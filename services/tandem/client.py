@@ -1,12 +1,12 @@
 """The messages and stubs of Tandem's public gRPC API, for programs that call a router.
 
-    with grpc.insecure_channel("127.0.0.1:8001") as channel:
-        chat = inference.Chat(messages=[inference.ChatMessage(role="user", content="Hello!")])
-        for response in InferenceStub(channel).Generate(inference.GenerateRequest(chat=chat)):
-            print(response.text, end="")
+  with grpc.insecure_channel("127.0.0.1:8001") as channel:
+      chat = inference.Chat(messages=[inference.ChatMessage(role="user", content="Hello!")])
+      for response in InferenceStub(channel).Generate(inference.GenerateRequest(chat=chat)):
+          print(response.text, end="")
 
-They are generated from proto/tandem/v1. A program that generates them again cannot load both in one
-process: protobuf registers each message once, and raises TypeError for the second one.
+The modules are generated from proto/tandem/v1. A process cannot load a second generated copy:
+protobuf registers each message once and raises TypeError for the second one.
 """
 
 from tandem.net.rpc.tandem.v1 import cluster_pb2 as cluster

@@ -1,54 +1,54 @@
-"""Every error that leaves a part of Tandem, as one tree.
+"""All errors that cross a component boundary, as one tree of exceptions.
 
-    TandemError
-      BadRequest            400  INVALID_ARGUMENT     client's input; says what is allowed
-        ContextTooLong      400  INVALID_ARGUMENT
-        NeverFits           400  INVALID_ARGUMENT     larger than the whole KV pool
-        OverKeyLimit        400  INVALID_ARGUMENT     larger than the API key allows
-        PreviousResponseNotFound  400  INVALID_ARGUMENT  a response that is to be continued
-      Unauthenticated       401  UNAUTHENTICATED      no key, or none that works
-      Forbidden             403  PERMISSION_DENIED    the key's role does not allow the call
-      ScaleRefused          403  PERMISSION_DENIED    by who owns the pools' sizes
-      ForeignPage           403  PERMISSION_DENIED    a browser sent the call for a foreign web page
-      NotPublic             404  NOT_FOUND            the call belongs to the admin port
-      ModelNotFound         404  NOT_FOUND
-      KeyNotFound           404  NOT_FOUND
-      WorkerNotFound        404  NOT_FOUND
-      NotNow                409  FAILED_PRECONDITION  an operator's wish that cannot be met now
-      RequestNotFound       404  NOT_FOUND            unknown, or too long ago
-        ResponseNotFound    404  NOT_FOUND            not kept
-      ThreadNotFound        404  NOT_FOUND            no message thread is kept
-      BodyTooLate           408  DEADLINE_EXCEEDED    the client did not send its body in time
-      BodyTooLarge          413  RESOURCE_EXHAUSTED
-      NotJson               415  INVALID_ARGUMENT     the call needs Content-Type: application/json
-      QueueFull             429  RESOURCE_EXHAUSTED   retry helps, after `retry_after_s`
-        Overloaded          429  RESOURCE_EXHAUSTED   its first token would come too late
-        Returned            429  RESOURCE_EXHAUSTED   handed back by its worker; no client gets it
-      TooManyRequests       429  RESOURCE_EXHAUSTED   of one address, that have no answer yet
-      RateLimited           429  RESOURCE_EXHAUSTED   a limit of its API key is reached
-      BodiesFull            503  UNAVAILABLE          too many bytes of bodies that are not parsed
-      NoWorkers             503  UNAVAILABLE          a pool is empty
-      AdapterUnavailable    503  UNAVAILABLE          a worker cannot load the request's adapter
-      CompilerBusy          503  UNAVAILABLE          the request's grammar could not be checked now
-      KeysUnknown           503  UNAVAILABLE          the router has not read the API keys
-      UsageUnknown          503  UNAVAILABLE          the usage cannot be read while Redis is away
-      TokenizerLate         503  UNAVAILABLE          the tokenizer took too long, and was ended
-      ScaleAway             503  UNAVAILABLE          who owns the pools' sizes is away
-      WorkerLost            503  UNAVAILABLE          the worker died, hung or was cut off
-        WorkerLeft          503  UNAVAILABLE          it ended in order, as it had said
-        LeaseLost           503  UNAVAILABLE          before `released`: the pulled is worthless
-          ProducerSilent    503  UNAVAILABLE          it said nothing, or its engine made no turn
-          BlockMismatch     503  UNAVAILABLE          a block's checksum is not the producer's
-      DeadlineExceeded      504  DEADLINE_EXCEEDED
-      Incompatible          500  FAILED_PRECONDITION  two parts that may not work together
-      MemoryGrown           503  UNAVAILABLE          a process ends for its memory; never sent
-      ConfigError           500  FAILED_PRECONDITION  wrong settings, found at start
-        UnsupportedModel    500  FAILED_PRECONDITION
-      OperateError          500  INTERNAL             an operator's command failed; never sent
-      InternalError         500  INTERNAL             a bug of ours
+TandemError
+  BadRequest            400  INVALID_ARGUMENT     client's input; says what is allowed
+    ContextTooLong      400  INVALID_ARGUMENT
+    NeverFits           400  INVALID_ARGUMENT     exceeds the entire KV pool
+    OverKeyLimit        400  INVALID_ARGUMENT     exceeds a limit of the API key
+    PreviousResponseNotFound  400  INVALID_ARGUMENT  the response to continue is not kept
+  Unauthenticated       401  UNAUTHENTICATED      no key, or an invalid one
+  Forbidden             403  PERMISSION_DENIED    the key's role does not allow the call
+  ScaleRefused          403  PERMISSION_DENIED    refused by the owner of the pool sizes
+  ForeignPage           403  PERMISSION_DENIED    a browser sent the call for a foreign web page
+  NotPublic             404  NOT_FOUND            the call belongs to the admin port
+  ModelNotFound         404  NOT_FOUND
+  KeyNotFound           404  NOT_FOUND
+  WorkerNotFound        404  NOT_FOUND
+  NotNow                409  FAILED_PRECONDITION  an operator's request cannot be met now
+  RequestNotFound       404  NOT_FOUND            unknown, or no longer recorded
+    ResponseNotFound    404  NOT_FOUND            not kept
+  ThreadNotFound        404  NOT_FOUND            message threads are not kept
+  BodyTooLate           408  DEADLINE_EXCEEDED    the client did not send its body in time
+  BodyTooLarge          413  RESOURCE_EXHAUSTED
+  NotJson               415  INVALID_ARGUMENT     the call needs Content-Type: application/json
+  QueueFull             429  RESOURCE_EXHAUSTED   a retry may help after `retry_after_s`
+    Overloaded          429  RESOURCE_EXHAUSTED   the predicted TTFT is too long
+    Returned            429  RESOURCE_EXHAUSTED   returned by its worker to the router; internal
+  TooManyRequests       429  RESOURCE_EXHAUSTED   too many open requests of one address
+  RateLimited           429  RESOURCE_EXHAUSTED   a limit of the API key is reached
+  BodiesFull            503  UNAVAILABLE          too many bytes of unparsed bodies
+  NoWorkers             503  UNAVAILABLE          a pool is empty
+  AdapterUnavailable    503  UNAVAILABLE          a worker cannot load the request's adapter
+  CompilerBusy          503  UNAVAILABLE          the request's grammar cannot be checked now
+  KeysUnknown           503  UNAVAILABLE          the router could not read the API keys
+  UsageUnknown          503  UNAVAILABLE          usage cannot be read without Redis
+  TokenizerLate         503  UNAVAILABLE          the tokenizer took too long and was killed
+  ScaleAway             503  UNAVAILABLE          the owner of the pool sizes does not answer
+  WorkerLost            503  UNAVAILABLE          the worker ended, hung or is unreachable
+    WorkerLeft          503  UNAVAILABLE          the worker left in order, as announced
+    LeaseLost           503  UNAVAILABLE          lost before release: pulled blocks are invalid
+      ProducerSilent    503  UNAVAILABLE          no heartbeat, or its engine made no step
+      BlockMismatch     503  UNAVAILABLE          a block's checksum differs
+  DeadlineExceeded      504  DEADLINE_EXCEEDED
+  Incompatible          500  FAILED_PRECONDITION  two components that cannot work together
+  MemoryGrown           503  UNAVAILABLE          a process ends to free memory; never sent
+  ConfigError           500  FAILED_PRECONDITION  invalid settings, found at startup
+    UnsupportedModel    500  FAILED_PRECONDITION
+  OperateError          500  INTERNAL             an operator's command failed; never sent
+  InternalError         500  INTERNAL             a bug in Tandem
 
-`code` is stable: it is what travels between processes and in the `code` field of an HTTP error.
-Codes of gRPC are given by name, so that this module stands on nothing.
+`code` is stable: it is sent between processes and in the field `code` of HTTP errors.
+gRPC codes are given by name, so that this module does not depend on gRPC.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ _BY_CODE: dict[str, type[TandemError]] = {}
 
 
 class TandemError(Exception):
-    """Root of the tree. `param` names the request's field at fault, where there is one.
+    """Base class of all errors. `param` names the invalid field of the request, if there is one.
 
-    `headers` go with the answer: HTTP's headers, or gRPC's trailing metadata.
+    `headers` are sent with the error, as HTTP headers or as gRPC trailing metadata.
     """
 
     code: ClassVar[str] = "internal_error"
@@ -73,7 +73,8 @@ class TandemError(Exception):
     headers: Mapping[str, str] = MappingProxyType({})
 
     def __init_subclass__(cls, *, code: str, http: int = 0, grpc: str = "") -> None:
-        """HTTP's status and gRPC's code are the parent's where none is given."""
+        """Registers the error's code. HTTP status and gRPC code are inherited if they are not
+        given."""
         cls.code, _BY_CODE[code] = code, cls
         cls.http_status, cls.grpc_code = http or cls.http_status, grpc or cls.grpc_code
 
@@ -87,7 +88,8 @@ class TandemError(Exception):
 
     @property
     def retry_after_whole_s(self) -> int | None:
-        """Seconds until a retry, rounded up, at least 1: a sooner one is refused again."""
+        """Seconds until a retry, rounded up and at least 1, because an earlier retry would be
+        refused."""
         return None if self.retry_after_s is None else max(1, math.ceil(self.retry_after_s))
 
 
@@ -166,7 +168,7 @@ class TooManyRequests(
 
 
 class RateLimited(TandemError, code="rate_limit_exceeded", http=429, grpc="RESOURCE_EXHAUSTED"):
-    """A limit is reached. `kind` says which: requests, tokens or concurrent."""
+    """A rate limit is reached. `kind` is "requests", "tokens" or "concurrent"."""
 
     kind: str = "requests"
 
@@ -234,5 +236,6 @@ class InternalError(TandemError, code="internal_error"): ...
 
 
 def from_code(code: str, message: str, *, retry_after_s: float | None = None) -> TandemError:
-    """The error that `code` names, as it came from another process; InternalError if unknown."""
+    """Restores an error that another process sent by its code; InternalError if the code is
+    unknown."""
     return _BY_CODE.get(code, InternalError)(message, retry_after_s=retry_after_s)

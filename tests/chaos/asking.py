@@ -1,4 +1,4 @@
-"""Clients that ask all the time, while a test changes the cluster under them."""
+"""Clients that send requests continuously while a test changes the cluster."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tests.harness.kv_form import KvForm
 
 @dataclass
 class Asking:
-    """Each client asks its next request when the last one has ended."""
+    """Running clients, each of which sends its next request when the last one has ended."""
 
     load: Load
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def more(self, count: int) -> None:
-        """Waits until so many more have ended."""
+        """Waits until `count` more requests have ended."""
         wanted = len(self.load.outcomes) + count
         async with asyncio.timeout(120):
             while len(self.load.outcomes) < wanted:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
     def check(self) -> int:
-        """Every request has ended as it had to, token for token. How many there were."""
+        """Checks that every request ended correctly with its exact tokens. Returns their number."""
         for outcome in self.load.outcomes:
             request = outcome.request
             assert outcome.kind == "finished", f"{outcome.kind} after {outcome.seconds:.1f} s"
@@ -48,7 +48,7 @@ def _endless(rng: Random, prompts: list[Prompt], stop: asyncio.Event) -> Iterato
 async def asking(
     cluster: Served, num_clients: int, form: KvForm = KvForm()
 ) -> AsyncIterator[Asking]:
-    """Sends requests while the block runs. All of them have ended when it returns."""
+    """Sends requests while the block runs. All of them have ended when the context exits."""
     rng = Random(7)
     stop = asyncio.Event()
     prompts = [p for _ in range(4) for p in golden_prompts(rng, (1, 3, 5))]

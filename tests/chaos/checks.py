@@ -24,7 +24,7 @@ _HELD = ("num_running", "num_waiting", "num_leases", "num_pulls", "blocks_used")
 
 
 def wrong_outcomes(outcomes: Iterable[Outcome]) -> list[str]:
-    """Returns one line for each request that ended wrongly; empty if there is none.
+    """Describes each request that ended wrongly, one per line.
 
     A request whose worker is lost migrates, and no request loses three workers, so none may fail.
     """
@@ -49,15 +49,15 @@ def _problem(outcome: Outcome) -> str:
 
 
 def held(cluster: AnyCluster) -> dict[str, dict[str, int]]:
-    """Returns the load that each worker still holds; empty if none does. Raises AssertionError for
-    a pool without integrity."""
+    """The load that each worker still holds; empty if none does. Raises AssertionError if a pool
+    fails its integrity check."""
     found = {}
     for worker in cluster.workers.values():
         try:
             state = worker.state() if cluster.is_ready(worker) else None
         except grpc.RpcError:
             state = None
-        if state is None:  # it ended by itself, and is started again
+        if state is None:  # the worker ended and is being restarted
             found[worker.worker_id] = {"away": 1}
             continue
         assert state.integrity_ok, f"{worker.worker_id}: {state.integrity_message}"
@@ -75,7 +75,7 @@ def wait_nothing_held(cluster: AnyCluster, deadline_s: float) -> None:
 
 
 def total(cluster: AnyCluster, name: str, role: str = "", **labels: str) -> float:
-    """Sum of a counter over workers of this role; a worker that was restarted began at 0."""
+    """Sums a counter over workers of this role. A restarted worker started again at 0."""
     return sum(
         metric(cluster, w.worker_id, name, **labels)
         for w in cluster.workers.values()
@@ -84,8 +84,8 @@ def total(cluster: AnyCluster, name: str, role: str = "", **labels: str) -> floa
 
 
 def errors_logged(cluster: AnyCluster) -> list[str]:
-    """Errors that Tandem's processes logged, each with its traceback, but for engines that hang,
-    as they were made to."""
+    """Errors in the logs of Tandem's processes, with tracebacks, except those of engines that were
+    made to hang."""
     return [
         f"{log.name}: {record}"
         for log in sorted(cluster.logs)
@@ -97,7 +97,7 @@ def errors_logged(cluster: AnyCluster) -> list[str]:
 
 
 def router_outcomes(cluster: AnyCluster) -> Counter[str]:
-    """Requests by the one outcome that the router or its gRPC replica counted for each."""
+    """Counts requests by the outcome that the router or its gRPC replica recorded."""
     found: Counter[str] = Counter()
     for url in cluster.admin_urls:
         text = httpx.get(f"{url}/metrics", timeout=10).text
@@ -109,10 +109,10 @@ def router_outcomes(cluster: AnyCluster) -> Counter[str]:
 
 
 def check_counted(cluster: AnyCluster, num_before: int, outcomes: Sequence[Outcome]) -> None:
-    """The router counted one outcome for each request that it heard.
+    """Checks that the router counted one outcome for each request that it received.
 
-    Where all cores are busy, a client may leave before the router has read its request. The router
-    keeps no record of such a request and counts no outcome for it.
+    If all cores are busy, a client may leave before the router has read its request. The router has
+    no record and no outcome for it.
     """
     counted = router_outcomes(cluster)
     num_heard = sum(o.was_heard for o in outcomes)
@@ -126,7 +126,7 @@ def summary(
     seconds: float,
     ends: Sequence[tuple[str, int]] | None = None,
 ) -> str:
-    """`ends`: who ended by itself, and how, where that is known."""
+    """Formats a summary. `ends` has the workers that ended by themselves and how, if known."""
     kinds = Counter(o.kind if o.was_heard else "left unheard" for o in outcomes)
     slowest = max((o.seconds for o in outcomes), default=0.0)
     broken = errors_logged(cluster)

@@ -1,15 +1,15 @@
-"""The faults of a chaos run, and the keeper that repairs them.
+"""The faults of a chaos run, and the keeper that restarts workers.
 
-    kill  kill -9 of the worker, its engine with it; the keeper starts it again
-    drain SIGTERM: it leaves in order and ends with status 0; the keeper starts it again
-    flip  it is moved to the other pool, and back later
-    stop  SIGSTOP of both its processes, later SIGCONT
-    hang  SIGSTOP of the engine alone: the I/O process answers pings and sends heartbeats
-    cut   its network brings nothing and takes nothing
+kill  kill -9 of the worker and its engine; the keeper restarts it
+drain SIGTERM: it drains and exits with status 0; the keeper restarts it
+flip  it is moved to the other pool, and back later
+stop  SIGSTOP of both its processes, later SIGCONT
+hang  SIGSTOP of the engine alone: the I/O process answers pings and sends heartbeats
+cut   its network drops all packets in both directions
 
-A worker may also end by itself (one whose engine hangs does): the keeper starts it again, too.
-Where Ray's agents keep the workers, pool_faults.py strikes them, and outages.py what is beside
-them.
+A worker may also end by itself (if its engine hangs, for example); the keeper restarts it, too. If
+Ray's agents keep the workers, pool_faults.py injects faults into them, and outages.py into other
+processes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Kind = Literal[
 ]
 
 _POLL_S = 0.05
-_BUSY_WITHIN_S = 10.0  # a worker that gets no request in this time is struck all the same
+_BUSY_WITHIN_S = 10.0  # a worker that is idle for this time gets its fault anyway
 _BACK_WITHIN_S = 120.0
 
 
@@ -46,7 +46,7 @@ class Fault:
 
     @property
     def is_hang_for_ever(self) -> bool:
-        """Longer than a worker waits for its engine: it ends by itself."""
+        """True if it lasts longer than a worker waits for its engine, so that the worker ends."""
         return self.kind == "hang" and self.duration_s >= 30
 
     def __str__(self) -> str:
@@ -55,12 +55,12 @@ class Fault:
 
 @dataclass(frozen=True)
 class Happened:
-    """A fault, and what was under way when it came."""
+    """A fault, and the activity at the time when it was injected."""
 
     fault: Fault
     worker_id: str
     at_s: float
-    num_requests: int  # in the cluster
+    num_requests: int  # open requests in the cluster
     num_held: int  # leases, pulls and sequences of this worker
 
     def __str__(self) -> str:
@@ -71,9 +71,10 @@ class Happened:
 
 
 class Keeper:
-    """Starts workers, and starts again those that ended; `ends`: who did by itself, and how.
+    """Starts workers and restarts those that end. `ends` has those that ended by themselves, and
+    how.
 
-    Status 0 is the end of a drain, which nobody begins by himself.
+    Status 0 is the end of a drain, which never starts by itself.
     """
 
     def __init__(self, cluster: LocalCluster) -> None:
@@ -88,7 +89,7 @@ class Keeper:
         self._starts[worker_id]()
 
     async def run(self) -> None:
-        """Starts ended workers again, as a supervisor does. It never returns."""
+        """Restarts ended workers, like a supervisor. Never returns."""
         while True:
             for worker_id, start in self._starts.items():
                 status = self._cluster.workers[worker_id].process.poll()
@@ -99,9 +100,10 @@ class Keeper:
             await asyncio.sleep(_POLL_S)
 
     def wait_ready(self) -> None:
-        """Waits until every worker is back, one that was killed last too, and pairs are connected.
+        """Waits until every worker is ready, including one that was just killed, and pairs are
+        connected.
 
-        Call it in a thread while `run` goes on: it is `run` that starts the worker again.
+        Call it in a thread while `run` is running, because `run` restarts the workers.
         """
         try:
             wait_for(
@@ -112,13 +114,13 @@ class Keeper:
         self._cluster.wait_ready()
 
     def _away(self) -> dict[str, int | None]:
-        """Returns the workers that are not ready, and how they ended; None: the process runs."""
+        """The workers that are not ready, and their exit status; None while the process runs."""
         workers = self._cluster.workers.values()
         return {w.worker_id: w.process.poll() for w in workers if not self._cluster.is_ready(w)}
 
 
 class Striker:
-    """Strikes one worker with one fault after another, at random moments while it is busy."""
+    """Injects one fault after another into a worker, at random moments while it is busy."""
 
     def __init__(
         self,
@@ -175,7 +177,7 @@ class Striker:
                     network.heal(place)
 
     async def _busy(self) -> int:
-        """Waits until the worker has something to do for somebody; says how much."""
+        """Waits until the worker has requests, leases or pulls. Returns their number."""
         found = 0
 
         def is_busy() -> bool:
@@ -184,7 +186,7 @@ class Striker:
                 return False
             try:
                 load = self._cluster.workers[self._worker_id].state().load
-            except grpc.RpcError:  # it ended by itself
+            except grpc.RpcError:  # the worker ended by itself
                 return False
             found = load.num_leases + load.num_pulls + load.num_running + load.num_waiting
             return bool(found)
@@ -196,7 +198,7 @@ class Striker:
         return found
 
     def _is_ready(self) -> bool:
-        """Returns whether the router sees the running process as ready."""
+        """Says whether the router sees the running process as ready."""
         return self._cluster.is_ready(self._cluster.workers[self._worker_id])
 
     async def _until(self, probe: Callable[[], bool], deadline_s: float) -> None:
@@ -206,7 +208,8 @@ class Striker:
 
 
 async def stop(pid: int, duration_s: float, *, is_engine_only: bool = False) -> None:
-    """SIGSTOP to a worker and its engine, SIGCONT after that time; sooner when the worker ends."""
+    """Sends SIGSTOP to a worker and its engine, and SIGCONT after that time, or when the worker
+    ends."""
     worker = psutil.Process(pid)
     stopped = worker.children(recursive=True)
     if not is_engine_only:
@@ -231,13 +234,13 @@ def _runs(process: psutil.Process) -> bool:
 
 
 async def flip(cluster: Served, worker_id: str, role: str) -> bool:
-    """Returns whether the worker is in that pool now. The last decode worker is refused, and a
-    worker that is away cannot be asked."""
+    """Moves a worker to a pool. Returns whether it is in that pool now: moving the last decode
+    worker is refused, and an unreachable worker cannot be moved."""
     path = f"/v1/cluster/workers/{worker_id}/role"
     async with httpx.AsyncClient(base_url=cluster.admin_url, timeout=20) as client:
         try:
             reply = await client.post(path, json={"role": role})
-        except httpx.TransportError:  # a router that was killed may have moved it
+        except httpx.TransportError:  # a router that was just killed may still have moved it
             return False
     assert reply.status_code in (200, 404, 409, 503), reply.text
     return reply.status_code == 200

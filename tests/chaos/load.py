@@ -1,8 +1,8 @@
-"""Clients of a chaos run: prompts whose exact tokens are known, asked in a closed loop.
+"""Clients of a chaos run: prompts with exactly known tokens, sent in a closed loop.
 
-Half of the requests go over HTTP, half over gRPC, all as streams; some clients leave early. Every
-request ends as one `Outcome`, after a bounded time. A stream that ends with its router is an
-outcome of its own, and its client asks once more.
+Half of the requests use HTTP, half gRPC, all as streams; some clients disconnect early. Every
+request ends as one `Outcome` within bounded time. A stream that ends because its router was killed
+is a separate outcome, and its client sends the request once more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.harness.client import complete, golden, open_client
 from tests.harness.cluster import Served
 from tests.harness.kv_form import KvForm
 
-MAX_TOKENS = 12  # of a short answer
+MAX_TOKENS = 12  # length of a short answer
 SHARE_OF_LEAVERS = 0.2
 LEAVES_WITHIN_S = 4.0
 
@@ -37,8 +37,8 @@ LEAVES_WITHIN_S = 4.0
 @dataclass(frozen=True)
 class Prompt:
     token_ids: list[int]
-    expected: list[int]  # at least MAX_TOKENS; computed or a reference's
-    # Fields that HTTP, gRPC and the engine's SamplingParams have under the same names.
+    expected: list[int]  # at least MAX_TOKENS tokens; computed or from a reference
+    # fields with the same names in HTTP, gRPC and the engine's SamplingParams
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0})
 
 
@@ -53,21 +53,21 @@ class Request:
 
 @dataclass
 class Outcome:
-    """The answer as one client saw it. `ends` has the finish reason or the error's code that ended
-    the stream."""
+    """The answer as seen by a client. `ends` has the finish reasons or error codes that ended the
+    stream."""
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
     cut_short: Literal["", "left", "hung", "router lost"] = ""
     seconds: float = 0.0
-    was_heard: bool = True  # False: its client left before the router had read the request
-    name: str = field(default_factory=lambda: uuid.uuid4().hex)  # what the client calls it
-    is_retry: bool = False  # of a request whose router was killed
+    was_heard: bool = True  # False: the client disconnected before the router had read the request
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)  # the client's request id
+    is_retry: bool = False  # True for the second attempt of a request whose router was killed
 
     @property
     def kind(self) -> str:
-        """`finished`, `left`, `hung`, or what it failed with."""
+        """`finished`, `left`, `hung`, or the failure."""
         if self.cut_short:
             return self.cut_short
         return "finished" if self.ends == ["length"] else "+".join(self.ends) or "nothing"
@@ -75,18 +75,19 @@ class Outcome:
 
 @dataclass
 class RouterLife:
-    """The router's deaths, as told by the test that kills it and waits until it is ready again."""
+    """The router's deaths, recorded by the test that kills it and waits until it is ready again."""
 
     num_deaths: int = 0
     is_up: asyncio.Event = field(default_factory=asyncio.Event)
-    num_retries: int = 0  # under way: one more death would be a request's second
+    num_retries: int = 0  # retries under way; another death would be the second one for a request
 
     def __post_init__(self) -> None:
         self.is_up.set()
 
     @contextmanager
     def death(self) -> Iterator[None]:
-        """Nobody asks anything while the block runs, in which the router is killed and returns."""
+        """Stops all clients while the block runs, which kills the router and waits for its
+        return."""
         self.num_deaths += 1
         self.is_up.clear()
         yield
@@ -96,7 +97,8 @@ class RouterLife:
 def golden_prompts(
     rng: Random, numbers: Sequence[int], *, answer_min: int = MAX_TOKENS
 ) -> list[Prompt]:
-    """Reference prompts, each with some of its reference answer: the rest is the answer."""
+    """Reference prompts, each extended by a part of its reference answer; the rest is the expected
+    answer."""
     made = []
     for prompt, answer in zip(*golden(*numbers), strict=True):
         start = rng.randrange(len(answer) - answer_min)
@@ -107,7 +109,8 @@ def golden_prompts(
 async def computed_prompts(
     cluster: Served, rng: Random, lengths: Sequence[int], *, answer: int = MAX_TOKENS
 ) -> list[Prompt]:
-    """Prompts that no file has, answered one at a time; two and two share a prefix."""
+    """Random prompts without references, answered one at a time by the cluster; each prefix is
+    shared by two."""
     text = golden(7)[0][0]
     made = []
     async with open_client(cluster) as client:
@@ -121,8 +124,8 @@ async def computed_prompts(
 
 
 async def answered(cluster: Served, prompts: list[Prompt], form: KvForm) -> list[Prompt]:
-    """The same prompts with answers that are right in this form: references, or else what this
-    cluster answers, one at a time."""
+    """Replaces the expected answers for this form: references if they exist, else this cluster's
+    own answers, computed one at a time."""
     if form.has_references:
         return prompts
     async with open_client(cluster) as client:
@@ -160,7 +163,7 @@ def requests(
 
 
 class Load:
-    """Asks all requests, `num_clients` at a time; `outcomes` fills as they end."""
+    """Sends all requests, `num_clients` at a time. `outcomes` is filled as they end."""
 
     def __init__(
         self,
@@ -171,8 +174,8 @@ class Load:
         bound_s: float,
         router: RouterLife | None = None,
     ) -> None:
-        """`router`: of a test that kills it. The router's records of requests die with it, so of
-        requests before a death nobody knows which it heard."""
+        """`router` is for a test that kills it: the router's request records are lost then, so it
+        is unknown which requests it had read before."""
         self._router = router
         self._cluster = cluster
         self._wanted = wanted
@@ -192,8 +195,9 @@ class Load:
             await asyncio.gather(*clients)
 
     async def _client(self, apis: Mapping[str, _HttpApi | _GrpcApi]) -> None:
-        left: Outcome | None = None  # without a token: the router is asked once the next has ended
-        num_deaths = 0  # when it had left
+        # a request that got no token; the router is queried for it after the next one ended
+        left: Outcome | None = None
+        num_deaths = 0  # number of router deaths when it disconnected
         for request in self._wanted:
             outcome = await self._outcome(apis[request.api], Outcome(request))
             if self._router is not None and outcome.cut_short == "router lost":
@@ -207,7 +211,7 @@ class Load:
             await self._note_heard(apis[left.request.api], left, num_deaths)
 
     async def _note_heard(self, api: _HttpApi | _GrpcApi, left: Outcome, num_deaths: int) -> None:
-        """Notes whether the router heard of a request, if it lives since then."""
+        """Records whether the router read a request, unless the router died since then."""
         if num_deaths != self._num_deaths:
             return
         try:

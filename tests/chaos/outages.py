@@ -1,10 +1,10 @@
-"""Outages of what is beside the workers of a kept cluster, one after the other.
+"""Outages of processes other than workers in a kept cluster, one after another.
 
-kill redis       and start it again at the same address, empty, after so long
+kill redis       and restart it after the given time at the same address, empty
 stop redis       SIGSTOP, later SIGCONT
-kill router      it or its gRPC replica; its agent starts it again; the streams that it had are lost
-kill controller  Ray starts the pool controller again
-kill head        GCS and raylet; a fresh head after so long, with agents of its own
+kill router      it or its gRPC replica; its agent restarts it; its open streams are lost
+kill controller  Ray restarts the pool controller
+kill head        GCS and raylet; a new head after the given time, with new agents
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class Outages(Striker):
             await asyncio.to_thread(self._cluster.start_head)
 
     def _is_answered(self) -> bool:
-        """Returns whether the routers that their agents have started run, and answer.
+        """Says whether the router processes that their agents started are running and answer.
 
-        A controller that was killed may still report the processes before.
+        A controller that was just killed may still report the previous processes.
         """
         found = {}
         for pool, name in _ROUTERS.items():

@@ -1,11 +1,12 @@
-"""Faults of a cluster whose workers Ray's agents keep, from outside and by its own controls.
+"""Faults of a cluster whose workers Ray's agents keep, injected from outside and by its own
+controls.
 
-    Crashes  kill -9, SIGSTOP, hang and cut of any worker, one after the other: none before the last
-             one is started again, for a request may lose two workers and no third
-    Orders   drain, flip and scale over HTTP, as an operator's, all the while
+Crashes  kill -9, SIGSTOP, hang and cut of any worker, one after another; each waits until the last
+         worker was restarted, because a request may lose two workers but not three
+Orders   drain, flip and scale over HTTP like an operator, continuously
 
-What is struck beside workers is in outages.py. Each goes through its deck again and again,
-shuffled, and each takes who is there at random.
+outages.py has faults of other processes. Each class goes through its shuffled deck repeatedly, and
+selects workers at random.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from tests.chaos.faults import Fault, Happened, flip, stop
 from tests.harness.kept_cluster import KeptCluster, KeptWorker
 
 _POLL_S = 0.2
-_BACK_WITHIN_S = 600.0  # on a machine that has little time for it, too
+_BACK_WITHIN_S = 600.0  # long enough for a machine with little CPU time for the cluster
 
 
 class Striker(ABC):
-    """`happened`: every fault that came about."""
+    """Injects faults; `happened` has those that took effect."""
 
     def __init__(
         self,
@@ -48,21 +49,21 @@ class Striker(ABC):
         self._started_at = time.monotonic()
 
     async def run(self, deck: Sequence[Fault], *, pause_s: float) -> None:
-        """Strikes one fault after the other, at random moments, until it is cancelled."""
+        """Injects one fault after another, at random moments, until it is cancelled."""
         for fault in self._shuffled(deck):
             await asyncio.sleep(self._rng.uniform(0, pause_s))
             await self._strike(fault)
 
     @abstractmethod
     async def _strike(self, fault: Fault) -> None:
-        """Returns when it is over and its worker serves again."""
+        """Injects the fault. Returns when it is over and its worker serves again."""
 
     def _shuffled(self, deck: Sequence[Fault]) -> Iterator[Fault]:
         for _ in itertools.count():
             yield from self._rng.sample(deck, len(deck))
 
     async def _any_worker(self, role: str = "") -> KeptWorker:
-        """Returns a random worker of the role, or of any role if there is none."""
+        """Selects a random worker of the role, or of any role if there is none."""
         workers: list[KeptWorker] = []
 
         def found() -> bool:
@@ -82,14 +83,15 @@ class Striker(ABC):
     def _held(self, worker_id: str) -> int:
         try:
             record = self._cluster.records()[worker_id]
-        except (KeyError, httpx.TransportError):  # a pool or a router, or there is no router
+        except (KeyError, httpx.TransportError):  # there is no such pool, or no router
             return 0
         load = record["load"]
         held = sum(load[name] for name in ("num_running", "num_waiting", "num_leases", "num_pulls"))
         return max(held, record["requests_here"])
 
     async def _until(self, probe: Callable[[], bool]) -> None:
-        """A router that does not answer is one that was killed: the probe runs again."""
+        """Waits until `probe` returns True. A router that does not answer was killed, so the probe
+        is repeated."""
         async with asyncio.timeout(_BACK_WITHIN_S):
             while not await asyncio.to_thread(_answered, probe):  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
@@ -103,7 +105,8 @@ def _answered(probe: Callable[[], bool]) -> bool:
 
 
 class Crashes(Striker):
-    _role = "prefill"  # of the worker struck last: a short run strikes both pools, too
+    # role of the worker that was struck last, so that even a short run strikes both pools
+    _role = "prefill"
 
     async def _strike(self, fault: Fault) -> None:
         await self._until(self._cluster.is_whole)
@@ -119,11 +122,11 @@ class Crashes(Striker):
             else:
                 is_engine_only = fault.kind == "hang"
                 await stop(worker.pid, fault.duration_s, is_engine_only=is_engine_only)
-        except (ProcessLookupError, psutil.NoSuchProcess):  # it was drained just then
+        except (ProcessLookupError, psutil.NoSuchProcess):  # the worker was just drained
             self._happened.remove(noted)
 
     async def _cut(self, fault: Fault) -> None:
-        """Cuts off one of the workers that are not at home."""
+        """Cuts the network of one of the workers that are not at home."""
         network, places = self._cluster.network, self._cluster.places
         assert network is not None
         worker_id = self._rng.choice(sorted(places))
@@ -147,7 +150,7 @@ class Orders(Striker):
             await self._flip(fault, worker)
 
     async def _scale(self, fault: Fault) -> None:
-        """One worker more in a pool, for so long; then the newest of it goes."""
+        """Adds a worker to a pool, and removes the newest one after the given time."""
         pool = self._rng.choice(("prefill", "decode"))
         size = self._cluster.sizes[pool]
         self._note(fault, pool)
@@ -157,43 +160,45 @@ class Orders(Striker):
             await asyncio.sleep(fault.duration_s)
 
     async def _resize(self, pool: str, size: int) -> None:
-        """Asks for a size; again, while Redis is away and nobody can be told of it."""
+        """Requests a pool size, and repeats the request while Redis is unreachable."""
         async with asyncio.timeout(_BACK_WITHIN_S):
             while (reply := await self._post("/v1/cluster", {pool: size})).status_code != 202:
                 assert reply.status_code == 503, reply.text
                 await asyncio.sleep(_POLL_S)
 
     def _has(self, pool: str, size: int) -> bool:
-        """Its processes run or are on their way; one that was killed meanwhile may be away."""
-        told = self._cluster.state()["pools"][pool]
-        return told["wanted"] == size == len(told["agents"]) and told["ready"] >= size - 1
+        """Says whether the pool has its processes or is starting them; one may be down because it
+        was just killed."""
+        state = self._cluster.state()["pools"][pool]
+        return state["wanted"] == size == len(state["agents"]) and state["ready"] >= size - 1
 
     async def _drain(self, fault: Fault, worker: KeptWorker) -> None:
         noted = self._note(fault, worker.worker_id)
         reply = await self._post(f"/v1/cluster/workers/{worker.worker_id}/drain", {})
-        if reply.status_code != 202:  # it was killed just then, or all other decode workers were
+        if reply.status_code != 202:  # it, or all other decode workers, were just killed
             assert reply.status_code in (404, 409, 503), reply.text
             self._happened.remove(noted)
             return
         await self._until(lambda: self._is_another(worker))
 
     def _is_another(self, worker: KeptWorker) -> bool:
-        """Started again, or gone with a pool that has become smaller."""
+        """Says whether the worker was restarted, or removed with a smaller pool."""
         agents = [a["id"] for p in self._cluster.state()["pools"].values() for a in p["agents"]]
         now = self._cluster.workers.get(worker.worker_id)
         return worker.worker_id not in agents or (now is not None and now.pid != worker.pid)
 
     async def _flip(self, fault: Fault, worker: KeptWorker) -> None:
-        there, back = "prefill", "decode"
+        away, back = "prefill", "decode"
         if worker.role == "prefill":
-            there, back = back, there
-        if await flip(self._cluster, worker.worker_id, there):
+            away, back = back, away
+        if await flip(self._cluster, worker.worker_id, away):
             self._note(fault, worker.worker_id)
             await asyncio.sleep(fault.duration_s)
             await flip(self._cluster, worker.worker_id, back)
 
     async def _post(self, path: str, body: dict[str, object]) -> httpx.Response:
-        """Posts an order; again, while there is no router (one that was killed may have heard)."""
+        """Posts a request, and repeats it while there is no router; a killed router may already
+        have handled it."""
         async with (
             httpx.AsyncClient(base_url=self._cluster.admin_url, timeout=20) as client,
             asyncio.timeout(_BACK_WITHIN_S),

@@ -1,7 +1,7 @@
-"""Prompts of a tiny random model, and what one engine answers to each of them, alone.
+"""Prompts of a tiny random model, and the answers of one engine to each prompt alone.
 
-The model has random weights and 203 tokens, so that another token anywhere in a prompt, or another
-seed, changes the answer from its first or second token on.
+The model has random weights and 203 tokens, so that any change of a prompt's token or of the seed
+changes the answer from its first or second token on.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _VOCABULARY = range(3, 203)
 def reference_prompts(
     folder: Path, rng: Random, num_prefixes: int, num_each: int
 ) -> tuple[str, list[Prompt]]:
-    """Makes the model in `folder`; returns what `--model` takes, and prompts with their answers.
+    """Creates the model in `folder`. Returns the value of `--model`, and prompts with their
+    answers.
 
-    `num_each` prompts share each prefix: every third is greedy, every third greedy with a penalty
-    for what was said before, and every third is sampled with a seed of its own.
+    `num_each` prompts share each prefix: a third is greedy, a third is greedy with a repetition
+    penalty, and a third is sampled with its own seed.
     """
     make_tiny_model("llama", folder, max_position_embeddings=1024)
     known = []

@@ -1,24 +1,26 @@
-"""Real processes, exact tokens, and workers that are killed, stopped, hung and cut off meanwhile.
+"""Exact tokens from real processes while workers are killed, stopped, hung and cut off.
 
-What the cluster's own controls do to workers at random is in test_pools.py.
+Random use of the cluster's own controls is in test_pools.py.
 
-Two decode workers (one reads as its pairs choose, one over gRPC) and two prefill workers, all with
-small pools. All are struck at random moments, and clients leave. One decode worker is killed,
-drained and flipped to the other pool, the other one only stopped for a while, and rarely: somebody
-must be there to move to. Then: every request ended once and with
-exactly its tokens, and nothing is held anywhere.
+Two decode workers (one uses the transport its pairs choose, one gRPC) and two prefill workers, all
+with small pools, get faults at random moments, and clients disconnect. One decode worker is killed,
+drained and flipped to the other pool; the other one is only stopped for a while, and rarely,
+because requests need a worker to migrate to. In the end every request has ended once with exactly
+its tokens, and nothing is held anywhere.
 
-The seed is printed and fixes prompts, requests and the order of faults, not the moments.
-CHAOS_SEED and CHAOS_REQUESTS choose others: CHAOS_REQUESTS=5000 pytest -s -m slow tests/chaos
-CHAOS_TRANSPORT=nixl makes the first decode worker read over NIXL and TCP, too, with
-`--nixl-tcp insecure` for all. Not by default: UCX's TCP ends a producer's process (SIGABRT) when a
-consumer goes in the midst of a read; Tandem then starts that worker again and no token is wrong,
-but the test takes no worker that ends unasked.
+The seed is printed. It determines prompts, requests and the order of faults, but not their times.
+CHAOS_SEED and CHAOS_REQUESTS override it: CHAOS_REQUESTS=5000 pytest -s -m slow tests/chaos
+
+CHAOS_TRANSPORT=nixl lets the first decode worker use NIXL over TCP, with `--nixl-tcp insecure` for
+all. It is not the default: UCX's TCP aborts a producer's process (SIGABRT) when a consumer ends
+during a read; Tandem then restarts that worker and no token is wrong, but the test does not accept
+a worker that ends by itself.
+
 CHAOS_KV_DTYPE=int8 gives all workers a quantized KV cache, and CHAOS_MODEL=gemma3 a random model of
-that family (tests/parity/models.py), with a KV group for its windows. What is right is then what
-one worker answers before any fault, for the reference answers are the built-in model's with float32
-KV. In CI the short form runs with both: its model is so small that faults and deadlines are all
-that it waits for. With the built-in model it is slow.
+that family (tests/parity/models.py), with a KV group for its windows. Expected answers are then
+computed by one worker before any fault, because the reference answers are the built-in model's with
+float32 KV. In CI the short form runs with both: its model is so small that only faults and
+deadlines take time. With the built-in model it is slow.
 """
 
 from __future__ import annotations
@@ -67,25 +69,26 @@ OPTIONS = (
 NO_NETWORK = why_not()
 TRANSPORT = os.environ.get("CHAOS_TRANSPORT", "auto")
 FORM = KvForm.from_environment()
-SHARE_OF_LONG = 0.2  # of the answers
+SHARE_OF_LONG = 0.2  # share of the answers
 
 
 @dataclass(frozen=True)
 class Chaos:
-    """One form of the test. Faults are those of each prefill worker, in decks that are shuffled."""
+    """One form of the test. `decks` has a shuffled deck of faults for each prefill worker."""
 
     num_requests: int
     num_clients: int
     computed_lengths: Sequence[int]
-    golden: Sequence[int]  # reference prompts; one that is here twice is asked twice as often
-    num_blocks: int  # of each pool: too few for all that is asked at once
+    golden: Sequence[int]  # reference prompts; one that is listed twice is used twice as often
+    num_blocks: int  # blocks of each pool; too few for all concurrent requests
     decks: Sequence[Sequence[Fault]]
-    is_endless: bool  # new decks until all requests are asked and each kind of fault has come
-    bound_s: float  # of one request
-    pause_s: float  # between two faults of a prefill worker, at most
-    decode_pause_s: float  # the same of a decode worker
-    freed_within_s: float  # after the last request
-    options: Sequence[str] = ()  # of prefill workers
+    # True: use new decks until all requests were sent and each kind of fault occurred
+    is_endless: bool
+    bound_s: float  # time limit of one request
+    pause_s: float  # longest pause between two faults of a prefill worker
+    decode_pause_s: float  # the same for a decode worker
+    freed_within_s: float  # time limit after the last request
+    options: Sequence[str] = ()  # options of prefill workers
 
 
 SHORT = Chaos(
@@ -96,7 +99,7 @@ SHORT = Chaos(
     num_blocks=40,
     decks=(
         (Fault("kill"), Fault("stop", 5), Fault("hang", 30)),
-        # Longer than gRPC's pings wait, which is longer than every other deadline here.
+        # longer than gRPC's ping time-out, which is longer than all other deadlines in this test
         (Fault("stop", 17), Fault("cut", 8)),
     ),
     is_endless=False,
@@ -190,7 +193,7 @@ async def start(
     rng: Random,
     form: KvForm,
 ) -> list[Prompt]:
-    """One worker, which computes what is not in a file; then the others."""
+    """Starts one worker, which computes missing reference answers, and then the others."""
     host = ("--host", network.home.address if network else "127.0.0.1")
     cluster.start_router()
     keeper.start("decode-0", "decode", "--transport", TRANSPORT, *host)
@@ -215,7 +218,7 @@ async def strike(
     prompts: Sequence[Prompt],
     keeper: Keeper,
 ) -> tuple[list[Outcome], list[Happened]]:
-    """Requests and faults at once; returns when all is over and nothing is held any more."""
+    """Runs requests and faults concurrently. Returns when all have ended and nothing is held."""
     started = time.monotonic()
     strikers: list[asyncio.Task[None]] = []
     happened: list[Happened] = []
@@ -266,9 +269,10 @@ async def strike(
 
 
 def plan(chaos: Chaos) -> list[tuple[str, Sequence[Fault], float]]:
-    """Returns each worker's faults, and the longest pause before each fault."""
+    """The faults of each worker, and the longest pause before each fault."""
     decks = [(f"prefill-{n}", deck, chaos.pause_s) for n, deck in enumerate(chaos.decks)]
-    # Who waits for it is not moved: rarely, so that most of the others meet only their own.
+    # Requests migrate to this worker, so it is stopped rarely: most faults of others should stay
+    # single.
     decks.append(("decode-0", (Fault("stop", 5),), chaos.decode_pause_s))
     decks.append(("decode-1", (Fault("kill"), Fault("drain"), Fault("flip", 2)), chaos.pause_s))
     return [
@@ -283,26 +287,27 @@ def shuffled(rng: Random, deck: Sequence[Fault], *, is_endless: bool) -> Iterato
 
 
 def missing_faults(chaos: Chaos, happened: Sequence[Happened]) -> set[object]:
-    """Returns the faults, or the kinds of them, that never came while requests were under way."""
+    """The faults, or kinds of faults, that never occurred while requests were under way."""
     wanted = {(worker_id, fault) for worker_id, deck, _ in plan(chaos) for fault in deck}
     seen = {(h.worker_id, h.fault) for h in happened if h.num_requests}
-    if chaos.is_endless:  # it may end before each has come to each worker
+    if chaos.is_endless:  # it may end before every worker had every fault
         return {f.kind for _, f in wanted} - {f.kind for _, f in seen}
     return {*wanted} - seen
 
 
 def check_ends(chaos: Chaos, happened: Sequence[Happened], keeper: Keeper) -> None:
-    """An engine that hangs is ended once somebody waits for it; nobody else ends by itself."""
+    """Checks that workers with hung engines ended once a request waited, and no others ended by
+    themselves."""
     hung = [h for h in happened if h.fault.is_hang_for_ever]
     ended = {worker_id for worker_id, _ in keeper.ends}
     assert ended <= {h.worker_id for h in hung}, keeper.ends
-    if not chaos.is_endless:  # where the last hang may be cut short
+    if not chaos.is_endless:  # except in endless runs, where the last hang may be cut short
         assert ended >= {h.worker_id for h in hung if h.num_held}, "a hung engine was not ended"
 
 
 @asynccontextmanager
 async def background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Its failure shows when the block ends."""
+    """Runs `work` in the background. Its failure is raised when the block ends."""
     task = asyncio.create_task(work)
     try:
         yield

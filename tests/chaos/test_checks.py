@@ -1,4 +1,4 @@
-"""The checks of a chaos run find what they are there to find."""
+"""Tests that the checks of a chaos run detect what they should."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.chaos.load import Load, Outcome, Prompt, Request, RouterLife
 
 
 class StubCluster:
-    """An address where nobody is asked."""
+    """A cluster with addresses on which nothing listens."""
 
     url = admin_url = "http://127.0.0.1:9"
     grpc_port = 9

@@ -1,6 +1,6 @@
-"""A cluster whose Ray is gone for a while, and a request that crashes its workers.
+"""A cluster without Ray for a while, and a request that crashes its workers.
 
-CHAOS_MODEL and CHAOS_KV_DTYPE choose another model and KV data type, as in test_chaos.py.
+CHAOS_MODEL and CHAOS_KV_DTYPE select another model and KV data type, as in test_chaos.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ RAY_DEAD_S = float(os.environ.get("RAY_DEAD_S", "300"))
 async def test_requests_go_on_without_ray_and_a_fresh_head_has_control(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """A worker is killed meanwhile, and a size is asked for: the fresh head sees to both, once."""
+    """Meanwhile a worker is killed and a pool size is requested; the new head handles both,
+    once."""
     folder = tmp_path_factory.mktemp("run")
     print(f"\nRay is dead for {RAY_DEAD_S:g} s, logs in {folder}")
     model = FORM.model(folder)

@@ -1,7 +1,7 @@
-"""Each fault of a cluster of `tandem up`, and what status, page, alerts and logs say within 10 s.
+"""Faults of a cluster of `tandem up`, and what status, page, alerts and logs report within 10 s.
 
-The table of docs/faults.md is what this test prints (`pytest -s`). test_explained_hosts.py has the
-faults of hosts and links, and tests/service/test_cluster_launcher.py a short form of this one.
+This test prints the table of docs/faults.md (`pytest -s`). test_explained_hosts.py has the faults
+of hosts and links, and tests/service/test_cluster_launcher.py a short form of this test.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Up(Faulty):
         return started
 
     def pid(self, name: str) -> int:
-        """Returns the first process of the cluster with this text in its command line."""
+        """Finds the first process of the cluster with this text in its command line."""
         return process_named(self.cluster_id, name)
 
     def scale(self, size: int) -> None:
@@ -92,7 +92,7 @@ class Up(Faulty):
 
 
 def out_of_memory(up: Up) -> Undo:
-    """Ends another worker by Linux's OOM killer: its next process may have `OOM_BYTES`."""
+    """Makes Linux's OOM killer end another worker: its next process is limited to `OOM_BYTES`."""
     group = MEMORY / f"tandem-{secrets.token_hex(4)}"
     group.mkdir()
     (group / "memory.limit_in_bytes").write_text(str(OOM_BYTES))
@@ -104,7 +104,7 @@ def out_of_memory(up: Up) -> Undo:
 
 
 def _other(up: Up, before: int) -> int:
-    """Returns the process after `before`; 0 while there is none."""
+    """The pid of the process that replaced `before`; 0 while there is none."""
     return 0 if (pid := up.worker_pid("decode-0")) == before else pid
 
 
@@ -131,7 +131,7 @@ def loads_for_ever(up: Up) -> Undo:
 
 
 def redis_gone(up: Up) -> Undo:
-    """Stops Redis: one that has ended is started again at once."""
+    """Stops Redis with SIGSTOP, because a Redis that ends is restarted at once."""
     pid = up.pid("valkey-server")
     os.kill(pid, signal.SIGSTOP)
     return lambda: os.kill(pid, signal.SIGCONT)
@@ -149,7 +149,7 @@ def controller_gone(up: Up) -> Undo:
 
 
 def controller_killed(up: Up) -> Undo:
-    """Ends the controller, which Ray starts again at once."""
+    """Kills the controller, which Ray restarts at once."""
     os.kill(up.pid("ray::PoolController"), signal.SIGKILL)
     return lambda: None
 
@@ -176,7 +176,7 @@ FAULTS = [
         "worker loads for ever",
         loads_for_ever,
         problem("no progress for", "TandemWorkerLoads"),
-        surfaces=("page", "status", "alert"),  # a log says so after 30 s
+        surfaces=("page", "status", "alert"),  # a log reports it only after 30 s
     ),
     Fault("Redis gone", redis_gone, problem("Redis does not answer", "TandemRedisLost")),
     Fault("Ray's head gone", head_gone, problem("gcs_server ended", "TandemControllerSilent")),
@@ -195,7 +195,7 @@ FAULTS = [
         "disk full",
         disk_full,
         problem("the disk of logs .* is full"),
-        surfaces=("page", "status", "alert"),  # the log is on that disk
+        surfaces=("page", "status", "alert"),  # the log is on the full disk
     ),
     Fault("clock off by 5 minutes", clock_off, problem("its clock is (300|299|301) s ahead")),
     WRONG_TOKEN,
@@ -205,7 +205,7 @@ FAULTS = [
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of 16 MB in memory."""
+    """Mounts a file system of 16 MB in memory."""
     folder.mkdir()
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True

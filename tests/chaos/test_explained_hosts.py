@@ -1,6 +1,7 @@
-"""A host that is gone and a link that is cut, and what status, page, alerts and logs say in 10 s.
+"""A lost host and a cut link, and what status, page, alerts and logs report within 10 s.
 
-Hosts are namespaces of this machine (tests/harness/hosts.py); Redis and the operator are outside.
+Hosts are namespaces of this machine (tests/harness/hosts.py); Redis and the operator are outside of
+them.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def test_a_host_that_is_gone_is_named(tmp_path: Path) -> None:
         wait_for(lambda: "--ca-sha256" in first.text(), deadline_s=START_DEADLINE_S, what="the up")
         found = re.search(r"--ca-sha256 (\w+)", first.text())
         assert found
-        told = ["--token-file", str(token_file), "--ca-sha256", found[1]]
-        second.run(*TANDEM, "join", first.address, *told)
+        join_options = ["--token-file", str(token_file), "--ca-sha256", found[1]]
+        second.run(*TANDEM, "join", first.address, *join_options)
         wait_for(lambda: "joined as" in second.text(), deadline_s=START_DEADLINE_S, what="a host")
         url = f"http://{first.address}:8002"
         scale = [*TANDEM, "scale", "prefill=2", "decode=2", "--url", url, "--deadline", "120"]
@@ -97,14 +98,14 @@ def test_a_link_between_two_workers_that_is_cut_is_named(tmp_path: Path) -> None
 
 
 def cut(one: Place, other: Place) -> None:
-    """Cuts the link between two hosts, and leaves those to all others."""
-    for here, there in ((one, other), (other, one)):
-        route = ["ip", "-n", here.namespace, "route", "add", "blackhole", f"{there.address}/32"]
+    """Cuts the link between two hosts, but not their links to others."""
+    for source, target in ((one, other), (other, one)):
+        route = ["ip", "-n", source.namespace, "route", "add", "blackhole", f"{target.address}/32"]
         subprocess.run(route, check=True)
 
 
 def chatting(cluster: LocalCluster) -> threading.Event:
-    """Asks the cluster all the time, until the event that it returns is set."""
+    """Sends requests to the cluster until the returned event is set."""
     ends = threading.Event()
 
     def chat() -> None:
@@ -112,7 +113,7 @@ def chatting(cluster: LocalCluster) -> threading.Event:
         while not ends.is_set():
             number += 1
             body = {"prompt": f"{number} " * 60, "max_tokens": 4}
-            with suppress(httpx.TransportError):  # at the end the router goes first
+            with suppress(httpx.TransportError):  # at the end the router is stopped first
                 httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
 
     threading.Thread(target=chat, daemon=True).start()

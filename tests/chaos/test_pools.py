@@ -1,13 +1,13 @@
-"""Two prefill and two decode workers, kept by Ray's agents; killed, stopped, drained, flipped and
-scaled while clients ask for short and long answers. The router stays up.
+"""Two prefill and two decode workers kept by Ray's agents are killed, stopped, drained, flipped and
+scaled while clients request short and long answers. The router keeps running.
 
-Then: every request ended once and with exactly its tokens, nothing is held anywhere, every worker
-runs once, and requests moved both ways: migrated by a worker that left, and gone on with after
-one that was lost.
+In the end every request has ended once with exactly its tokens, nothing is held anywhere, and every
+worker runs once. Requests moved in both ways: migrated by a leaving worker, and continued after a
+lost one.
 
-The seed is printed and fixes prompts, requests and the order of faults, not the moments.
-CHAOS_SEED and CHAOS_REQUESTS choose others, CHAOS_MODEL and CHAOS_KV_DTYPE another model and KV
-data type, as in test_chaos.py.
+The seed is printed. It determines prompts, requests and the order of faults, but not their times.
+CHAOS_SEED and CHAOS_REQUESTS override it, CHAOS_MODEL and CHAOS_KV_DTYPE select another model and
+KV data type, as in test_chaos.py.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from tests.harness.kv_form import KvForm
 NUM_REQUESTS = int(os.environ.get("CHAOS_REQUESTS", "2000"))
 NUM_CLIENTS = 8
 FORM = KvForm.from_environment()
-SHARE_OF_LONG = 0.35  # of the answers: they outlive most faults that they meet
+SHARE_OF_LONG = 0.35  # share of answers that are long enough to outlast most faults
 LONG_ANSWER = 64
 OPTIONS = (
     *("--num-blocks", "120", "--max-tokens-per-step", "64", "--verify-blocks", "all"),
     *("--prefill-at", "remote", *FORM.options),
 )
-# 17 s is longer than gRPC's pings wait: the worker is lost, and then it is there again.
+# 17 s is longer than gRPC's ping time-out: the worker counts as lost, and then returns.
 CRASHES = (*[Fault("kill")] * 4, *[Fault("stop", 5)] * 2, Fault("stop", 17))
 ORDERS = (Fault("drain"), Fault("drain"), Fault("flip", 5), Fault("scale", 5))
 KINDS = {fault.kind for fault in (*CRASHES, *ORDERS)}
 CRASH_PAUSE_S = 5.0
 ORDER_PAUSE_S = 5.0
-BOUND_S = 300.0  # of one request
+BOUND_S = 300.0  # time limit of one request
 FREED_WITHIN_S = 90.0
 
 
@@ -97,13 +97,12 @@ async def test_nothing_is_lost_while_workers_crash_leave_come_and_change_pools(
 
 
 def kinds(happened: list[Happened]) -> set[str]:
-    """Returns the kinds of faults that came while requests were under way."""
+    """The kinds of faults that occurred while requests were under way."""
     return {h.fault.kind for h in happened if h.num_requests}
 
 
 async def known_prompts(cluster: KeptCluster, rng: Random) -> list[Prompt]:
-    """Returns prompts with reference answers, and prompts that this cluster answered before any
-    fault."""
+    """Prompts with reference answers, and prompts that this cluster answered before any fault."""
     known = golden_prompts(rng, (0, 1, 2, 3, 4, 5, 6) * 4, answer_min=LONG_ANSWER - 16)
     known = await answered(cluster, known, FORM)
     lengths = (20, 33, 64, 120, 200, 310, 415, 520)
@@ -111,9 +110,10 @@ async def known_prompts(cluster: KeptCluster, rng: Random) -> list[Prompt]:
 
 
 async def strike(cluster: KeptCluster, load: Load, rng: Random, happened: list[Happened]) -> float:
-    """All requests, and faults meanwhile; returns when all workers are back, after how long.
+    """Runs all requests and faults concurrently, until all workers are ready again. Returns the
+    seconds.
 
-    Ends at the first outcome that is wrong, too.
+    It also ends at the first wrong outcome.
     """
     started = time.monotonic()
     strikers = [
@@ -126,7 +126,8 @@ async def strike(cluster: KeptCluster, load: Load, rng: Random, happened: list[H
         )
     ]
     running = [asyncio.create_task(c) for c in (load.run(), check(load, happened), *strikers)]
-    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)  # only the load's end is well
+    # only the end of the load is expected
+    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     seconds = time.monotonic() - started
     for task in running:
         task.cancel()
@@ -141,7 +142,7 @@ async def strike(cluster: KeptCluster, load: Load, rng: Random, happened: list[H
 
 
 async def check(load: Load, happened: list[Happened]) -> None:
-    """Prints the progress until it is cancelled. Raises AssertionError when a request ends
+    """Prints the progress until it is cancelled. Raises AssertionError if a request ends
     wrongly."""
     started = time.monotonic()
     while True:

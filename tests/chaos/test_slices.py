@@ -1,7 +1,7 @@
 """A few short slices of `tests/chaos/slices.py`, which runs very many requests.
 
-The script has all kinds of faults at once, of workers and of what is beside them. It fails for a
-wrong token, a request that failed, KV that is still held, and an error that was logged.
+The script combines all kinds of faults, of workers and other processes. It fails on a wrong token,
+a failed request, KV that is still held, and a logged error.
 """
 
 from __future__ import annotations

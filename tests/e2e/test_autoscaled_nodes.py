@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tandem.cluster.operate import ask
+from tandem.cluster.operate import call_router
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.cluster import (
     CLUSTER_ID_VARIABLE,
@@ -50,10 +50,10 @@ class Autoscaled:
     model: str = ""
 
     def scale(self, **sizes: int) -> None:
-        ask(self.cluster.admin_url, "POST", sizes)
+        call_router(self.cluster.admin_url, "POST", sizes)
 
     def pool(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = ask(self.cluster.admin_url, "GET")["pools"][name]
+        found: dict[str, Any] = call_router(self.cluster.admin_url, "GET")["pools"][name]
         return found
 
     def is_whole(self, name: str, size: int) -> bool:
@@ -81,7 +81,7 @@ class Autoscaled:
         reply = httpx.post(f"{self.cluster.url}/v1/completions", json=body, timeout=60)
         assert reply.status_code == 200, reply.text
         answer = reply.json()
-        record = ask(self.cluster.url, "GET", path=f"/v1/requests/{answer['id']}")
+        record = call_router(self.cluster.url, "GET", path=f"/v1/requests/{answer['id']}")
         return answer["choices"][0]["text"], record["decode_worker"]
 
 

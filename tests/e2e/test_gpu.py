@@ -72,7 +72,7 @@ async def test_tokens_are_those_of_transformers_whichever_way_the_kv_came(
         for prompt in PROMPTS
     ]
     with all_disturbed(ways):
-        answered = await asyncio.gather(*(way.ask_all(asked) for way in ways.values()))
+        answered = await asyncio.gather(*(way.send_all(asked) for way in ways.values()))
     for name, answers in zip(ways, answered, strict=True):
         made = [answer["choices"][0]["token_ids"] for answer in answers]
         assert made == model[1], name

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import psutil
 
-from tandem.cluster.operate import ask
+from tandem.cluster.operate import call_router
 from tests.e2e.conftest import StartCluster
 from tests.harness.client import complete_all, golden
 from tests.harness.cluster import LocalCluster, WorkerProcess, wait_for
@@ -35,7 +35,7 @@ async def hung_in_a_long_drain(
     (engine,) = psutil.Process(worker.process.pid).children()
     engine.suspend()
     path = f"/v1/cluster/workers/{worker.worker_id}/drain"
-    ask(cluster.admin_url, "POST", {"deadline_s": LONG_S, "force": True}, path=path)
+    call_router(cluster.admin_url, "POST", {"deadline_s": LONG_S, "force": True}, path=path)
     drains = lambda: cluster.records()["decode-0"]["state"] == "draining"  # noqa: E731
     await asyncio.to_thread(wait_for, drains, deadline_s=30, what="the drain")
     yield worker

@@ -1,9 +1,10 @@
-"""A stand-in for Kubernetes' API server, of one path: the scale of StatefulSets and Deployments.
+"""A stand-in for Kubernetes' API server that serves the scale of StatefulSets and Deployments.
 
-Over HTTPS, with a service account's folder as kubelet mounts it. It refuses what the real one
-would: another token, method, content type or path, what the account's Role does not name, and what
-does not leave a valid autoscaling/v1 Scale (Kubernetes' own schema, strict). Written
-after its documents and what kubectl sends (a merge patch); no real API server was asked.
+It uses HTTPS and a service account's folder as mounted by kubelet. Like the real server it refuses
+a wrong token, method, content type or path, resources that the account's Role does not name, and
+changes that do not leave a valid autoscaling/v1 Scale (Kubernetes' own schema, strict). It follows
+Kubernetes' documentation and the requests of kubectl (a merge patch); it was not compared with a
+real API server.
 https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/stateful-set-v1/
 """
 
@@ -28,11 +29,11 @@ HOST = "127.0.0.1"
 VERSION = "1.34"
 MERGE_PATCH = "application/merge-patch+json"
 _PATH = re.compile(r"/apis/apps/v1/namespaces/([^/]+)/(statefulsets|deployments)/([^/]+)/scale")
-_HANG_S = 30.0  # at most, that a request which is to get no answer is kept
+_HANG_S = 30.0  # longest time that a request without an answer stays open
 
 
 def merge_patch(target: Any, patch: Any) -> Any:
-    """RFC 7386."""
+    """Applies a JSON merge patch (RFC 7386)."""
     if not isinstance(patch, dict):
         return patch
     merged = dict(target) if isinstance(target, dict) else {}
@@ -46,16 +47,18 @@ def merge_patch(target: Any, patch: Any) -> Any:
 
 @dataclass
 class ApiServer:
-    """`replicas` is by RESOURCE/NAME. `answer`: a status that all requests get; 0: none at all."""
+    """`replicas` is by RESOURCE/NAME. `answer` is a status for all requests; 0: no response at
+    all."""
 
-    folder: Path  # an empty one, for certificates and the account
+    folder: Path  # an empty folder for certificates and the account
     namespace: str
     replicas: dict[str, int]
-    allowed: Iterable[tuple[str, str, str]]  # (verb, such as statefulsets/scale, name) of the Role
+    # the Role's rules: (verb, resource such as statefulsets/scale, name)
+    allowed: Iterable[tuple[str, str, str]]
     answer: int | None = None
     token: str = "a-token"
     port: int = 0
-    requests: list[str] = field(default_factory=list)  # path and query
+    requests: list[str] = field(default_factory=list)  # path and query of each request
     _over: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -73,14 +76,13 @@ class ApiServer:
         self.port = self._server.server_port
 
     def write_token(self, token: str) -> None:
-        """Replaces the token, as kubelet does before one expires. The server accepts only the new
-        one."""
+        """Replaces the token, as kubelet does before it expires. Only the new token is accepted."""
         self.token = token
         (self.account / "token").write_text(token)
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that Kubernetes sets in every container of a pod."""
+        """The environment variables that Kubernetes sets in every container of a pod."""
         return {"KUBERNETES_SERVICE_HOST": HOST, "KUBERNETES_SERVICE_PORT": str(self.port)}
 
     def __enter__(self) -> ApiServer:
@@ -141,7 +143,7 @@ class ApiServer:
             "apiVersion": "autoscaling/v1",
             "kind": "Scale",
             "metadata": {"name": owner.split("/")[1], "namespace": self.namespace},
-            # A field of Go that is zero and may be left out is.
+            # Go omits optional fields that are zero.
             "spec": {"replicas": self.replicas[owner]} if self.replicas[owner] else {},
             "status": {"replicas": 1, "selector": "app=x"},
         }

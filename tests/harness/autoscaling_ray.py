@@ -1,7 +1,7 @@
-"""A Ray cluster with Ray's own autoscaler (version 2), whose nodes are raylets on this machine.
+"""A Ray cluster with Ray's autoscaler (version 2), whose nodes are raylets on this machine.
 
-made -> `start` -> head -> a request of resources -> more raylets -> idle for a while -> fewer
-                    `-- `close` ends all of it
+created -> `start` -> head -> a request of resources -> more raylets -> idle for a while -> fewer
+`-- `close` ends all of it
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.harness.cluster import free_port
 
 _OBJECT_STORE_BYTES = 80 << 20
 _START_DEADLINE_S = 120.0
-# What Ray's wheel lacks, though AutoscalingCluster reads it.
+# settings that Ray's wheel lacks although AutoscalingCluster reads them
 _BASE = {
     "cluster_name": "fake_multinode",
     "max_workers": 8,
@@ -55,7 +55,8 @@ _BASE = {
 
 
 class AutoscalingRay(AutoscalingCluster):  # type: ignore[misc]
-    """Ray's own test cluster. Its `start` and `shutdown` would end every Ray of this machine."""
+    """Ray's own test cluster, except that its `start` and `shutdown` do not end other Rays on this
+    machine."""
 
     def __init__(
         self,
@@ -65,9 +66,10 @@ class AutoscalingRay(AutoscalingCluster):  # type: ignore[misc]
         *,
         idle_timeout_s: float,
     ) -> None:
-        """`environment` is that of all nodes and has the cluster's id; `nodes` are the types of
-        nodes: their resources and labels, and how many there may be."""
-        self._folder = Path(tempfile.mkdtemp(prefix="ray"))  # short: Ray's sockets are below
+        """`environment` is for all nodes and has the cluster's id. `nodes` are the node types:
+        resources, labels, and limits of their number."""
+        # short, because Ray's sockets are in it
+        self._folder = Path(tempfile.mkdtemp(prefix="ray"))
         self._port = free_port()
         self.address = f"127.0.0.1:{self._port}"
         self._cluster_id = environment[CLUSTER_ID_VARIABLE]
@@ -100,7 +102,7 @@ class AutoscalingRay(AutoscalingCluster):  # type: ignore[misc]
         assert autoscaler_v2
         head = {"resources": dict(head_resources), "node_config": {}, "max_workers": 0}
         provider = {
-            "type": "external",  # of the type fake_multinode the wheel lacks the defaults
+            "type": "external",  # the wheel lacks the defaults of the type fake_multinode
             "module": f"{FakeMultiNodeProvider.__module__}.{FakeMultiNodeProvider.__name__}",
             "use_node_id_as_ip": True,
             "disable_node_updaters": True,
@@ -144,7 +146,7 @@ class AutoscalingRay(AutoscalingCluster):  # type: ignore[misc]
 
     @property
     def num_nodes(self) -> int:
-        """Returns the number of raylets, that of the head included."""
+        """Counts the raylets, including the head's."""
         names = []
         for pid in guardian.cluster_processes(self._cluster_id):
             try:
@@ -154,7 +156,7 @@ class AutoscalingRay(AutoscalingCluster):  # type: ignore[misc]
         return names.count("raylet")
 
     def monitor_log(self) -> str:
-        """Returns the end of the autoscaler's log, which says why a node came or went."""
+        """The end of the autoscaler's log, which explains why nodes were added and removed."""
         logs = sorted(self._folder.glob("session_2*/logs/monitor*.log"))
         return "\n".join(log.read_text(errors="replace")[-4000:] for log in logs)
 

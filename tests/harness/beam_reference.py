@@ -1,4 +1,4 @@
-"""Beam search as vLLM 0.11's OpenAI server defines it, by whole forward passes of transformers."""
+"""Beam search as defined by vLLM 0.11's OpenAI server, with full forward passes of transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def beams_of(
     end_token_ids: Collection[int] = (),
     ignore_eos: bool = False,
 ) -> list[list[int]]:
-    """Returns the completions of the best beams, the best first, each with its end token."""
+    """Computes the completions of the best beams, best first, each with its end token."""
     running: list[tuple[list[int], float]] = [([], 0.0)]
     completed: list[tuple[list[int], float]] = []
     for _ in range(max_tokens):

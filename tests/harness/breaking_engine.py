@@ -1,7 +1,7 @@
-"""A worker whose NIXL consumer meets a bug at its first pull; all else of it is the real thing.
+"""A worker whose NIXL consumer raises an unexpected error at its first pull; the rest is unchanged.
 
-`python -m tests.harness.breaking_engine worker OPTIONS...` is `tandem worker OPTIONS`,
-with this module for its engine process.
+`python -m tests.harness.breaking_engine worker OPTIONS...` equals `tandem worker OPTIONS`, with
+this module as the engine process.
 """
 
 from __future__ import annotations

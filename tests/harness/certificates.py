@@ -1,4 +1,4 @@
-"""Channels of tests to workers, with a router's certificate where calls are encrypted."""
+"""Channels from tests to workers, with a router's certificate if calls are encrypted."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tandem.common.config.tls import certificate_name
 
 
 def worker_channel(address: str, cluster_id: str, tls_dir: Path | None) -> grpc.Channel:
-    """Opens a blocking channel; the folder is None where calls go in clear text."""
+    """Opens a blocking channel; in plain text if the folder is None."""
     if tls_dir is None:
         return grpc.insecure_channel(address)
     roots, key, chain = ((tls_dir / name).read_bytes() for name in ("ca.crt", "tls.key", "tls.crt"))

@@ -1,4 +1,5 @@
-"""The chart as real Helm renders it, and what Kubernetes makes of its containers' command lines."""
+"""The chart as rendered by real Helm, and the command lines of its containers as Kubernetes expands
+them."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ NAMESPACE = "serving"
 WITH_RAYS_HEAD: dict[str, Any] = {"ray": {"head": {"enabled": True}}}
 
 Object = dict[str, Any]
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster than the Python loader
 
 
 def values_of(example: Path | None) -> dict[str, Any]:
-    """The values in a file; none for the chart's own."""
+    """Loads the values in a file; no values if `example` is None."""
     return yaml.safe_load(example.read_text()) if example else {}
 
 
@@ -34,12 +35,12 @@ def chart() -> Chart:
 
 
 def render(values: Mapping[str, Any] | None = None) -> list[Object]:
-    """All objects of the release, in the templates' order. Raises HelmError as `helm` would."""
+    """Renders all objects of the release, in the templates' order. Raises HelmError like `helm`."""
     return load_objects(chart().render(dict(values or {}), name=RELEASE, namespace=NAMESPACE))
 
 
 def load_objects(rendered: Mapping[str, str]) -> list[Object]:
-    """The objects in rendered templates, in the templates' order."""
+    """Loads the objects in rendered templates, in the templates' order."""
     found: list[Object] = []
     for template, text in sorted(rendered.items()):
         if template.endswith(".yaml"):
@@ -53,7 +54,7 @@ def notes(values: Mapping[str, Any] | None = None) -> str:
 
 
 def find(objects: list[Object], kind: str, component: str) -> Object:
-    """The one object of a kind and a component."""
+    """Finds the only object of a kind and a component."""
     (found,) = (o for o in objects if o["kind"] == kind and component_of(o) == component)
     return found
 
@@ -63,7 +64,7 @@ def component_of(made: Object) -> str:
 
 
 def pod_templates(objects: list[Object]) -> Iterator[tuple[str, Object]]:
-    """Yields (component, pod with metadata and spec) of every object that makes pods."""
+    """Yields (component, pod with metadata and spec) for every object that creates pods."""
     for made in objects:
         match made["kind"]:
             case "Deployment" | "StatefulSet" | "Job":
@@ -77,14 +78,14 @@ def pod_templates(objects: list[Object]) -> Iterator[tuple[str, Object]]:
 
 
 def container(objects: list[Object], component: str, name: str = "") -> Object:
-    """A container of a component's pods: the only one, or the one of that name."""
+    """Finds a container of a component's pods: the only one, or the one with the given name."""
     (pod,) = (p for c, p in pod_templates(objects) if c == component)
     (found,) = (c for c in pod["spec"]["containers"] if name in ("", c["name"]))
     return dict(found)
 
 
 def environment(objects: list[Object], made: Object, fields: Mapping[str, str]) -> dict[str, str]:
-    """A container's variables as kubelet resolves them, `fields` being those of the pod."""
+    """Resolves a container's environment variables like kubelet; `fields` has the pod's fields."""
     secrets = {o["metadata"]["name"]: o["data"] for o in objects if o["kind"] == "Secret"}
     found: dict[str, str] = {}
     for entry in made.get("env", []):
@@ -103,7 +104,7 @@ def command_line(made: Object, variables: Mapping[str, str]) -> list[str]:
 
 
 def worker_command(objects: list[Object], pool: str, variables: Mapping[str, str]) -> list[str]:
-    """The command of a pool's worker: its container's, or the one that Ray's agent runs in it."""
+    """The command line of a pool's worker: its container's, or the one that Ray's agent runs."""
     for made in objects:
         if "pools.json" in made.get("data", {}):
             words = json.loads(made["data"]["pools.json"])[pool]["command"]
@@ -112,12 +113,11 @@ def worker_command(objects: list[Object], pool: str, variables: Mapping[str, str
 
 
 def options(command: list[str]) -> dict[str, str]:
-    """`--name value` of a rendered command line, without the dashes."""
+    """Parses `--name value` pairs of a rendered command line; names have no dashes."""
     pairs = zip(command, [*command[1:], ""], strict=True)
     return {a.removeprefix("--"): b for a, b in pairs if a.startswith("--")}
 
 
 def _expand(text: str, variables: Mapping[str, str]) -> str:
-    """Expands $(NAME) of variables that were set before, as kubelet does, and leaves all else as it
-    is."""
+    """Expands $(NAME) of known variables like kubelet, and leaves all other text unchanged."""
     return re.sub(r"\$\((\w+)\)", lambda m: variables.get(m[1], m[0]), text)

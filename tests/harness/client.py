@@ -1,4 +1,4 @@
-"""Calls of tests to a cluster and its workers: completions by token ids, and metrics."""
+"""Calls to a cluster and its workers for tests: completions by token ids, and metrics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Answer:
 async def complete(
     client: httpx.AsyncClient, prompt_token_ids: Sequence[int], **fields: Any
 ) -> Answer:
-    """One completion, greedy unless told otherwise. Raises on any status but 200."""
+    """Runs one completion, greedy by default. Raises on any status but 200."""
     body = {
         "prompt": list(prompt_token_ids),
         "max_tokens": 64,
@@ -59,18 +59,19 @@ def open_client(cluster: Served) -> httpx.AsyncClient:
 async def complete_all(
     cluster: Served, prompts: Sequence[Sequence[int]], **fields: Any
 ) -> list[Answer]:
-    """All prompts at once."""
+    """Runs all completions concurrently."""
     async with open_client(cluster) as client:
         return list(await asyncio.gather(*(complete(client, p, **fields) for p in prompts)))
 
 
 def golden(*numbers: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns (prompts, their 64 greedy tokens) of these entries; by default of all entries."""
+    """Returns prompts and their 64 greedy tokens for these reference entries; by default for
+    all."""
     entries = [GOLDEN[n] for n in numbers] if numbers else GOLDEN
     return [e["prompt_token_ids"] for e in entries], [e["greedy_token_ids"] for e in entries]
 
 
-# Whatever edits logits, measures them or changes what a text shows, in one request.
+# A request with all fields that edit logits, report log probabilities, or change the text.
 EDITED: dict[str, Any] = {
     "temperature": 0.8,
     "top_p": 0.9,
@@ -88,7 +89,7 @@ EDITED: dict[str, Any] = {
 
 
 async def complete_choice(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
-    """Returns the only choice of a completion, greedy unless told otherwise."""
+    """Runs a completion, greedy by default, and returns its only choice."""
     body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
     response = await client.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
@@ -97,7 +98,7 @@ async def complete_choice(client: httpx.AsyncClient, **fields: Any) -> dict[str,
 
 
 def metric(cluster: Served, worker_id: str, name: str, **labels: str) -> float:
-    """Sum of a worker's samples of this name whose labels match; 0 when there are none."""
+    """Sums a worker's samples of this metric whose labels match; 0 if there are none."""
     address = cluster.records()[worker_id]["metrics_address"]
     text = httpx.get(f"http://{address}/metrics", timeout=10).text
     return sum(
@@ -109,7 +110,7 @@ def metric(cluster: Served, worker_id: str, name: str, **labels: str) -> float:
 
 
 def wait_published(cluster: LocalCluster) -> None:
-    """Waits until the prefix tree has all that the workers' pools hold, and nothing runs."""
+    """Waits until the workers are idle and the prefix tree has all blocks in their pools."""
     cluster.wait_idle()
 
     def published() -> bool:
@@ -122,7 +123,7 @@ def wait_published(cluster: LocalCluster) -> None:
 
 
 def migrations(cluster: Served, reason: MigrationReason) -> int:
-    """Returns how many requests migrated for this reason, by the router's metric."""
+    """Counts the requests that migrated for this reason, by the router's metric."""
     text = httpx.get(f"{cluster.admin_url}/metrics", timeout=10).text
     return sum(
         round(sample.value)
@@ -135,7 +136,7 @@ def migrations(cluster: Served, reason: MigrationReason) -> int:
 async def stream_completion(
     client: httpx.AsyncClient, prompt_token_ids: Sequence[int], **fields: Any
 ) -> AsyncIterator[dict[str, Any]]:
-    """Events of one streamed completion, as they come; closing the iterator disconnects."""
+    """Streams one completion and yields its events. Closing the iterator disconnects."""
     body = {
         "prompt": list(prompt_token_ids),
         "max_tokens": 64,
@@ -153,7 +154,7 @@ async def stream_completion(
 
 
 def tokens_of(events: Iterable[dict[str, Any]]) -> list[int]:
-    """All token ids that the events of a streamed completion brought."""
+    """Collects all token ids in the events of a streamed completion."""
     return [
         token
         for event in events

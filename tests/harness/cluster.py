@@ -37,7 +37,8 @@ START_DEADLINE_S = 120.0
 def wait_for(
     probe: Callable[[], Any], *, deadline_s: float, what: str, interval_s: float = 0.02
 ) -> Any:
-    """Polls until `probe` answers something true. TimeoutError says that `what` did not come."""
+    """Polls until `probe` returns something true, and returns it. Raises TimeoutError that names
+    `what`."""
     deadline = time.monotonic() + deadline_s
     while True:
         if found := probe():
@@ -52,12 +53,12 @@ _RESERVED_MAX = 64
 
 
 def free_port() -> int:
-    """Returns a port that nobody has now, and that no other test process is given for a while.
+    """Finds a free port that no other test process gets for half a minute.
 
-    It is none of those that the system gives to clients: one of theirs may be taken again before a
-    server binds it. Nor is it one that Ray gives to its workers (10,002 to 19,999), where a head
-    refuses its own. A server may bind it half a minute later, so a socket of the port's name, which
-    ends with this process at the latest, tells the tests that run beside these.
+    It is outside the range of ephemeral ports, because one of those may be taken before a server
+    binds it, and outside Ray's range for its workers (10,002 to 19,999), where a head refuses its
+    own ports. A Unix socket named after the port reserves it among concurrent test processes, until
+    this process ends.
     """
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
@@ -76,7 +77,7 @@ def free_port() -> int:
 
 
 def process_named(cluster_id: str, name: str) -> int:
-    """Returns the first process of a cluster with this text in its command line. Raises LookupError
+    """Finds the first process of a cluster with this text in its command line. Raises LookupError
     if there is none."""
     for pid in guardian.cluster_processes(cluster_id):
         try:
@@ -88,7 +89,7 @@ def process_named(cluster_id: str, name: str) -> int:
 
 
 class Served(Protocol):
-    """Any running cluster, as far as its clients need to know it."""
+    """A running cluster, as seen by its clients."""
 
     @property
     def url(self) -> str: ...
@@ -99,12 +100,12 @@ class Served(Protocol):
     grpc_port: int
 
     def records(self) -> dict[str, dict[str, Any]]:
-        """Workers as the router sees them, by id."""
+        """Records of the workers that the router knows, by id."""
 
 
 @dataclass
 class WorkerProcess:
-    """One worker: its process, and calls on its private service."""
+    """A worker process, and calls of its private service."""
 
     worker_id: str
     role: str
@@ -112,7 +113,7 @@ class WorkerProcess:
     log: Path
     token: str
     cluster_id: str = ""
-    router_tls: Path | None = None  # a router's certificate, where calls are encrypted
+    router_tls: Path | None = None  # a router's certificate, if calls are encrypted
     address: str = ""
     channel: grpc.Channel | None = None
 
@@ -123,13 +124,13 @@ class WorkerProcess:
         return WorkerStub(self.channel)
 
     def state(self) -> pb.GetStateResponse:
-        """Its gauges; runs check_integrity() in the engine."""
+        """The worker's state. The engine also runs check_integrity()."""
         return self.stub().GetState(
             pb.GetStateRequest(), timeout=30, metadata=token_metadata(self.token)
         )
 
     def kill(self) -> None:
-        """Ends it as a crash would: kill -9, and with it its engine."""
+        """Kills the worker with SIGKILL, which also ends its engine."""
         self.process.kill()
         self.process.wait()
 
@@ -138,7 +139,7 @@ class WorkerProcess:
         self.wait_ended()
 
     def wait_ended(self) -> None:
-        """Waits until it has left, as it was told; kills it after a bound."""
+        """Waits until the worker has exited after a stop; kills it after a limit."""
         if self.channel is not None:
             self.channel.close()
         _wait_or_kill(self.process, 5)
@@ -154,16 +155,18 @@ def _wait_or_kill(process: subprocess.Popen[bytes], deadline_s: float) -> None:
 
 @dataclass
 class LocalCluster:
-    """Starts what it is told; `close` stops all of it. Options are the worker's own."""
+    """Starts Redis, routers and workers as requested; `close` stops all of them. Options are the
+    workers' own."""
 
     redis: EmbeddedRedis
     folder: Path
     model: str = "smollm2"
     options: Sequence[str] = ("--numerics", "invariant", "--num-blocks", "400")
-    # Tests hold what the prefix tree brings: a hiccup of the machine must not go without it.
+    # Tests rely on the tree's results, so a delay of the machine must not skip a lookup.
     router_options: Sequence[str] = ("--lookup-deadline", "0.5")
-    environment: dict[str, str] = field(default_factory=dict)  # of all its processes
-    tls_dir: Path | None = None  # folders `router` and `worker` with certificates
+    # added to the environment of all processes
+    environment: dict[str, str] = field(default_factory=dict)
+    tls_dir: Path | None = None  # has the folders `router` and `worker` with certificates
     cluster_id: str = field(default_factory=lambda: f"test-{uuid.uuid4().hex[:8]}")
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
     workers: dict[str, WorkerProcess] = field(default_factory=dict)
@@ -207,9 +210,10 @@ class LocalCluster:
         at: Place | None = None,
         module: Sequence[str] = ("tandem.worker",),
     ) -> WorkerProcess:
-        """`at`: where in a `Network` it runs; Redis must then be reachable from there.
+        """Starts a worker. `at` is the place in a `Network` where it runs; Redis must be reachable
+        from it.
 
-        `module`: what is run, with arguments that go first.
+        `module` is the module to run, followed by its first arguments.
         """
         log = self.folder / f"{worker_id}.log"
         command = [sys.executable, "-m", *module, "--role", role]
@@ -238,7 +242,7 @@ class LocalCluster:
 
     @contextmanager
     def another_router(self, *options: str) -> Iterator[str]:
-        """Beside the cluster's own, with options of its own: its URL, once it is ready."""
+        """Runs an additional router with its own options. Yields its URL once it is ready."""
         port = free_port()
         url = f"http://127.0.0.1:{port}"
         router = self.spawn_router(port, free_port(), *options)
@@ -260,7 +264,7 @@ class LocalCluster:
     def spawn_router(
         self, http_port: int, grpc_port: int, *options: str
     ) -> subprocess.Popen[bytes]:
-        """Starts a router on these ports, whose admin ports nobody knows."""
+        """Starts a router on these ports. Its admin ports are chosen by the system."""
         command = [sys.executable, "-m", "tandem.router", "--model", self.model]
         command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
         command += ["--admin-port", "0", "--admin-grpc-port", "0"]
@@ -269,7 +273,7 @@ class LocalCluster:
         return self._spawn(command, self.folder / "router.log", own)
 
     def wait_ready(self, *worker_ids: str) -> None:
-        """Waits until the router sees these workers (default: all started) ready and their pairs
+        """Waits until the router sees these workers (default: all) as ready and their pairs as
         connected."""
         wanted = set(worker_ids or self.workers)
         sources = {w.worker_id for w in self.workers.values() if w.role == "prefill"}
@@ -288,7 +292,7 @@ class LocalCluster:
                     return False
             return True
 
-        # A start takes seconds of both cores: this process and the router leave them to it.
+        # Starting workers use both cores for seconds, so this process polls less often.
         what = f"readiness of {sorted(wanted)}"
         try:
             wait_for(ready, deadline_s=START_DEADLINE_S, what=what, interval_s=0.1)
@@ -298,7 +302,8 @@ class LocalCluster:
             raise
 
     def _stacks_of(self, worker: WorkerProcess) -> str:
-        """The end of its log, after each thread of it and of its engine wrote where it is."""
+        """The end of the worker's log, after its processes wrote the stacks of their threads to
+        it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker.process.pid, STACKS_SIGNAL)
         time.sleep(1)
@@ -307,9 +312,9 @@ class LocalCluster:
     def is_ready(
         self, worker: WorkerProcess, records: dict[str, dict[str, Any]] | None = None
     ) -> bool:
-        """Returns whether the router sees this very process ready; notes its address."""
+        """Says whether the router sees this process as ready, and stores its address."""
         record = (self.records() if records is None else records).get(worker.worker_id, {})
-        # The record of a process that was killed before it lives on for a while.
+        # The record of a killed predecessor remains valid for a while.
         if worker.process.poll() is not None or record.get("pid") != worker.process.pid:
             return False
         if record["state"] != "ready":
@@ -318,7 +323,8 @@ class LocalCluster:
         return True
 
     def records(self) -> dict[str, dict[str, Any]]:
-        """Workers as the router sees them, by id; empty while it does not answer."""
+        """Records of the workers that the router knows, by id; empty if the router does not
+        answer."""
         try:
             answer = httpx.get(f"{self.admin_url}/v1/cluster", timeout=5)
         except httpx.TransportError:
@@ -328,8 +334,8 @@ class LocalCluster:
         return {w["worker_id"]: w for w in answer.json()["workers"]}
 
     def idle(self) -> bool:
-        """Returns whether no worker holds anything. Raises AssertionError for a pool without
-        integrity."""
+        """Says whether no worker holds sequences, leases or blocks. Raises AssertionError if a pool
+        fails its integrity check."""
         for worker in self.workers.values():
             state = worker.state()
             assert state.integrity_ok, f"{worker.worker_id}: {state.integrity_message}"
@@ -343,7 +349,7 @@ class LocalCluster:
         wait_for(self.idle, deadline_s=deadline_s, what="idleness of all workers")
 
     def close(self) -> None:
-        for worker in self.workers.values():  # all leave at the same time
+        for worker in self.workers.values():  # all drain at the same time
             worker.process.terminate()
         for worker in self.workers.values():
             worker.wait_ended()

@@ -1,4 +1,4 @@
-"""Files of Debian's packages, fetched by apt without root and unpacked into the cache."""
+"""Files from Debian packages, downloaded by apt without root and unpacked into the cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FETCH_DEADLINE_S = 60.0
 
 
 def unpacked(package: str, path: str) -> Path:
-    """Returns where a file of a package is; skips the test where it is not to be had."""
+    """Path of a file in a package. Skips the test if the package cannot be downloaded."""
     folder = _CACHE / package
     if not (folder / path).exists() and (failure := _why_not(package)):
         pytest.skip(f"no {path} here, and apt does not bring Debian's {package}: {failure}")
@@ -24,7 +24,7 @@ def unpacked(package: str, path: str) -> Path:
 
 @cache
 def _why_not(package: str) -> str:
-    """Fetches the package; empty when that was done. Tried once a session."""
+    """Downloads the package, once per session. Returns an empty text, or why it failed."""
     try:
         _fetch(package, _CACHE / package)
     except (OSError, subprocess.SubprocessError) as error:
@@ -34,7 +34,8 @@ def _why_not(package: str) -> str:
 
 
 def _fetch(name: str, folder: Path) -> None:
-    """Needs the system's apt and dpkg, but no root: package lists are read into our own folder."""
+    """Downloads and unpacks a package. Needs apt and dpkg but no root: package lists are stored in
+    our own folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "lists" / "partial").mkdir(parents=True, exist_ok=True)
     own = [f"Dir::State::Lists={folder / 'lists'}", f"Dir::Cache={folder}", "Acquire::Retries=0"]

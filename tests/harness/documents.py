@@ -1,10 +1,10 @@
-"""The repository's documents, and the two ways to test a command that stands in one of them.
+"""The repository's documents, and the two ways to test a command in them.
 
-    run      on a real cluster, or on this machine (tests/e2e/test_documents.py)
-    checked  its files exist and its options are the program's own (tests/unit/docs): a run would
-             need Kubernetes, a GPU, the package index or more than a minute
+run      on a real cluster, or on this machine (tests/e2e/test_documents.py)
+checked  its files exist and its options are known to the program (tests/unit/docs), if a run would
+         need Kubernetes, a GPU, the package index or more than a minute
 
-A command that is in neither group fails the tests: `check` does not know its program.
+A command in neither group fails the tests, because `check` does not know its program.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from markdown_it.token import Token
 from tests.harness.chart import Object, chart, load_objects, values_of
 
 ROOT = Path(__file__).parents[2]
-# The languages of fenced blocks: commands, programs (tests/service/test_wheel.py runs them) and all
-# else.
+# languages of fenced blocks: commands, Python programs (run by tests/service/test_wheel.py), and
+# everything else
 SHELL, PYTHON, OUTPUT = "sh", "python", "text"
 _OF_CLUSTER = ("status", "scale", "drain", "reset-prefix-cache", "index")
 _SOURCES = ("services", "kernels", "benchmarks", "tests")
@@ -36,7 +36,7 @@ _SOURCES = ("services", "kernels", "benchmarks", "tests")
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """A fenced block: its language, its text and its first line's number in the page."""
+    """A fenced block: its language, its text, and the line number of its first line."""
 
     language: str
     text: str
@@ -45,7 +45,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command of a page, on one line."""
+    """One command of a page, joined to one line."""
 
     page: str
     line: int
@@ -56,13 +56,13 @@ class Command:
 
     @property
     def variables(self) -> list[str]:
-        """Names that are assigned before the program, or by `export`."""
+        """Variables that are assigned before the program or by `export`."""
         assigned = re.match(r"(export )?([A-Z_]+=\S+\s+)*", f"{self.text} ")
         return re.findall(r"\b([A-Z_]+)=", assigned[0] if assigned else "")
 
     @property
     def words(self) -> list[str]:
-        """The program and its arguments; the program without the path of the environment."""
+        """The program and its arguments, without the path of the virtual environment."""
         words = shlex.split(self.text, comments=True)
         while len(words) > 1 and re.match(r"[A-Z_]+=", words[0]):
             words.pop(0)
@@ -70,7 +70,7 @@ class Command:
 
     @property
     def needs_cluster(self) -> bool:
-        """Returns whether the command is run against the cluster that `make up` starts."""
+        """True if the command is run against the cluster that `make up` starts."""
         match self.words:
             case ["curl", *_]:
                 return True
@@ -84,7 +84,7 @@ class Command:
 
 
 def pages() -> list[Path]:
-    """Every Markdown file of the repository."""
+    """Lists every Markdown file of the repository."""
     names = (p.name for p in ROOT.iterdir() if p.is_dir())
     folders = [ROOT / n for n in names if not n.startswith(".") or n == ".github"]
     found = [*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]
@@ -93,7 +93,8 @@ def pages() -> list[Path]:
 
 @cache
 def tokens(page: Path) -> list[Token]:
-    """The page as CommonMark with tables; inline tokens follow the block that holds them."""
+    """Parses a page as CommonMark with tables. Inline tokens follow the block that contains
+    them."""
     blocks = MarkdownIt("commonmark").enable("table").parse(page.read_text())
     return [t for block in blocks for t in (block, *(block.children or ()))]
 
@@ -106,7 +107,7 @@ def fences(page: Path) -> Iterator[Fence]:
 
 
 def commands() -> list[Command]:
-    """All commands of all pages, in the pages' order: the README's come first."""
+    """Lists all commands of all pages, those of the README first."""
     first = ROOT / "README.md"
     ordered = [first, *(p for p in pages() if p != first)]
     found: list[Command] = []
@@ -121,7 +122,7 @@ def commands() -> list[Command]:
 
 
 def check(command: Command) -> None:
-    """Raises AssertionError when a file or an option is not there, or the program is unknown."""
+    """Raises AssertionError if a file or an option does not exist, or the program is unknown."""
     for variable in command.variables:
         assert re.search(rf"\b{variable}\b", _sources()), f"nothing reads {variable}"
     match command.words:
@@ -176,7 +177,8 @@ def check(command: Command) -> None:
         case ["kubectl", "-n", _, "exec", target, "--", *inside]:
             installed = {f"{o['kind']}/{o['metadata']['name']}".lower() for o in _install("tandem")}
             assert target in installed, f"the chart makes no {target}"
-            _check_tandem(inside[inside.index("tandem") + 1 :])  # it may follow env NAME=VALUE
+            # `tandem` may follow env NAME=VALUE
+            _check_tandem(inside[inside.index("tandem") + 1 :])
         case ["kubectl", "-n", _, "scale", "statefulset", name, _] | [
             "kubectl",
             "-n",
@@ -195,7 +197,7 @@ def check(command: Command) -> None:
 
 
 def options_of(*subcommand: str) -> set[str]:
-    """The options that `tandem SUBCOMMAND --help` names."""
+    """Lists the options in the output of `tandem SUBCOMMAND --help`."""
     return set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", _help(*subcommand)))
 
 
@@ -215,15 +217,16 @@ def _help(*subcommand: str) -> str:
 
 @cache
 def _sources() -> str:
-    """All Python of the repository but the tests of documents: to find a name in it."""
+    """The text of all Python files except the tests of documents."""
     files = (p for folder in _SOURCES for p in (ROOT / folder).rglob("*.py"))
     return "\n".join(p.read_text() for p in files if p.parent != ROOT / "tests" / "unit" / "docs")
 
 
 def source_has(name: str) -> bool:
-    """Returns whether any source has the name as a whole word."""
+    """Says whether any source contains the name as a complete word."""
     text = _sources()
-    at = text.find(name)  # a pattern that looks behind itself would try every place of the text
+    # faster than a pattern with a look-behind, which is tried at every position
+    at = text.find(name)
     while at >= 0:
         end = at + len(name)
         if not re.search(r"\w", text[max(0, at - 1) : at] + text[end : end + 1]):
@@ -238,7 +241,7 @@ def _named_options(arguments: list[str]) -> set[str]:
 
 def _check_tandem(arguments: list[str]) -> None:
     named = _named_options(arguments)
-    if arguments[0] == "bench":  # its programs load torch, which takes seconds each
+    if arguments[0] == "bench":  # its programs take seconds each, because they load torch
         assert arguments[1] in _help("bench").split()
         unknown = {option for option in named if not source_has(option[2:].replace("-", "_"))}
     else:
@@ -248,10 +251,10 @@ def _check_tandem(arguments: list[str]) -> None:
 
 
 def _check_make(arguments: list[str]) -> None:
-    told = subprocess.run(
+    done = subprocess.run(
         ["make", "--dry-run", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    assert told.returncode == 0, told.stderr
+    assert done.returncode == 0, done.stderr
     for argument in arguments:
         if argument.startswith("ARGS="):
             _check_pytest(shlex.split(argument.removeprefix("ARGS=")))
@@ -303,7 +306,7 @@ def _check_docker_build(arguments: list[str]) -> None:
 
 
 def _built_images() -> set[str]:
-    """The tags of all images that commands of the pages build."""
+    """Lists the image tags that commands of the pages build."""
     builds = [c.words for c in commands() if c.words[:2] == ["docker", "build"]]
     return {words[words.index("-t") + 1] for words in builds if "-t" in words}
 
@@ -320,7 +323,8 @@ def _check_port_forward(target: str, port: int) -> None:
 def _install(
     release: str, folder: str = "helm/tandem", arguments: Sequence[str] = ()
 ) -> list[Object]:
-    """The objects that `helm install` would make. Raises HelmError for an unknown value."""
+    """Renders the objects that `helm install` would create. Raises HelmError for an unknown
+    value."""
     assert (ROOT / folder / "Chart.yaml").exists()
     pairs = list(itertools.pairwise(arguments))
     values = next((values_of(ROOT / path) for option, path in pairs if option == "-f"), {})

@@ -1,7 +1,7 @@
-"""Faults of the workers of a cluster of `tandem up`, and how each is named.
+"""Faults of the workers in a cluster of `tandem up`, and the texts that must name them.
 
-The short form (tests/service/test_cluster_launcher.py) makes these in a cluster that other tests
-share; the long one (tests/chaos/test_explained.py) has more, and alerts.
+The short test (tests/service/test_cluster_launcher.py) causes these in a cluster shared with other
+tests; the long one (tests/chaos/test_explained.py) has more faults, and alerts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Undo = Callable[[], object]
 
 
 class Faulty:
-    """A running cluster of `tandem up`; `worker` is the one that meets faults."""
+    """A running cluster of `tandem up`. `worker` is the worker that gets the faults."""
 
     def __init__(self, admin_url: str, folder: Path, worker: str) -> None:
         self.admin_url = admin_url
@@ -37,19 +37,19 @@ class Faulty:
         return httpx.get(f"{self.admin_url}/v1/cluster", timeout=10).json()  # type: ignore[no-any-return]
 
     def worker_pid(self, worker_id: str = "") -> int:
-        """Returns 0 for a worker that does not run."""
+        """The pid of a worker; 0 if it does not run."""
         agents = [agent for pool in self.state()["pools"].values() for agent in pool["agents"]]
         wanted = worker_id or self.worker
         return next((int(agent["pid"]) for agent in agents if agent["id"] == wanted), 0)
 
     @property
     def log(self) -> Path:
-        """The log of the worker that is started by hand."""
+        """The log of the worker that `by_hand` starts."""
         return self.folder / "by-hand.log"
 
     def by_hand(self, model: str = "", **environment: str) -> Undo:
-        """Starts a worker that no agent keeps, as it is done on another machine, with the options
-        of one that runs, and waits until its model is loaded."""
+        """Starts a worker without an agent, as an operator might on another machine, with the
+        options of a running worker. Waits until its model is loaded."""
         worker_id = f"{self.worker.partition('-')[0]}-9"
         own = psutil.Process(self.worker_pid())
         command = own.cmdline()
@@ -77,7 +77,7 @@ class Faulty:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that `make` makes, and `surfaces` are to name."""
+    """A fault: `make` causes it, and `surfaces` must name it."""
 
     what: str
     make: Callable[[Any], Undo]
@@ -86,7 +86,7 @@ class Fault:
 
 
 def look(cluster: Faulty, surfaces: Surfaces, fault: Fault) -> Seen:
-    """Makes the fault, looks for 10 s at what is said of it, and mends it."""
+    """Causes the fault, watches the surfaces for 10 s, and undoes the fault."""
     surfaces.wait_well()
     sizes = surfaces.log_sizes()
     alerts = surfaces.quiet_alerts(fault.words)

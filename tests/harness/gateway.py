@@ -24,15 +24,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.harness.cluster import START_DEADLINE_S, LocalCluster, free_port, wait_for
 
-UPSTREAM_HEADER = "x-upstream"  # of an answer: the front that it came from
-SUBSET_HEADER = "x-test-subset"  # of a request: becomes the gateway's subset of endpoints
+UPSTREAM_HEADER = "x-upstream"  # response header with the front that answered
+SUBSET_HEADER = "x-test-subset"  # request header that becomes the gateway's subset of endpoints
 _HTTP2 = {
     "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
         "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {}},
     }
 }
-# On Kubernetes the readiness of the picker's pods tells a gateway the same.
+# On Kubernetes the readiness of the picker's pods has the same effect.
 _PICKER_IS_LIVE = {
     "timeout": "1s",
     "interval": "0.2s",
@@ -52,7 +52,7 @@ FULL_DUPLEX = {
 
 
 def envoy() -> str:
-    """Path of Envoy, beside Python's own; skips the test where there is none."""
+    """Path of Envoy, searched first beside Python. Skips the test if it is not installed."""
     places = (str(Path(sys.executable).parent), os.environ["PATH"])
     found = shutil.which("envoy", path=os.pathsep.join(places))
     if found is None:
@@ -96,7 +96,7 @@ def _override_host() -> dict[str, Any]:
 def configuration(
     port: int, picker: str, fronts: Sequence[str], *, fails_open: bool
 ) -> dict[str, Any]:
-    """Returns Envoy's configuration, as a controller of gateways makes it for an InferencePool."""
+    """Builds Envoy's configuration like a gateway controller does for an InferencePool."""
     http = "envoy.extensions.filters.http"
     subset = _typed(
         "envoy.filters.http.header_to_metadata",
@@ -162,13 +162,13 @@ def configuration(
 
 @dataclass
 class Gateway:
-    """Picker and fronts of a cluster; `envoy` starts a gateway in front of them."""
+    """The picker and the fronts of a cluster. `envoy` starts a gateway in front of them."""
 
     cluster: LocalCluster
     folder: Path
     picker: str = ""
     picker_process: subprocess.Popen[bytes] | None = None
-    fronts: dict[str, str] = field(default_factory=dict)  # endpoint by decode worker
+    fronts: dict[str, str] = field(default_factory=dict)  # endpoints by decode worker
     front_processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, *picker_options: str) -> None:
@@ -179,7 +179,7 @@ class Gateway:
         self.start_picker(*picker_options)
 
     def start_picker(self, *options: str) -> None:
-        """Starts the picker, again if it was killed, and waits until it knows the fronts."""
+        """Starts or restarts the picker, and waits until it knows the fronts."""
         self.picker_process = self.cluster.spawn_router(
             0, 0, "--endpoint-picker", self.picker, "--router-id", "picker", *options
         )
@@ -202,24 +202,24 @@ class Gateway:
         wait_for(ready, deadline_s=START_DEADLINE_S, what=f"the front of {worker_id}")
 
     def is_ready(self) -> bool:
-        """Returns whether the picker says that it is ready to pick."""
+        """Says whether the picker reports that it is ready."""
         assert self.picker_process is not None
         assert self.picker_process.poll() is None, "the picker ended; see router.log"
         return self.health("readiness") == "SERVING"
 
     def health(self, service: str) -> str:
-        """Returns what the picker says of its health; empty if it does not answer."""
+        """The picker's health status of a service; empty if it does not answer."""
         with grpc.insecure_channel(self.picker) as channel:
-            asked = health_pb2.HealthCheckRequest(service=service)
+            request = health_pb2.HealthCheckRequest(service=service)
             try:
-                answer = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=5)
+                answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
             except grpc.RpcError:
                 return ""
         return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
     @contextmanager
     def envoy(self, *, fails_open: bool = False) -> Iterator[str]:
-        """Runs Envoy; yields its URL once requests reach every front."""
+        """Runs Envoy. Yields its URL once requests reach every front."""
         port = free_port()
         config = configuration(port, self.picker, list(self.fronts.values()), fails_open=fails_open)
         path = self.folder / f"envoy-{port}.json"
@@ -243,7 +243,7 @@ class Gateway:
             yield url
 
     def upstream(self, url: str, subset: str) -> str:
-        """Returns the endpoint that answers a call without a body; empty if none does."""
+        """The endpoint that answers a call without a body; empty if none does."""
         try:
             answer = httpx.get(f"{url}/v1/models", headers={SUBSET_HEADER: subset}, timeout=5)
         except httpx.TransportError:
@@ -251,7 +251,7 @@ class Gateway:
         return answer.headers.get(UPSTREAM_HEADER, "") if answer.status_code == 200 else ""
 
     def all_placed(self, count: int) -> Callable[[], bool]:
-        """Returns a probe: whether decode workers have as many requests."""
+        """Builds a probe that says whether the decode workers have `count` requests in total."""
         workers = [self.cluster.workers[worker_id] for worker_id in self.fronts]
 
         def probe() -> bool:

@@ -1,4 +1,4 @@
-"""Clients that ask short completions at a steady pace, and the time that each answer took."""
+"""Clients that request short completions at a steady rate, and measure the time of each answer."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _ANSWER_S_MAX = 30.0
 
 @dataclass
 class GoodClients:
-    """`number` clients, each with a request every `interval_s`, from two addresses in turn.
+    """`number` clients with one request every `interval_s` each, alternating between two addresses.
 
-    Each fifth request of a client is on a new connection, whose opening is part of its time.
+    Every fifth request of a client uses a new connection, whose opening is included in its time.
     """
 
     port: int
@@ -32,12 +32,12 @@ class GoodClients:
     failures: list[str] = field(default_factory=list)
 
     async def run(self, seconds: float) -> None:
-        """Asks for so long."""
+        """Sends requests for this number of seconds."""
         end = time.monotonic() + seconds
         await asyncio.gather(*(self._ask_until(end, number) for number in range(self.number)))
 
     def percentile_ms(self, part: float) -> float:
-        """Returns a percentile of the times; `part` is such as 0.99."""
+        """A percentile of the measured times in ms; `part` is for example 0.99."""
         times = sorted(self.times_s)
         return times[min(len(times) - 1, int(part * len(times)))] * 1000
 
@@ -69,7 +69,7 @@ class GoodClients:
 
 
 async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Raises ValueError for an answer that is not 200."""
+    """Sends one request. Raises ValueError if the status is not 200."""
     writer.write(_REQUEST)
     head = await reader.readuntil(b"\r\n\r\n")
     length = re.search(rb"content-length: (\d+)", head)

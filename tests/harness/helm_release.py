@@ -1,4 +1,4 @@
-"""A release of the chart that real Helm installed into a stand-in for the API server."""
+"""A release of the chart, installed by real Helm into a stand-in for the API server."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ OBJECTS = {
         ("router", "deployments"),
     )
 }
-NO_KEYS = {"tls": {"internal": {"enabled": False}}}  # making them takes seconds
+NO_KEYS = {"tls": {"internal": {"enabled": False}}}  # creating certificates takes seconds
 
 
 @dataclass
 class Release:
-    """The chart, installed."""
+    """The installed chart."""
 
     server: HelmServer
     helm: Config
@@ -45,7 +45,7 @@ class Release:
 def installed(
     chart: Path, server: HelmServer | None = None, *, num_decode: int = 2
 ) -> Iterator[Release]:
-    """Installs a chart, and yields its release."""
+    """Installs a chart and yields its release."""
     with server or HelmServer() as server:
         address = f"http://127.0.0.1:{server.port}"
         helm = Config(kube_apiserver=address, namespace=NAMESPACE, storage_driver="memory")

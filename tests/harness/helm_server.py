@@ -1,14 +1,15 @@
-"""A stand-in for Kubernetes' API server that real Helm installs into and upgrades.
+"""A stand-in for Kubernetes' API server into which real Helm installs and upgrades.
 
-It serves discovery and objects, and keeps them in memory. Server-side apply has the rules that
-sizes depend on, of which `spec.replicas` is the only field that it looks at:
+It serves discovery and objects, which it keeps in memory. Server-side apply implements the rules
+that pool sizes depend on, for the field `spec.replicas` only:
 
-- another value than a field's owner set is a conflict (409), and the same value shares the field;
-- a field that its only owner leaves out falls back to its default, 1;
-- who changes a scale owns the field alone, and who applies the present value to it shares it.
+- a value other than the one set by the field's owner is a conflict (409); the same value makes the
+  applier a co-owner;
+- a field that its only owner omits is reset to its default, 1;
+- changing a scale makes the caller the only owner; applying the current value makes it a co-owner.
 
-It also refuses changes of fields that nobody may change (422). A Job is over as soon as it is made:
-the server runs its program itself, with what the Job's Role allows.
+It also refuses changes of immutable fields (422). A Job completes as soon as it is created: the
+server runs its program itself, with the permissions of the Job's Role.
 
 https://kubernetes.io/docs/reference/using-api/server-side-apply/
 """
@@ -62,21 +63,22 @@ _STATEFUL_SET_CHANGES = (
 _HELM = "helm"
 _SCALER = "kubectl"
 _ROLES = "/apis/rbac.authorization.k8s.io/v1/namespaces/"
-_WATCH_S = 30.0  # at most, that a watch stays open
+_WATCH_S = 30.0  # longest time that a watch stays open
 _REASONS = {403: "Forbidden", 404: "NotFound", 409: "Conflict", 422: "Invalid"}
 
 
 @dataclass
 class HelmServer:
-    """`objects` is by path. `owners` names who owns `spec.replicas` of the object at a path, and
-    `stated` has what was applied there last."""
+    """`objects` is by path. `owners` has the owners of `spec.replicas` of the object at a path, and
+    `stated` what was last applied to it."""
 
     objects: dict[str, Object] = field(default_factory=dict)
     owners: dict[str, set[str]] = field(default_factory=dict)
     stated: dict[str, int | None] = field(default_factory=dict)
     port: int = 0
-    jobs: list[str] = field(default_factory=list)  # how each ended
-    while_read: Callable[[str], None] | None = None  # called with an object's path, as it is read
+    jobs: list[str] = field(default_factory=list)  # how each job ended
+    # called with the path of an object while it is read
+    while_read: Callable[[str], None] | None = None
     _version: int = 0
     _over: threading.Event = field(default_factory=threading.Event)
 
@@ -92,13 +94,13 @@ class HelmServer:
         self._server.server_close()
 
     def scale(self, path: str, replicas: int) -> None:
-        """Sets a size as `kubectl scale` does."""
+        """Sets a size like `kubectl scale`."""
         self.objects[path]["spec"]["replicas"] = replicas
         self.owners[path] = {_SCALER}
         self._mark(path)
 
     def apply_scale(self, path: str, scale: Object, manager: str) -> int:
-        """Applies a scale by force as a manager, and returns the status of the answer."""
+        """Applies a scale by force as a field manager. Returns the HTTP status."""
         made = self.objects[path]
         if scale["metadata"]["resourceVersion"] != made["metadata"]["resourceVersion"]:
             return 409
@@ -110,7 +112,7 @@ class HelmServer:
         return 200
 
     def _mark(self, path: str) -> None:
-        """Notes the owners in an object, and its version."""
+        """Writes the owners and a new version to an object's metadata."""
         self._version += 1
         owned = {"f:spec": {"f:replicas": {}}}
         by_scale = {MANAGER: "Apply", SURGE: "Apply", _SCALER: "Update"}
@@ -125,7 +127,7 @@ class HelmServer:
         metadata |= {"managedFields": managers, "resourceVersion": str(self._version)}
 
     def apply(self, path: str, applied: Object) -> int:
-        """Applies an object as Helm, and returns the status of the answer."""
+        """Applies an object as Helm. Returns the HTTP status."""
         if path in self.objects and fixed_fields(self.objects[path]) != fixed_fields(applied):
             return 422
         before = self.objects.get(path, {}).get("spec", {}).get("replicas")
@@ -169,8 +171,8 @@ class HelmServer:
         job["status"] = {"conditions": [{"type": ended, "status": "True"}]}
 
     def allows(self, token: str, verb: str, path: str) -> bool:
-        """Returns whether the Role that is bound to a service account names a request. Requests
-        without a token are Helm's."""
+        """Says whether the Role bound to a service account allows a request. Requests without a
+        token are Helm's."""
         if not token:
             return True
         account = token.removeprefix("Bearer ")
@@ -185,7 +187,7 @@ class HelmServer:
         )
 
     def list(self, path: str) -> Object | None:
-        """Returns the objects of one kind in a namespace."""
+        """Lists the objects of one kind in a namespace."""
         match = re.fullmatch(r"/apis?/(.+)/namespaces/[^/]+/([^/]+)", path)
         if match is None or match[2] not in _KINDS.get(match[1], {}):
             return None
@@ -195,11 +197,11 @@ class HelmServer:
         return {"kind": f"{kind}List", "apiVersion": match[1], "metadata": version, "items": items}
 
     def wait_over(self) -> None:
-        """Blocks as long as a watch does in which nothing happens."""
+        """Blocks for as long as a watch without events stays open."""
         self._over.wait(_WATCH_S)
 
     def answer(self, path: str) -> Object | None:
-        """Returns what GET of a path finds."""
+        """Finds the answer to a GET of a path."""
         if path == "/version":
             return {"major": "1", "minor": "34", "gitVersion": "v1.34.0"}
         if path == "/api":
@@ -221,7 +223,7 @@ class HelmServer:
 
 
 def fixed_fields(made: Object) -> Object:
-    """Returns the fields of an object that an update may not change."""
+    """Extracts the fields of an object that an update may not change."""
     spec = made.get("spec", {})
     match made["kind"]:
         case "StatefulSet":
@@ -253,7 +255,7 @@ def _resources(version: str) -> Object:
 
 
 def _schema(version: str) -> Object:
-    """Says only that the server itself checks the fields of what is applied."""
+    """A schema that only says that the server itself validates applied fields."""
     group, _, number = version.rpartition("/")
     checks = {"name": "fieldValidation", "in": "query", "schema": {"type": "string"}}
     paths = {
@@ -276,19 +278,19 @@ def _schema(version: str) -> Object:
 def _handler(server: HelmServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        wbufsize = 1 << 16  # an answer is one packet
+        wbufsize = 1 << 16  # each response is one packet
 
         def log_message(self, *_: object) -> None:
-            """The test reads the objects."""
+            """Logs nothing, because tests inspect the objects."""
 
         def do_GET(self) -> None:
             url = urlsplit(self.path)
             if not server.allows(self.headers.get("Authorization", ""), "get", url.path):
                 self._send(403, None)
                 return
-            asked = parse_qs(url.query)
+            query = parse_qs(url.query)
             found = server.answer(url.path) or server.list(url.path)
-            if "watch" in asked and "sendInitialEvents" not in asked:
+            if "watch" in query and "sendInitialEvents" not in query:
                 self.send_response(200)
                 self.end_headers()
                 self.wfile.flush()
@@ -298,7 +300,7 @@ def _handler(server: HelmServer) -> type[BaseHTTPRequestHandler]:
             if server.while_read and "Authorization" in self.headers:
                 found = copy.deepcopy(found)
                 server.while_read(url.path)
-            self._send(200 if found is not None and "watch" not in asked else 404, found)
+            self._send(200 if found is not None and "watch" not in query else 404, found)
 
         def do_POST(self) -> None:
             made = self._body()

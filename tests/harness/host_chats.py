@@ -1,10 +1,10 @@
-"""A client of a cluster with several routers, as a program: chats until it is told to end.
+"""A client program of a cluster with several routers: it chats until it is stopped.
 
-    python -m tests.harness.host_chats ADDRESS,... NUM_CLIENTS FILE
+python -m tests.harness.host_chats ADDRESS,... NUM_CLIENTS FILE
 
-It asks the routers at these addresses in turn, each prompt with its own greedy answer. One line of
-JSON a chat goes to FILE: when it began and ended, which router, the answer, and what went wrong. A
-chat whose router breaks off or falls silent is sent once more to another router (`retry`).
+It uses the routers in turn; each prompt has one greedy answer. Each chat is written to FILE as a
+line of JSON: begin and end, the router, the answer, and the fault if any. A chat whose router
+disconnects or falls silent is sent once more to another router (`retry`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import httpx
 
 PROMPTS = [f"Count from {n} and tell me about gravity, please." for n in range(12)]
 MAX_TOKENS = 48
-SILENCE_S = 30.0  # longer than a router needs to move a stream to another worker
+SILENCE_S = 30.0  # longer than a router takes to move a stream to another worker
 PORT = 8000
 
 
@@ -33,11 +33,11 @@ class Chat:
     retry: bool = False
     ended: float = 0.0
     text: str = ""
-    fault: str = ""  # empty: the answer is whole
+    fault: str = ""  # empty if the answer is complete
 
 
 class Client:
-    """Knows which routers are ready."""
+    """Tracks which routers are ready."""
 
     def __init__(self, addresses: list[str]) -> None:
         timeout = httpx.Timeout(SILENCE_S, connect=3.0)
@@ -49,7 +49,8 @@ class Client:
 
     async def watch(self) -> None:
         while True:
-            # All at once, as a load balancer does: one that is silent must not hide the others.
+            # Concurrently, like a load balancer: a router that does not answer must not hide the
+            # others.
             are_ready = await asyncio.gather(*map(self._is_ready, self._addresses))
             self.ready = [
                 a for a, is_ready in zip(self._addresses, are_ready, strict=True) if is_ready

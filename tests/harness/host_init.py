@@ -1,7 +1,7 @@
-"""The first process of a host that a test makes: `python -m tests.harness.host_init COMMAND...`.
+"""The first process of a simulated host: `python -m tests.harness.host_init COMMAND...`.
 
-It runs in new PID, IPC and mount namespaces. It gives them a shared memory of their own, starts the
-command, passes on SIGTERM and SIGINT, and reaps what is left to it, as the init of a machine does.
+It runs in new PID, IPC and mount namespaces. It mounts separate shared memory, starts the command,
+forwards SIGTERM and SIGINT, and reaps orphans like the init of a machine.
 """
 
 import os

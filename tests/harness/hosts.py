@@ -1,10 +1,10 @@
-"""Several machines on one: each has network, PID, IPC and mount namespaces of its own.
+"""Several simulated machines on one, each with its own network, PID, IPC and mount namespaces.
 
-    made -> `run` -> running -> `kill`, or the command ends -> `run` ...
-                        |  ^
-                 `stop` '--' `go_on`      and `Network.cut` and `heal` at any time
+created -> `run` -> running -> `kill`, or the command ends -> `run` ...
+                   |  ^
+                `stop` '--' `go_on`      and `Network.cut` and `heal` at any time
 
-With network namespaces alone (network.py) NIXL would take them for one host.
+With network namespaces alone (network.py), NIXL would treat them as one host.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _UNSHARE = ["unshare", "--pid", "--ipc", "--mount", "--fork", "--kill-child", "-
 
 
 class Machine:
-    """A host at `place`, on which one command runs at a time; `close` ends it."""
+    """A simulated host at `place` that runs one command at a time; `close` ends it."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        # Ray's own place for its sockets, deep in the run folder, would be too deep below this one.
+        # Ray's default folder for sockets, within the run folder, would have a too long path.
         self.folder = Path(tempfile.mkdtemp(prefix="a-machine-of-a-test-"))
         self.screen = self.folder / "screen"
         self._process: subprocess.Popen[bytes] | None = None
@@ -41,7 +41,7 @@ class Machine:
         return self.place.address
 
     def run(self, *command: str) -> None:
-        """Starts a command; what it prints is in the file `screen`."""
+        """Starts a command; its output is written to the file `screen`."""
         assert self._process is None
         environment = {
             **os.environ,
@@ -66,13 +66,13 @@ class Machine:
         return self._process is not None and self._process.poll() is None
 
     def text(self) -> str:
-        """Returns what the command has printed. Raises AssertionError if it has ended."""
+        """The command's output so far. Raises AssertionError if the command has ended."""
         text = self.screen.read_text(errors="replace")
         assert self.runs, f"the command of {self.address} ended:\n{text[-3000:]}"
         return text
 
     def terminate(self) -> None:
-        """Asks the command to end, as Ctrl-C does, and waits until it has."""
+        """Stops the command like Ctrl-C, and waits until it has ended."""
         assert self._process is not None
         for pid in self._pids()[:1]:
             os.kill(pid, signal.SIGTERM)
@@ -80,7 +80,7 @@ class Machine:
         self._process = None
 
     def kill(self) -> None:
-        """Ends every process of the host at once, as a lost machine does."""
+        """Kills every process of the host at once, which simulates a lost machine."""
         if self._process is not None:
             self.go_on()
             self._process.kill()
@@ -89,7 +89,7 @@ class Machine:
             shutil.rmtree(self.folder / "state", ignore_errors=True)
 
     def stop(self) -> None:
-        """Stops every process of the host."""
+        """Stops every process of the host with SIGSTOP."""
         for pid in self._pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
@@ -100,7 +100,7 @@ class Machine:
                 os.kill(pid, signal.SIGCONT)
 
     def has_process(self, name: str) -> bool:
-        """Returns whether a process of this name runs on the host."""
+        """Says whether a process of this name runs on the host."""
         for pid in self._pids():
             with suppress(OSError):
                 if Path(f"/proc/{pid}/comm").read_text().strip() == name:
@@ -112,7 +112,7 @@ class Machine:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _pids(self) -> list[int]:
-        """Returns the processes of the host, as this machine numbers them; its init is first."""
+        """The host's processes with their pids on this machine; the init process is first."""
         if not self.runs:
             return []
         assert self._process is not None
@@ -133,7 +133,7 @@ class Machine:
 
 
 def why_not() -> str:
-    """Returns the reason why no hosts can be made here; empty if they can."""
+    """The reason why hosts cannot be simulated on this machine; empty if they can."""
     if reason := why_no_network():
         return reason
     if shutil.which("unshare") is None:

@@ -1,6 +1,6 @@
-"""Frames that make gRPC's core keep memory for ever: references into an HPACK table (RFC 7541).
+"""Frames that make gRPC's core keep memory permanently: references into an HPACK table (RFC 7541).
 
-Each frame adds a field of 3 KB to the table and refers to it 12,000 times, in 15 KB.
+Each frame adds a field of 3 KB to the table and refers to it 12,000 times, within 15 KB.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def _number(value: int) -> bytes:
-    """Encodes what is left of a number after its prefix of 7 bits."""
+    """Encodes the rest of an HPACK integer after its prefix of 7 bits."""
     out = b""
     while value >= 128:
         out += bytes([value % 128 + 128])
@@ -51,14 +51,14 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0)
 
 
 def hostile_headers(number: int) -> bytes:
-    """Returns the HEADERS frame of the connection's stream of this number."""
+    """Builds the hostile HEADERS frame of the nth stream of a connection."""
     return _frame(1, 4, 2 * number + 1, _BLOCK)
 
 
 @contextlib.contextmanager
 def hpack_attack(port: int, *, is_over: Callable[[], bool], num_frames_max: int) -> Iterator[None]:
-    """Two connections that send hostile frames, and connect again, until `is_over()`, a bound on
-    their number, or the end of the block."""
+    """Runs two connections that send hostile frames and reconnect, until `is_over()`, a limit on
+    the number of frames, or the end of the block."""
     ended, left = threading.Event(), iter(range(num_frames_max))
 
     def flood() -> None:

@@ -1,7 +1,7 @@
-"""Two machines in one cluster: `tandem up --listen` on the first, `tandem join` on the second.
+"""A cluster of two machines: `tandem up --listen` on the first, `tandem join` on the second.
 
-The routers of both machines have the same ports. A call goes to the first machine's router unless
-another machine is named.
+The routers of both machines use the same ports. Calls go to the first machine's router unless
+another machine is given.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Joined:
     ca_sha256: str
 
     def join(self) -> None:
-        told = ["--token-file", str(self.token_file), "--ca-sha256", self.ca_sha256]
-        self.second.run(*TANDEM, "join", f"{self.first.address}:{JOIN_PORT}", *told)
+        options = ["--token-file", str(self.token_file), "--ca-sha256", self.ca_sha256]
+        self.second.run(*TANDEM, "join", f"{self.first.address}:{JOIN_PORT}", *options)
         wait_until(lambda: "joined as" in self.second.text())
 
     @property
@@ -85,7 +85,7 @@ class Joined:
         return dict(found)
 
     def logs(self, worker_id: str) -> subprocess.CompletedProcess[str]:
-        """Runs `tandem logs` here, where no run has been."""
+        """Runs `tandem logs` on this machine, which has no logs of the run."""
         return subprocess.run(
             [*TANDEM, "logs", worker_id, "--url", self.admin_url],
             capture_output=True,
@@ -102,7 +102,7 @@ class Joined:
         return {(address, int(port)) for address, _, port in found}
 
     def ports(self, machine: Machine) -> set[int]:
-        """Returns the ports at which others reach the machine."""
+        """The ports on which the machine accepts connections from others."""
         return {
             port
             for address, port in self.listening(machine)

@@ -1,7 +1,7 @@
-"""A real cluster whose processes are kept by Ray's agents, as `tandem up` starts it.
+"""A real cluster whose processes are kept running by Ray's agents, as with `tandem up`.
 
-Redis, Ray's head with the pool controller, and the router and workers that it starts. The test owns
-the head: it may kill it, and start a fresh one when it wants to.
+It has Redis, Ray's head with the pool controller, and the router and workers that it starts. The
+test owns the head, and may kill it and start a new one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ROOT = str(Path(__file__).parents[2])
 
 @dataclass(frozen=True)
 class KeptWorker:
-    """A worker as the router saw it last."""
+    """A worker as last reported by the router."""
 
     worker_id: str
     role: str
@@ -60,14 +60,14 @@ class KeptWorker:
     tls_dir: Path
 
     def state(self) -> pb.GetStateResponse:
-        """Its gauges; runs check_integrity() in the engine."""
+        """The worker's state. The engine also runs check_integrity()."""
         with worker_channel(self.address, self.cluster_id, self.tls_dir) as channel:
             metadata = token_metadata(self.token)
             return WorkerStub(channel).GetState(pb.GetStateRequest(), timeout=30, metadata=metadata)
 
 
 class KeptCluster:
-    """`close` ends all of it. Options are every worker's own."""
+    """A kept cluster; `close` ends all processes. Options are the workers' own."""
 
     def __init__(
         self,
@@ -79,10 +79,11 @@ class KeptCluster:
         module: str = "",
         network: Network | None = None,
     ) -> None:
-        """`run_folder`'s path must be short: Ray's sockets lie below it.
+        """Prepares the cluster. `run_folder` must have a short path, because Ray's sockets are in
+        it.
 
-        `module`: run in the place of tandem.worker. `network`: its hosts have the workers with
-        number 1, one host for each pool; all others are at its home.
+        `module` replaces tandem.worker. With a `network`, the workers with number 1 run on its
+        hosts, one host for each pool; all others run at its home.
         """
         self.http_port, self.grpc_port = free_port(), free_port()
         admin = AdminOptions(port=free_port(), grpc_port=free_port())
@@ -104,7 +105,7 @@ class KeptCluster:
         spec = make_spec(
             wanted, cluster_id=self.cluster_id, run_folder=run_folder, model=resolve(model).path
         )
-        # On a machine that is slow to start workers nobody is told that there are none.
+        # On a machine that starts workers slowly, no request may be refused for lack of workers.
         more = dict.fromkeys(ROUTER_POOLS, ("--hold-deadline", str(START_DEADLINE_S)))
         of_workers = ("--numerics", "invariant", *options)
         pools = {
@@ -120,12 +121,17 @@ class KeptCluster:
         if module:
             pools = {name: _running(module, pool) for name, pool in spec.pools.items()}
             spec = msgspec.structs.replace(spec, pools=pools)
-        self.sizes = {"prefill": prefill, "decode": decode}  # at the start
+        self.sizes = {"prefill": prefill, "decode": decode}  # sizes at the start
         self.network = network
         self.places: dict[str, Place] = {}
         if network is not None:
             self.places = dict(zip(("prefill-1", "decode-1"), network.hosts, strict=True))
-            placed = [sys.executable, "-m", placing.__name__, placing.told(network, self.places)]
+            placed = [
+                sys.executable,
+                "-m",
+                placing.__name__,
+                placing.format_places(network, self.places),
+            ]
             pools = {
                 name: pool
                 if name in ROUTER_POOLS
@@ -150,7 +156,7 @@ class KeptCluster:
 
     @property
     def logs(self) -> list[Path]:
-        """The logs of routers and workers, of Ray's agents and of the pool controller."""
+        """The logs of routers, workers, Ray's agents and the pool controller."""
         sessions = self.folder.parent / "ray"
         return [
             *self.folder.glob("*.log"),
@@ -171,14 +177,14 @@ class KeptCluster:
         return self
 
     def start_head(self) -> None:
-        """A fresh one; the cluster has none."""
+        """Starts a new head. The cluster must have none."""
         self.head.start(self._spec)
         started = self.head.started(START_DEADLINE_S)
         assert started is not None, "Ray's head did not come up"
         self._ray_pids = started.pids
 
     def kill_head(self) -> None:
-        """Kills GCS and raylet with `kill -9`. The controller and the agents are not touched."""
+        """Kills GCS and raylet with SIGKILL. Controller and agents are not signalled."""
         for pid in self._ray_pids.values():
             os.kill(pid, signal.SIGKILL)
 
@@ -191,7 +197,7 @@ class KeptCluster:
         return httpx.get(f"{self.admin_url}/v1/cluster", timeout=10).json()
 
     def records(self) -> dict[str, dict[str, Any]]:
-        """Workers as the router sees them, by id."""
+        """Records of the workers that the router knows, by id."""
         return {w["worker_id"]: w for w in self.state()["workers"]}
 
     @property
@@ -212,12 +218,12 @@ class KeptCluster:
         }
 
     def is_ready(self, worker: KeptWorker) -> bool:
-        """Returns whether the router sees this very process ready."""
+        """Says whether the router sees this process as ready."""
         now = self.workers.get(worker.worker_id)
         return now is not None and now.pid == worker.pid
 
     def is_whole(self) -> bool:
-        """Returns whether the pools have their wanted sizes and the router uses all workers."""
+        """Says whether the pools have their wanted sizes and the router uses all workers."""
         try:
             pools = self.state()["pools"]
             sizes = {name: pool["wanted"] for name, pool in pools.items() if "wanted" in pool}
@@ -231,19 +237,19 @@ class KeptCluster:
             return False
 
     def scale(self, **sizes: int) -> None:
-        """Asks for these sizes; `is_whole` says when it is so."""
+        """Requests these sizes; poll `is_whole` for completion."""
         httpx.post(f"{self.admin_url}/v1/cluster", json=sizes, timeout=10).raise_for_status()
 
     def pid(self, name: str) -> int:
-        """Returns the first process of the cluster with this text in its command line."""
+        """Finds the first process of the cluster with this text in its command line."""
         return process_named(self.cluster_id, name)
 
     def pids(self, pool: str) -> dict[str, int]:
-        """Returns the process ids of a pool, as its agents report them."""
+        """The pids of a pool's processes, as reported by its agents."""
         return {a["id"]: a["pid"] for a in self.state()["pools"][pool]["agents"]}
 
     def processes(self) -> Counter[str]:
-        """Returns the number of processes that run under each worker's id."""
+        """Counts the running processes of each worker id."""
         found: Counter[str] = Counter()
         for pid in guardian.cluster_processes(self.cluster_id):
             try:
@@ -255,13 +261,13 @@ class KeptCluster:
         return found
 
     def starts(self) -> Counter[str]:
-        """Returns how often the agents started each process."""
+        """Counts how often the agents started each process."""
         pools = self.state()["pools"].values()
         return Counter({a["id"]: a["starts"] for pool in pools for a in pool.get("agents", ())})
 
 
 def _running(module: str, pool: PoolCommand) -> PoolCommand:
-    """The same pool, if it is one of workers, with workers of this module."""
+    """Copies a pool's command. If it runs workers, they use this module."""
     if "tandem.worker" not in pool.command:
         return pool
     at = pool.command.index("tandem.worker")

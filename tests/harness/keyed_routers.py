@@ -1,4 +1,4 @@
-"""Routers in this process with API keys, over a real Redis of their own and one scripted worker."""
+"""Routers with API keys in this process, with a real Redis and one scripted worker."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BODY = {"prompt": "x", "max_tokens": 1}
 
 @dataclass
 class Routers:
-    """Routers of one cluster, in this process; each has its ports on all addresses."""
+    """Routers of one cluster in this process; each listens on all addresses."""
 
     cluster: ClusterConfig
     redis: EmbeddedRedis
@@ -40,7 +40,7 @@ class Routers:
     started: dict[str, tuple[Router, asyncio.Task[None]]] = field(default_factory=dict)
 
     async def start(self, name: str, admin_host: str = "127.0.0.1", **settings: object) -> str:
-        """Returns the router's URL."""
+        """Starts a router and returns its URL."""
         config = RouterConfig(
             cluster=self.cluster,
             model="smollm2",
@@ -68,7 +68,7 @@ class Routers:
         return f"127.0.0.1:{self.started[name][0].grpc_port}"
 
     def admin_of(self, url: str) -> str:
-        """Returns the admin URL of the router with this public one."""
+        """Finds the admin URL of the router with this public URL."""
         routers = (router for router, _ in self.started.values())
         (router,) = (r for r in routers if url.endswith(f":{r.http_port}"))
         return f"http://127.0.0.1:{router.admin.http_port}"
@@ -88,7 +88,8 @@ async def routers(tmp_path: Path) -> AsyncIterator[Routers]:
 
         async def answer(submit: worker_pb2.SubmitSequence, say: Say) -> None:
             await saying([1000])(submit, say)
-            worker.tell_load(next(numbers))  # else routers believe that all are still there
+            # otherwise the routers would count the requests as still running
+            worker.tell_load(next(numbers))
 
         worker.script = answer
         found = Routers(cluster, server, worker)
@@ -97,14 +98,15 @@ async def routers(tmp_path: Path) -> AsyncIterator[Routers]:
             await found.stop(name)
         if not server.is_running:
             await asyncio.to_thread(server.restart)
-        # The server that was killed may have closed some of these, which shows at their next use.
+        # Some pooled connections were closed by the killed server, which shows only when they are
+        # used.
         await redis.connection_pool.disconnect(inuse_connections=False)
         await worker.stop()
         await redis.aclose()
 
 
 async def until(probe: Callable[[], Awaitable[bool]], seconds: float = 20.0) -> None:
-    """Asks until the answer is yes. Raises TimeoutError."""
+    """Polls until `probe` returns True. Raises TimeoutError."""
     async with asyncio.timeout(seconds):
         while not await probe():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -127,7 +129,7 @@ async def call(
 
 
 async def tandem(url: str, *words: str, key: str = "") -> subprocess.CompletedProcess[str]:
-    """Runs `tandem keys` as an operator does."""
+    """Runs `tandem keys` as a subprocess."""
     return await asyncio.to_thread(
         subprocess.run,
         [sys.executable, "-m", "tandem.ops.cli", "keys", *words, "--url", url],

@@ -1,7 +1,7 @@
-"""The KV that a test of a whole cluster moves: that of the built-in model, or of another one.
+"""The model and KV data type that tests of complete clusters use.
 
-Reference answers are the built-in model's with KV in its own data type. A test of any other form
-asks for the right answers itself.
+Reference answers exist for the built-in model with KV in its own data type. For any other form a
+test computes the expected answers itself.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tests.parity.models import make_random_model
 class KvForm:
     """A model and the data type of its KV."""
 
-    family: str = ""  # of a random model (tests/parity/models.py); empty: the built-in one
+    family: str = ""  # family of a random model (tests/parity/models.py); empty: the built-in model
     kv_dtype: str = "auto"
 
     @classmethod
     def from_environment(cls) -> KvForm:
-        """Returns the form that CHAOS_MODEL and CHAOS_KV_DTYPE name."""
+        """Reads the form from CHAOS_MODEL and CHAOS_KV_DTYPE."""
         environment = os.environ
         return cls(environment.get("CHAOS_MODEL", ""), environment.get("CHAOS_KV_DTYPE", "auto"))
 
@@ -35,11 +35,11 @@ class KvForm:
 
     @property
     def options(self) -> tuple[str, str]:
-        """The options of all workers."""
+        """Command-line options for all workers."""
         return "--kv-dtype", self.kv_dtype
 
     def model(self, folder: Path) -> str:
-        """Returns what `--model` takes; a random model is made in `folder`."""
+        """The value of `--model`; a random model is created in `folder`."""
         if not self.family:
             return "smollm2"
         make_random_model(folder / "model", self.family)

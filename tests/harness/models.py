@@ -1,4 +1,4 @@
-"""Models for tests that need other files than the built-in model's."""
+"""Models for tests that need other files than the built-in model has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from tandem.models.source import resolve
 from tandem.models.tokenizer.tokenizer import Tokenizer
 
-# The shape of Qwen 3's template, and Hermes' calls.
+# shaped like Qwen 3's template, with tool calls in Hermes' format
 HERMES_TEMPLATE = """{%- if tools %}
 {{- '<|im_start|>system\\n# Tools\\n' }}
 {%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{%- endfor %}
@@ -36,7 +36,7 @@ HERMES_TEMPLATE = """{%- if tools %}
 
 
 def with_template(folder: Path, template: str) -> Path:
-    """Makes `folder`: the built-in model with another chat template."""
+    """Creates `folder` with the built-in model and another chat template."""
     folder.mkdir()
     for file in resolve("smollm2").path.iterdir():
         (folder / file.name).symlink_to(file)

@@ -1,4 +1,4 @@
-"""Dashboards and alert rules as they are shipped, and a panel's queries as Grafana would ask."""
+"""The shipped dashboards and alert rules, and the queries of a panel as Grafana sends them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def dashboard(path: Path) -> dict[str, Any]:
 
 
 def panels(path: Path) -> list[dict[str, Any]]:
-    """All that show data."""
+    """Lists the panels that show data."""
     return [p for p in dashboard(path)["panels"] if p["type"] != "row"]
 
 
 def queries(path: Path) -> list[tuple[str, str]]:
-    """Returns (panel's title, expression with the variables filled in) of every panel."""
+    """Lists (panel title, expression with variables replaced) of every panel."""
     found = []
     for panel in panels(path):
         for target in panel["targets"]:

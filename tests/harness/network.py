@@ -1,12 +1,12 @@
 """Several hosts on one machine: network namespaces around this one, and a hub between them.
 
-    this machine (place 0, 10.77.N.1) ---\\
-    namespace (place 1, 10.77.N.2) -------- hub (network_hub.py)
-    namespace (place 2, 10.77.N.3) -------/
+this machine (place 0, 10.77.N.1) ---\
+namespace (place 1, 10.77.N.2) -------- hub (network_hub.py)
+namespace (place 2, 10.77.N.3) -------/
 
-Each namespace's cable has a delay, a rate and a loss, and can be cut; this machine's own is
-perfect. Processes share everything else, process ids too: so NIXL would copy from memory to
-memory. `Place.environment` leaves UCX only TCP on the hub's device, for workers started with
+The link of each namespace has a delay, a rate and a loss, and can be cut; the link of this machine
+is perfect. Processes share everything else, including process ids, so NIXL would copy from memory
+to memory. `Place.environment` restricts UCX to TCP on the hub's device, for workers started with
 `--nixl-tcp insecure`; others use gRPC.
 
 Needs root and /dev/net/tun: `why_not()` says what is missing.
@@ -30,35 +30,36 @@ GBIT_BYTES_PER_S = 125e6
 
 @dataclass(frozen=True)
 class Shape:
-    """The delay, rate and loss of a cable, the same in both directions."""
+    """The delay, rate and loss of a link, the same in both directions."""
 
     delay_s: float = 0.0
     bytes_per_s: float = float("inf")
-    loss: float = 0.0  # share of packets
+    loss: float = 0.0  # share of dropped packets
 
 
 @dataclass(frozen=True)
 class Place:
-    """A network namespace in which a process can run."""
+    """A network namespace in which processes can run."""
 
     number: int
     address: str
     device: str
-    namespace: str = ""  # empty: this machine's own
+    namespace: str = ""  # empty: this machine's own namespace
 
     @property
     def prefix(self) -> list[str]:
-        """The words that begin a command line that runs here."""
+        """Command-line prefix that runs a program in this namespace."""
         return ["ip", "netns", "exec", self.namespace] if self.namespace else []
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables for NIXL over TCP through the hub."""
+        """Environment variables that make NIXL use TCP through the hub."""
         return {"UCX_TLS": "tcp", "UCX_NET_DEVICES": self.device}
 
 
 class Network:
-    """`num_hosts` namespaces; `close` removes them. Who starts a process in one ends it."""
+    """`num_hosts` namespaces; `close` removes them. The caller ends the processes that it starts in
+    them."""
 
     def __init__(self, num_hosts: int = 1, shape: Shape | None = None) -> None:
         tag = f"td{random.randrange(16**6):06x}"
@@ -91,7 +92,7 @@ class Network:
         self._command(host, **asdict(shape))
 
     def cut(self, host: Place) -> None:
-        """Drops every packet to and from the host from now on, also those under way."""
+        """Drops every packet to and from the host, including packets under way, until `heal`."""
         self._command(host, is_up=False)
 
     def heal(self, host: Place) -> None:
@@ -99,7 +100,7 @@ class Network:
 
     @property
     def num_bytes_home(self) -> int:
-        """Returns the bytes that came to this machine over the network so far."""
+        """Counts the bytes that this machine has received over the network."""
         counter = Path(f"/sys/class/net/{self.home.device}/statistics/rx_bytes")
         return int(counter.read_text())
 
@@ -129,7 +130,7 @@ class Network:
             _ip("link", "set", place.device, "netns", place.namespace)
             inside = ["-n", place.namespace]
             _ip(*inside, "link", "set", "lo", "up")
-            # The plain one, whatever this machine has: it is always there, and loss costs it most.
+            # Reno is always available, and is affected most by loss.
             setting = "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"
             _run("ip", "netns", "exec", place.namespace, "sh", "-c", setting)
         _ip(*inside, "address", "add", f"{place.address}/24", "dev", place.device)
@@ -149,7 +150,7 @@ class Network:
 
 
 def why_not() -> str:
-    """Returns the reason why no network can be made here; empty if one can."""
+    """The reason why a network cannot be created on this machine; empty if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -173,7 +174,7 @@ def _run(*command: str) -> None:
 
 
 def _free_net() -> str:
-    """The first three bytes of a network that no device here is in."""
+    """The first three bytes of an IPv4 network that no device of this machine uses."""
     taken = subprocess.run(["ip", "-4", "address"], capture_output=True, text=True).stdout
     nets = [f"10.77.{number}" for number in range(256) if f"10.77.{number}." not in taken]
     if not nets:

@@ -1,15 +1,15 @@
 """A hub between TUN devices that delays, slows, loses and cuts packets.
 
-    python -m tests.harness.network_hub NAME...
+python -m tests.harness.network_hub NAME...
 
-    device 0 --line-->|     |--line--> device 0        a line: rate, then delay; in order
-    device 1 --line-->| hub |--line--> device 1        a packet passes two: its sender's up,
-    device 2 --line-->|     |--line--> device 2        its receiver's down
+device 0 --line-->|     |--line--> device 0        a line: rate, then delay; in order
+device 1 --line-->| hub |--line--> device 1        a packet passes two lines: its sender's
+device 2 --line-->|     |--line--> device 2        upward one and its receiver's downward one
 
-It does in a process what `tc netem` does in a kernel that has it, and can cut a device off at once.
-The device of an IPv4 packet is its destination's last byte, less one. Commands come as JSON lines
-(`{"device": 1, "delay_s": ..., "bytes_per_s": ..., "loss": ..., "is_up": ...}`), each answered
-by a line when it holds. It ends when its standard input does, and its devices with it.
+It implements in a process what `tc netem` implements in some kernels, and can cut a device at once.
+The number of the device of an IPv4 packet is the last byte of its destination, minus one. Commands
+are JSON lines (`{"device": 1, "delay_s": ..., "bytes_per_s": ..., "loss": ..., "is_up": ...}`),
+each answered by a line once it is in effect. The hub and its devices end at EOF of standard input.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-# linux/if_tun.h and linux/virtio_net.h
+# from linux/if_tun.h and linux/virtio_net.h
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 _TUN_F_CSUM, _TUN_F_TSO4 = 0x01, 0x02
 _VNET_HEADER_BYTES = 10
-_DESTINATION = slice(_VNET_HEADER_BYTES + 16, _VNET_HEADER_BYTES + 20)  # of an IPv4 packet
+# destination address in an IPv4 packet
+_DESTINATION = slice(_VNET_HEADER_BYTES + 16, _VNET_HEADER_BYTES + 20)
 _PACKET_BYTES_MAX = _VNET_HEADER_BYTES + 65536
-_QUEUE_BYTES_MAX = 1500 * 1000  # that wait for a line's rate; netem's 1,000 packets
-_BATCH = 64  # packets read of one device before the others get their turn
+_QUEUE_BYTES_MAX = 1500 * 1000  # bytes queued for a line's rate, like netem's 1,000 packets
+_BATCH = 64  # packets read from one device before the others
 
 
 @dataclass(slots=True)
 class Line:
-    """One direction of one device's cable."""
+    """One direction of a device's link."""
 
     delay_s: float = 0.0
     bytes_per_s: float = float("inf")
-    loss: float = 0.0  # share of packets
+    loss: float = 0.0  # share of dropped packets
     is_up: bool = True
-    free_at: float = 0.0  # when all that was sent so far is on its way
+    free_at: float = 0.0  # time when everything sent so far has left the queue
 
     def arrival(self, now: float, num_bytes: int) -> float | None:
-        """Returns when a packet that is sent now arrives; None if it is dropped."""
+        """Computes when a packet that is sent now arrives; None if it is dropped."""
         waiting_s = max(0.0, self.free_at - now)
         if not self.is_up or waiting_s * self.bytes_per_s > _QUEUE_BYTES_MAX:
             return None
@@ -79,7 +80,8 @@ class Device:
 class Hub:
     def __init__(self, names: list[str]) -> None:
         self.devices = [Device(name) for name in names]
-        self._on_the_way: list[tuple[float, int, Device, bytes]] = []  # a heap by arrival
+        # a heap ordered by arrival time
+        self._on_the_way: list[tuple[float, int, Device, bytes]] = []
         self._num_packets = 0
         self._set_large_packets()
 
@@ -107,7 +109,7 @@ class Hub:
         return True
 
     def _set_large_packets(self) -> None:
-        # The kernel's packets of 64 KiB spare this process work; a loss must be of single ones.
+        # Packets of 64 KiB save this process work, but loss must affect single packets.
         is_lossy = any(device.up.loss for device in self.devices)
         for device in self.devices:
             device.set_large_packets(0 if is_lossy else _TUN_F_CSUM | _TUN_F_TSO4)
@@ -132,13 +134,13 @@ class Hub:
         while self._on_the_way and self._on_the_way[0][0] <= now:
             _, _, device, packet = heapq.heappop(self._on_the_way)
             if device.down.is_up:
-                with suppress(OSError):  # a device that is not configured yet, or full
+                with suppress(OSError):  # the device is full or not configured yet
                     os.write(device.fd, packet)
 
 
 def main() -> None:
     hub = Hub(sys.argv[1:])
-    with suppress(OSError):  # a delay must not grow because workers compute
+    with suppress(OSError):  # so that delays do not grow while workers compute
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     print("ready", flush=True)
     hub.run()

@@ -1,4 +1,4 @@
-"""A process of moto's S3 server, which may be stopped, killed and started again."""
+"""A moto S3 server process that tests can stop, kill and restart."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ DEADLINE_S = 120.0
 
 
 class ObjectStoreServer:
-    """Its objects are in its memory."""
+    """An S3 server that keeps its objects in memory."""
 
     def __init__(self, folder: Path) -> None:
-        """Logs go to `folder`."""
+        """Prepares the server. Logs are written to `folder`."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -31,7 +31,8 @@ class ObjectStoreServer:
         self.start()
 
     def start(self, num_open_calls: int | None = None) -> None:
-        """Starts it and makes the bucket. After so many calls it looks at credentials."""
+        """Starts the server and creates the bucket. Credentials are checked after `num_open_calls`
+        calls."""
         environment = dict(os.environ)
         if num_open_calls is not None:
             environment["INITIAL_NO_AUTH_ACTION_COUNT"] = str(num_open_calls)
@@ -59,7 +60,7 @@ class ObjectStoreServer:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings of an engine that has the bucket as its store."""
+        """The engine settings that use the bucket as the object store."""
         return {
             "kv_store_url": f"s3://{BUCKET}/kv",
             "kv_store_endpoint": self.url,
@@ -78,12 +79,12 @@ class ObjectStoreServer:
         )
 
     def blocks(self) -> list[str]:
-        """Returns the names of all objects that are blocks."""
+        """Lists the names of all objects that are blocks."""
         found = [each["path"] for batch in obstore.list(self.client) for each in batch]
         return sorted(name for name in found if not name.endswith("/about"))
 
     def stop(self) -> None:
-        """Lets it hang, connections and all, until `resume`."""
+        """Makes the server hang, including its open connections, until `resume`."""
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -94,7 +95,7 @@ class ObjectStoreServer:
         self._process.wait()
 
     def bring_back(self) -> None:
-        """Ends `stop`, or starts it without its objects after `kill`."""
+        """Resumes the server after `stop`, or restarts it without its objects after `kill`."""
         if self._process.poll() is None:
             self.resume()
         else:

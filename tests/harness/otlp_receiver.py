@@ -1,5 +1,5 @@
-"""A real OTLP receiver: OpenTelemetry's services of traces (gRPC and HTTP) and of metrics (gRPC);
-keeps what it is sent."""
+"""A real OTLP receiver: OpenTelemetry's services for traces (gRPC and HTTP) and metrics (gRPC). It
+stores what it receives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ReceivedHistogram:
 
 
 class _Metrics(metrics_pb_grpc.MetricsServiceServicer):
-    """Keeps the newest histograms by name; they are cumulative."""
+    """Stores the newest histograms by name; they are cumulative."""
 
     def __init__(self) -> None:
         self.newest: dict[str, list[ReceivedHistogram]] = {}
@@ -69,8 +69,8 @@ class _Metrics(metrics_pb_grpc.MetricsServiceServicer):
 
 
 class OtlpReceiver(pb_grpc.TraceServiceServicer):
-    """`spans` are all that came; `endpoint` (gRPC) or `http_endpoint` is what
-    OTEL_EXPORTER_OTLP_ENDPOINT is set to."""
+    """A receiver with all received `spans`. `endpoint` (gRPC) or `http_endpoint` is the value for
+    OTEL_EXPORTER_OTLP_ENDPOINT."""
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []
@@ -94,7 +94,7 @@ class OtlpReceiver(pb_grpc.TraceServiceServicer):
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables of a process that soon sends what it has here."""
+        """Environment variables of a process that exports to this receiver at short intervals."""
         return {
             "OTEL_EXPORTER_OTLP_ENDPOINT": self.endpoint,
             "OTEL_BSP_SCHEDULE_DELAY": "100",

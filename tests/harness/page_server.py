@@ -1,8 +1,9 @@
-"""A router's admin listener over simulated workers, to look at the operators' page at any size.
+"""A router's admin listener with simulated workers, to view the operators' page at any cluster
+size.
 
-`python -m tests.harness.page_server --workers 1000 --port 8092` serves the page alone: no Redis, no
-model. Half of the workers prefill and half decode; each second their loads change, a few requests
-end, blocks travel, and one worker is lost for a while.
+`python -m tests.harness.page_server --workers 1000 --port 8092` serves only the page, without Redis
+or a model. Half of the workers prefill and half decode. Each second their loads change, a few
+requests end, blocks are transferred, and one worker is lost for a while.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _STAGES: dict[Any, float] = {"tokenize": 1, "route": 2, "queue": 20, "prefill": 
 
 
 class SimulatedRouter:
-    """The parts of a router that the page reads, over a view whose workers are set by hand."""
+    """The parts of a router that the page reads, with a view whose workers tests set."""
 
     def __init__(self, folder: Path, port: int = 0) -> None:
         cluster = ClusterConfig("c", f"unix://{folder}/no-redis", "a-token-for-tests")
@@ -77,7 +78,7 @@ class SimulatedRouter:
         self.feed = PageFeed(self.config, self.generator, self.control, self.metrics, self.trail)
 
     def put(self, worker_id: str, *tiers: TierUse, **load: int) -> None:
-        """Adds a worker, or gives it another load; the id begins with its role."""
+        """Adds a worker or changes its load. The id begins with its role."""
         record = WorkerRecord(
             worker_id=worker_id,
             epoch="e",
@@ -97,7 +98,7 @@ class SimulatedRouter:
         self.view._workers[worker_id] = KnownWorker(record, client)
 
     def remove(self, worker_id: str) -> None:
-        """Removes a worker as one whose record has expired."""
+        """Removes a worker, like one whose record has expired."""
         self.view._note_gone(self.view._workers.pop(worker_id).record)
 
     async def serve(self) -> None:
@@ -120,7 +121,7 @@ class SimulatedRouter:
         await asyncio.gather(server.serve(sockets=[sock]), self.feed.run())
 
     def end_request(self, request_id: str, prefill: str, decode: str) -> None:
-        """Ends a request that was prefilled and decoded there."""
+        """Ends a request that these workers prefilled and decoded."""
         timeline = Timeline()
         timeline.stages_s = {n: ms / 1000 * random.uniform(0.5, 2) for n, ms in _STAGES.items()}
         timeline.ttft_s = sum(timeline.stages_s.values())

@@ -1,8 +1,8 @@
-"""Runs a worker in its place of a network, by its id: what Ray's agents start knows no places.
+"""Runs a worker in its place of a network, selected by its id, because Ray's agents know no places.
 
-    python -m tests.harness.placing PLACES COMMAND ...
+python -m tests.harness.placing PLACES COMMAND ...
 
-The process becomes the command, so its id and its start time stay the same.
+The process becomes the command by exec, so its pid and start time do not change.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import asdict
 from tests.harness.network import Network, Place
 
 
-def told(network: Network, places: Mapping[str, Place]) -> str:
-    """Returns PLACES: the places of workers by id; all other workers are at home."""
+def format_places(network: Network, places: Mapping[str, Place]) -> str:
+    """Formats PLACES: the places of workers by id. All other workers run at home."""
     all_places = {"": network.home, **places}
     return json.dumps({worker_id: asdict(place) for worker_id, place in all_places.items()})
 

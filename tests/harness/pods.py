@@ -1,8 +1,9 @@
-"""Pods of the rendered chart as processes of this machine: their command lines, their environment.
+"""Pods of the rendered chart as processes on this machine, with their command lines and
+environment.
 
-Only addresses and paths are others: each pod has a loopback address of its own, so that ports are
-those of the chart; names of Services become addresses; /cache and Ray's files lie in a folder of
-the test. Images, mounts, users and limits are not there: only a cluster has them.
+Only addresses and paths differ: each pod has its own loopback address, so that the chart's ports
+can be used; names of Services become addresses; /cache and Ray's files are in a folder of the test.
+Images, mounts, users and limits are not simulated.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ _RAY = "/etc/tandem/ray/"
 @dataclass
 class LocalPod:
     component: str
-    made: Object  # its container
+    made: Object  # the pod's container
     address: str
     variables: dict[str, str]
     process: subprocess.Popen[bytes]
     log: Path
 
     def passes(self, probe: str) -> bool:
-        """Returns whether a probe of the container succeeds now."""
+        """Runs a probe of the container once, and says whether it succeeds."""
         assert self.process.poll() is None, f"{self.component} ended:\n{self.words()}"
         match self.made[probe]:
             case {"httpGet": {"path": path, "port": port}}:
@@ -66,7 +67,7 @@ class LocalPod:
                 raise AssertionError(f"{probe} of {self.component}: {other}")
 
     def end(self, deadline_s: float) -> int:
-        """SIGTERM, as kubelet sends it; the exit status. TimeoutExpired when it does not go."""
+        """Sends SIGTERM like kubelet. Returns the exit status. Raises TimeoutExpired."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(deadline_s)
 
@@ -80,12 +81,12 @@ class LocalPod:
 
 @dataclass
 class LocalPods:
-    """Starts pods of a rendered chart; `close` ends what is left of them."""
+    """Starts pods of a rendered chart; `close` ends the remaining ones."""
 
     objects: list[Object]
     cache: Path
     pods: dict[str, LocalPod] = field(default_factory=dict)
-    # Short: Unix sockets lie in it, whose paths are bounded.
+    # A short path, because Unix sockets are in it.
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="tandem-pods-")))
 
     def __post_init__(self) -> None:
@@ -95,11 +96,12 @@ class LocalPods:
     def start(
         self, component: str, *, name: str = "", host_option: str = "", port: int = 0
     ) -> LocalPod:
-        """`name`: of one of several containers, which is then kept as COMPONENT/NAME.
+        """Starts a pod's container. `name` selects one of several containers, which is then stored
+        as COMPONENT/NAME.
 
-        `host_option`: the one whose value becomes the pod's own address.
+        `host_option`: the option whose value becomes the pod's address.
 
-        `port`: a free one instead of the container's only port, where it listens on all addresses.
+        `port`: replaces the container's only port, if it listens on all addresses.
         """
         made = container(self.objects, component, name)
         if port:
@@ -126,7 +128,7 @@ class LocalPods:
         return self.pods[kept]
 
     def _tls(self, component: str) -> Path:
-        """Writes the Secret with the certificate of a component, as kubelet mounts it."""
+        """Writes the Secret with a component's certificate, as mounted by kubelet."""
         folder = self.folder / f"tls-{component}"
         folder.mkdir(exist_ok=True)
         kind = component if component in ("router", "redis") else "worker"
@@ -137,7 +139,7 @@ class LocalPods:
         return folder
 
     def _certify_ray(self, component: str) -> None:
-        """Runs the init container that makes the certificate of a pod's Ray, if there is one."""
+        """Runs the init container that creates the certificate of a pod's Ray, if there is one."""
         (pod,) = (pod["spec"] for name, pod in pod_templates(self.objects) if name == component)
         for made in pod.get("initContainers", []):
             if made["name"] != "ray-certificate":
@@ -154,8 +156,8 @@ class LocalPods:
             subprocess.run(command, env=variables, check=True, timeout=60)
 
     def variables(self, component: str, made: Object) -> dict[str, str]:
-        """Returns the environment of the container's processes. This machine's own adds only the
-        path of its programs."""
+        """The environment of the container's processes. Only the path of programs is added from
+        this machine."""
         fields = {
             "metadata.name": f"{RELEASE}-tandem-{component}-0",
             "metadata.namespace": NAMESPACE,
@@ -167,7 +169,7 @@ class LocalPods:
             at = f"{self.address(other.removesuffix('-admin'))}:"
             found = {k: v.replace(service, at) for k, v in found.items()}
         if "TANDEM_REDIS_URL" in found:
-            # Redis's certificate names the Service, and not the address here.
+            # Redis's certificate names the Service but not the address used in the test.
             url = f"{found['TANDEM_REDIS_URL']}&ssl_check_hostname=no"
             found["TANDEM_REDIS_URL"] = url.replace(_TLS, str(self._tls(component)))
         if "TANDEM_CACHE_DIR" in found:
@@ -176,7 +178,7 @@ class LocalPods:
         return {
             "PATH": f"{Path(sys.executable).parent}:{self.folder / 'bin'}:{os.environ['PATH']}",
             "HOME": str(self.folder),
-            # This tree, also where another one is installed.
+            # use this tree even if another one is installed
             "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("services", "kernels", "")),
             "OMP_NUM_THREADS": "1",
             "RAY_TMPDIR": str(self.folder),
@@ -184,7 +186,7 @@ class LocalPods:
         }
 
     def secret(self, name: str) -> dict[str, bytes]:
-        """Returns the decoded data of a Secret of the release."""
+        """The decoded data of a Secret of the release."""
         (data,) = (
             o["data"]
             for o in self.objects
@@ -193,7 +195,7 @@ class LocalPods:
         return {key: base64.b64decode(value) for key, value in data.items()}
 
     def _mounted(self, word: str, component: str) -> str:
-        """Writes the files that the pod would mount; returns the word with their path."""
+        """Writes the files that the pod would mount. Returns the word with their path."""
         word = word.replace(_SOCKETS, str(self.folder))
         if _TLS in word:
             return word.replace(_TLS, str(self._tls(component)))
@@ -204,8 +206,8 @@ class LocalPods:
         return word.replace(KEYS, f"{self.folder}/")
 
     def address(self, component: str) -> str:
-        """Returns the component's address in 127.0.0.0/8, all of which is this machine. Each test
-        process has its own."""
+        """The component's address in the loopback range 127.0.0.0/8, different in each test
+        process."""
         number = ("redis", "router", "prefill", "decode", "ray-head", "test").index(component)
         return f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}.{10 + number}"
 

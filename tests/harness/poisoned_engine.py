@@ -1,7 +1,7 @@
-"""A worker whose engine dies of one token: as a request does that meets a bug in a kernel.
+"""A worker whose engine process dies at one token, like a request that triggers a bug in a kernel.
 
-`python -m tests.harness.poisoned_engine worker OPTIONS...` is `tandem worker OPTIONS`,
-with this module for its engine process.
+`python -m tests.harness.poisoned_engine worker OPTIONS...` equals `tandem worker OPTIONS`, with
+this module as the engine process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tandem.worker.engine_process.process import EngineProcess
 from tandem.worker.engine_process.process import main as engine_main
 from tests.harness.breaking_engine import worker_main
 
-POISON = 49_151  # the last token of SmolLM2's vocabulary: no prompt of ours has it
+POISON = 49_151  # the last token of SmolLM2's vocabulary, which is in no other prompt of the tests
 
 
 class PoisonedProcess(EngineProcess):

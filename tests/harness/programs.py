@@ -1,4 +1,4 @@
-"""The programs' own options, to hold command lines of others against them."""
+"""The options of the programs, to compare command lines with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SETTINGS = {"worker": WorkerOptions, "router": RouterOptions}
 
 
 def program_defaults(program: str) -> dict[str, str]:
-    """The options' defaults as words of a command line, by names without dashes before them."""
+    """Defaults of the options as command-line words, by name without leading dashes."""
     return {
         a.name.removeprefix("--"): to_text(a.field_info.default)
         for a in arguments(SETTINGS[program])
@@ -19,17 +19,17 @@ def program_defaults(program: str) -> dict[str, str]:
 
 
 def parse_worker(command: list[str]) -> WorkerOptions:
-    """Options of `tandem worker ...`. Raises ConfigError."""
+    """Parses the options of `tandem worker ...`. Raises ConfigError."""
     return parse(WorkerOptions, "tandem worker", _arguments(command, "worker"))
 
 
 def parse_router(command: list[str]) -> RouterOptions:
-    """Options of `tandem router ...`. Raises ConfigError."""
+    """Parses the options of `tandem router ...`. Raises ConfigError."""
     return parse(RouterOptions, "tandem router", _arguments(command, "router"))
 
 
 def _arguments(command: list[str], program: str) -> list[str]:
-    """The arguments of `tandem PROGRAM`, which the chart starts with SIGTERM blocked."""
+    """Extracts the arguments of `tandem PROGRAM`, which the chart starts with SIGTERM blocked."""
     blocked = ["env", "--block-signal=TERM"]
     words = command[len(blocked) :] if command[: len(blocked)] == blocked else command
     assert words[:2] == ["tandem", program]

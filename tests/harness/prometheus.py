@@ -1,4 +1,4 @@
-"""A real Prometheus, with promtool, of Debian: installed here, or fetched by apt without root."""
+"""A real Prometheus with promtool from Debian: installed, or downloaded by apt without root."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ SCRAPE_INTERVAL = "1s"
 
 
 def program(name: str) -> str:
-    """Path of `prometheus` or `promtool`; skips the test where there is none to be had."""
+    """Path of `prometheus` or `promtool`. Skips the test if it is not available."""
     if found := shutil.which(name):
         return found
     return str(unpacked("prometheus", f"usr/bin/{name}"))
 
 
 class Prometheus:
-    """Scrapes `targets` (job -> addresses) and evaluates the rules of a file, quickly.
+    """Scrapes `targets` (job -> addresses) and evaluates the rules of a file at short intervals.
 
-    The job `vllm` asks for vLLM's names.
+    The job `vllm` scrapes with vLLM's metric names.
     """
 
     def __init__(self, folder: Path, targets: dict[str, list[str]], rules: Path) -> None:
@@ -46,7 +46,7 @@ class Prometheus:
                 for job, addresses in targets.items()
             ],
         }
-        (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+        (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is valid YAML
         self._command = [
             program("prometheus"),
             f"--config.file={folder / 'prometheus.yml'}",
@@ -64,12 +64,12 @@ class Prometheus:
 
     def __exit__(self, *_: object) -> None:
         assert self._process is not None
-        self._process.kill()  # nothing of it is kept
+        self._process.kill()  # its data is not needed any more
         self._process.wait()
 
     def query(self, expression: str, at: float | None = None) -> list[dict[str, Any]]:
-        """An instant query's series, now or `at` seconds of the Unix epoch. Raises AssertionError
-        with what Prometheus says of it."""
+        """Runs an instant query, now or at `at` seconds since the Unix epoch. Raises AssertionError
+        with Prometheus's error."""
         then = {} if at is None else {"time": str(at)}
         answer = self._get("query", query=expression, **then)
         result = answer["result"]
@@ -82,16 +82,17 @@ class Prometheus:
         return {a["labels"]["alertname"] for a in self.alerts() if a["state"] == "firing"}
 
     def alerts(self) -> list[dict[str, Any]]:
-        """Returns the alerts whose expression holds: pending, and firing after their time."""
+        """The alerts whose expression is true: pending ones, and those firing after their `for`
+        duration."""
         return self._get("alerts")["alerts"]  # type: ignore[no-any-return]
 
     def wait_scrapes(self, count: int = 2) -> None:
-        """Waits until every target has been scraped `count` times from now on."""
+        """Waits until every target has been scraped `count` more times."""
         since = time.time()
 
         def scraped() -> bool:
-            asked = f"count_over_time(up[{max(1, round(time.time() - since))}s]) >= {count}"
-            up, enough = self.query("up"), self.query(asked)
+            expression = f"count_over_time(up[{max(1, round(time.time() - since))}s]) >= {count}"
+            up, enough = self.query("up"), self.query(expression)
             return time.time() - since > 1 and len(enough) == len(up) > 0
 
         wait_for(scraped, deadline_s=20, what="scrapes of all targets")

@@ -1,4 +1,5 @@
-"""Makes Triton's interpreter quick enough for whole models; conftests of kernels' tests call it."""
+"""Makes Triton's interpreter fast enough for complete models. Called by conftests of kernel
+tests."""
 
 from __future__ import annotations
 
@@ -12,20 +13,20 @@ import triton
 
 
 class _Nothing:
-    """The interpreter restores this after a launch."""
+    """Replaces the object with which the interpreter restores functions after a launch."""
 
     def restore(self) -> None:
-        """Leaves the interpreter's functions where they are."""
+        """Does nothing: the interpreter's functions stay in place."""
 
 
 def patch_once() -> None:
-    """Changes the interpreter of this process, if it has one that is not changed yet.
+    """Patches the interpreter in this process, once.
 
     Before each launch, and before each function that a kernel calls, the interpreter lists the
-    names of Triton's language and puts its own functions in the place of those that it finds. Now
-    it does so once for each module of kernels, and leaves them there: nothing else uses the
-    language in a process that interprets. It also makes a table of all types for each number that
-    it computes.
+    names of Triton's language and replaces those that it implements. The patch does this once for
+    each module of kernels and leaves them replaced, because nothing else uses the language in an
+    interpreting process. The interpreter also builds a table of all types for each computed number;
+    the patch builds it once.
     """
     if not triton.knobs.runtime.interpret:
         return
@@ -48,7 +49,7 @@ def patch_once() -> None:
     found: dict[str, Any] = {}
 
     def find(dtype: Any) -> Any:
-        """Returns NumPy's type of a type, whose names differ."""
+        """Maps a Triton type to NumPy's type of a different name."""
         name = str(dtype.scalar)
         if name not in found:
             found[name] = of_type(dtype)
@@ -60,8 +61,8 @@ def patch_once() -> None:
 
 @contextmanager
 def unchecked_sums() -> Iterator[None]:
-    """The interpreter computes each sum and product of integers once, and not again in 64 bits to
-    find what overflows."""
+    """Makes the interpreter skip the overflow check of integer sums and products, which computes
+    them again in 64 bits."""
     if not triton.knobs.runtime.interpret:
         yield
         return

@@ -1,6 +1,6 @@
-"""Real servers of every kind that a Redis URL (tandem/net/store/url.py) can name, small and quick.
+"""Real servers of every kind that a Redis URL (tandem/net/store/url.py) can name, in small forms.
 
-The embedded server is built without TLS, so TLS ends in a front before it, as with stunnel.
+The embedded server is built without TLS, so a TLS proxy is put in front of it, as with stunnel.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Server:
         port = _free_port(HOST)
         home = folder / f"redis-{port}"
         home.mkdir()
-        # A file and not stdin: Sentinels and nodes of a Cluster write theirs again.
+        # A file instead of stdin, because Sentinels and Cluster nodes rewrite theirs.
         file = home / "redis.conf"
         file.write_text(
             "\n".join((f"port {port}", f"bind {HOST}", f"dir {home}", 'save ""', *settings))
@@ -72,7 +72,7 @@ def _running() -> Iterator[list[Server]]:
 
 @dataclass
 class Watched:
-    """A master and a replica that one Sentinel watches."""
+    """A master and a replica, watched by one Sentinel."""
 
     url: str
     master: Server
@@ -100,8 +100,8 @@ def sentinel_service(folder: Path) -> Iterator[Watched]:
             with contextlib.suppress(RedisError), watch.client(None) as client:
                 (seen,) = client.sentinel_slaves(SERVICE)
                 with master.client() as of_master:
-                    (told,) = [of_master.info("replication").get("slave0", {})]
-                return seen["is_odown"] is False and told.get("state") == "online"
+                    (state,) = [of_master.info("replication").get("slave0", {})]
+                return seen["is_odown"] is False and state.get("state") == "online"
             return False
 
         wait_for(lambda: _quietly(linked), deadline_s=15, what="a replica that the Sentinel knows")
@@ -118,7 +118,8 @@ def _quietly(probe: object) -> bool:
 
 @contextmanager
 def redis_cluster(folder: Path, num_nodes: int = 3) -> Iterator[tuple[str, list[Server]]]:
-    """The URL of a Redis Cluster of primaries, which names one of them; and its servers."""
+    """Starts a Redis Cluster of primaries. Yields its URL, which names one of them, and the
+    servers."""
     with _running() as servers:
         for _ in range(num_nodes):
             secret = (f"requirepass {PASSWORD}", f"masterauth {PASSWORD}")
@@ -134,8 +135,8 @@ def redis_cluster(folder: Path, num_nodes: int = 3) -> Iterator[tuple[str, list[
         def whole() -> bool:
             for server in servers:
                 with server.client() as client:
-                    told = client.execute_command("CLUSTER INFO")
-                    if told["cluster_state"] != "ok" or told["cluster_known_nodes"] != str(
+                    state = client.execute_command("CLUSTER INFO")
+                    if state["cluster_state"] != "ok" or state["cluster_known_nodes"] != str(
                         num_nodes
                     ):
                         return False
@@ -147,7 +148,7 @@ def redis_cluster(folder: Path, num_nodes: int = 3) -> Iterator[tuple[str, list[
 
 @dataclass
 class Certificates:
-    """Files of an authority, and of one certificate for 127.0.0.1 that it signed, for server and
+    """Files of an authority, and of one certificate for 127.0.0.1 signed by it, for server and
     client."""
 
     authority: Path
@@ -171,7 +172,8 @@ def make_certificates(folder: Path) -> Certificates:
 
 @asynccontextmanager
 async def tls_front(port: int, certificates: Certificates) -> AsyncIterator[int]:
-    """A port that speaks TLS, wants a certificate of its clients, and hands on to `port`."""
+    """Runs a TLS proxy that requires client certificates and forwards to `port`. Yields its
+    port."""
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(certificates.authority))
     tls.verify_mode = ssl.CERT_REQUIRED
     tls.load_cert_chain(certificates.certificate, certificates.key)

@@ -1,4 +1,4 @@
-"""A router as a process of its own, on a scripted worker in this one that answers at once."""
+"""A router in its own process, with a scripted worker in this process that answers immediately."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODEL = "smollm2"
 
 @dataclass(frozen=True)
 class RouterProcess:
-    """A running router: its process, its ports and the cluster that it reads."""
+    """A running router: its process, its ports, and its cluster."""
 
     pid: int
     http_port: int
@@ -41,7 +41,8 @@ class RouterProcess:
 
 @asynccontextmanager
 async def started_router(folder: Path, *options: str) -> AsyncIterator[RouterProcess]:
-    """Starts Redis, a worker and the router, whose log is in the folder; it is ready inside."""
+    """Starts Redis, a worker and the router, whose log is in the folder. Yields when it is
+    ready."""
     with EmbeddedRedis() as server:
         cluster = ClusterConfig(f"alone-{uuid.uuid4().hex[:8]}", server.url, "a-token-for-tests")
         redis = connect(server.url)
@@ -51,7 +52,8 @@ async def started_router(folder: Path, *options: str) -> AsyncIterator[RouterPro
 
         async def answer(submit: worker_pb2.SubmitSequence, say: Say) -> None:
             await saying([1000] * submit.input.max_tokens)(submit, say)
-            worker.tell_load(next(numbers))  # else the router believes that all are still there
+            # otherwise the router would count the requests as still running
+            worker.tell_load(next(numbers))
             worker.submitted.clear()
             worker.cancelled.clear()
 
@@ -73,7 +75,7 @@ async def started_router(folder: Path, *options: str) -> AsyncIterator[RouterPro
                 *command, env=environment, stdout=log, stderr=log
             )
         try:
-            is_picker = "--endpoint-picker" in options  # it is not ready without a front
+            is_picker = "--endpoint-picker" in options  # without fronts a picker is never ready
             await _until_answers(f"{ports[2]}/started" if is_picker else f"{ports[0]}/ready")
             yield RouterProcess(router.pid, *ports, cluster, worker, router)
         finally:

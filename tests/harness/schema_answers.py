@@ -1,7 +1,7 @@
-"""Answers of a random model that follow JSON schemas, each checked by the library jsonschema.
+"""Answers of a random model constrained by JSON schemas, each validated by the library jsonschema.
 
-The model knows nothing and draws at temperature 1, so the grammar alone makes the answers. A bias
-towards the marks that end strings, lists and objects lets most of them come to an end.
+The model has random weights and samples at temperature 1, so only the grammar shapes the answers. A
+bias towards the tokens that end strings, lists and objects makes most answers finite.
 """
 
 from __future__ import annotations
@@ -31,21 +31,24 @@ from tests.model_engines import make_model_engine
 EOS = 2
 _ENDS = frozenset('"]},:')
 _BIAS = 8.0
-_AT_ONCE = 32  # an engine keeps as many grammars
+_AT_ONCE = 32  # limit of grammars that an engine keeps
 
 
 @dataclass
 class Counts:
-    """The counts say what became of schemas, and of the answers to those that are supported."""
+    """Counts of schemas, and of the answers to supported ones."""
 
     refused: Counter[str] = field(default_factory=Counter)  # schemas, by reason
-    followed: int = 0  # schemas
-    answered: set[str] = field(default_factory=set)  # those of them with answers that end by `stop`
-    ended: int = 0  # such answers
-    cut: int = 0  # by max_tokens
-    failed: Counter[str] = field(default_factory=Counter)  # answers that the engine ended
+    followed: int = 0  # number of supported schemas
+    # supported schemas with at least one answer that ended by `stop`
+    answered: set[str] = field(default_factory=set)
+    ended: int = 0  # number of answers that ended by `stop`
+    cut: int = 0  # number of answers cut by max_tokens
+    # answers that failed in the engine, by reason
+    failed: Counter[str] = field(default_factory=Counter)
     invalid: list[tuple[str, str, str]] = field(default_factory=list)  # schema, answer, reason
-    unread: Counter[str] = field(default_factory=Counter)  # answers whose schema Python cannot read
+    # answers whose schema the Python library cannot read
+    unread: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
         reasons = "".join(f"\n  {n:5} {why}" for why, n in self.refused.most_common())
@@ -79,7 +82,7 @@ class SchemaAnswers:
         self.counts = Counts()
 
     def check(self, schemas: Mapping[str, Any]) -> None:
-        """Draws answers to each schema by its name, and validates them."""
+        """Generates answers to each schema by name, and validates them."""
         specs = self._specs(schemas)
         while batch := list(islice(specs, _AT_ONCE)):
             for spec in batch:
@@ -143,8 +146,8 @@ class SchemaAnswers:
 
 
 def read_schemas(folder: Path) -> dict[str, Any]:
-    """Returns the schemas of a folder's JSON files by name. A file has one schema, or, as those of
-    the JSON-Schema-Test-Suite, a list of groups with one each."""
+    """Reads the schemas of a folder's JSON files by name. A file has one schema, or a list of
+    groups with one schema each, as in the JSON-Schema-Test-Suite."""
     schemas: dict[str, Any] = {}
     for file in sorted(folder.rglob("*.json")):
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
-"""A prefill worker that follows a script, over real gRPC; and the engine's answers to a consumer.
+"""A scripted prefill worker on real gRPC, and recorded engine answers for the consumer under test.
 
-The consumer under test (DecodeService, ConsumerLease) is the real one. What stands in for its
-engine process only records commands and settles pulls, because the tests are about what the
-consumer does with a producer that misbehaves at a chosen moment.
+The consumer (DecodeService, ConsumerLease) is real. Its engine process is replaced by a recorder of
+commands that settles pulls, because the tests are about a producer that misbehaves at a chosen
+moment.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from tandem.worker.prefill.prefix_choice import PrefixPlan
 from tandem.worker.prefill.prefix_pull import PrefixPuller
 from tandem.worker.transit import Transit
 
-PROMPT = list(range(100))  # 7 blocks of 16
-PREFIX_BLOCKS = 6  # the full ones: the last token is computed always
+PROMPT = list(range(100))  # 7 blocks of 16 tokens
+PREFIX_BLOCKS = 6  # the complete blocks; the last token is always computed
 BLOCK_BYTES = 64
 CONFIG = WorkerConfig(
     role="decode",
@@ -61,7 +61,7 @@ CONFIG = WorkerConfig(
     transfer=TransferConfig(
         prefill_at="remote",
         heartbeat_interval_s=0.1,
-        heartbeat_timeout_s=2.0,  # a busy machine stands still for longer than a quick test likes
+        heartbeat_timeout_s=2.0,  # a busy machine may pause for longer than a fast test would allow
         release_deadline_s=2.0,
     ),
     worker_id="d0",
@@ -92,7 +92,7 @@ def prefilled(token_id: int = 5) -> pb.PrefillEvent:
 
 
 class ScriptedSource(WorkerServicer):
-    """Counts the streams that are open; `script` plays what follows `start`."""
+    """Counts the open streams. `script` sends the events after `start`."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -113,7 +113,8 @@ class ScriptedSource(WorkerServicer):
 
 @dataclass
 class RecordingLink:
-    """Settles each pull DONE after `pull_s`; one of a removed sequence is refused, as there."""
+    """Settles each pull as DONE after `pull_s`; pulls of removed sequences are refused, as in the
+    real link."""
 
     pull_s: float = 0.0
     sent: list[Command] = field(default_factory=list)
@@ -162,7 +163,7 @@ class RecordingStream:
 
 @dataclass
 class AllPeers:
-    """All are connected."""
+    """Reports all peers as connected."""
 
     peers: list[Peer]
 
@@ -175,7 +176,7 @@ class AllPeers:
 
 @dataclass
 class Consumer:
-    """A DecodeService whose one prefill worker is the scripted producer."""
+    """A DecodeService whose only prefill worker is the scripted producer."""
 
     service: DecodeService
     link: RecordingLink
@@ -186,8 +187,8 @@ class Consumer:
     metrics: WorkerMetrics
 
     def submit(self, request_id: str = "r", *, has_holder: bool = False) -> asyncio.Task[None]:
-        """Submits a request whose blocks are reserved at once; its prefill task. `has_holder`: the
-        producer has the first blocks of its prompt."""
+        """Submits a request whose blocks are reserved immediately. Returns its prefill task. With
+        `has_holder` the producer has the first blocks of the prompt."""
         message = pb.SubmitSequence(
             request_id=request_id,
             attempt=1,
@@ -205,7 +206,8 @@ class Consumer:
         return self._submit(message)
 
     def submit_here(self, request_id: str = "r") -> asyncio.Task[None]:
-        """The same without candidates: the producer may have the first blocks of its prompt."""
+        """Submits a request without prefill candidates; the producer may have the first blocks of
+        its prompt."""
         message = pb.SubmitSequence(
             request_id=request_id,
             attempt=1,
@@ -219,7 +221,7 @@ class Consumer:
 
     @property
     def num_prefilling(self) -> int:
-        """Tasks that look for the KV of a prompt."""
+        """Counts the tasks that obtain the KV of a prompt."""
         return sum(s.prefilling is not None for s in self.service._sequences)
 
     def _submit(self, message: pb.SubmitSequence) -> asyncio.Task[None]:
@@ -234,7 +236,7 @@ class Consumer:
 
 @dataclass
 class PrefixConsumer:
-    """A PrefixPuller whose holders are the scripted producers, p0 and on, in that order."""
+    """A PrefixPuller whose holders are the scripted producers p0, p1 and so on."""
 
     puller: PrefixPuller
     link: RecordingLink
@@ -253,7 +255,7 @@ class PrefixConsumer:
         return self.puller.plan(spec, holders)
 
     async def fill(self, *, num_cached: int = 0) -> int:
-        """Pulls the prefix of a sequence that has blocks 0 to 6, the first `num_cached` of them
+        """Pulls the prefix of a sequence with blocks 0 to 6, of which the first `num_cached` are
         cached."""
         plan = self.plan()
         assert plan is not None
@@ -261,7 +263,7 @@ class PrefixConsumer:
         return await self.puller.fill(plan, reserved)
 
     def pulled(self) -> float:
-        """Returns the value of `tandem_prefix_blocks_pulled_total`."""
+        """The value of the metric `tandem_prefix_blocks_pulled_total`."""
         samples = [s for family in self.metrics.collect() for s in family.samples]
         return sum(s.value for s in samples if s.name == "tandem_prefix_blocks_pulled_total")
 
@@ -324,7 +326,7 @@ async def _serving(
 def _parts(
     link: RecordingLink, peers: AllPeers, config: WorkerConfig = CONFIG
 ) -> tuple[WorkerMetrics, Rates, LeaseMaker, PrefixPuller]:
-    """Returns the parts that all leases of a consumer share. All are real but the engine."""
+    """Creates the parts that all leases of a consumer share. All but the engine are real."""
     metrics = WorkerMetrics(worker_id="d0", role="decode")
     rates = Rates(config, WorkerRates(block_bytes=BLOCK_BYTES))
     engine: Any = link

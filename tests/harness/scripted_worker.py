@@ -1,4 +1,4 @@
-"""A peer that speaks the real Decode protocol and says what a test wrote down, token by token."""
+"""A worker that implements the real Decode protocol and sends what a test's script contains."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tandem.prefix_index.entries import ENTRY_BYTES, bucket_start
 RECORD_INTERVAL_S = 0.3
 Say = Callable[[pb.SequenceUpdate], None]
 Script = Callable[[pb.SubmitSequence, Say], Awaitable[None]]
-Message = pb.DecodeUpdate | Exception | None  # None: the stream ends
+Message = pb.DecodeUpdate | Exception | None  # None ends the stream
 
 
 def compatibility(fingerprint: str) -> KvCompatibility:
@@ -69,7 +69,8 @@ def saying(
     cached_tokens: int = 0,
     cached_by_tier: pb.CachedTokens | None = None,
 ) -> Script:
-    """Says these tokens, one an update, up to max_tokens; then ends with `finish_reason`."""
+    """Builds a script that sends these tokens, one in each update, up to max_tokens, and then
+    `finish_reason`."""
     first = {"cached_tokens": cached_tokens, "cached_by_tier": cached_by_tier}
 
     async def script(submit: pb.SubmitSequence, say: Say) -> None:
@@ -77,8 +78,8 @@ def saying(
         for index, token_id in enumerate(ids):
             last = index == len(ids) - 1
             reason = "length" if len(ids) == submit.input.max_tokens else finish_reason
-            told = first if index == 0 else {}
-            say(update(submit, [token_id], reason if last else "", **told))
+            more = first if index == 0 else {}
+            say(update(submit, [token_id], reason if last else "", **more))
             await asyncio.sleep(0)
 
     return script
@@ -96,7 +97,8 @@ async def silent(submit: pb.SubmitSequence, say: Say) -> None:
 
 
 class ScriptedWorker(WorkerServicer):
-    """`script` answers each submit; what came and what was cancelled is kept for the test."""
+    """Answers each submission by `script`, and records submissions and cancellations for the
+    test."""
 
     def __init__(
         self,
@@ -115,15 +117,18 @@ class ScriptedWorker(WorkerServicer):
         self.rates = WorkerRates()
         self.pairs: dict[str, PairRate] = {}
         self.max_model_len = 2048
-        self.block_hashes: list[bytes] | None = None  # that it says it holds; None: cannot say
+        # block hashes that it reports; None: it cannot list them
+        self.block_hashes: list[bytes] | None = None
         self.submitted: list[pb.SubmitSequence] = []
         self.cancelled: list[str] = []
-        self.asked_back: list[int] = []  # waiting sequences that a router wanted back
-        self.drains: list[float] = []  # deadlines that were asked for
+        self.asked_back: list[int] = []  # waiting sequences that a router asked to be returned
+        self.drains: list[float] = []  # requested drain deadlines
         self.kept: list[pb.KeepRequest] = []
-        self.keep_reason = ""  # that it gives for keeping nothing; empty: it keeps all
-        self.cached_blocks: int | None = 0  # until a reset; None: it knows no such call
-        self.log: Path | None = None  # its log; None: that is no file
+        # reason that it reports for keeping nothing; empty: it keeps everything
+        self.keep_reason = ""
+        # blocks cached until a reset; None: it does not implement the call
+        self.cached_blocks: int | None = 0
+        self.log: Path | None = None  # path of its log; None: it has no log file
         self.address = ""
         self.worker_id = worker_id
         self.role = self.pool = role
@@ -156,38 +161,39 @@ class ScriptedWorker(WorkerServicer):
             await self._server.stop(0)
 
     async def keep_no_record(self) -> None:
-        """Its record expires from now on, as that of a process that is stopped or cut off."""
+        """Stops renewing the worker's record, as for a process that is stopped or cut off."""
         assert self._recording is not None
         await cancel(self._recording)
 
     @property
     def has_stream(self) -> bool:
-        """Returns whether a router has a stream that is not about to end."""
+        """Says whether a router has a stream that is not about to end."""
         return any(queue not in self._ending for queue in self._streams)
 
     def break_streams(self) -> None:
-        """Every router loses its stream, as when the worker dies; it may connect again."""
+        """Ends every router's stream with an error, as if the worker had died. Routers may
+        reconnect."""
         self._end_streams(ConnectionError("the worker dies, says the test"))
 
     def drain(self) -> None:
-        """Tells every router that it leaves; what is here goes on."""
+        """Reports to every router that the worker drains; running sequences continue."""
         self.draining = True
         for queue in self._streams:
             queue.put_nowait(pb.DecodeUpdate(draining=True))
 
     def stay(self) -> None:
-        """Takes `drain` back, as one does that was flipped back."""
+        """Reverts `drain`, like a worker that was moved back to the pool."""
         self.draining = False
         for queue in self._streams:
             queue.put_nowait(pb.DecodeUpdate(draining=False))
 
     def leave(self) -> None:
-        """Ends the streams in order; a router that connects again finds it as at the start."""
+        """Ends the streams in order. A router that reconnects finds the worker as at the start."""
         self.draining = False
         self._end_streams(None)
 
     def tell_load(self, num_submits: int) -> None:
-        """Sends `load` on every stream. It counts `num_submits` submissions of the stream."""
+        """Sends `load` on every stream, as of `num_submits` submissions of the stream."""
         values = {name: getattr(self.load, name) for name in self.load.__struct_fields__}
         message = pb.DecodeUpdate(load=pb.WorkerLoad(**values), num_submits=num_submits)
         for queue in self._streams:

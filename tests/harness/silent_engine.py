@@ -1,4 +1,5 @@
-"""An engine process that never says that it is ready: `python -m tests.harness.silent_engine`."""
+"""An engine process that never reports that it is ready: `python -m
+tests.harness.silent_engine`."""
 
 import signal
 

@@ -1,10 +1,10 @@
-"""A worker in one thread and under one clock: real services and engines, simulated wires.
+"""A worker in one thread with a simulated clock: real services and engines, simulated transports.
 
 Real are DecodeService, PrefillService, PrefixPuller, ConsumerLease, Puller, EngineLink,
 EngineProcess, PullLedger, the transfer thread's commands, NixlConsumer, Fence and Engine. Simulated
 are gRPC streams (simulated_streams.py), the sockets between a worker's two processes, NIXL
-(simulated_nixl.py), and time. Nothing moves by itself: tests say which message arrives, which
-engine turns, which block lands, and how late it is.
+(simulated_nixl.py), and time. Tests decide which message is delivered, which engine makes a step,
+which block arrives, and how late.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Socket:
 
 
 class Node:
-    """A worker: both its processes and its transfer thread, each moved by hand."""
+    """A worker: both processes and the transfer thread, each advanced by the test."""
 
     def __init__(
         self,
@@ -92,7 +92,8 @@ class Node:
         kv_dtype: str,
         **limits: int,
     ) -> None:
-        """`maps_pool`: its I/O process reads and writes the pool itself, not through its engine."""
+        """With `maps_pool` the I/O process accesses the pool directly instead of through its
+        engine."""
         self.worker_id, self.epoch = worker_id, epoch
         self.is_dead = self.hangs = False
         quarantine_blocks_max = limits.pop("quarantine_blocks_max")
@@ -193,7 +194,7 @@ class Node:
                 self.prefill.on_final_blocks(final_blocks)
 
     def turn(self) -> None:
-        """One turn of the engine process, as in EngineProcess.run."""
+        """Runs one iteration of the engine process, like EngineProcess.run."""
         if not (self.is_dead or self.hangs):
             self.process._tick += 1
             self.process._apply_transfer_events()
@@ -202,7 +203,7 @@ class Node:
         self._dispatch()
 
     def turn_transfers(self) -> None:
-        """One turn of the transfer thread, without its sleep."""
+        """Runs one iteration of the transfer thread, without its sleep."""
         for _ in range(self.thread._commands.qsize()):
             self.thread._commands.get_nowait()()
         self.thread._report()

@@ -1,4 +1,5 @@
-"""An event loop whose clock a test moves, so that every deadline comes when the test says so."""
+"""An event loop whose clock is set by the test, so that deadlines expire exactly when the test
+decides."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Callable
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock stands until `advance`."""
+    """An event loop whose clock advances only by `advance`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -16,7 +17,8 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         self.set_exception_handler(lambda _, context: self.errors.append(str(context)))
 
     def call(self, action: Callable[[], None]) -> None:
-        """Runs it as the services' code runs, and then what follows from it."""
+        """Runs `action` in the loop, like code of the services, and then everything that becomes
+        ready."""
 
         async def run() -> None:
             action()
@@ -28,7 +30,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return self.now
 
     def settle(self) -> None:
-        """Runs until everything waits for a message or for the clock."""
+        """Runs until everything waits for a message or the clock."""
         for _ in range(1000):
             self.call_soon(self.stop)
             self.run_forever()

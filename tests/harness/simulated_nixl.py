@@ -1,9 +1,9 @@
-"""NIXL as hostile as its KV compatibility allows: bytes land block by block, whenever the test
-says so.
+"""An adversarial NIXL that still satisfies its guarantees: bytes arrive block by block, when the
+test decides.
 
-It stands where `NixlAgent` does, under the real consumer, fence and transfer thread. A read cannot
-be taken back: it lands after its handle was released, after it was reported as failed and after its
-producer is gone. Only closing the agent ends it.
+It replaces `NixlAgent` under the real consumer, fence and transfer thread. A read cannot be
+revoked: it may write after its handle was released, after it was reported as failed, and after its
+producer has ended. Only closing the agent ends it.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from tandem.transfer.nixl.messages import RemotePool
 
 
 class Copy(NamedTuple):
-    """A block: where it is read, and where it is written."""
+    """A copy of one block: where it is read and where it is written."""
 
     source: int
     target: int
     num_bytes: int
-    block_id: int  # at the consumer
+    block_id: int  # block id at the consumer
 
 
 @dataclass(eq=False)
 class SimulatedRead:
     waiting: list[Copy]
     failed: bool = False
-    is_seen: bool = False  # by the checks, which then note whose it is
+    is_seen: bool = False  # True once the checks have recorded its owner
     owner: sequence.Sequence | None = None
 
 
 @dataclass
 class SimulatedFabric:
-    """All that agents share: who may be read."""
+    """The state shared by all agents."""
 
-    unreachable: set[str] = field(default_factory=set)  # peers that reads cannot be started from
+    unreachable: set[str] = field(default_factory=set)  # peers from which no read can be started
 
 
 class SimulatedAgent:
-    """Stands in for `tandem.transfer.nixl.agent.NixlAgent`, over memory of this process."""
+    """Replaces `tandem.transfer.nixl.agent.NixlAgent`, with memory of this process."""
 
     def __init__(self, fabric: SimulatedFabric, name: str) -> None:
         self.name = name
-        self.reads: dict[int, SimulatedRead] = {}  # by handle; what may still land stays here
+        self.reads: dict[int, SimulatedRead] = {}  # by handle; reads that may still write are kept
         self.peers: set[str] = set()
         self.is_closed = False
         self._fabric = fabric
         self._next_handle = 0
-        self._lists: list[tuple[str | None, RemotePool]] = []  # by handle: whose blocks
+        self._lists: list[tuple[str | None, RemotePool]] = []  # by handle: the peer and its pool
 
     def register(self, *, address: int, num_bytes: int, device_id: int, memory: str) -> None:
         assert not self.is_closed
@@ -103,7 +103,7 @@ class SimulatedAgent:
         return ReadState.UNDER_WAY if read.waiting else ReadState.DONE
 
     def release(self, handle: int) -> None:
-        """The handle is gone; what it had still to bring is not."""
+        """Releases the handle. Its pending writes may still happen."""
 
     def close(self) -> None:
         self.is_closed = True

@@ -1,7 +1,8 @@
-"""Simulated gRPC between workers: `Prefill` and `FetchBlocks` calls whose messages a test delivers.
+"""Simulated gRPC between workers: `Prefill` and `FetchBlocks` calls whose messages the test
+delivers.
 
-A message waits here until it is delivered, or is lost when the call is cut at either end. A call
-that its consumer leaves is closed at the producer when the news arrives, or by a ping.
+A message is queued until it is delivered, or lost if the call is cut at either end. A call
+abandoned by its consumer ends at the producer when the notice is delivered, or by a ping.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _CLOSE, _CUT = object(), object()
 
 
 class Call:
-    """The common part of both kinds of calls: two wires, a handler at the producer, an end on each
+    """What both kinds of calls share: two queues, a handler at the producer, and one end on each
     side."""
 
     def __init__(self, producer: Node, consumer: Node) -> None:
@@ -50,7 +51,7 @@ class Call:
 
     @property
     def wires(self) -> list[Callable[[], None]]:
-        """Returns the deliveries that are possible now."""
+        """The deliveries that are possible now."""
         found = [self.deliver_to_producer] if self.to_producer else []
         return [*found, self.deliver_to_consumer] if self.to_consumer else found
 
@@ -72,7 +73,7 @@ class Call:
         self._events.put_nowait(self.to_consumer.popleft())
 
     def end_at_producer(self) -> None:
-        """The producer hears that the call has ended, and what was on its way to it is lost."""
+        """Ends the call at the producer. Messages under way to it are lost."""
         self.to_producer.clear()
         if self._handler is None and not self._producer_ended:
             self._producer_ended = True
@@ -81,18 +82,19 @@ class Call:
             self._handler.cancel()
 
     def end_at_consumer(self) -> None:
-        """The consumer hears that the call has ended, and what was on its way to it is lost."""
+        """Ends the call at the consumer. Messages under way to it are lost."""
         self.to_consumer.clear()
         self._events.put_nowait(_CUT)
 
     def consumer_crashed(self, *, reachable: bool) -> None:
-        """Its process is gone: its system says so, or nobody does until a ping is not answered."""
+        """Simulates the crash of the consumer's process: its system reports it, or only a ping
+        detects it."""
         was_open, self._consumer_ended = not self._consumer_ended, True
         if was_open and reachable:
             self._send_to_producer(_CLOSE)
 
     def ping(self) -> None:
-        """The producer asks whether its consumer is still there: gRPC's keepalive."""
+        """The producer checks whether its consumer still exists: gRPC's keepalive."""
         if self._consumer_ended and not self.to_producer:
             self.end_at_producer()
 
@@ -116,14 +118,14 @@ class Call:
 
 
 class Stream(Call):
-    """One `Prefill` call: a lease."""
+    """A `Prefill` call, which is a lease."""
 
     def __init__(self, producer: Node, consumer: Node) -> None:
         super().__init__(producer, consumer)
-        self.start: pb.StartPrefill | None = None  # or hold, as it was written
+        self.start: pb.StartPrefill | None = None  # the first command, or None if it was a hold
         self.hold: pb.HoldBlocks | None = None
-        self.lent: list[int] = []  # blocks that the producer named to the consumer
-        self.released: pb.Released | None = None  # as it came to the consumer
+        self.lent: list[int] = []  # blocks that the producer offered to the consumer
+        self.released: pb.Released | None = None  # as received by the consumer
 
     @property
     def opening(self) -> pb.StartPrefill | pb.HoldBlocks | None:
@@ -135,8 +137,7 @@ class Stream(Call):
 
     @property
     def is_whole(self) -> bool:
-        """Returns whether the consumer has heard that the producer held this very lease to its
-        end."""
+        """Says whether the consumer was told that the producer kept this lease until its end."""
         released = self.released
         said = (released.epoch, released.lease_id, released.whole) if released else None
         return said == (self.producer.epoch, self.lease_id, True)
@@ -177,7 +178,7 @@ class Stream(Call):
 
 
 class Fetch(Call):
-    """One `FetchBlocks` call."""
+    """A `FetchBlocks` call."""
 
     def __init__(
         self, producer: Node, consumer: Node, request: pb.FetchBlocksRequest, deadline_s: float
@@ -210,8 +211,8 @@ class Fetch(Call):
 
 
 class PeersOf:
-    """Stands in for `tandem.worker.peers.peers.Peers`: knows which workers run, and hands out
-    simulated calls."""
+    """Replaces `tandem.worker.peers.peers.Peers`: knows which workers run, and opens simulated
+    calls."""
 
     def __init__(
         self,
@@ -221,7 +222,7 @@ class PeersOf:
         fetches: list[Fetch],
         by_grpc: set[str],
     ) -> None:
-        """`by_grpc`: workers whose blocks travel by gRPC."""
+        """`by_grpc` has the workers whose blocks are transferred by gRPC."""
         self._consumer_id = consumer_id
         self._nodes = nodes
         self._streams = streams

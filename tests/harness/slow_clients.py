@@ -1,9 +1,9 @@
-"""Clients that hold connections and ask nothing, in a process of their own.
+"""Clients that hold connections without requests, in their own process.
 
-    python -m tests.harness.slow_clients silent --port 8000 --number 10000
+python -m tests.harness.slow_clients silent --port 8000 --number 10000
 
-They come from 127.0.0.2. A connection that the server closes is opened again, as fast as
-`--reopen` says. The process prints `open` once it has tried all of them, and ends with its stdin.
+They connect from 127.0.0.2. Connections that the server closes are reopened at the rate of
+`--reopen`. The process prints `open` after it has tried all of them, and ends at EOF of stdin.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ADDRESS = "127.0.0.2"
-DRIP_S = 2.0  # between two bytes of a connection
+DRIP_S = 2.0  # interval between two bytes on a connection
 _OPENED_AT_ONCE = 200
 _HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n"
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -31,7 +31,7 @@ _SETTINGS = bytes.fromhex("000000040000000000")
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of slow client: it sends `begin` at once, and then `drip` again and again."""
+    """A kind of slow client: it sends `begin` at once, and then `drip` repeatedly."""
 
     begin: bytes = b""
     drip: bytes = b""
@@ -52,7 +52,7 @@ KINDS = {
 
 @dataclass
 class SlowClients:
-    """Keeps `number` connections to a port, as far as the server lets it."""
+    """Keeps `number` connections to a port open, as far as the server allows."""
 
     kind: Kind
     port: int
@@ -62,7 +62,7 @@ class SlowClients:
     _open: dict[socket.socket, None] = field(default_factory=dict)
 
     def run(self, is_over: Callable[[], bool], on_open: Callable[[], None]) -> None:
-        """Returns once `is_over` says so."""
+        """Runs until `is_over` returns True."""
         num_first = 0
         dripped_at = reopened_at = time.monotonic()
         while not is_over():
@@ -101,7 +101,7 @@ class SlowClients:
         self._send(made, self.kind.begin)
 
     def _drip(self, part: float) -> None:
-        """Sends a byte on this part of the connections, those that waited longest."""
+        """Sends a byte on this share of the connections, those idle for longest."""
         due = list(itertools.islice(self._open, int(min(1.0, part) * len(self._open)) + 1))
         for sock in due:
             self._open[sock] = self._open.pop(sock)
@@ -134,7 +134,8 @@ class SlowClients:
 
 @contextlib.contextmanager
 def slow_clients(kind: str, port: int, number: int, *, reopen: float = 200.0) -> Iterator[None]:
-    """Starts them in a process of their own; inside, all of them have tried to connect."""
+    """Starts the clients in their own process. Inside the context, all of them have tried to
+    connect."""
     command = [sys.executable, "-m", "tests.harness.slow_clients"]
     command += [kind, "--port", str(port)]
     command += ["--number", str(number), "--reopen", str(reopen)]
@@ -151,7 +152,7 @@ def slow_clients(kind: str, port: int, number: int, *, reopen: float = 200.0) ->
             assert process.stdout.readline() == "open\n"
             yield
         finally:
-            # In its own class a machine that is busy would not let it end.
+            # With SCHED_IDLE it could not end on a busy machine.
             os.sched_setscheduler(process.pid, os.SCHED_OTHER, os.sched_param(0))
             process.stdin.close()
             process.wait(60)
@@ -164,7 +165,7 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=10_000)
     parser.add_argument("--reopen", type=float, default=200.0, help="connections a second")
     arguments = parser.parse_args()
-    # They stand for other machines: the clients' own work shall not take the router's cores.
+    # They simulate other machines, so their work must not take the router's cores.
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     clients = SlowClients(KINDS[arguments.kind], arguments.port, arguments.number, arguments.reopen)
     stdin = selectors.DefaultSelector()

@@ -1,8 +1,8 @@
-"""A worker whose engine takes its time for steps that only decode: a test can act in mid-stream.
+"""A worker whose engine slows down steps that only decode, so that tests can act in mid-stream.
 
-`python -m tests.harness.slow_engine worker OPTIONS...` is `tandem worker OPTIONS`,
-with this module for its engine process. While the file exists that HOLD_VARIABLE names, the steps
-take ten times as long: what has to happen in mid-stream does, on a busy machine too.
+`python -m tests.harness.slow_engine worker OPTIONS...` equals `tandem worker OPTIONS`, with this
+module as the engine process. While the file named by HOLD_VARIABLE exists, steps take ten times as
+long, so that tests on a busy machine can still act in mid-stream.
 """
 
 from __future__ import annotations

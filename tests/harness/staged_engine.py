@@ -1,4 +1,5 @@
-"""An engine process whose tiers copy blocks as on a device, as late as that device may."""
+"""An engine process whose tiers copy blocks like on a device, with the latest completion that a
+device allows."""
 
 from tandem.engine.tiers import make_tiers
 from tandem.engine.tiers.device.staged_blocks import StagedBlocks

@@ -1,8 +1,8 @@
-"""A stand-in for the API server whose StatefulSets have pods, which start and are replaced.
+"""A stand-in for the API server whose StatefulSets have pods that start and are replaced.
 
-The controller looks at a StatefulSet whenever somebody reads it. It does what Kubernetes documents:
-pods of a pool start in parallel; a new template replaces them in place, from the highest ordinal
-down, each one after those above it are ready. A status is of before what that look does.
+The controller acts whenever a StatefulSet is read, as documented by Kubernetes: pods of a pool
+start in parallel; a new template replaces them in place, from the highest ordinal down, each one
+after those above it are ready. A status shows the state before that action.
 
 https://kubernetes.io/docs/concepts/workloads/controllers/statefulset/#rolling-updates
 """
@@ -21,18 +21,18 @@ _LOOKS_TO_START = 3
 @dataclass
 class StatefulPod:
     revision: str
-    num_looks: int = _LOOKS_TO_START  # until it is ready
+    num_looks: int = _LOOKS_TO_START  # number of reads until it is ready
 
 
 @dataclass
 class StatefulSetServer(HelmServer):
-    """`room` is how many pods of one pool can start. `fewest` has the lowest number of ready pods
-    at any look since `settle`, by path."""
+    """`room` is the number of pods of one pool that can start. `fewest` has, by path, the lowest
+    number of ready pods at any read since `settle`."""
 
     room: int = 100
     pods: dict[str, list[StatefulPod]] = field(default_factory=dict)
     fewest: dict[str, int] = field(default_factory=dict)
-    _revisions: dict[str, str] = field(default_factory=dict)  # that all pods have had
+    _revisions: dict[str, str] = field(default_factory=dict)  # revision that all pods had last
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def answer(self, path: str) -> Object | None:
@@ -43,7 +43,7 @@ class StatefulSetServer(HelmServer):
         return found
 
     def settle(self, path: str) -> int:
-        """Looks until a StatefulSet is as it should be, and returns what `fewest` was."""
+        """Reads a StatefulSet until it has settled. Returns the value of `fewest`."""
         while True:
             status = (self.answer(path) or {})["status"]
             size = self.objects[path]["spec"]["replicas"]

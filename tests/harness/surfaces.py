@@ -1,6 +1,6 @@
-"""The surfaces that an operator sees of a running cluster: status, page, alerts and logs.
+"""What an operator sees of a running cluster: status, page, alerts and logs.
 
-The page is followed as a browser does it: one viewer, a `full` event and then deltas.
+The page is read like a browser does: one viewer, a `full` event and then deltas.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _QUIET_S = 6.0
 
 @dataclass(frozen=True)
 class Words:
-    """Regular expressions that name a cause; `alerts` are those of which one must hold."""
+    """Regular expressions that match a cause; one of `alerts` must be active."""
 
     page: str
     status: str
@@ -40,7 +40,7 @@ class Words:
 
 @dataclass
 class Seen:
-    """The first words that named the cause on each surface, and after how many seconds."""
+    """The first text that named the cause on each surface, and after how many seconds."""
 
     found: dict[str, tuple[float, str]] = field(default_factory=dict)
 
@@ -50,7 +50,7 @@ class Seen:
 
 
 class Page:
-    """The operators' page as it is shown; follows the feed until `close`."""
+    """The operators' page as displayed; follows the feed until `close`."""
 
     def __init__(self, admin_url: str) -> None:
         self._url = f"{admin_url}/v1/cluster/live"
@@ -67,11 +67,12 @@ class Page:
         self._thread.join(10)
 
     def lines(self, since: float) -> list[str]:
-        """Returns the headline, the states of the workers, and the events since then."""
+        """The headline, the states of the workers, and the events after `since` (seconds since the
+        epoch)."""
         rows = [f"{name}: {w['state']}: {w['note']}" for name, w in list(self.workers.items())]
         events = [e for e in list(self.events) if e["at"] > since]
-        told = [f"event {e['kind']}: {e['about']}: {e['text']}" for e in events]
-        return [self.head.get("headline", ""), *rows, *told]
+        event_lines = [f"event {e['kind']}: {e['about']}: {e['text']}" for e in events]
+        return [self.head.get("headline", ""), *rows, *event_lines]
 
     def _follow(self) -> None:
         while not self._is_closed:
@@ -86,20 +87,20 @@ class Page:
                         return
             time.sleep(_POLL_S)
 
-    def _take(self, told: dict[str, Any]) -> None:
-        self._columns = told.get("worker_columns", self._columns)
-        if "worker_columns" in told:
+    def _take(self, parts: dict[str, Any]) -> None:
+        self._columns = parts.get("worker_columns", self._columns)
+        if "worker_columns" in parts:
             self.workers = {}
-        self.head = told.get("head", self.head)
-        self.events = told.get("events", self.events)
-        for name, row in told.get("workers", {}).items():
+        self.head = parts.get("head", self.head)
+        self.events = parts.get("events", self.events)
+        for name, row in parts.get("workers", {}).items():
             self.workers[name] = dict(zip(self._columns, row, strict=True))
-        for name in told.get("gone", ()):
+        for name in parts.get("gone", ()):
             self.workers.pop(name, None)
 
 
 class Surfaces:
-    """All that an operator can look at; `logs` are folders and files."""
+    """All surfaces of a cluster; `logs` are folders and files."""
 
     def __init__(self, admin_url: str, logs: Iterable[Path], prometheus: Prometheus | None) -> None:
         self._admin_url = admin_url
@@ -111,7 +112,7 @@ class Surfaces:
         self.page.close()
 
     def wait_well(self, deadline_s: float = 60.0) -> None:
-        """Waits until the page says that all is well."""
+        """Waits until the page reports no problem."""
         give_up_at = time.monotonic() + deadline_s
         while not self.page.head.get("is_well") or not self.page.head["headline"].startswith("All"):
             assert time.monotonic() < give_up_at, self.page.lines(0.0)
@@ -121,14 +122,15 @@ class Surfaces:
         return {file: file.stat().st_size for file in self._files()}
 
     def alerts(self) -> set[str]:
-        """Returns the alerts whose expression holds, with their workers."""
+        """Lists the alerts whose expression is true, with their workers."""
         if self._prometheus is None:
             return set()
         labels = [alert["labels"] for alert in self._prometheus.alerts()]
         return {" ".join(filter(None, (a["alertname"], a.get("worker")))) for a in labels}
 
     def quiet_alerts(self, words: Words) -> set[str]:
-        """Returns the alerts that hold, once those of the words do not, or have for long."""
+        """Waits until the alerts in `words` are inactive, at most _QUIET_S, and lists the active
+        alerts."""
         give_up_at = time.monotonic() + _QUIET_S
         while time.monotonic() < give_up_at:
             if not any(alert.split()[0] in words.alerts for alert in self.alerts()):
@@ -137,8 +139,8 @@ class Surfaces:
         return self.alerts()
 
     def watch(self, words: Words, sizes: dict[Path, int], alerts: set[str]) -> Seen:
-        """Looks for 10 s at most, until each surface has named the cause. `sizes` and `alerts` are
-        those of before."""
+        """Watches for at most 10 s, until each surface has named the cause. `sizes` and `alerts`
+        are from before the fault."""
         seen, began, since = Seen(), time.monotonic(), time.time() - 1.0
         wanted = {"page", "status", "log", *(["alert"] if self._prometheus else [])}
         while (now := time.monotonic() - began) < NAMED_WITHIN_S and wanted - seen.found.keys():
@@ -159,7 +161,7 @@ class Surfaces:
         return new[0] if new else ""
 
     def _status(self, since: float) -> list[str]:
-        """Returns what `tandem status` prints, without events of before."""
+        """The output of `tandem status`, without events before `since`."""
         screen = io.StringIO()
         with contextlib.redirect_stdout(screen), contextlib.suppress(OperateError):
             show_status(self._admin_url)
@@ -180,24 +182,24 @@ class Surfaces:
 
 
 def _is_older(line: str, seconds: float) -> bool:
-    """Returns whether a line of `tandem status` is an event from longer ago."""
-    told = re.match(r" +(\d+) s ago: ", line)
-    return told is not None and int(told[1]) > seconds + 1.0
+    """Says whether a line of `tandem status` is an event that is older than this."""
+    age = re.match(r" +(\d+) s ago: ", line)
+    return age is not None and int(age[1]) > seconds + 1.0
 
 
 def problem(what: str, *alerts: str) -> Words:
-    """Returns the words of a cause that all surfaces name alike."""
+    """Words of a cause that all surfaces name in the same way."""
     return Words(what, what, what, frozenset(alerts or ("TandemWorkerProblem",)))
 
 
 def report(what: str, seen: Seen) -> list[str]:
-    """Prints what each surface said of a fault, as a row of the table of docs/faults.md; returns
-    those that did not name it."""
+    """Prints the text of each surface as a row of the table in docs/faults.md. Returns the surfaces
+    that did not name the fault."""
     cells = [seen.line(surface).replace("|", "/") for surface in SURFACES]
     print(f"\n| {what} | {' | '.join(cells)} |", flush=True)
     return [surface for surface in SURFACES if surface not in seen.found]
 
 
 def _first(pattern: str, lines: Iterable[str]) -> str:
-    """Returns the first line with the pattern."""
+    """The first line that matches the pattern; empty if none does."""
     return next((line.strip() for line in lines if re.search(pattern, line)), "")

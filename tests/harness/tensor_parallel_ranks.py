@@ -1,4 +1,4 @@
-"""Pools of simulated tensor-parallel ranks, filled by slicing the whole model's heads."""
+"""Pools of simulated tensor-parallel ranks, filled with slices of all heads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def whole_model(seed: int, layout: BlockLayout) -> Bytes:
 
 
 def rank_pools(whole: Bytes, layout: ParallelLayout) -> list[Bytes]:
-    """Returns the flat content of each rank's memory, computed in the plainest way."""
+    """The flat content of each rank's memory, computed in the simplest way."""
     num_heads = whole.shape[1]
     groups = min(layout.degree, num_heads)
     shares = np.split(whole, groups, axis=1)

@@ -1,4 +1,4 @@
-"""A terminal as standard error, and what was written to it."""
+"""A terminal as standard error, and the text written to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tandem.common.process import progress
 
 
 class Terminal:
-    """Standard error is a terminal within it, and bars appear at once."""
+    """Makes standard error a terminal within the context, where progress bars appear
+    immediately."""
 
     def __init__(self) -> None:
         self._written = b""
@@ -39,7 +40,7 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """Returns what was written, with the codes that a terminal obeys."""
+        """The text that was written, including terminal control codes."""
         return self._written.decode(errors="replace")
 
     def _read(self) -> None:

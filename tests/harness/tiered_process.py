@@ -1,4 +1,4 @@
-"""A real engine process with a small pool and tiers below it, and prompts for it."""
+"""A real engine process with a small pool and storage tiers, and prompts for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Process:
         engine_module: str = ENGINE,
         **settings: str,
     ) -> None:
-        """`settings` are further ones of the engine. Tiers take all blocks, by default."""
+        """`settings` are additional engine settings. By default the tiers store all blocks."""
         settings.setdefault("kv_tier_policy", "lru")
         self._engine_module = engine_module
         self._config = WorkerConfig(
@@ -63,17 +63,18 @@ class Process:
         try:
             ready = await self._link.start()
         except BaseException:
-            await self._link.stop()  # else its sockets hold up the collection of their context
+            # otherwise its sockets would block the garbage collection of their context
+            await self._link.stop()
             raise
-        self.sizes = [size for _, size in ready.spans.pools]  # of a block of each KV group
+        self.sizes = [size for _, size in ready.spans.pools]  # bytes of a block in each KV group
 
     @property
     def tier(self) -> TierStats:
         return self.stats.tiers[0]
 
     async def answer(self, name: str, prompt: list[int]) -> tuple[list[int], int]:
-        """Returns the tokens that follow, and how many tokens of the prompt were cached. Raises
-        ConnectionError when the process is killed."""
+        """Generates an answer. Returns its tokens and the number of cached prompt tokens. Raises
+        ConnectionError if the process is killed."""
         end = self._ends[name] = asyncio.get_running_loop().create_future()
         self._token_ids[name] = []
         self._link.send(Add(make_spec(name, prompt)))
@@ -85,7 +86,7 @@ class Process:
             pass
 
     async def check_idle(self) -> None:
-        """All pools are whole, and nothing is held by anyone."""
+        """Checks that all pools are intact and nothing is held."""
         assert await self._link.check_integrity() == ""
         while self.stats.blocks_leaving:
             assert await self._link.check_integrity() == ""
@@ -95,7 +96,7 @@ class Process:
         assert (load.blocks_used, load.blocks_quarantined) == (0, 0)
 
     def limit_files(self, num_bytes: int) -> None:
-        """Lets no file of the process grow beyond so many bytes."""
+        """Limits the size of files that the process may write."""
         assert self._link._process is not None
         limit = (num_bytes, resource.RLIM_INFINITY)
         resource.prlimit(self._link._process.pid, resource.RLIMIT_FSIZE, limit)

@@ -1,4 +1,4 @@
-"""Checks that hold in a simulated cluster at every moment, whatever the network and NIXL do."""
+"""Invariants of a simulated cluster that hold at every moment, whatever network and NIXL do."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tests.harness.simulated_streams import Call, Fetch, Stream
 
 
 class TransferChecks:
-    """Part of a test's machine, which makes the cluster; every check raises AssertionError."""
+    """A mixin of the test's state machine. Every check raises AssertionError."""
 
     fabric: SimulatedFabric
     agents: list[SimulatedAgent]
     nodes: dict[str, Node]
     streams: list[Stream]
     fetches: list[Fetch]
-    windows: Windows  # of each KV group
-    kv_by_hash: dict[tuple[int, bytes], list[int]]  # group, block hash -> KV of such a block
-    violations: list[str]  # seen where an exception would count as a lost lease
+    windows: Windows  # the window of each KV group
+    kv_by_hash: dict[tuple[int, bytes], list[int]]  # (group, block hash) -> KV of such a block
+    violations: list[str]  # recorded where an exception would count as a lost lease
 
     def _expect(self, node: Node, token_ids: list[int]) -> None:
-        """Notes the KV that a cache may hold for these tokens."""
+        """Records the KV that a cache may contain for these tokens."""
         hashes = hash_blocks(node.chain_root, token_ids, node.engine.layout.block_size)
         for group in range(len(self.windows)):
             for block_hash, values in zip(
@@ -38,7 +38,7 @@ class TransferChecks:
                 self.kv_by_hash[group, block_hash] = values
 
     def _kv_of(self, node: Node, token_ids: Iterable[int], group: int) -> list[list[int]]:
-        """The KV of the tokens' blocks in one group, the last one maybe in part."""
+        """The KV of the tokens' blocks in one group; the last block may be partial."""
         values, size = (
             group_values(list(token_ids), self.windows[group]),
             node.engine.layout.block_size,
@@ -58,7 +58,8 @@ class TransferChecks:
                 self._check_lent(stream)
 
     def _caches_hold_what_their_hashes_say(self, node: Node) -> None:
-        """A cache whose blocks are right publishes, shares and lends no wrong one."""
+        """Checks that cached blocks have the KV of their hashes, so that no wrong block is
+        published, shared or lent."""
         for group, pool in enumerate(node.engine._kv.pools):
             found = node.runner.blocks(group, list(pool._by_hash.values()))
             for block_hash, values in zip(pool._by_hash, found, strict=True):
@@ -119,7 +120,7 @@ class TransferChecks:
             assert found[: len(wanted)] == wanted, "what is lent is not the prompt's KV"
 
     def _places_in_transfer(self, stream: Stream) -> list[tuple[int, int]]:
-        """The groups and indexes of the blocks that the consumer wants, in their order."""
+        """Groups and indices of the blocks that the consumer wants, in order."""
         opening, layout = stream.opening, stream.producer.engine.layout
         if stream.start is not None:
             num_tokens = len(stream.start.input.token_ids)
@@ -136,7 +137,7 @@ class TransferChecks:
         ]
 
     def _holds_kv_of(self, node: Node, tables: BlockTables, token_ids: list[int]) -> bool:
-        """Returns whether the tables have the KV of these tokens, as far as they hold it."""
+        """Says whether the tables have the KV of these tokens, as far as they have blocks."""
         for group in range(len(self.windows)):
             first, wanted = tables.firsts[group], self._kv_of(node, token_ids, group)
             found = node.runner.blocks(group, tables.ids[group][first : len(wanted)])
@@ -146,7 +147,8 @@ class TransferChecks:
         return True
 
     def _watch_trust(self, node: Node) -> None:
-        """Whatever makes pulled KV count must follow from `released`, and the KV must be right."""
+        """Wraps the calls that make pulled KV usable, and checks that `released` preceded them and
+        the KV is correct."""
         self._watch_commits(node)
         self._watch_prefixes(node)
         self._watch_bytes(node)
@@ -196,7 +198,7 @@ class TransferChecks:
         def checked(into: Reservation, first: int, data: memoryview) -> None:
             waiting = [_decoder.decode(frames[0]) for frames in node.socket.received]
             ends = [each for each in waiting if isinstance(each, messages.ENDS_OF_PULLS)]
-            told = into.sequence_id in map(messages.sequence_id, ends)
+            is_reported = into.sequence_id in map(messages.sequence_id, ends)
             own = node.engine._sequences.get(into.sequence_id)
             awaiting = own is not None and own.status is Status.WAITING_FOR_KV
             mine = (
@@ -206,7 +208,7 @@ class TransferChecks:
             )
             open_ids = {s.lease_id for s in self.streams if s.is_open_at_consumer}
             live = any(f.consumer is node and f.lease_id in open_ids for f in self.fetches)
-            may = live and not told and mine.issuperset(into.block_ids)
+            may = live and not is_reported and mine.issuperset(into.block_ids)
             if not may:
                 self.violations.append("bytes of gRPC are written for a lease that is over")
             write(into, first, data)
@@ -217,7 +219,7 @@ class TransferChecks:
         return [(a, read) for a in self.agents for read in a.reads.values() if read.waiting]
 
     def _targets(self) -> list[tuple[SimulatedRead, tuple[Node, Sequence | None, list[int]]]]:
-        """Each read that may still write, whose it was when it was first seen, and where."""
+        """Each read that may still write, its owner when it was first seen, and its targets."""
         found = []
         for agent, read in self._reads():
             nodes = self.nodes.values()

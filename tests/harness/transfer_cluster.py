@@ -1,7 +1,7 @@
-"""Two decode and two prefill workers, simulated, that pull blocks from each other; and its clients.
+"""Two simulated decode and two prefill workers that pull blocks from each other, and their clients.
 
-Part of the property test's machine: here is how the cluster starts, fails, comes to its end, and
-what its clients must see. All workers may read from each other one, by NIXL or by gRPC.
+It is part of the property test's state machine: how the cluster starts, fails and ends, and what
+its clients must see. All workers can read from each other, by NIXL or gRPC.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROUNDS_MAX = 400
 
 @dataclass
 class Request:
-    """A request as its client knows it."""
+    """A request as known by its client."""
 
     prompt: list[int]
     expected: list[int]
@@ -53,11 +53,11 @@ class TransferCluster(TransferChecks):
         windows: Windows,
         **settings: Any,
     ) -> None:
-        """`by_grpc`: workers whose blocks travel by gRPC; `num_blocks`: more than one needs;
-        `windows`: of each KV group."""
+        """`by_grpc`: workers whose blocks are transferred by gRPC. `num_blocks`: more than one
+        request needs. `windows`: one for each KV group."""
         self.loop = SimulatedLoop()
         asyncio.set_event_loop(self.loop)
-        # The largest request fits alone, and not much more.
+        # The pool fits the largest request alone and little more.
         self.windows = windows
         self.settings = {
             "block_size": block_size,
@@ -82,7 +82,7 @@ class TransferCluster(TransferChecks):
             patch("tandem.worker.prefill.prefix_pull.holders_worth_using", _who_have_more),
             patch(
                 "tandem.worker.prefill.prefix_pull._DEADLINE_MIN_S", 6.0
-            ),  # computing takes no time
+            ),  # computing takes no simulated time
         ]
         for each in self.patches:
             each.start()
@@ -92,7 +92,7 @@ class TransferCluster(TransferChecks):
         self.kv_by_hash: dict[tuple[int, bytes], list[int]] = {}
         self.violations: list[str] = []
         self.nodes: dict[str, Node] = {}
-        self.graveyard: list[Node] = []  # their memory may still be read
+        self.graveyard: list[Node] = []  # replaced workers, whose memory may still be read
         self.requests: dict[str, Request] = {}
         self.routers: dict[str, asyncio.Queue[pb.DecodeCommand]] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -101,14 +101,14 @@ class TransferCluster(TransferChecks):
         self.is_started = True
 
     def replace_worker(self, worker_id: str, *, reachable: bool) -> None:
-        """Another process takes its place; its memory is somebody else's now."""
+        """Replaces a worker by a new process. Its memory may be reused."""
         old = self.nodes[worker_id]
         old.is_dead = True
         old.runner.kv.fill_(-3.0)
         self.graveyard.append(old)
         for agent in self.agents:
             if agent.name.startswith(f"{old.peer_id}-"):
-                agent.close()  # and with it all that its process read
+                agent.close()  # also ends all reads of its process
         if not reachable:
             self.fabric.unreachable.add(old.peer_id)
         for call in self._calls:
@@ -118,7 +118,7 @@ class TransferCluster(TransferChecks):
                 self.loop.call(call.end_at_producer)
         for request in self.requests.values():
             if request.consumer == worker_id:
-                request.is_over = True  # for this worker; its router starts it elsewhere
+                request.is_over = True  # ended for this worker; its router restarts it elsewhere
         self.tasks[worker_id].cancel()
         self.loop.settle()
         self._start_worker(worker_id, int(old.epoch) + 1)
@@ -138,7 +138,7 @@ class TransferCluster(TransferChecks):
         asyncio.set_event_loop(None)
 
     def finish(self) -> None:
-        """Ends all faults, and checks that every request ends in bounded time and that nothing is
+        """Ends all faults. Checks that every request ends in bounded time and that nothing is
         left."""
         for node in self.nodes.values():
             node.hangs = False
@@ -214,8 +214,8 @@ class TransferCluster(TransferChecks):
                 assert not request.is_over, f"{update} came after the end"
                 request.made += update.token_ids
                 if update.finish_reason == "error":
-                    # No block was left in place of one of its prefix that a read may still write:
-                    # its router has it computed elsewhere. No other error may come.
+                    # No block was free instead of a prefix block that a read may still write. Its
+                    # router computes it elsewhere. No other error is allowed.
                     assert update.error.code == "queue_full", update
                     request.is_over = True
                     continue
@@ -232,5 +232,5 @@ def _who_have_more(
     block_size: int,
     **prediction: object,
 ) -> list[ConnectedHolder]:
-    """Pulls whatever can be pulled, however long it is predicted to take."""
+    """Selects every holder with more blocks, however long the pull is predicted to take."""
     return [each for each in holders if each.num_tokens > num_cached_blocks * block_size]

@@ -1,11 +1,11 @@
-"""The queries of vLLM's dashboards for Grafana.
+"""The queries of vLLM's Grafana dashboards.
 
-`tests/data/vllm_dashboards.json` has each expression of the dashboards in vLLM's source package, as
-it stands there. `VLLM_SOURCES` names an unpacked package to compare it with (test_vllm_names.py).
+`tests/data/vllm_dashboards.json` has each expression of the dashboards in vLLM's source package,
+unchanged. `VLLM_SOURCES` can name an unpacked package to compare it with (test_vllm_names.py).
 
-Those of the newer `vllm_overview.json` in vLLM's repository, which no package has yet, are told
-here as their metrics, labels and forms (November 2026). One of its queries is left out: the hits of
-the multimodal cache, which vLLM answers with nothing, too, while it serves texts only.
+The newer `vllm_overview.json` in vLLM's repository is in no package yet, so this module lists its
+metrics, labels and forms (November 2026). One of its queries is omitted: the hits of the multimodal
+cache, which vLLM also answers with nothing while it serves only text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COUNTERS = (
     "vllm:num_preemptions_total",
 )
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-# A metric, its label, and the values that are asked for by themselves.
+# a metric, its label, and the label values that are queried individually
 LABELLED = {
     "vllm:request_success_total": ("finished_reason", ("error",)),
     "vllm:prompt_tokens_by_source_total": (
@@ -48,12 +48,12 @@ LABELLED = {
     ),
     "vllm:num_requests_waiting_by_reason": ("reason", ("capacity", "deferred")),
 }
-# Shares of two counters.
+# ratios of two counters
 SHARES = (
     ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
     ("vllm:external_prefix_cache_hits_total", "vllm:external_prefix_cache_queries_total"),
 )
-# Bounds of buckets that are asked for as limits of a latency.
+# histogram bounds that are queried as latency limits
 LIMITS = {
     "vllm:time_to_first_token_seconds": ("0.1", "0.25", "0.5", "0.75", "1.0", "2.5", "5.0", "10.0"),
     "vllm:request_time_per_output_token_seconds": (
@@ -63,16 +63,16 @@ LIMITS = {
 
 
 _STOCK = Path(__file__).parents[1] / "data" / "vllm_dashboards.json"
-DASHBOARDS = "examples/observability"  # in vLLM's sources
+DASHBOARDS = "examples/observability"  # path in vLLM's sources
 
 
 def stock() -> dict[str, list[str]]:
-    """Returns the expressions of each dashboard of the package, by its path there."""
+    """The expressions of each dashboard in the package, by its path."""
     return dict(json.loads(_STOCK.read_text())["expressions"])
 
 
 def expressions(dashboard: object) -> Iterator[str]:
-    """Yields the expressions of a dashboard's panels, in their order."""
+    """Yields the expressions of a dashboard's panels, in order."""
     children: list[Any] = []
     if isinstance(dashboard, dict):
         if isinstance(found := dashboard.get("expr"), str):
@@ -85,7 +85,7 @@ def expressions(dashboard: object) -> Iterator[str]:
 
 
 def queries(job: str, instance: str, model: str) -> Iterator[str]:
-    """Yields every query, for one model, as Grafana sends it when the variables are filled in."""
+    """Yields every query for one model, as sent by Grafana with all variables replaced."""
     filled = {"$__rate_interval": WINDOW, "$__interval": WINDOW, "$__range": WINDOW}
     filled |= {"$model_name": model, "$Deployment_id": model}
     for expression in (e for found in stock().values() for e in found):

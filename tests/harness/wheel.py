@@ -1,4 +1,4 @@
-"""The wheel as a stranger gets it: built from the sdist, and installed beside its dependencies."""
+"""The wheel as users get it: built from the sdist and installed with its dependencies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ COMPILED = (
     "tandem_kernels.native._decoder",
 )
 
-# Only how it is built is tested, not how fast it is: the compiler takes a third of the time.
+# Tests check that it builds, not how fast it is; without optimization the compiler takes a third of
+# the time.
 _COMPILER = """#!/bin/bash
 exec {compiler} "${{@/#-O3/-O0}}"
 """
@@ -27,7 +28,7 @@ _BUILD_SDIST = "import sys; from setuptools import build_meta; build_meta.build_
 
 
 def build_sdist(folder: Path) -> Path:
-    """Builds it from a copy of the files that git knows or would add."""
+    """Builds the sdist from a copy of the files that git tracks or would add."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
     for name in filter(None, listed.decode().split("\0")):
@@ -54,10 +55,11 @@ def build_wheel(sdist: Path, folder: Path) -> Path:
 
 
 def make_environment(folder: Path, wheels: Sequence[Path], *, without: Sequence[str]) -> Path:
-    """Makes a virtual environment of these wheels over this one's packages; returns its python.
+    """Creates a virtual environment of these wheels on top of this one's packages. Returns its
+    python.
 
-    The packages are linked, not found through their folder, so that neither the editable install
-    nor a package named in `without` (as its files begin) is there.
+    Packages are linked individually instead of through their folder, so that neither the editable
+    install nor a package in `without` (by the prefix of its files) is present.
     """
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
@@ -76,7 +78,7 @@ def make_environment(folder: Path, wheels: Sequence[Path], *, without: Sequence[
 
 
 def take_compiled_modules(python: Path) -> None:
-    """Puts the compiled modules that tests run with in place of the wheel's slow ones."""
+    """Replaces the wheel's slow compiled modules by those that tests use."""
     for name in COMPILED:
         found = find_spec(name)
         assert found is not None, f"{name} is not compiled here"
@@ -86,7 +88,8 @@ def take_compiled_modules(python: Path) -> None:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without what would lead to the repository or other builds."""
+    """Copies this process's environment without variables that lead to the repository or other
+    builds."""
     left_out = ("PYTHON", "PYTEST", "COV_", "CFLAGS", "CXXFLAGS", "VIRTUAL_ENV")
     return {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
 
@@ -94,7 +97,8 @@ def clean_environment() -> dict[str, str]:
 def run(
     command: Sequence[str], *, cwd: Path = Path("/"), environment: dict[str, str] | None = None
 ) -> str:
-    """Runs a command outside the repository; its output, or an assertion that shows its errors."""
+    """Runs a command outside the repository. Returns its output, or raises AssertionError with its
+    errors."""
     done = subprocess.run(
         command,
         cwd=cwd,

@@ -1,7 +1,8 @@
-"""Adapters get the tokens of merged weights, whichever way their KV came, beside the base model's.
+"""Adapters produce the tokens of merged weights, however their KV was obtained, in parallel with
+the base model.
 
-Each prompt is asked of the base and of two adapters at once, and twice: the second time its KV is
-cached. One adapter is there from the start, the other is loaded while the clusters run.
+Each prompt is sent for the base and two adapters concurrently, and twice: the second time its KV is
+cached. One adapter is loaded at startup, the other while the clusters run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from tandem.models.source import read_folder
 from tests.harness.client import open_client
 from tests.lora_adapters import ALL, merged, write_adapter
-from tests.parity.ways import Answer, Asked, Way, all_disturbed, ask_all_ways
+from tests.parity.ways import Answer, ParityRequest, Way, all_disturbed, send_all_ways
 
 _NUM_TOKENS = 48
 _PROMPTS = [
@@ -28,7 +29,7 @@ BASE = "model"
 _NAMES = (BASE, "early", "late")
 
 
-def _asked(name: str, prompt: list[int]) -> Asked:
+def _make_request(name: str, prompt: list[int]) -> ParityRequest:
     return "/v1/completions", {
         "model": name,
         "prompt": prompt,
@@ -57,8 +58,8 @@ def _check(model: PreTrainedModel, prompt: list[int], made: list[int]) -> None:
 
 
 def write_adapters(folder: Path, base: PreTrainedModel) -> dict[str, PreTrainedModel]:
-    """Writes both beside the folder BASE of the base model; returns the models by the names that
-    requests have for them."""
+    """Writes both adapters in the folder that contains BASE, the base model. Returns the merged
+    models by request name."""
     config = read_folder(folder / BASE).config
     models = {BASE: base}
     for seed, (name, targets) in enumerate({"early": ALL, "late": ("q_proj", "v_proj")}.items()):
@@ -68,21 +69,21 @@ def write_adapters(folder: Path, base: PreTrainedModel) -> dict[str, PreTrainedM
 
 
 def options(folder: Path) -> tuple[str, ...]:
-    """The workers' options for the adapter that is there from the start."""
+    """The workers' options for the adapter that is loaded at startup."""
     return "--lora", f"early={folder / 'early'}", "--max-loras", "2"
 
 
 def check(ways: Mapping[str, Way], folder: Path, models: Mapping[str, PreTrainedModel]) -> None:
-    """Checks all ways, and then that the files of an adapter may be replaced."""
-    asked = [(name, prompt) for prompt in _PROMPTS for name in _NAMES]
-    bodies = [_asked(*one) for one in asked]
+    """Checks all ways, and then that an adapter's files can be replaced."""
+    sent = [(name, prompt) for prompt in _PROMPTS for name in _NAMES]
+    bodies = [_make_request(*one) for one in sent]
     for way in ways.values():
         reply = asyncio.run(_load(way, folder / "late"))
         assert reply.status_code == 200, reply.text
     with all_disturbed(ways):
-        first, again = (asyncio.run(ask_all_ways(ways, bodies)) for _ in range(2))
+        first, again = (asyncio.run(send_all_ways(ways, bodies)) for _ in range(2))
     expected = list(map(_token_ids, first["aggregated"]))
-    for (name, prompt), found in zip(asked, expected, strict=True):
+    for (name, prompt), found in zip(sent, expected, strict=True):
         _check(models[name], prompt, found)
     for name in ways:
         for answers in (first[name], again[name]):
@@ -92,7 +93,8 @@ def check(ways: Mapping[str, Way], folder: Path, models: Mapping[str, PreTrained
 
 
 async def _reload(way: Way, folder: Path, base: PreTrainedModel) -> None:
-    """Other files under one name: no block of the old ones is found, here or by a transfer."""
+    """Replaces the files under one name: no block of the old ones may be found, locally or by a
+    transfer."""
     config = read_folder(folder / BASE).config
     made = write_adapter(folder / "late", config, seed=9, target_modules=["q_proj", "v_proj"])
     assert (await _load(way, folder / "late")).status_code == 400
@@ -101,10 +103,10 @@ async def _reload(way: Way, folder: Path, base: PreTrainedModel) -> None:
     changed = merged(base, made)
     async with open_client(way.cluster) as client:
         for expected_cached in (0, 96):
-            path, body = _asked("late", _PROMPTS[0])
+            path, body = _make_request("late", _PROMPTS[0])
             answer = (await client.post(path, json=body)).json()
             _check(changed, _PROMPTS[0], _token_ids(answer))
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == expected_cached
         listed = (await client.get("/v1/models")).json()["data"]
-        told = [(model["id"], model["parent"]) for model in listed]
-        assert told == [(BASE, None), ("early", BASE), ("late", BASE)]
+        names = [(model["id"], model["parent"]) for model in listed]
+        assert names == [(BASE, None), ("early", BASE), ("late", BASE)]

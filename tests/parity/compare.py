@@ -1,4 +1,5 @@
-"""Compares the answers of two ways, and with transformers; shrinks what differs to one request."""
+"""Compares the answers of two ways, and with transformers; reduces differences to one small
+request."""
 
 from __future__ import annotations
 
@@ -9,17 +10,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tests.parity.ways import Answer, Asked, Way
+from tests.parity.ways import Answer, ParityRequest, Way
 
-# A sequence that was computed anew, in other chunks, may differ in a last bit of fp32.
+# A sequence that is recomputed in other chunks may differ in the last bit of fp32.
 LOGPROB_ABS = 1e-5
 REFERENCE_ABS = 1e-4
-Told = tuple[int, int, float]  # position in prompt and completion, token id, log probability
+# position in prompt and completion, token id, log probability
+TokenLogprob = tuple[int, int, float]
 _KEPT = ("prompt", "messages", "return_token_ids", "max_tokens", "seed")
 
 
 def difference(found: Answer, expected: Answer) -> str:
-    """Returns where two answers differ; empty if nowhere. Ids that are drawn anew do not count."""
+    """Describes where two answers differ; empty if they are equal. Random ids are ignored."""
     for key in ("choices", "prompt_logprobs", "prompt_token_ids"):
         if reason := _difference(found.get(key), expected.get(key), key):
             return reason
@@ -40,12 +42,12 @@ def _difference(found: Any, expected: Any, at: str) -> str:
     return next((reason for part in parts if (reason := _difference(*part))), "")
 
 
-def shrunk(asked: Asked, one: Way, other: Way) -> str:
-    """Returns the smallest request, by leaving out fields, whose answers still differ.
+def shrunk(sent: ParityRequest, one: Way, other: Way) -> str:
+    """Leaves out fields of a request while its answers still differ, and returns the smallest one.
 
-    Where it does not differ any more when it is asked alone, the whole request is returned.
+    If they do not differ when it is sent alone, the original request is returned.
     """
-    path, body = asked
+    path, body = sent
     if not _differs((path, body), one, other):
         return f"POST {path} (among others only)\n{json.dumps(body)}"
     for name in [name for name in body if name not in _KEPT]:
@@ -55,29 +57,30 @@ def shrunk(asked: Asked, one: Way, other: Way) -> str:
     return f"POST {path}\n{json.dumps(body)}"
 
 
-def _differs(asked: Asked, one: Way, other: Way) -> bool:
+def _differs(sent: ParityRequest, one: Way, other: Way) -> bool:
     try:
-        (found,), (expected,) = (asyncio.run(way.ask_all([asked])) for way in (one, other))
+        (found,), (expected,) = (asyncio.run(way.send_all([sent])) for way in (one, other))
     except AssertionError:
         return False
     return bool(difference(found, expected))
 
 
-def assert_as_transformers(model: PreTrainedModel, asked: Asked, answer: Answer) -> None:
-    """Each log probability of the answer is that of transformers, given the same tokens."""
-    path, body = asked
+def assert_as_transformers(model: PreTrainedModel, sent: ParityRequest, answer: Answer) -> None:
+    """Checks that each log probability of the answer equals transformers', given the same
+    tokens."""
+    path, body = sent
     is_chat = path != "/v1/completions"
     prompt = answer["prompt_token_ids"] if is_chat else body["prompt"]
     for choice in answer["choices"]:
-        told = _of_prompt(answer, choice) + _of_completion(choice, len(prompt))
-        if not told:
+        logprob_data = _of_prompt(answer, choice) + _of_completion(choice, len(prompt))
+        if not logprob_data:
             continue
         with torch.inference_mode():
             inputs = torch.tensor([prompt + choice["token_ids"]])
             mask = _mask(body, inputs.shape[1], model.dtype)
             logits = model(inputs, attention_mask=mask).logits[0]
             sums = logits.logsumexp(-1)
-        positions, token_ids, logprobs = zip(*told, strict=True)
+        positions, token_ids, logprobs = zip(*logprob_data, strict=True)
         before = torch.tensor(positions) - 1
         expected = (logits[before, torch.tensor(token_ids)] - sums[before]).double()
         error, at = (torch.tensor(logprobs, dtype=torch.float64) - expected).abs().max(0)
@@ -88,7 +91,7 @@ def assert_as_transformers(model: PreTrainedModel, asked: Asked, answer: Answer)
 
 
 def _mask(body: dict[str, Any], num_tokens: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """The mask of a request's KV budget, written out; None: it has none."""
+    """Builds the attention mask of a request's KV budget; None if it has none."""
     if (budget := body.get("kv_budget")) is None:
         return None
     positions = torch.arange(num_tokens)
@@ -99,12 +102,14 @@ def _mask(body: dict[str, Any], num_tokens: int, dtype: torch.dtype) -> torch.Te
     return mask.masked_fill(~seen, torch.finfo(dtype).min)[None, None]
 
 
-def _of_completion(choice: dict[str, Any], num_prompt_tokens: int) -> list[Told]:
-    told = choice.get("logprobs")
-    if told is None:
+def _of_completion(choice: dict[str, Any], num_prompt_tokens: int) -> list[TokenLogprob]:
+    logprob_data = choice.get("logprobs")
+    if logprob_data is None:
         return []
-    content = told.get("content")  # of a chat
-    logprobs = told["token_logprobs"] if content is None else [one["logprob"] for one in content]
+    content = logprob_data.get("content")  # format of a chat
+    logprobs = (
+        logprob_data["token_logprobs"] if content is None else [one["logprob"] for one in content]
+    )
     return [
         (position, token_id, logprob)
         for position, (token_id, logprob) in enumerate(
@@ -113,10 +118,10 @@ def _of_completion(choice: dict[str, Any], num_prompt_tokens: int) -> list[Told]
     ]
 
 
-def _of_prompt(answer: Answer, choice: dict[str, Any]) -> list[Told]:
-    told = answer.get("prompt_logprobs") or choice.get("prompt_logprobs") or []
+def _of_prompt(answer: Answer, choice: dict[str, Any]) -> list[TokenLogprob]:
+    logprob_data = answer.get("prompt_logprobs") or choice.get("prompt_logprobs") or []
     return [
         (position, int(token_id), entry["logprob"])
-        for position, entries in enumerate(told)
+        for position, entries in enumerate(logprob_data)
         for token_id, entry in (entries or {}).items()
     ]

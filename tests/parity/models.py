@@ -1,4 +1,4 @@
-"""Random models in fp32 that are small but for their vocabulary, with a real tokenizer."""
+"""Random models in fp32 that are small except for their vocabulary, with a real tokenizer."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json
 
 
 def make_random_model(folder: Path, family: str = "llama") -> PreTrainedModel:
-    """Saves a model and returns transformers' own of it: a Llama, a Mistral whose layers all have
-    WINDOW, a gpt-oss of which every second layer has it, a Gemma 3, of whose three layers two have
-    it, or a DeepSeek V3, which has none and keeps latents."""
+    """Saves a model and returns transformers' version of it: a Llama; a Mistral with WINDOW in all
+    layers; a gpt-oss with WINDOW in every second layer; a Gemma 3 with WINDOW in two of three
+    layers; or a DeepSeek V3 without windows, which stores latents."""
     source = resolve("smollm2").path
     config = json.loads((source / "config.json").read_text())
     torch.manual_seed(3)
@@ -65,7 +65,7 @@ def make_random_model(folder: Path, family: str = "llama") -> PreTrainedModel:
 def engine_tokens(
     model: str, prompts: Sequence[list[int]], *, kv_dtype: str, max_tokens: int
 ) -> list[list[int]]:
-    """Returns the greedy completions of one engine in this process."""
+    """Computes the greedy completions of one engine in this process."""
     with LLM(
         model,
         device="cpu",

@@ -1,7 +1,7 @@
-"""Rows of the parity tests: one request each, by a plan over what a client may combine.
+"""The requests of the parity tests, planned as combinations of what a client may send.
 
 `pairwise` covers each pair of values in few rows, `drawn` all combinations. A row's prompt, seed
-and values follow from its number alone, so a failure can be made again.
+and values depend only on its number, so a failure can be reproduced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DIMENSIONS: Mapping[str, Sequence[str]] = {
     "edit": EDITS,
     "kv": KV,
 }
-# Tokens of an answer: a request that is to migrate needs more than 32 to come.
+# answer length: a request that is to migrate needs more than 32 remaining tokens
 MAX_TOKENS = 96
 BEAM_TOKENS = 24
 _CANDIDATES = 50
@@ -68,7 +68,7 @@ _EDITS: Mapping[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One request: the values of the plan, and the body that asks for them."""
+    """One request: the planned values, and the body with them."""
 
     number: int
     many: str
@@ -79,7 +79,7 @@ class Row:
 
     @property
     def path(self) -> str:
-        """The route: prompts are token ids where that is possible."""
+        """The route of the request; prompts are token ids if the route supports them."""
         is_chat = self.form == "required tool"
         return "/v1/chat/completions" if is_chat else "/v1/completions"
 
@@ -109,8 +109,8 @@ class Row:
 
 
 def is_allowed(values: Mapping[str, str]) -> bool:
-    """Returns whether a request may combine these: a beam takes no form and no KV budget, and edits
-    nothing."""
+    """Says whether a request may combine these values: a beam search allows no output format, KV
+    budget or logit edits."""
     if values["many"].startswith("beam"):
         plain = values["form"] == "none" and values["edit"] == "stop" and values["kv"] == "all"
         return plain and values["logprobs"] == "none"
@@ -118,7 +118,8 @@ def is_allowed(values: Mapping[str, str]) -> bool:
 
 
 def pairwise(seed: int) -> list[Row]:
-    """About 20 rows that have each allowed pair of values at least once, by a greedy choice."""
+    """Plans about 20 rows that contain each allowed pair of values at least once, chosen
+    greedily."""
     rng = random.Random(seed)
     missing = {
         pair for values in _all_values() for pair in itertools.combinations(values.items(), 2)
@@ -138,8 +139,8 @@ def pairwise(seed: int) -> list[Row]:
 
 
 def drawn(seed: int, count: int) -> list[Row]:
-    """Returns so many rows in random order, with every allowed combination equally often; their
-    numbers differ by the seed."""
+    """Draws `count` rows in random order, with every allowed combination equally often. Their
+    numbers depend on the seed."""
     rng = random.Random(seed)
     values = list(_all_values())
     chosen = list[dict[str, str]]()

@@ -1,7 +1,7 @@
-"""Each family gets transformers' tokens and log probabilities from real workers: one that computes
-all, and a pair whose decode worker pulls the prompt's blocks by NIXL.
+"""Each family produces transformers' tokens and log probabilities on real workers: one that
+computes everything, and a pair whose decode worker pulls the prompt's blocks by NIXL.
 
-Chunks have odd sizes, and each prompt is asked twice: the second time its KV is cached.
+Chunks have odd sizes, and each prompt is sent twice: the second time its KV is cached.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.parity.compare import assert_as_transformers
-from tests.parity.ways import Answer, Asked, all_disturbed, ask_all_ways, start_ways
+from tests.parity.ways import Answer, ParityRequest, all_disturbed, send_all_ways, start_ways
 from tests.tiny_models import FAMILIES, make_tiny_model
 
-_IN_CI = "qwen3-moe"  # experts and windows in some layers, norms of heads, biases
-_CHUNK = 37  # tokens of a step
+_IN_CI = "qwen3-moe"  # has experts, windows in some layers, head norms and biases
+_CHUNK = 37  # tokens in a step
 _NUM_TOKENS = 24
 _PROMPTS = [
     torch.randint(0, 203, (length,), generator=torch.Generator().manual_seed(length)).tolist()
@@ -34,7 +34,8 @@ _CASES = [
     )
     for family in FAMILIES
     for kernels in ("native", "torch")
-    if (family, kernels) != ("llama-small-heads", "native")  # C++ takes multiples of 16
+    # the native kernels need multiples of 16
+    if (family, kernels) != ("llama-small-heads", "native")
 ]
 
 
@@ -45,30 +46,30 @@ def test_aggregated_and_pulled_by_nixl_and_warm(
     folder = tmp_path / "model"
     folder.mkdir()
     _, model = make_tiny_model(family, folder)
-    asked = [_asked(prompt) for prompt in _PROMPTS]
+    sent = [_make_request(prompt) for prompt in _PROMPTS]
     options = ("--kernels", kernels, "--max-tokens-per-step", str(_CHUNK))
     names = ("aggregated", "nixl")
     with start_ways(redis_server, tmp_path, str(folder), *options, names=names) as ways:
         with all_disturbed(ways):
-            cold = asyncio.run(ask_all_ways(ways, asked))
-        warm = asyncio.run(ask_all_ways(ways, asked))
+            cold = asyncio.run(send_all_ways(ways, sent))
+        warm = asyncio.run(send_all_ways(ways, sent))
     for name in names:
-        for one, first, again in zip(asked, cold[name], warm[name], strict=True):
+        for one, first, again in zip(sent, cold[name], warm[name], strict=True):
             for answer in (first, again):
                 _check(model, one, answer)
             assert _num_cached(first) == 0
             assert _num_cached(again) >= len(one[1]["prompt"]) // 16 * 16 - 16
 
 
-def _asked(prompt: list[int]) -> Asked:
+def _make_request(prompt: list[int]) -> ParityRequest:
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": _NUM_TOKENS, "temperature": 0}
     return "/v1/completions", body | {"ignore_eos": True, "return_token_ids": True, "logprobs": 3}
 
 
-def _check(model: PreTrainedModel, asked: Asked, answer: Answer) -> None:
-    """Checks that tokens and log probabilities are transformers'."""
-    assert_as_transformers(model, asked, answer)
-    prompt, made = asked[1]["prompt"], answer["choices"][0]["token_ids"]
+def _check(model: PreTrainedModel, sent: ParityRequest, answer: Answer) -> None:
+    """Checks that tokens and log probabilities equal transformers'."""
+    assert_as_transformers(model, sent, answer)
+    prompt, made = sent[1]["prompt"], answer["choices"][0]["token_ids"]
     with torch.no_grad():
         logits = model(torch.tensor([prompt + made])).logits[0, len(prompt) - 1 : -1]
     assert len(made) == _NUM_TOKENS

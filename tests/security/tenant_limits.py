@@ -2,13 +2,13 @@
 
     python -m tests.security.tenant_limits [--phase 60]
 
-Two routers, a scripted worker and a Redis run in one process. Three tenants ask for five times
-their limit (requests or tokens a minute; some requests take a third of a minute's tokens), and one
-for half of its own. The phases:
+Two routers, a scripted worker and a Redis run in one process. Three tenants send five times their
+limit (requests or tokens a minute; some requests take a third of a minute's tokens), and one sends
+half of its own. The phases:
 
-    alone    the fourth tenant alone
+    alone    only the fourth tenant
     shared   all four, with Redis
-    away     Redis is dead
+    away     Redis is killed
     back     Redis is back, empty
 
 The program prints the most that each tenant got in any 60 s. The targets are 102% with Redis, 110%
@@ -48,7 +48,7 @@ RPM = 30
 COMPLETION = 5  # tokens that every request really gets
 PROMPT, LARGE_PROMPT, LARGE_EVERY = 10, 150, 25
 TPM = 450
-# Tenant: the limits of its key, and how many requests a second it asks.
+# by tenant: the limits of its key, and its requests per second
 TENANTS: dict[str, tuple[dict[str, int], float]] = {
     "flood-1": ({"requests_per_minute": RPM}, 5 * RPM / 60),
     "flood-2": ({"requests_per_minute": RPM}, 5 * RPM / 60),
@@ -59,7 +59,7 @@ TENANTS: dict[str, tuple[dict[str, int], float]] = {
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer: when it came, its status, its tokens and its seconds."""
+    """One answer: its time, status, tokens and duration in seconds."""
 
     at: float
     status: int
@@ -69,22 +69,22 @@ class Answer:
 
 @dataclass
 class Admitted:
-    """One request as a router counted it: clients hear of it late on a busy machine."""
+    """A request as counted by a router. Clients see the answer late on a busy machine."""
 
     at: float
     tenant: str
-    tokens: int  # reserved, and from its end on those that it took
-    is_counted: bool = True  # False: it was given back whole
+    tokens: int  # the reservation, and after the end the tokens that were used
+    is_counted: bool = True  # False if the whole reservation was returned
 
 
 def watch(limiter: Limiter, admitted: list[Admitted]) -> None:
-    """Notes what a limiter admits and settles."""
+    """Records what a limiter admits and settles."""
     take, settle = limiter._take, limiter.settle
     found: dict[LimitReservation, Admitted] = {}
 
-    def noted_take(tenant: Any, asked: LimitRequest) -> LimitReservation:
-        reservation = take(tenant, asked)
-        found[reservation] = Admitted(time.monotonic(), tenant.name, asked.tokens)
+    def noted_take(tenant: Any, request: LimitRequest) -> LimitReservation:
+        reservation = take(tenant, request)
+        found[reservation] = Admitted(time.monotonic(), tenant.name, request.tokens)
         admitted.append(found[reservation])
         return reservation
 
@@ -100,7 +100,7 @@ def watch(limiter: Limiter, admitted: list[Admitted]) -> None:
 
 @dataclass
 class TenantLoad:
-    """The load of all tenants and what came of it."""
+    """The load of all tenants and its results."""
 
     urls: Sequence[str]
     keys: dict[str, str]
@@ -108,7 +108,7 @@ class TenantLoad:
     answers: dict[str, list[Answer]] = field(default_factory=lambda: {t: [] for t in TENANTS})
 
     async def run(self, tenants: Sequence[str], seconds: float) -> None:
-        """Asks at each tenant's pace for so long, at the routers in turn."""
+        """Sends requests at each tenant's rate for this time, to the routers in turn."""
         bounds = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(timeout=120, limits=bounds) as http:
             await asyncio.gather(*(self._ask(http, tenant, seconds) for tenant in tenants))
@@ -142,7 +142,7 @@ class TenantLoad:
         self.answers[tenant].append(Answer(now, answer.status_code, tokens, now - asked_at))
 
     def most_in_a_minute(self, tenant: str, spans: Sequence[tuple[float, float]]) -> float:
-        """Returns the largest part of its limit that a tenant got in any 60 s within the spans."""
+        """The largest share of its limit that a tenant got in any 60 s within the spans."""
         limits, _ = TENANTS[tenant]
         most = 0.0
         for name, limit in limits.items():
@@ -158,14 +158,14 @@ class TenantLoad:
         return most
 
     def served(self, tenant: str, begin: float, end: float) -> float:
-        """Returns the part of a tenant's requests in a span that was served."""
+        """The share of a tenant's requests in a span that were served."""
         found = [a.status for a in self.answers[tenant] if begin <= a.at < end]
         return found.count(200) / max(1, len(found))
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The result: the parts of a limit that a tenant got, and the parts that were served."""
+    """The results: shares of a limit that a tenant got, and shares of requests that were served."""
 
     with_redis: dict[str, float]
     with_an_outage: dict[str, float]
@@ -189,7 +189,7 @@ async def measure(folder: Path, phase_s: float) -> Figures:
         back = time.monotonic()
         await all_of_it
         ended = time.monotonic()
-    # From the outage on a minute has something of it, until one is over.
+    # A window of a minute is affected by the outage until one minute has passed.
     quiet = [(began, killed), (back + MINUTE_S, ended)]
     answers = [a for each in load.answers.values() for a in each]
     return Figures(
@@ -240,7 +240,7 @@ async def _routers(folder: Path) -> AsyncIterator[tuple[EmbeddedRedis, TenantLoa
             keys = {}
             for tenant, (limits, _) in TENANTS.items():
                 body = {"tenant": tenant, "limits": limits}
-                # A Redis of a busy machine may be late once.
+                # Redis on a busy machine may be late once.
                 made = await http.post(f"{admin}/v1/keys", json=body)
                 for _ in range(20):
                     if made.status_code == 503:
@@ -248,7 +248,7 @@ async def _routers(folder: Path) -> AsyncIterator[tuple[EmbeddedRedis, TenantLoa
                         made = await http.post(f"{admin}/v1/keys", json=body)
                 keys[tenant] = made.raise_for_status().json()["key"]
             for url, key in itertools.product(urls, keys.values()):
-                # The second router learns of the keys within a second.
+                # The second router gets the keys within a second.
                 headers = {"authorization": f"Bearer {key}"}
                 for path in ("/ready", "/v1/models"):
                     while not (await http.get(url + path, headers=headers)).is_success:  # noqa: ASYNC110

@@ -1,4 +1,4 @@
-"""One address gets part of a router; a trusted proxy names its clients, and nobody else does."""
+"""Limits for each client address, and X-Forwarded-For, which only trusted proxies may set."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def connected(port: int, address: str, number: int = 1) -> AsyncIterator[l
 
 
 async def answer(streams: Streams, sent: bytes) -> bytes:
-    """Returns the answer, which has a length."""
+    """Reads a response with a Content-Length."""
     reader, writer = streams
     writer.write(sent)
     async with asyncio.timeout(10):
@@ -95,7 +95,7 @@ async def test_an_address_cannot_take_all_connections(router: RunningRouter) -> 
         async with connected(port, OTHER, CONNECTIONS) as others:
             for streams in others:
                 assert (await answer(streams, HEALTH)).startswith(b"HTTP/1.1 200 ")
-        for streams in held:  # those that had a place keep it
+        for streams in held:  # connections that were accepted before stay open
             rest = HEALTH.removeprefix(part)
             assert (await answer(streams, rest)).startswith(b"HTTP/1.1 200 ")
 
@@ -117,7 +117,7 @@ async def test_an_idle_connection_of_the_same_address_gives_way(router: RunningR
 
 
 async def test_at_a_full_router_the_address_with_the_most_gives_way(router: RunningRouter) -> None:
-    """The proxy has no bound of its own, and gives way last."""
+    """The proxy has no own limit, and its connections are replaced last."""
     port = router.router.http_port
     async with (
         connected(port, PROXY, 2 * CONNECTIONS - 1) as proxied,
@@ -147,10 +147,10 @@ async def test_unanswered_requests_of_an_address_are_bounded(router: RunningRout
         assert refused.headers["retry-after"] == "1"
         error = refused.json()["error"]
         assert (error["code"], error["type"]) == ("too_many_requests", "rate_limit_error")
-        assert (await http.get("/health")).status_code == 200  # probes are answered
+        assert (await http.get("/health")).status_code == 200  # probes are exempt
         asking.append(asyncio.create_task(other.post("/v1/completions", json=BODY)))
         await eventually(lambda: len(router.submitted) == REQUESTS + 1)
-        # The same address over gRPC has no place either.
+        # gRPC calls of the same address count towards the same limit.
         local = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(
             f"127.0.0.1:{router.router.grpc_port}", options=local

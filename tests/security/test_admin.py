@@ -1,7 +1,7 @@
-"""The admin listener over real sockets: what the public ports no longer serve, and who may call it.
+"""The admin listener over real sockets: what the public ports do not serve, and who may call it.
 
-One router is shared by all tests. It listens on all addresses, so that each of its callers needs a
-key; its keys come from a file, as on Kubernetes.
+One router is shared by all tests. It listens on all addresses, so that each caller needs a key; its
+keys come from a file, as on Kubernetes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Door:
         return f"http://127.0.0.1:{self.router.admin.http_port}"
 
     async def call(self, kind: str, method: str, path: str, *, public: bool = False) -> Any:
-        """Calls with a key of this kind. The answer must be JSON in OpenAI's form if it is none."""
+        """Calls with a key of this kind. An answer that is not JSON in OpenAI's form fails the
+        test."""
         body: dict[str, object] = {"prompt": "x", "max_tokens": 1} if "completions" in path else {}
         url = self.public if public else self.admin
         async with httpx.AsyncClient(base_url=url, timeout=20) as http:
@@ -96,14 +97,14 @@ class Door:
         return {"authorization": f"Bearer {self.keys[kind]}"} if self.keys[kind] else {}
 
     async def audit(self) -> list[dict[str, Any]]:
-        """Returns the trail, the newest entry first, once all of it is written."""
+        """Reads the audit trail, newest entry first, after all entries were written."""
         await eventually(lambda: not any(self.router._trail._journal._waiting.values()))
         answer = await self.call("operator", "GET", "/v1/cluster/audit?limit=1000")
         return list(answer.json()["entries"])
 
 
 def make_keys(file: Path) -> dict[str, str]:
-    """Writes records of keys of all kinds. Returns their texts."""
+    """Writes records of keys of all kinds. Returns the keys' texts."""
     now = time.time()
     made = {
         "operator": keys.create("operators", "operator", now=now),
@@ -157,7 +158,7 @@ async def door(
 
 @pytest.fixture(autouse=True)
 def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The throttle has tests of its own; here each of many failures would wait 2 s."""
+    """The throttle has its own tests; without this, many failures would be delayed by 2 s each."""
     monkeypatch.setattr(FailureThrottle, "DELAY_MAX_S", 0.0)
 
 
@@ -208,7 +209,7 @@ async def test_the_public_grpc_port_has_no_cluster_service(door: Door) -> None:
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-# The kind of key, a path, the status of HTTP, and that of gRPC's GetCluster.
+# kind of key, path, HTTP status, and status of gRPC's GetCluster
 @pytest.mark.parametrize(
     ("kind", "path", "status", "code"),
     [
@@ -283,7 +284,7 @@ async def test_another_tenants_request_is_not_found_and_audited(door: Door) -> N
     unknown = await door.call("other", "GET", "/v1/requests/never-made", public=True)
     other = await door.call("other", "GET", path, public=True)
     assert unknown.status_code == other.status_code == 404
-    # Nothing in the answer says that the request exists.
+    # The answer does not reveal that the request exists.
     assert unknown.json()["error"]["code"] == other.json()["error"]["code"]
     metadata = tuple(door.headers("other").items())
     async with grpc.aio.insecure_channel(f"127.0.0.1:{door.router.grpc_port}") as channel:
@@ -298,7 +299,7 @@ async def test_another_tenants_request_is_not_found_and_audited(door: Door) -> N
 
 
 async def test_changes_are_audited_with_the_key_that_made_them(door: Door) -> None:
-    """`tandem audit` shows them, too."""
+    """The output of `tandem audit` is checked, too."""
     before = len(await door.audit())
     operator_id = door.keys["operator"].split("-")[1]
     await door.call("operator", "POST", "/v1/cluster/workers/nobody/drain")
@@ -324,7 +325,7 @@ async def test_changes_are_audited_with_the_key_that_made_them(door: Door) -> No
 
 
 async def tandem(door: Door, *words: str) -> str:
-    """Runs a command as an operator does, who is told the router's address by a variable."""
+    """Runs a command like an operator, with the router's address in a variable."""
     done = await asyncio.to_thread(
         subprocess.run,
         [sys.executable, "-m", "tandem.ops.cli", *words],

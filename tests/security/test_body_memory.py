@@ -1,4 +1,4 @@
-"""Bodies that are not complete are bounded together and by address, over HTTP and at a picker."""
+"""Incomplete bodies are limited in total and by address, over HTTP and at an endpoint picker."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PIECE = b" " * (BODY_BYTES_MAX - 10)
 async def unfinished(
     port: int, path: str, *, chunked: bool = False
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A body of which the last bytes do not come."""
+    """Sends a body without its last bytes."""
     framing = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % BODY_BYTES_MAX
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     body = b"%x\r\n%b\r\n" % (len(PIECE), PIECE) if chunked else PIECE
@@ -57,7 +57,7 @@ async def test_unfinished_bodies_of_an_address_have_a_bound_on_every_route(
     assert 3 * MIB < bodies.num_bytes <= BUDGET_OF_ADDRESS
     statuses = {answer.result()[:12] for answer in answers if answer.done()}
     assert statuses <= {b"HTTP/1.1 429", b"HTTP/1.1 503"}
-    # A short request of the same address is read all the same.
+    # A short request of the same address is still read.
     router.script(saying([5, 6, 7], finish_reason="length"))
     assert (await router.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
     for answer, (_, writer) in zip(answers, opened, strict=True):

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.e2e
 
 KINDS: tuple[Kind, ...] = ("router", "worker")
 CLIENTS = 2
-ANSWERS_BETWEEN = 3  # requests that end between two steps, at least
+ANSWERS_BETWEEN = 3  # minimum number of requests between two steps
 
 
 class Rotating:
@@ -46,7 +46,8 @@ class Rotating:
             authority.write(self.cluster.tls_dir / kind, kind, roots=roots)
 
     def status(self, worker_id: str, authority: Authority) -> str:
-        """Returns what a router with a certificate of this authority gets on a new connection."""
+        """The gRPC status that a router with a certificate of this authority gets on a new
+        connection."""
         worker = self.cluster.workers[worker_id]
         folder = self.cluster.folder / "another"
         authority.write(folder, "router", roots=self.authority.pem)
@@ -62,7 +63,7 @@ class Rotating:
 
 @pytest.fixture(scope="module")
 def rotating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rotating]:
-    """The prefill worker computes every prompt, and its blocks come by gRPC. Redis has a user for
+    """The prefill worker computes every prompt, and blocks are pulled by gRPC. Redis has a user for
     each kind of process."""
     folder = tmp_path_factory.mktemp("cluster")
     cluster_id = f"test-{uuid.uuid4().hex[:8]}"
@@ -88,13 +89,15 @@ async def test_two_rotations_under_load_fail_no_request(rotating: Rotating) -> N
     async def ask(client: httpx.AsyncClient) -> None:
         nonlocal num_answered
         while not done.is_set():
-            prompt = [rng.randrange(1000, 20_000) for _ in range(96)]  # nobody has its blocks
+            # a new prompt, whose blocks are in no cache
+            prompt = [rng.randrange(1000, 20_000) for _ in range(96)]
             answer = await complete(client, prompt, max_tokens=4)
             assert len(answer.token_ids) == 4
             num_answered += 1
 
     async def some_answers() -> None:
-        enough = num_answered + ANSWERS_BETWEEN  # a client that fails ends the group, and this
+        # a failing client ends the task group and this task
+        enough = num_answered + ANSWERS_BETWEEN
         await eventually(lambda: num_answered >= enough, deadline_s=60)
 
     async def rotate() -> None:
@@ -114,7 +117,7 @@ async def test_two_rotations_under_load_fail_no_request(rotating: Rotating) -> N
         await rotate()
         await rotate()
         done.set()
-    # Every prompt was pulled, at the first attempt: no failure was hidden by another way.
+    # Every prompt was pulled at the first attempt, so no failure was hidden by a fallback.
     assert metric(cluster, "decode-0", "tandem_local_prefills_total") == 0
     again = {"choice": "remote", "turn": "again"}
     assert metric(cluster, "decode-0", "tandem_prefill_choices_total", **again) == 0

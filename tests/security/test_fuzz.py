@@ -1,4 +1,4 @@
-"""A short form of the fuzzing of `tests/security/fuzz`, and inputs that it found."""
+"""A short run of the fuzzing in `tests/security/fuzz`, and inputs that it found."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_bytes_that_are_no_message_are_refused(served: Served, method: str, body
 def test_a_bias_that_is_no_number_is_refused_and_the_engine_goes_on(
     served: Served, bias: float
 ) -> None:
-    """A draw from such logits searched its token for ever, and the worker ended itself."""
+    """Regression: sampling from such logits did not terminate, and the worker ended itself."""
     submit = pb.SubmitSequence()
     submit.CopyFrom(SUBMIT)
     submit.input.sampling.logit_bias[5] = bias
@@ -80,7 +80,7 @@ def test_a_bias_that_is_no_number_is_refused_and_the_engine_goes_on(
 
 
 def test_a_lease_ends_with_bytes_that_are_no_message(served: Served) -> None:
-    """The worker has accepted the lease when they come."""
+    """The worker has accepted the lease before the malformed bytes arrive."""
     hold = pb.HoldBlocks(lease_id="l", block_hashes=[b"x" * 32], consumer_worker_id="w")
     opening = pb.PrefillCommand(hold=hold).SerializeToString()
     with grpc.insecure_channel(served.worker.address) as channel:
@@ -93,7 +93,7 @@ def test_a_lease_ends_with_bytes_that_are_no_message(served: Served) -> None:
 
 
 def test_no_input_by_a_socket_fails(served: Served) -> None:
-    """It comes last: keys in Redis may close the router."""
+    """Runs last, because keys in Redis may close the router."""
     run = Run(NUM_INPUTS, SEED, None)
     asyncio.run(fuzz_sockets(run, served, list(SOCKETS)))
     assert_no_failures(run)

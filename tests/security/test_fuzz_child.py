@@ -1,4 +1,4 @@
-"""The child process of the fuzzing notices what its targets do."""
+"""The child process of the fuzzing detects the harm that its targets do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Numbers:
 
 
 class Bad:
-    """A target that does harm with the input 3."""
+    """A target that does harm for the input 3."""
 
     source = Numbers()
 
@@ -59,7 +59,8 @@ def child(hang_s: float) -> Iterator[ParserProcess]:
     child.close()
 
 
-# The limit is short only where an input hangs: a slow machine takes a second for 300 MiB.
+# The time limit is short only if an input hangs: allocating 300 MiB takes a second on a slow
+# machine.
 @pytest.mark.parametrize(
     ("target", "told", "hang_s"),
     [
@@ -75,5 +76,5 @@ def test_harm_is_told_and_the_batch_goes_on(child: ParserProcess, target: str, t
     outcome = child.run(target, 5, SIZE)
     assert outcome.rss_bytes > 0
     assert all(failure.startswith(told) for failure in outcome.failures), outcome.failures
-    # The peak of the memory shows the first input that takes so much, and no second one.
+    # The peak of memory reveals only the first input that uses so much.
     assert len(outcome.failures) == (1 if target == "grows" else num_bad)

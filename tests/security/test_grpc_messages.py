@@ -1,4 +1,4 @@
-"""Malformed messages to both gRPC services end in a status that names the client's mistake."""
+"""Malformed messages to both gRPC services get a status that names the client's mistake."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ METHODS = [
     *(f"/tandem.v1.Cluster/{name}" for name in CLUSTER),
     "/grpc.health.v1.Health/Check",
 ]
-STREAMS = [  # of gRPC's own services: gRPC parses their messages itself
+STREAMS = [  # gRPC's own services, whose messages gRPC parses itself
     "/grpc.health.v1.Health/Watch",
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
 ]
@@ -41,7 +41,7 @@ NO_MESSAGE = {
     "group without an end": b"\x0b" * 1000,
     "length of 2^63": b"\x0a" + b"\xff" * 8 + b"\x7f",
 }
-# Field 1 is a string, or in ScalePools an entry of the map, whose key is one.
+# Field 1 is a string; in ScalePools it is a map entry with a string key.
 NO_UTF8 = {
     "SetWorkerRole": b"\x0a\x02\xff\xfe",
     "DrainWorker": b"\x0a\x02\xc3\x28",
@@ -53,7 +53,7 @@ NO_UTF8 = {
 async def channel(
     router: RunningRouter, request: pytest.FixtureRequest
 ) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel to the admin port, or to the public one for a test of an inference method."""
+    """A channel to the admin port, or to the public port for tests of an inference method."""
     parameters = getattr(request.node, "callspec", None)
     is_public = "Inference" in (parameters.params.get("method", "") if parameters else "")
     port = router.router.grpc_port if is_public else router.router.admin.grpc_port
@@ -131,7 +131,7 @@ async def test_a_message_over_the_bound_is_not_read(channel: grpc.aio.Channel) -
 
 
 async def test_a_message_with_many_unknown_fields_is_answered(channel: grpc.aio.Channel) -> None:
-    """Unknown fields are allowed, as always in protobuf; their number is bounded by the bytes."""
+    """Unknown fields are allowed by protobuf; the message size limits their number."""
     body = b"\xf8\x07\x01" * (BODY_BYTES_MAX // 4)
     answer = await channel.unary_unary("/tandem.v1.Cluster/GetCluster")(body, timeout=20)
     assert pb.GetClusterResponse.FromString(answer).workers

@@ -1,4 +1,5 @@
-"""Memory that gRPC's core keeps for strangers' headers ends one process in order, and no other."""
+"""Memory that gRPC's core keeps for unauthenticated clients' headers ends one process in order, and
+no other."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ async def listens(port: int) -> bool:
 
 
 async def check_http_port(router: RouterProcess) -> None:
-    """The HTTP port of a replica answers probes, and has no API."""
+    """The HTTP port of a gRPC replica answers probes but serves no API."""
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{router.http_port}") as http:
         assert (await http.get("/health")).status_code == 200
         for path in ("/v1/models", "/load", "/version"):
@@ -103,7 +104,7 @@ async def test_an_endpoint_picker_ends_as_well(tmp_path: Path) -> None:
 
 
 async def test_a_process_that_grows_on_while_it_drains_ends_at_once() -> None:
-    """A drain that takes for ever does not keep a process that goes on growing."""
+    """A process that keeps growing is ended even if its drain never ends."""
     program = """
 import threading
 from tandem.router.memory_watch import MemoryWatch
@@ -127,7 +128,7 @@ while True:
 
 
 async def test_what_grows_while_the_model_is_loaded_counts() -> None:
-    """A flood in this time does not raise the bound of the process."""
+    """Growth during this time does not raise the process's limit."""
     program = """
 import os, threading
 from tandem.router.memory_watch import MemoryWatch

@@ -1,4 +1,4 @@
-"""API keys over real sockets: two routers, a real Redis of their own, and a scripted worker."""
+"""API keys over real sockets: two routers, their own real Redis, and a scripted worker."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def test_from_open_to_closed(routers: Routers, caplog: pytest.LogCaptureFixture) -> None:
-    """Loopback is open without keys; the first key closes both routers, over HTTP and gRPC."""
+    """Loopback is open without keys; the first key closes both routers, for HTTP and gRPC."""
     one, two = await routers.start("r1"), await routers.start("r2")
     for url in (one, two):
         await ready(url)
@@ -61,7 +61,7 @@ async def test_from_open_to_closed(routers: Routers, caplog: pytest.LogCaptureFi
     operator = await create(admin, "operators", "operator")
     for url, name in ((one, "r1"), (two, "r2")):
         await refused_soon(url, "")
-        await taken_soon(url, operator)  # the last one: it knows all
+        await taken_soon(url, operator)  # once a router has the last key, it has all of them
         assert (await call(url, user)).status_code == 200
         caplog.clear()
         refused = await call(url)
@@ -94,7 +94,7 @@ async def check_grpc(address: str, user: str, metrics: str) -> None:
 
 
 async def grpc_code(address: str, key: str) -> grpc.StatusCode:
-    """Returns the outcome of a call with this key."""
+    """The outcome of a call with this key."""
     metadata = (("authorization", f"Bearer {key}"),) if key else ()
     request = inference_pb2.GenerateRequest(text="x", max_tokens=1)
     async with grpc.aio.insecure_channel(address) as channel:
@@ -155,7 +155,7 @@ async def test_a_revoked_key_ends_everywhere_with_redis_and_without(routers: Rou
     assert await is_refused(one, second)
     assert await is_refused(two, second)
     assert await grpc_code(replica, second) is grpc.StatusCode.UNAUTHENTICATED
-    # Redis comes back empty: the routers write what they know, tombstones included.
+    # Redis restarts empty: the routers write their records to it, including tombstones.
     await asyncio.to_thread(routers.redis.restart)
     fourth = await routers.start("r4")
 
@@ -179,7 +179,7 @@ async def test_an_old_record_that_is_written_back_opens_nothing(routers: Routers
     assert await is_refused(one, key)
     (healed,) = redis.hgetall(name).values()  # type: ignore[union-attr]
     assert msgspec.json.decode(healed, type=keys.KeyRecord).revoked_at
-    # A router that is started now learns of the tombstone.
+    # A router that starts now reads the tombstone.
     assert await is_refused(await routers.start("r2"), key)
 
 
@@ -203,7 +203,8 @@ async def test_a_router_that_does_not_answer_is_named(routers: Routers) -> None:
 
 
 async def test_records_are_taken_from_routers_only(routers: Routers) -> None:
-    """A worker has the cluster's token and its own user of Redis. Neither makes it a router."""
+    """A worker has the cluster's token and its own Redis user, which must not be enough to act as a
+    router."""
     one = await routers.start("r1")
     await ready(one)
     admin = routers.admin_of(one)
@@ -247,7 +248,7 @@ async def test_records_are_taken_from_routers_only(routers: Routers) -> None:
 
 
 def signed_by(redis_url: str, cluster: ClusterConfig, body: bytes) -> bytes:
-    """Returns a signature that a process with this URL of Redis can make."""
+    """The signature that a process with this Redis URL can create."""
     process = replace(cluster, redis_url=redis_url)
     service = KeyService(connect(redis_url), process, KeyRing(), router_id="x", file="")
     return service._sign(body).encode()
@@ -275,7 +276,8 @@ async def test_a_key_is_rotated_twice_under_load(routers: Routers) -> None:
     stop.set()
     await asyncio.gather(*asking)
     assert set(statuses) == {200}
-    assert await is_refused(one, key[0])  # only the secret before the last one has grace
+    # only the previous secret remains valid for the grace period
+    assert await is_refused(one, key[0])
     assert not await is_refused(one, key[1])
 
 

@@ -35,7 +35,7 @@ __all__ = ["routers"]
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = list(range(100, 110))
-AT_ONCE = 8  # requests that one flood keeps open
+AT_ONCE = 8  # concurrent requests of one flood
 
 
 async def create(admin: str, tenant: str, role: str = "user", **limits: int) -> str:
@@ -46,20 +46,20 @@ async def create(admin: str, tenant: str, role: str = "user", **limits: int) -> 
 
 
 async def two_routers(routers: Routers, key_of: dict[str, dict[str, int]]) -> tuple[Any, ...]:
-    """Starts two routers that know a key for each tenant. Returns their URLs and the keys."""
+    """Starts two routers with a key for each tenant. Returns their URLs and the keys."""
     urls = [await routers.start(name) for name in ("r1", "r2")]
     for url in urls:
         await ready(url)
     admin = routers.admin_of(urls[0])
     keys = {tenant: await create(admin, tenant, **limits) for tenant, limits in key_of.items()}
-    spare = await create(admin, "spare")  # the last one made: who knows it knows all
-    await until(partial(is_refused, urls[1], ""))  # until it knows a key, it serves everybody
+    spare = await create(admin, "spare")  # the last key; a router that has it has all
+    await until(partial(is_refused, urls[1], ""))  # without any key, a router serves everybody
     await until(partial(is_accepted, urls[1], spare))
     return urls, keys
 
 
 async def flood(urls: list[str], key: str, number: int) -> Counter[tuple[str, int]]:
-    """Sends requests to the routers in turn. Returns the statuses at each."""
+    """Sends requests to the routers in turn. Returns the counts of statuses at each."""
     found: Counter[tuple[str, int]] = Counter()
     turns = asyncio.Semaphore(AT_ONCE)
 
@@ -103,7 +103,8 @@ async def test_limits_have_openais_form(routers: Routers) -> None:
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-ratelimit-limit-requests"] == "3"
         assert answer.headers["x-ratelimit-remaining-requests"] == str(left)
-        # 10 of the prompt and 1 made of each before; 12 at most of this one, by the key's limit.
+        # Each earlier request used 10 prompt tokens and 1 completion token; this one may use 12 by
+        # the key's limit.
         used = 11 * (2 - left) + 22
         assert answer.headers["x-ratelimit-remaining-tokens"] == str(200 - used)
         assert answer.headers["x-ratelimit-reset-tokens"] in ("1m0s", "1m1s")
@@ -152,7 +153,7 @@ COUNT = {"messages": [{"role": "user", "content": "hello"}], "model": "SmolLM2-1
 async def test_calls_for_tokens_count_as_requests(
     routers: Routers, path: str, body: dict[str, Any], number: int
 ) -> None:
-    """They take none of the tokens, and with generations they share what is left of requests."""
+    """They use no tokens of the limit, and share the limit of requests with generations."""
     url = await routers.start("r1")
     await ready(url)
     limits = {"requests_per_minute": 2 * number + 1, "tokens_per_minute": 1000}
@@ -190,7 +191,7 @@ async def check_update_and_usage(routers: Routers, url: str, key: str) -> None:
     key_id = key.split("-")[1]
     done = await tandem(routers.admin_of(url), "update", key_id, "--requests-per-minute", "20")
     assert "requests_per_minute: 20\ntokens_per_minute: 200" in done.stdout
-    # Eight prompts are eight requests: they do not fit, so none of them is counted.
+    # Eight prompts count as eight requests, which exceed the limit, so none of them is counted.
     refused = await call(url, key, prompt=[PROMPT] * 8)
     assert refused.json()["error"]["type"] == "tokens"
     answer = await call(url, key, prompt=PROMPT)
@@ -222,8 +223,8 @@ async def check_update_and_usage(routers: Routers, url: str, key: str) -> None:
 async def generate(
     address: str, key: str, embed: inference_pb2.EmbedRequest | None = None
 ) -> tuple[Any, dict[str, str], str]:
-    """Asks over gRPC, for embeddings if a request for them is given. Returns the status, the
-    trailing metadata and the message."""
+    """Sends a gRPC generation, or the given embedding request. Returns the status, the trailing
+    metadata and the message."""
     async with grpc.aio.insecure_channel(address) as channel:
         metadata = (("authorization", f"Bearer {key}"),) if key else ()
         ids = inference_pb2.TokenIds(ids=PROMPT)
@@ -258,7 +259,7 @@ async def test_two_routers_keep_one_limit_with_redis_and_without(routers: Router
     for name, found in zip(names, floods, strict=False):
         total[name] += admitted(found)
         assert 0.9 * limit <= total[name] <= 1.1 * limit
-        for url in urls:  # each had half of the traffic
+        for url in urls:  # each router got half of the traffic
             assert limit / 8 <= found[url, 200] <= limit / 2.5
     assert admitted(await flood(urls, keys["d"], 4)) == 4
     await asyncio.to_thread(routers.redis.restart)
@@ -292,7 +293,7 @@ async def test_requests_at_once_over_two_routers(routers: Routers) -> None:
     assert refused.status_code == 429
     assert "2 requests at once is reached: 2 used" in refused.json()["error"]["message"]
     routers.worker.script = answering
-    open_ones[1].cancel()  # its client leaves
+    open_ones[1].cancel()  # the client disconnects
     await until(partial(is_accepted, urls[0], keys["acme"]))
     await until(partial(is_accepted, urls[1], keys["acme"]))
     open_ones[0].cancel()
@@ -300,7 +301,8 @@ async def test_requests_at_once_over_two_routers(routers: Routers) -> None:
 
 
 async def test_a_search_costs_what_it_made(routers: Routers) -> None:
-    """A user's key asks for beams, of which short ones win or which it leaves before they end."""
+    """A user's key requests beam searches: short beams win, or the client leaves before they
+    end."""
     url = await routers.start("r1")
     await ready(url)
     key = await create(routers.admin_of(url), "acme", tokens_per_minute=10_000)
@@ -312,7 +314,7 @@ async def test_a_search_costs_what_it_made(routers: Routers) -> None:
         top = [EOS, 1001, 1002, 1003]
         entry = pb.LogprobEntry(logprob=-1, rank=1, top_ids=top, top_logprobs=[-1, -1.1, -1.2, -9])
         if len(submit.input.token_ids) == len(PROMPT) + 6:
-            return  # the beams of the second search stay here until the client leaves
+            return  # the beams of the second search stay open until the client leaves
         say(update(submit, [EOS], "length", is_committed=True, logprobs=[entry]))
         routers.worker.tell_load(next(numbers))
 
@@ -344,7 +346,7 @@ async def test_a_search_costs_what_it_made(routers: Routers) -> None:
 
 @pytest.mark.slow
 async def test_nobody_exceeds_a_limit_in_any_minute(tmp_path: Path) -> None:
-    """The long form, with real minutes: `tests/security/tenant_limits.py` prints its figures."""
+    """The long form with real minutes; `tests/security/tenant_limits.py` prints its figures."""
     figures = await measure(tmp_path, 60.0)
     assert set(figures.statuses) == {200, 429}
     assert max(figures.with_redis.values()) <= 1.02

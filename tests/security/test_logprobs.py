@@ -1,7 +1,7 @@
-"""Cheap requests for very large answers: log probabilities of many prompts, or in many choices.
+"""Cheap requests for very large answers: log probabilities of many prompts, or of many choices.
 
-A worker computes a prompt once, whatever `n` is. The router made the answer in its memory, of more
-than 400 bytes for each of them, and served nobody meanwhile.
+A worker computes a prompt once, whatever `n` is. Without a limit the router would build the answer
+in memory, with more than 400 bytes for each log probability, and be blocked meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.harness.scripted_worker import Say, update
 __all__ = ["routers"]
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
-PROMPT = [7] * 2000  # the worker's context has 2048
+PROMPT = [7] * 2000  # the worker's context has 2048 tokens
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 ATTACKS: list[tuple[str, dict[str, Any]]] = [
     ("prompt_logprobs", {"prompt": [PROMPT] * 128, "prompt_logprobs": 20}),

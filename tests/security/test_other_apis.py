@@ -1,4 +1,4 @@
-"""Keys and tenants of the APIs beside OpenAI's completions and chats."""
+"""Keys and tenants in the APIs other than OpenAI's completions and chats."""
 
 from __future__ import annotations
 

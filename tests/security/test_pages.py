@@ -1,4 +1,4 @@
-"""No page of the router runs or loads anything of another origin."""
+"""No page of the router runs or loads anything from another origin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.service.router.conftest import RunningRouter
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
-# Attributes, CSS and calls that make a browser load something or go somewhere.
+# Attributes, CSS and calls that make a browser load or open something.
 REFERENCE = re.compile(
     r"""(?ix) \b(?:src|href|action|poster|data)\s*=\s*["']([^"']+) | \burl\(([^)]*)\)
     | @import\s*(\S+) | \bfrom\s*["']([^"']+) | \bimport\s*["'(]+([^"')]+)

@@ -1,6 +1,6 @@
-"""Routers and workers talk to nobody but one another: attacks over real sockets.
+"""Routers and workers accept calls only from each other: attacks over real sockets.
 
-The server has a worker's interceptors and port; behind it are methods that only answer.
+The server has a worker's interceptors and port, and methods that only answer.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ async def worker(tls_dir: Path | None) -> AsyncIterator[str]:
 
 
 async def as_router(address: str, calls: PeerCalls, role: str = "decode") -> str:
-    """Returns the answer to a router's call, or the status that refused it."""
+    """Makes a router's call. Returns the answer, or the status that refused it."""
     async with calls.open(address) as channel:
         try:
             request = pb.SetRoleRequest(role=role)
@@ -78,7 +78,7 @@ async def as_router(address: str, calls: PeerCalls, role: str = "decode") -> str
 
 
 async def as_worker(address: str, calls: PeerCalls) -> str:
-    """Returns the answer to a worker's call, or the status that refused it."""
+    """Makes a worker's call. Returns the answer, or the status that refused it."""
     async with calls.open(address) as channel:
         try:
             request = pb.ProbeRequest(num_bytes=3)
@@ -90,11 +90,11 @@ async def as_worker(address: str, calls: PeerCalls) -> str:
 
 @pytest.fixture
 def certificates(tmp_path: Path) -> Path:
-    """Folders of each kind, and of a cluster and an authority that are not ours."""
+    """Folders of certificates for each kind, and of another cluster and another authority."""
     ours = Authority(CLUSTER)
     for kind in ("router", "worker", "controller"):
         ours.write(tmp_path / kind, kind)  # type: ignore[arg-type]
-    # They trust our authority, which is what an attacker would do, too.
+    # They trust our authority, like an attacker would.
     Authority(CLUSTER).write(tmp_path / "foreign", "router", roots=ours.pem)
     other_cluster = Authority("c2")
     for name in ("_key", "_key_id", "_name"):
@@ -168,11 +168,12 @@ async def listening(handle: Handle, context: ssl.SSLContext | None) -> AsyncIter
 
 @pytest.mark.parametrize("server", ["clear", "foreign", "router", "other-cluster"])
 async def test_the_token_goes_to_no_false_worker(certificates: Path, server: str) -> None:
-    """A listening socket records all bytes that it gets, decrypted where it has a certificate."""
+    """A listening socket records all bytes that it receives, decrypted if it has a certificate."""
     got: list[bytes] = []
 
     async def record(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # An HTTP/2 server that has finished its handshake; gRPC sends no headers before it.
+        # Acts as an HTTP/2 server that has finished its handshake; gRPC sends no headers before
+        # that.
         writer.write(bytes.fromhex("000000040000000000"))
         try:
             while data := await reader.read(65536):
@@ -191,17 +192,18 @@ async def test_the_token_goes_to_no_false_worker(certificates: Path, server: str
     async with listening(record, context) as address:
         assert await as_router(address, peer(certificates / "router")) == "UNAVAILABLE"
         assert TOKEN.encode() not in b"".join(got)
-        if server == "clear":  # the socket does record: without certificates the token is sent
+        # without certificates the token is sent, which shows that the socket records
+        if server == "clear":
             task = asyncio.create_task(as_router(address, peer(None)))
             await eventually(lambda: TOKEN.encode() in b"".join(got))
             task.cancel()
         else:
-            assert not got  # nothing at all was sent to be decrypted
+            assert not got  # not even encrypted bytes were sent
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
 async def test_the_body_of_a_stranger_is_not_read(certificates: Path, encrypted: bool) -> None:
-    """60 MB without the token: the worker takes a few flow-control windows of them."""
+    """Sends 60 MB without the token: the worker reads only a few flow-control windows."""
     num_taken = 0
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -234,7 +236,7 @@ async def test_the_body_of_a_stranger_is_not_read(certificates: Path, encrypted:
     ):
         assert await as_router(through, stranger, "x" * BODY_BYTES) == "UNAUTHENTICATED"
         assert num_taken < BODY_BYTES / 10
-        # The same message of a router is read.
+        # The same message from a router is read.
         num_taken = 0
         assert await as_router(through, peer(folder), "x" * BODY_BYTES) == "xxxxxxxxxx"
         assert num_taken > BODY_BYTES
@@ -255,5 +257,5 @@ async def test_calls_move_to_new_certificates_and_streams_end_on_the_old_ones(
         answer = stub.Probe(request, metadata=calls.metadata, timeout=10)
         assert [message.data async for message in answer] == [b"x"]
         assert sum([len(message.data) async for message in stream]) == 99_999
-        # What trusts the old root only is refused by now.
+        # Clients that trust only the old root are refused now.
         assert await as_router(address, peer(certificates / "router")) == "UNAVAILABLE"

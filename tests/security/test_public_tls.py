@@ -1,4 +1,4 @@
-"""The public ports with TLS: over real sockets, with certificates that change under load."""
+"""The public ports with TLS, over real sockets, with certificates that change under load."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Encrypted:
         return f"https://127.0.0.1:{self.router.http_port}"
 
     def context(self) -> ssl.SSLContext:
-        """Trusts the certificate's authority, for the address that the tests use."""
+        """A TLS context that trusts the certificate's authority for the test address."""
         context = ssl.create_default_context(cafile=self.folder / "ca.crt")
         context.check_hostname = False
         return context
@@ -97,7 +97,7 @@ async def encrypted(
 
 
 def served(encrypted: Encrypted) -> bytes:
-    """Returns the certificate that a new connection gets."""
+    """The certificate that a new connection gets."""
     text = ssl.get_server_certificate(("127.0.0.1", encrypted.router.http_port), timeout=5)
     return text.encode()
 
@@ -149,7 +149,7 @@ async def test_plain_http_is_closed_and_does_not_hang(encrypted: Encrypted) -> N
 async def test_a_slow_handshake_ends(encrypted: Encrypted, port: str) -> None:
     began = time.monotonic()
     reader, writer = await asyncio.open_connection("127.0.0.1", getattr(encrypted.router, port))
-    writer.write(b"\x16\x03\x01")  # a handshake's first bytes, and no more
+    writer.write(b"\x16\x03\x01")  # the first bytes of a handshake, and no more
     async with asyncio.timeout(10):
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
@@ -162,7 +162,7 @@ async def test_slow_handshakes_hold_places_for_a_bounded_time(encrypted: Encrypt
         await asyncio.open_connection("127.0.0.1", encrypted.router.http_port)
         for _ in range(CONNECTIONS_MAX)
     ]
-    with pytest.raises(httpx.TransportError):  # all places are taken
+    with pytest.raises(httpx.TransportError):  # all slots are taken
         await health(encrypted)
     began = time.monotonic()
     async with asyncio.timeout(10):
@@ -189,7 +189,7 @@ async def test_two_certificates_under_load_fail_no_request(encrypted: Encrypted)
     async with asyncio.TaskGroup() as group:
         for _ in range(2):
             group.create_task(ask())
-        for _ in range(2):  # the clients' roots change first, as in any rotation
+        for _ in range(2):  # as in any rotation, the clients' roots change first
             roots = (encrypted.folder / "ca.crt").read_bytes()
             new = Authority("public")
             encrypted.folder.joinpath("ca.crt").write_bytes(roots + new.pem)

@@ -1,4 +1,4 @@
-"""Records in Redis that cannot be read end no router, and hide none that can be read."""
+"""Records in Redis that cannot be decoded end no router, and hide no valid records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A stolen Redis user of one kind of process reaches no key of another kind, on a real server."""
+"""A stolen Redis user of one kind of process can access no key of another kind, on a real
+server."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def test_a_foreign_key_or_command_is_refused(
 
 
 def test_a_script_reaches_no_further(server: EmbeddedRedis) -> None:
-    """A worker may run scripts; each of their calls has the user's own limits."""
+    """A worker may run scripts, whose calls have the restrictions of the user."""
     script = f"return redis.call('HGETALL', '{SECRETS}')"
     with closing(connect_blocking(server.url_of("worker"))) as redis:
         with pytest.raises(ResponseError, match=r"(?i)permission|ACL"):

@@ -1,5 +1,5 @@
-"""Text of clients in logs and on operators' screens, over real sockets: none of it forges a line or
-reaches a terminal."""
+"""Text of clients in logs and on operators' screens, over real sockets: it forges no line, and
+sends no control codes to a terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MARKUP = "[bold red]markup[/][link=https://evil.example]x[/link] :warning:"
 
 
 async def test_paths_forge_no_line_and_no_screen(routers: Routers) -> None:
-    """What a client puts into a path or a header is in the log, the audit trail and the records."""
+    """Checks text in a path or header as it appears in the log, the audit trail and the records."""
     one = await routers.start("r1")
     await ready(one)
     admin = routers.admin_of(one)
@@ -61,7 +61,7 @@ async def test_paths_forge_no_line_and_no_screen(routers: Routers) -> None:
 
 
 async def run(*words: str, key: str) -> str:
-    """Returns what a command prints on a terminal-like output."""
+    """Runs a command and returns its output."""
     done = await asyncio.to_thread(
         subprocess.run,
         [sys.executable, "-m", "tandem.ops.cli", *words],

@@ -1,4 +1,4 @@
-"""A body that comes too slowly is the client's fault: 408 on every route that reads one."""
+"""A body that arrives too slowly gets a 408 on every route that reads one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ FRAMINGS = {
 
 
 async def changing_paths(client: httpx.AsyncClient) -> list[str]:
-    """All that is posted, but a response's end, which reads no body and is answered at once."""
+    """Lists all POST paths except cancelling a response, which reads no body and answers at
+    once."""
     paths = (await client.get("/openapi.json")).json()["paths"]
     return [
         path.format(worker_id="decode-0", key_id="0")
@@ -31,9 +32,9 @@ async def changing_paths(client: httpx.AsyncClient) -> list[str]:
 
 
 async def slow_post(port: int, path: str, framing: str, *, drips: bool) -> bytes:
-    """Returns what the router answers to a body that never ends, up to the connection's end.
+    """Sends a body that never ends. Returns everything received until the connection ends.
 
-    What the client still sends after the answer may reset the connection instead of ending it.
+    Bytes sent after the answer may reset the connection instead of ending it.
     """
     field, piece = FRAMINGS[framing]
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"

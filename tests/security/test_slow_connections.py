@@ -1,4 +1,4 @@
-"""A thousand slow connections of one address hold up nobody else."""
+"""A thousand slow connections of one address do not delay other clients."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NUM_SLOW = 1000
 ROUTER = {"connections_max": NUM_SLOW // 2}
 KINDS_TRIED = ("partial-header", "keep-alive", "grpc-idle")
 SECONDS = 1.2
-# The long form, tests/security/slow_connections.py, asks for 1.5 times. A second on a machine whose
-# cores others use, too, has pauses of its own.
+# The long form, tests/security/slow_connections.py, requires 1.5 times. On a machine whose cores
+# are shared, a second may contain unrelated pauses.
 RATIO_MAX, PAUSE_MS = 1.5, 250.0
 TIMES_MAX = 3
 
@@ -53,8 +53,8 @@ async def test_slow_connections_hold_up_nobody_else(answering: RunningRouter) ->
         attack = slow_clients(kind, port, NUM_SLOW)
         await asyncio.to_thread(attack.__enter__)
         try:
-            await ask(answering)  # while the thousand arrive, answers come, but not soon
-            # A pause of the machine is over at the second or third time.
+            await ask(answering)  # while the thousand connections arrive, answers may be late
+            # A pause of the machine is over at the second or third attempt.
             seen = [(await ask(answering)).percentile_ms(0.99)]
             while seen[-1] >= bound_ms and len(seen) < TIMES_MAX:
                 seen.append((await ask(answering)).percentile_ms(0.99))

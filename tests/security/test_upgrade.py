@@ -1,7 +1,7 @@
-"""`Upgrade` is ignored: the request is answered, and its body is never read as another request.
+"""`Upgrade` is ignored: the request is answered, and its body is never parsed as another request.
 
-RFC 9110 7.8 lets a server ignore the field. A proxy that passes it on takes the bytes after the
-header for the request's body. A server that took them for requests would answer one client's
+RFC 9110 7.8 lets a server ignore the field. A proxy that forwards it treats the bytes after the
+header as the request's body. A server that treated them as requests would answer one client's
 request to another client.
 """
 
@@ -43,21 +43,21 @@ UPGRADES = {
 
 
 class Client:
-    """One connection; whatever waits inside for the router fails after 10 s."""
+    """One connection; every wait for the router in its context is limited to 10 s."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
 
     async def send(self, *packets: bytes) -> None:
-        """Sends each packet by itself: the router has read one before the next is sent."""
+        """Sends each packet separately: the router reads one before the next is sent."""
         for packet in packets:
             self._writer.write(packet)
             await self._writer.drain()
-            await asyncio.sleep(0.002)  # else the kernel joins them
+            await asyncio.sleep(0.002)  # otherwise the kernel merges the packets
 
     async def answer(self) -> tuple[int, bytes]:
-        """Returns status and body of the next answer."""
+        """Reads status and body of the next answer."""
         head = await self._reader.readuntil(b"\r\n\r\n")
         if head.startswith(b"HTTP/1.1 100 "):
             return await self.answer()
@@ -66,7 +66,7 @@ class Client:
         return int(head.split(b" ")[1]), await self._reader.readexactly(int(length[1]))
 
     async def rest(self) -> bytes:
-        """Returns everything until the router closes the connection."""
+        """Reads everything until the router closes the connection."""
         rest = b""
         with contextlib.suppress(ConnectionError):
             while part := await self._reader.read(1 << 16):
@@ -101,7 +101,7 @@ def each_byte(data: bytes) -> list[bytes]:
 
 
 def deliveries(fields: bytes, body: bytes) -> dict[str, Iterable[bytes]]:
-    """One request in several packets, by how it is cut."""
+    """The same request, split into packets in several ways, by name."""
     by_length, by_chunks = head(fields, size=len(body)), head(fields)
     pieces = chunked(body[:5], body[5:])
     return {
@@ -140,7 +140,7 @@ async def test_the_request_is_answered_with_its_body_and_so_is_the_next(
 async def test_a_body_is_never_a_request(
     answering: RunningRouter, upgrade: str, method: bytes
 ) -> None:
-    """The last request asks for the connection's end, so all answers are counted."""
+    """The last request closes the connection, so all answers are counted."""
     fields = UPGRADES[upgrade]
     last = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     for port in (answering.router.http_port, answering.router.admin.http_port):
@@ -200,7 +200,8 @@ async def test_a_tunnel_is_refused_and_its_bytes_are_no_request(
     begin = head(UPGRADES[upgrade], size=len(HIDDEN), line=b"CONNECT " + target + b" HTTP/1.1")
     for packets in ([begin + HIDDEN], [begin, HIDDEN]):
         async with connected(answering.router.http_port) as client:
-            with contextlib.suppress(ConnectionError):  # it may be closed before the second packet
+            # the connection may be closed before the second packet
+            with contextlib.suppress(ConnectionError):
                 await client.send(*packets)
             told = await client.rest()
         assert told.count(b"HTTP/1.1 ") == 1, told
@@ -211,7 +212,7 @@ async def test_a_tunnel_is_refused_and_its_bytes_are_no_request(
 @pytest.mark.parametrize(
     ("fields", "status"),
     [
-        (b"content-length: 5\r\n", 400),  # a second one, with another value
+        (b"content-length: 5\r\n", 400),  # a second Content-Length with another value
         (b"content-length: 49\r\n", 400),
         (b"transfer-encoding: chunked\r\n", 400),  # both framings
         (b"transfer-encoding: gzip, identity\r\n", 400),
@@ -238,7 +239,7 @@ async def test_a_header_that_two_servers_could_read_differently_is_refused(
 
 
 async def test_fields_after_the_body_are_none_of_the_request(answering: RunningRouter) -> None:
-    """A pipelined request waits for the one before it while its trailers arrive."""
+    """A pipelined request waits for the previous one while its trailers arrive."""
     sent = head(b"") + chunked(BODY)[:-2] + b"host: evil.example\r\nupgrade: h2c\r\n"
     async with connected(answering.router.http_port) as client:
         await client.send((sent + b"connection: upgrade\r\n\r\n") * 2 + HIDDEN)
@@ -270,7 +271,7 @@ http {{
 
 @contextlib.contextmanager
 def nginx(folder: Path, router_port: int, buffering: str) -> Iterator[int]:
-    """Runs nginx as ingress-nginx configures it; yields its port."""
+    """Runs nginx configured like ingress-nginx. Yields its port."""
     program = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin")
     if program is None:
         pytest.skip("nginx is not installed")
@@ -291,7 +292,7 @@ async def test_no_client_of_a_proxy_gets_another_ones_answer(
 ) -> None:
     hidden = head(b"", size=len(BODY)) + BODY
     with nginx(tmp_path, answering.router.http_port, buffering) as port:
-        await eventually(lambda: (tmp_path / "pid").exists())  # it listens
+        await eventually(lambda: (tmp_path / "pid").exists())  # nginx is listening
         for padding in (0, 2_000, 17_000, 60_000):
             body = b"\r\n" * (padding // 2) + hidden
             line = b"GET /version HTTP/1.1"

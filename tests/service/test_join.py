@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc import StatusCode
 
-from tandem.cluster.joining.call import ask_to_join
+from tandem.cluster.joining.call import request_join
 from tandem.cluster.launch.certificates import Authority
 from tandem.cluster.operate import show_status
 from tandem.errors import ConfigError
@@ -44,9 +44,9 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
 def test_a_strange_authority_learns_no_token_and_a_wrong_token_gets_nothing(joined: Joined) -> None:
     where = (joined.first.address, JOIN_PORT)
     with pytest.raises(ConfigError, match="The token was not sent"):
-        ask_to_join(*where, token=TOKEN, ca_sha256="ab" * 32, own_address="")
+        request_join(*where, token=TOKEN, ca_sha256="ab" * 32, own_address="")
     with pytest.raises(ConfigError, match="the token is wrong"):
-        ask_to_join(*where, token=TOKEN + "x", ca_sha256=joined.ca_sha256, own_address="")
+        request_join(*where, token=TOKEN + "x", ca_sha256=joined.ca_sha256, own_address="")
 
 
 def called(host: str, port: int, ca: bytes, *own: bytes) -> StatusCode:

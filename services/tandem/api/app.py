@@ -1,8 +1,8 @@
 """The public HTTP API: OpenAI's completions, chats and responses, Anthropic's messages, models,
-requests, health.
+request records and health.
 
-It only translates: `request` decides what a request may be, `generator` what becomes of it. Each
-API has bodies and replies of its own, and the same way between them (`generation.py`).
+This module only translates: `router/request` validates requests, and `Generator` runs them. Each
+API has its own bodies and replies and shares the steps between them (`routes/generation.py`).
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from tandem.api.admin.keys import add_record_route
 from tandem.api.anthropic.requests import CountTokensBody, MessagesBody
 from tandem.api.http.errors import JsonResponse, install_handlers
 from tandem.api.http.front import Front
-from tandem.api.http.guard import PROBES, PublicGuard, tell_refusal
+from tandem.api.http.guard import PROBES, PublicGuard, log_refusal
 from tandem.api.openai.embeddings import EmbeddingsBody
 from tandem.api.openai.openapi import ErrorReply, add_schemas, generation_route
 from tandem.api.openai.parsed import ParsedRequest
@@ -61,13 +61,13 @@ def make_app(
     keys: KeyService,
     trail: AuditTrail,
 ) -> FastAPI:
-    """Makes the app of the public HTTP port. The one of `--api grpc` answers probes and other
-    routers only."""
+    """Builds the app of the public HTTP port. With `--api grpc` it serves only health probes and
+    calls from other routers."""
     app = FastAPI(
         title="Tandem",
         description="OpenAI's API on prefill and decode workers apart from each other",
         redirect_slashes=False,
-        docs_url=None,  # these two pages would run scripts of another site
+        docs_url=None,  # FastAPI's documentation pages load scripts from another site.
         redoc_url=None,
         responses={"default": {"description": "An error", "model": ErrorReply}},
     )
@@ -75,7 +75,7 @@ def make_app(
     add_schemas(app, *_BODIES)
     app.add_middleware(PublicGuard, config=config, access=access, trail=trail)
     app.add_middleware(HttpMetrics, metrics=generator.metrics, uncounted=PROBES)
-    # The last one added is the first one called.
+    # Starlette calls the middleware that was added last first.
     app.add_middleware(Front, config=config, generator=generator)
     if config.api != "grpc":
         _add_api(app, config, generator, trail)
@@ -133,13 +133,13 @@ def _add_requests(app: FastAPI, generator: Generator, trail: AuditTrail) -> None
         requests = generator.requests
         tenant = visible_tenant(request.state.key)
         if choices := requests.find_choices(request_id, tenant):
-            told = {"id": request_id, "object": "list", "data": [r.as_dict() for r in choices]}
-            return JsonResponse(told)
+            found = {"id": request_id, "object": "list", "data": [r.as_dict() for r in choices]}
+            return JsonResponse(found)
         try:
             return JsonResponse(requests.find(request_id, tenant).as_dict())
         except RequestNotFound as error:
             if requests.is_of_another(request_id, tenant):
-                tell_refusal(trail, request.scope, error)
+                log_refusal(trail, request.scope, error)
             raise
 
 

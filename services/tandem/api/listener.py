@@ -1,7 +1,7 @@
-"""The public listener of a router: the HTTP API and the gRPC API, each on a port of its own.
+"""The public listener of a router: the HTTP API and the gRPC API, each on its own port.
 
-A router of `--api http` has no gRPC port. One of `--api grpc` has both: on its HTTP port it answers
-probes and other routers.
+With `--api http` there is no gRPC port. With `--api grpc` there are both, and the HTTP port serves
+only probes and calls from other routers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class PublicListener:
-    """`bind`, `start` and `stop` in this order."""
+    """Serves the public ports. Call `bind`, then `start` and `serve`; `stop` ends it."""
 
     def __init__(
         self,
@@ -38,7 +38,8 @@ class PublicListener:
         live: Collection[Peer],
         files: CertificateFiles | None = None,
     ) -> None:
-        """Both ports speak TLS if there are `files`. `live` are the peers with a gRPC call."""
+        """Prepares both ports; with `files` they use TLS. `live` has the peers with an open gRPC
+        call."""
         self._config = config
         self._clients = clients
         self._files = files
@@ -58,7 +59,7 @@ class PublicListener:
         self.grpc_port = 0
 
     def not_ready_reason(self) -> str:
-        """Returns what keeps this listener alone from serving: nothing."""
+        """Says why this listener cannot serve; always empty."""
         return ""
 
     @property
@@ -68,11 +69,11 @@ class PublicListener:
 
     @property
     def own_url(self) -> str:
-        """URL at which other routers reach this one."""
+        """Base URL at which other routers reach this one."""
         return f"{'http' if self._files is None else 'https'}://{self.endpoint}"
 
     def bind(self) -> None:
-        """Binds both ports. Raises ConfigError for a taken one."""
+        """Binds both ports. Raises ConfigError if one is taken."""
         config = self._config
         self._sock = bind(
             config.host,
@@ -85,12 +86,12 @@ class PublicListener:
             self.grpc_port = self.grpc.bind()
 
     async def start(self) -> None:
-        """Serves gRPC, if it is to."""
+        """Starts the gRPC server, if there is one."""
         if self.grpc is not None:
             await self.grpc.start()
 
     def serve(self, app: ASGIApp) -> asyncio.Task[None]:
-        """Serves `app` over HTTP. Returns the task of the server."""
+        """Serves `app` over HTTP. Returns the task of the HTTP server."""
         assert self._sock is not None
         self._http = HttpServer(app, self._config, self._clients, self._files)
         host = self._config.host
@@ -101,26 +102,27 @@ class PublicListener:
         return asyncio.create_task(self._http.serve(sockets=[self._sock]), name="public")
 
     async def stop(
-        self, deadline_s: float, serving: asyncio.Task[None], *, gives_way: bool = False
+        self, deadline_s: float, serving: asyncio.Task[None], *, cuts_idle: bool = False
     ) -> None:
-        """Takes nothing new, and waits for what is live."""
+        """Refuses new requests and waits at most `deadline_s` seconds for open ones. `cuts_idle`
+        also cuts gRPC connections without open calls."""
         if self._http is not None:
             self._http.begin_stop()
         ends: list[Awaitable[None]] = [serving]
-        if self.grpc is not None and gives_way:
-            ends.append(self.grpc.give_way(deadline_s, self._live))
+        if self.grpc is not None and cuts_idle:
+            ends.append(self.grpc.stop_and_cut(deadline_s, self._live))
         elif self.grpc is not None:
             ends.append(self.grpc.stop(deadline_s))
         await asyncio.gather(*ends, return_exceptions=True)
 
 
 def _own_host(config: RouterConfig) -> str:
-    """Returns the address at which other routers reach this one, as it stands in a URL."""
+    """Finds the host at which other routers reach this one, in the form that a URL needs."""
     host = config.host
     if host in ("0.0.0.0", "::"):
         nodes = parse(config.cluster.redis_url).nodes or (("127.0.0.1", 1),)
         family, _, _, _, address = socket.getaddrinfo(*nodes[0], type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing; it only chooses the route
+            probe.connect(address)  # sends nothing; the kernel only selects a route
             host = probe.getsockname()[0]
     return f"[{host}]" if ":" in host else host

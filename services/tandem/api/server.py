@@ -1,11 +1,12 @@
-"""Runs one router from start to end: binds, loads the model, serves, drains.
+"""Runs one router: binds its ports, loads the model, serves, and drains.
 
-    binding -> listening (503 at /ready) -> ready -> draining (on SIGTERM or SIGINT) -> closed
-                                                |         ^
-                                                '-> leaving (on `LEAVE_SIGNAL`)
+  binding -> listening (503 at /ready) -> ready -> draining (on SIGTERM or SIGINT) -> closed
+                                            |         ^
+                                            '-> leaving (on `LEAVE_SIGNAL`)
 
-A router that leaves serves as before, but says 503 at /ready: clients go elsewhere meanwhile.
-Listening comes first, so that probes and people see what it waits for.
+A leaving router still serves requests, but answers 503 at /ready, so that load balancers choose
+other routers. The ports are open before the model is loaded, so that probes can report the
+progress.
 """
 
 import asyncio
@@ -74,16 +75,16 @@ from tandem.router.workers.pool_watch import PoolWatch
 log = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 1.0
-_SERVICE = "tandem-router"  # in traces and metrics over OTLP
+_SERVICE = "tandem-router"  # service name in OpenTelemetry traces and metrics
 
 
 class Router:
-    """One router. `run` serves until `stop` is called or the process is told to end."""
+    """One router. `run` serves until `stop` is called."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._stopping = asyncio.Event()
-        self.gave_way: MemoryGrown | None = None
+        self.memory_error: MemoryGrown | None = None
         self._memory: MemoryWatch | None = None
         self._redis: Client = connect(config.cluster.redis_url)
         self._tls = _public_certificate(config)
@@ -150,16 +151,17 @@ class Router:
 
     @property
     def http_port(self) -> int:
-        """Port of the public HTTP API, once it is bound."""
+        """Port of the public HTTP API; 0 until it is bound."""
         return self._public.http_port
 
     @property
     def grpc_port(self) -> int:
-        """Port of the public gRPC API, or of the endpoint picker, once it is bound; 0 for none."""
+        """Port of the public gRPC API or of the endpoint picker; 0 if there is none or it is not
+        bound."""
         return self._public.grpc_port
 
     def _num_held(self) -> int:
-        """Returns how many requests wait for a decode worker."""
+        """Counts the requests that wait for a decode worker."""
         return self._dispatcher.num_pending + (self.picker.num_awaited if self.picker else 0)
 
     def _make_public(self) -> PublicListener:
@@ -192,25 +194,27 @@ class Router:
         )
 
     def stop(self) -> None:
-        """Ends `run`: nothing new is accepted, live requests get the drain deadline to end."""
+        """Ends `run`: new requests are refused, and open ones get the drain deadline to finish."""
         self._stopping.set()
 
-    def give_way(self, why: str) -> None:
-        """Ends `run` because of this process's memory; `gave_way` says why."""
-        self.gave_way = MemoryGrown(why)
+    def stop_for_memory(self, why: str) -> None:
+        """Ends `run` because the process uses too much memory; `memory_error` has the error."""
+        self.memory_error = MemoryGrown(why)
         log.error("%s", why)
         self.view.events.add("memory", self._config.router_id, why)
         self.stop()
 
     def announce_end(self) -> None:
-        """Says that this router is not ready, and serves on; `stop` is to follow."""
+        """Reports this router as not ready while it continues to serve. A call of `stop` should
+        follow."""
         log.info("leaving: requests are still served")
         self.generator.end_reason = "this router will leave"
         self.view.notify_change()
 
     async def run(self) -> None:
-        """Serves until `stop`. Raises ConfigError for a taken port or a model that cannot load."""
-        # All are bound before one is started: a router that cannot start has served nothing.
+        """Serves until `stop`. Raises ConfigError if a port is taken or the model cannot be
+        loaded."""
+        # Bind all ports before serving on one, so that a router that cannot start serves nothing.
         self._public.bind()
         self.admin.bind()
         own_url = self._public.own_url
@@ -226,7 +230,7 @@ class Router:
             loop = asyncio.get_running_loop()
             self._memory = MemoryWatch(
                 self._config.grpc_memory,
-                lambda why: loop.call_soon_threadsafe(self.give_way, why),
+                lambda why: loop.call_soon_threadsafe(self.stop_for_memory, why),
             )
             self._memory.start()
         work: set[asyncio.Task[Any]] = {
@@ -240,7 +244,7 @@ class Router:
             asyncio.create_task(self._keys.run(own_url), name="api-keys"),
             asyncio.create_task(self.page.run(), name="page"),
             asyncio.create_task(self._stopping.wait(), name="stop"),
-            *self._work_of_kind(),
+            *self._start_router_tasks(),
         }
         if self._config.autoscale.mode != "off":
             work.add(asyncio.create_task(self.autoscale.run(), name="autoscale"))
@@ -253,8 +257,9 @@ class Router:
         finally:
             await self._drain(work)
 
-    def _work_of_kind(self) -> set[asyncio.Task[Any]]:
-        """Starts what an endpoint picker does not do, for it serves no request itself."""
+    def _start_router_tasks(self) -> set[asyncio.Task[Any]]:
+        """Starts the tasks that only a router needs: an endpoint picker serves no requests
+        itself."""
         if not isinstance(self._public, PublicListener):
             return set()
         work = {
@@ -270,8 +275,8 @@ class Router:
         return not self.generator.not_ready_reason()
 
     def _make_apps(self) -> tuple[FastAPI, FastAPI]:
-        """Makes the public HTTP API and the operators'."""
-        # Messages name the port that the system chose.
+        """Builds the public and the admin HTTP app."""
+        # With port 0 the system chooses one; messages must name it.
         own = replace(self._config.admin, port=self.admin.http_port)
         config = replace(self._config, admin=own, http_port=self.http_port)
         self.page.config = config
@@ -300,9 +305,9 @@ class Router:
         self.generator.end_reason = "this router is draining"
         named = {task.get_name(): task for task in work}
         if (front := named.pop("front", None)) is not None:
-            await cancel(front)  # first of all: no gateway sends more here
-        gives_way = self.gave_way is not None
-        await self._public.stop(deadline_s, named.pop("public"), gives_way=gives_way)
+            await cancel(front)  # first, so that no gateway sends more requests
+        cuts_idle = self.memory_error is not None
+        await self._public.stop(deadline_s, named.pop("public"), cuts_idle=cuts_idle)
         self.page.close()
         await self.admin.stop(named.pop("admin-http"))
         await cancel(*named.values())
@@ -315,7 +320,7 @@ class Router:
     async def _load_and_watch(self) -> None:
         loading = asyncio.to_thread(_load, self._config)
         model, _ = await asyncio.gather(loading, self._open_prefix_tree())
-        # Only now is it known which workers serve the same model.
+        # Compatible workers are known only once the model's fingerprint is known.
         self.view.model_fingerprint = model.folder.fingerprint
         self.generator.model = model
         self.view.notify_change()
@@ -324,15 +329,15 @@ class Router:
             self._memory.rebase()
         log.info("model %s is loaded", self.generator.served_name)
         jobs = [self._watch_readiness()]
-        if self._config.api != "grpc":  # which is to be light: few prompts are long
+        if self._config.api != "grpc":  # saves memory; long prompts are rare over gRPC
             jobs.append(model.preparer.check())
         await asyncio.gather(*jobs)
 
     async def _watch_readiness(self) -> None:
-        said: str | None = None
+        reported: str | None = None
         while True:
             reason = self.generator.not_ready_reason() or self._public.not_ready_reason()
-            if reason != said:
+            if reason != reported:
                 for server in filter(None, (self._public.grpc, self.admin.grpc)):
                     await server.set_ready(ready=not reason)
                 self._metrics.serving.set(not reason)
@@ -340,7 +345,7 @@ class Router:
                 self.view.events.add(
                     "mode", self._config.router_id, reason or "requests are served"
                 )
-                said = reason
+                reported = reason
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEALTH_INTERVAL_S):
                     await self.view.wait_change()
@@ -354,9 +359,10 @@ class Router:
 
 
 def serve(config: RouterConfig) -> TandemError | None:
-    """Blocks until SIGTERM or SIGINT; returns what ended the router sooner, such as a taken port.
+    """Runs a router until SIGTERM or SIGINT. Returns the error if it ended earlier, for example
+    because a port is taken.
 
-    Raises ConfigError for settings that no router can run with.
+    Raises ConfigError for invalid settings.
     """
 
     async def main() -> TandemError | None:
@@ -369,7 +375,7 @@ def serve(config: RouterConfig) -> TandemError | None:
             await router.run()
         except TandemError as error:
             return error
-        return router.gave_way
+        return router.memory_error
 
     return asyncio.run(main())
 
@@ -380,7 +386,7 @@ def _public_certificate(config: RouterConfig) -> CertificateFiles | None:
 
 
 def _access(config: RouterConfig, ring: KeyRing, host: str, bodies: BodyBudget) -> Access:
-    """The rules of the listener at `host`."""
+    """Builds the access rules of the listener on `host`."""
     return Access(
         ring,
         is_loopback=is_loopback(host),
@@ -403,7 +409,7 @@ def _load(config: RouterConfig) -> LoadedModel:
 
 
 def _sampling_defaults(config: RouterConfig, file: Path) -> Mapping[str, float]:
-    """Returns the model's own defaults. Raises ConfigError for a value that is out of range."""
+    """Reads the model's own sampling defaults. Raises ConfigError if a value is out of range."""
     if config.answers.generation_config == "none":
         return {}
     with naming(file):

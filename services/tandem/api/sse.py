@@ -1,14 +1,14 @@
-"""Server-sent events, as bytes (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+"""Encodes server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
 
 from typing import Any
 
 import msgspec
 
-DONE = b"data: [DONE]\n\n"  # OpenAI's last event, which is no JSON
+DONE = b"data: [DONE]\n\n"  # the last event of OpenAI's streams; not JSON
 _encode = msgspec.json.Encoder().encode
 
 
 def event(data: Any, name: str = "") -> bytes:
-    """Returns an event with this data as JSON."""
+    """Encodes one event with `data` as JSON, and the event name if it is not empty."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + _encode(data) + b"\n\n"

@@ -1,10 +1,10 @@
-"""The GPUs of a host: how many there are, which one a worker gets, and how its process sees it.
+"""Finds the GPUs of a host, and assigns one to each worker process.
 
-A worker computes on one GPU and sees no other: CUDA_VISIBLE_DEVICES of its process names that GPU.
-Its engine asks for the device "cuda" in several threads, and CUDA keeps the current device by
-thread, so a process with one visible GPU cannot compute on another by mistake.
+A worker uses exactly one GPU: CUDA_VISIBLE_DEVICES of its process names it. The engine selects the
+device "cuda" in several threads, and CUDA's current device is per thread, so a process that sees
+one GPU cannot use another by mistake.
 
-This module asks neither torch nor CUDA, and knows no pool.
+This module imports neither torch nor CUDA, and does not depend on pools.
 """
 
 import re
@@ -13,16 +13,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_NAME = re.compile(r"\d+|(GPU|MIG)-\S+")  # a number, or the UUID of a GPU or of a part of one
+_NAME = re.compile(r"\d+|(GPU|MIG)-\S+")  # an index, or the UUID of a GPU or a MIG instance
 _DEVICE_FILE = re.compile(r"nvidia\d+")
 
 
 def count_gpus(environment: Mapping[str, str], root: Path = Path("/")) -> int:
-    """Returns the number of GPUs that CUDA would show to a process with this environment.
+    """Counts the GPUs that CUDA would show to a process with this environment.
 
-    The variable CUDA_VISIBLE_DEVICES counts if it is set. Otherwise the device files count, because
-    a container may have fewer of them than the driver lists. The driver's list is the last resort:
-    on some machines the first program that uses a GPU makes the device files.
+    CUDA_VISIBLE_DEVICES is used if it is set. Otherwise device files are counted, because a
+    container may have fewer than the driver lists. The driver's list is the last resort: on some
+    machines device files are created when the first program uses a GPU.
     """
     files = sum(_DEVICE_FILE.fullmatch(name) is not None for name in _names(root / "dev"))
     num_gpus = files or len(_names(root / "proc/driver/nvidia/gpus"))
@@ -32,10 +32,10 @@ def count_gpus(environment: Mapping[str, str], root: Path = Path("/")) -> int:
 
 
 def with_gpu(environment: Mapping[str, str], gpu: int | None) -> dict[str, str]:
-    """Returns the environment of a process that sees only this GPU of its host.
+    """Builds the environment of a process that sees only this GPU of its host.
 
-    `gpu` is an index into the host's own CUDA_VISIBLE_DEVICES, where `environment` has one, and a
-    UUID stays one. With None nothing changes.
+    `gpu` is an index into the host's CUDA_VISIBLE_DEVICES if that is set; a UUID there is kept.
+    With None the environment is unchanged.
     """
     if gpu is None:
         return dict(environment)
@@ -46,9 +46,10 @@ def with_gpu(environment: Mapping[str, str], gpu: int | None) -> dict[str, str]:
 def least_used(
     num_gpus: Mapping[str, int], used: Iterable[tuple[str, int]]
 ) -> dict[str, tuple[int, int]]:
-    """Returns (number of workers, index) of the least used GPU of each host that has GPUs.
+    """Finds the least used GPU of each host that has GPUs: (number of its workers, index) by host
+    id.
 
-    `num_gpus` are those of each host, by its id, and `used` has (host id, index) of each worker.
+    `num_gpus` is by host id, and `used` has the (host id, index) of each worker.
     """
     uses = Counter(used)
     return {
@@ -59,9 +60,8 @@ def least_used(
 
 
 def _visible(text: str, num_gpus: int = 0) -> list[str]:
-    """Returns the GPUs that a value of CUDA_VISIBLE_DEVICES names. As for CUDA, the list ends at
-    the first name that is none, such as -1, or a number that is too large where `num_gpus` is
-    known."""
+    """Parses CUDA_VISIBLE_DEVICES. Like in CUDA, the list ends at the first invalid entry, such as
+    -1, or an index that is too large if `num_gpus` is known."""
     names: list[str] = []
     for name in map(str.strip, text.split(",")):
         is_absent = bool(num_gpus) and name.isdecimal() and int(name) >= num_gpus

@@ -1,4 +1,4 @@
-"""`tandem keys`: an operator's calls to a router about API keys."""
+"""The `tandem keys` commands, which manage API keys through a router."""
 
 import time
 from pathlib import Path
@@ -7,7 +7,7 @@ from urllib.parse import urlencode
 import msgspec
 from rich.table import Table
 
-from tandem.cluster.operate import ask_once, console
+from tandem.cluster.operate import call_with_progress, console
 from tandem.errors import OperateError
 from tandem.net.security.keys import KeyRecord, Role, create
 from tandem.net.security.limits import NO_LIMITS, changed
@@ -17,18 +17,19 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def create_key(url: str, tenant: str, role: str, expires: str, limits: dict[str, int]) -> None:
-    """Prints a new key. Raises OperateError."""
+    """Creates a key and prints it. Raises OperateError."""
     body = {
         "tenant": tenant,
         "role": role,
         "expires_in_s": parse_duration(expires),
         "limits": limits,
     }
-    print(ask_once(url, "POST", body, path=_PATH)["key"])
+    print(call_with_progress(url, "POST", body, path=_PATH)["key"])
 
 
 def add_key(file: Path, tenant: str, role: Role, expires: str, limits: dict[str, int]) -> None:
-    """Prints a new key whose record is added to a file of records. Raises OperateError."""
+    """Creates a key, adds its record to a file of records, and prints the key. Raises
+    OperateError."""
     lifetime_s = parse_duration(expires)
     now = time.time()
     expires_at = now + lifetime_s if lifetime_s else 0.0
@@ -44,10 +45,10 @@ def add_key(file: Path, tenant: str, role: Role, expires: str, limits: dict[str,
 
 
 def list_keys(url: str) -> None:
-    """Prints all keys, without their secrets. Raises OperateError."""
+    """Prints all keys without their secrets. Raises OperateError."""
     columns = ("key", "tenant", "role", "state", "created", "expires", "limits")
     table = Table(*columns, box=None, pad_edge=False)
-    for key in ask_once(url, "GET", path=_PATH)["keys"]:
+    for key in call_with_progress(url, "GET", path=_PATH)["keys"]:
         words = [key[name] for name in ("key_id", "tenant", "role", "state")]
         limits = " ".join(f"{name}={value}" for name, value in key["limits"].items())
         table.add_row(*words, _day(key["created_at"]), _day(key["expires_at"]), limits)
@@ -55,10 +56,10 @@ def list_keys(url: str) -> None:
 
 
 def update_key(url: str, key_id: str, limits: dict[str, int]) -> None:
-    """Changes limits of a key, and prints all its limits. Raises OperateError."""
+    """Changes limits of a key and prints all its limits. Raises OperateError."""
     if not limits:
         raise OperateError("name a limit to change, such as --requests-per-minute 60")
-    key = ask_once(url, "POST", {"limits": limits}, path=f"{_PATH}/{key_id}/update")
+    key = call_with_progress(url, "POST", {"limits": limits}, path=f"{_PATH}/{key_id}/update")
     for name, value in key["limits"].items():
         print(f"{name}: {value}")
     if not key["limits"]:
@@ -66,9 +67,9 @@ def update_key(url: str, key_id: str, limits: dict[str, int]) -> None:
 
 
 def show_usage(url: str, window: str, last: int, tenant: str | None) -> None:
-    """Prints the usage of tenants. Raises OperateError."""
+    """Prints the usage of tenants in the `last` windows. Raises OperateError."""
     query = {"window": window, "last": last} | ({} if tenant is None else {"tenant": tenant})
-    rows = ask_once(url, "GET", path=f"/v1/usage?{urlencode(query)}")["data"]
+    rows = call_with_progress(url, "GET", path=f"/v1/usage?{urlencode(query)}")["data"]
     counts = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
     table = Table(window, "tenant", *counts, box=None, pad_edge=False)
     for row in rows:
@@ -78,15 +79,15 @@ def show_usage(url: str, window: str, last: int, tenant: str | None) -> None:
 
 
 def rotate_key(url: str, key_id: str, grace: str) -> None:
-    """Prints the key with its new secret. Raises OperateError."""
+    """Gives a key a new secret and prints the key. Raises OperateError."""
     body = {"grace_s": parse_duration(grace)}
-    print(ask_once(url, "POST", body, path=f"{_PATH}/{key_id}/rotate")["key"])
+    print(call_with_progress(url, "POST", body, path=f"{_PATH}/{key_id}/rotate")["key"])
 
 
 def revoke_key(url: str, key_id: str) -> bool:
-    """Revokes a key, and prints which processes confirmed it. Returns whether all did. Raises
+    """Revokes a key and prints which processes confirmed it. Returns True if all did. Raises
     OperateError."""
-    done = ask_once(url, "POST", {}, path=f"{_PATH}/{key_id}/revoke")
+    done = call_with_progress(url, "POST", {}, path=f"{_PATH}/{key_id}/revoke")
     problems = {"redis": done["redis"], **done["routers"]}
     for name, problem in problems.items():
         print(f"{name}: {problem or 'confirmed'}")
@@ -94,7 +95,8 @@ def revoke_key(url: str, key_id: str) -> bool:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of a duration such as 30d, 12h, 15m or 90s; 0 for never. Raises OperateError."""
+    """Parses a duration such as 30d, 12h, 15m or 90s to seconds; "0" means never. Raises
+    OperateError."""
     number = text[:-1]
     unit = text[-1:]
     if text == "0":

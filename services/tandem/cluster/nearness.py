@@ -1,27 +1,27 @@
-"""Finds the hosts that are far from the workers with which a new one would exchange KV. Pure.
+"""Finds hosts with a slow network path to the workers that a new worker would exchange KV with.
 
-    bandwidths that workers measured for the blocks of each peer, median --> bandwidth of two hosts
-    bandwidths of a host and each peer's host, harmonic mean             --> bandwidth to the peers
+  bandwidths that workers measured for the blocks of each peer, median --> bandwidth of two hosts
+  bandwidths of a host and each peer's host, harmonic mean             --> bandwidth to the peers
 
 Two workers on one host measure the bandwidth within that host. A host is far if another suitable
-host has more than `FAR_TIMES` its bandwidth to the peers. Smaller differences are ignored: the load
-matters more, and decides between the other hosts.
+host has more than `FAR_TIMES` its bandwidth to the peers. Smaller differences are ignored, because
+balancing the load matters more. All functions are pure.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from statistics import harmonic_mean, median
 
 FAR_TIMES = 2.0
-_NAMED_MAX = 3  # far hosts that a reason names
+_NAMED_MAX = 3  # limit of far hosts that a reason names
 
 PairBandwidths = Mapping[str, Mapping[str, float]]  # worker id -> peer's worker id -> bytes/s
 HostBandwidths = Mapping[tuple[str, str], float]  # two host ids in order -> bytes/s
 
 
 def host_bandwidths(pairs: PairBandwidths, host_of: Mapping[str, str]) -> HostBandwidths:
-    """Returns the median of the bandwidths that the workers of two hosts measured, in bytes/s.
+    """Computes the median of the bandwidths that the workers of two hosts measured, in bytes/s.
 
-    `host_of` has the id of each worker's host; workers that are not in it are ignored.
+    `host_of` maps worker ids to host ids; workers that are not in it are ignored.
     """
     found: dict[tuple[str, str], list[float]] = {}
     for worker_id, peers in pairs.items():
@@ -35,9 +35,10 @@ def host_bandwidths(pairs: PairBandwidths, host_of: Mapping[str, str]) -> HostBa
 def bandwidths_to(
     peer_hosts: Sequence[str], host_ids: Collection[str], between: HostBandwidths
 ) -> dict[str, float]:
-    """Returns the bandwidth of each host to the peers, in bytes/s, for equal shares from all peers.
+    """Computes the bandwidth of each host to the peers, in bytes/s, for equal shares from all
+    peers.
 
-    `peer_hosts` has the host of each peer. A host is left out unless its bandwidth to each of them
+    `peer_hosts` has the host of each peer. A host is included only if its bandwidth to all of them
     is known, because means over different peers cannot be compared.
     """
     found = {}
@@ -50,15 +51,15 @@ def bandwidths_to(
 
 
 def far_hosts(bandwidths: Mapping[str, float]) -> list[str]:
-    """Returns the far ones of these hosts, the farthest first; never all of them."""
+    """Selects the hosts that are far, slowest first; never all hosts."""
     fastest = max(bandwidths.values(), default=0.0)
     far = [host_id for host_id, found in bandwidths.items() if found * FAR_TIMES < fastest]
     return sorted(far, key=lambda host_id: (bandwidths[host_id], host_id))
 
 
-def told_far(far: Sequence[str], bandwidths: Mapping[str, float], peers: str) -> str:
-    """Returns a text that says why hosts are left out, such as "host-b has 9.2 MB/s to the decode
-    workers, another host 812.0 MB/s". `peers` names the pool of the peers."""
+def far_reason(far: Sequence[str], bandwidths: Mapping[str, float], peers: str) -> str:
+    """Explains why hosts are left out, such as "host-b has 9.2 MB/s to the decode workers, another
+    host 812.0 MB/s". `peers` names the pool of the peers."""
     named = [f"{host_id} has {_shown(bandwidths[host_id])}" for host_id in far[:_NAMED_MAX]]
     more = [f"{len(far) - _NAMED_MAX} more are far"] if len(far) > _NAMED_MAX else []
     fastest = _shown(max(bandwidths.values()))

@@ -1,4 +1,4 @@
-"""The commands of operators, such as `tandem status` and `tandem drain`. Each calls a router."""
+"""The operators' commands, such as `tandem status` and `tandem drain`. Each one calls a router."""
 
 import http.client
 import json
@@ -34,19 +34,20 @@ _REPLY_DEADLINE_S = 5.0
 _SET_ROLE_DEADLINE_S = 15.0
 _POLL_INTERVAL_S = 0.25
 _MEMORY_LOW_SHARE = 0.05
-_END_MARGIN_S = 15.0  # from a worker's deadline until its process and its record are gone
-_OWN_DEADLINE_MAX_S = 3600.0  # wait for a worker that is drained with its own deadline
+# time from a worker's drain deadline until its process and its record are gone
+_END_MARGIN_S = 15.0
+_OWN_DEADLINE_MAX_S = 3600.0  # longest wait for a worker that drains with its own deadline
 _PIPE_COLUMNS = 200
-_LATELY_S = 300.0
-_LATELY_MAX = 8  # events that a status shows
+_RECENT_S = 300.0
+_RECENT_MAX = 8  # number of events that a status shows
 _SAMPLE_DEADLINE_S = 60.0
 _ALL_DEADLINE_S = 900.0
-_LATER_STAGES = ("transfer_exposed", "first_decode", "move")  # after the first token
+_LATER_STAGES = ("transfer_exposed", "first_decode", "move")  # stages after the first token
 
 
 def show_status(url: str) -> None:
     """Prints pools and workers. Raises OperateError."""
-    state = ask_once(url, "GET")
+    state = call_with_progress(url, "GET")
     if not isinstance(state, dict) or "router" not in state:
         raise OperateError(f"what answers at {url} is no router")
     screen = console()
@@ -54,7 +55,7 @@ def show_status(url: str) -> None:
     ready = ("ready", "green") if router["ready"] else ("not ready", "yellow")
     model = state["model"] or "a router"
     screen.print(Text.assemble(f"{model} at {url}: ", ready, f"; redis {state['redis']}"))
-    if "headline" in state:  # routers of older versions have none
+    if "headline" in state:  # older routers send none
         screen.print(state["headline"])
     screen.print()
     screen.print(pools_table(state["pools"]))
@@ -69,29 +70,29 @@ def show_status(url: str) -> None:
     for warning in memory_warnings(state["workers"]):
         screen.print(warning, style="yellow")
     if state["redis"] == "ok":
-        _show_lately(url, screen)
+        _show_recent_events(url, screen)
 
 
-def _show_lately(url: str, screen: Console) -> None:
-    """Prints the latest events of the last minutes."""
+def _show_recent_events(url: str, screen: Console) -> None:
+    """Prints the events of the last _RECENT_S."""
     with suppress(OperateError):
-        path = f"/v1/cluster/events?limit={_LATELY_MAX}"
-        events = ask_once(url, "GET", path=path)["events"]
-        lately = [e for e in events if time.time() - e["at"] < _LATELY_S]
-        if lately:
+        path = f"/v1/cluster/events?limit={_RECENT_MAX}"
+        events = call_with_progress(url, "GET", path=path)["events"]
+        recent = [e for e in events if time.time() - e["at"] < _RECENT_S]
+        if recent:
             screen.print("\nlately:")
-        for event in reversed(lately):
+        for event in reversed(recent):
             ago = f"{max(0.0, time.time() - event['at']):.0f} s ago"
             about = f" {event['about']}" if event["about"] else ""
             screen.print(f"  {ago}: {event['kind']}{about}: {event['text']}")
 
 
 def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
-    """Sets sizes given as POOL=SIZE and waits until they are reached. Raises OperateError."""
+    """Sets pool sizes given as POOL=SIZE and waits until they are reached. Raises OperateError."""
     wanted = parse_sizes(sizes)
-    ask_once(url, "POST", wanted)
+    call_with_progress(url, "POST", wanted)
     give_up_at = time.monotonic() + deadline_s
-    state = at_first = ask_once(url, "GET")
+    state = initial = call_with_progress(url, "GET")
     with Waiting() as waiting:
         while missing := differences(state["pools"], wanted):
             if time.monotonic() > give_up_at:
@@ -100,63 +101,69 @@ def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
                     "pool controller, though not while Ray has no head, or by Kubernetes "
                     "(`kubectl get pods` says what a pod waits for)"
                 )
-            waiting.show(*scale_steps(at_first, state, wanted))
+            waiting.show(*scale_steps(initial, state, wanted))
             time.sleep(_POLL_INTERVAL_S)
-            state = ask(url, "GET")
+            state = call_router(url, "GET")
     print(" ".join(f"{pool}={size}" for pool, size in wanted.items()))
 
 
 def set_role(url: str, worker_id: str, role: str) -> None:
-    """Moves a worker to the pool of this role, or to the other one. Raises OperateError."""
+    """Moves a worker to the pool of this role, or to the other pool if it is empty. Raises
+    OperateError."""
     path = _path(worker_id, "role")
     body = {"role": role} if role else {}
     with Waiting(ProgressRow(worker_id, "changes its pool")):
-        done = ask(url, "POST", body, path=path, deadline_s=_SET_ROLE_DEADLINE_S)
+        done = call_router(url, "POST", body, path=path, deadline_s=_SET_ROLE_DEADLINE_S)
     print(f"{worker_id} is in the {done['role']} pool now ({done['seen_s']:.2f} s)")
 
 
 def drain_worker(url: str, worker_id: str, *, deadline_s: float, force: bool = False) -> None:
-    """Drains a worker, and waits until its process is gone. Raises OperateError."""
-    at_first = state = ask_once(url, "GET")
+    """Drains a worker and waits until its process has ended. Raises OperateError."""
+    initial = state = call_with_progress(url, "GET")
     process = _process(state, worker_id)
     body = {"deadline_s": deadline_s, **({"force": True} if force else {})}
-    ask_once(url, "POST", body, path=_path(worker_id, "drain"))
+    call_with_progress(url, "POST", body, path=_path(worker_id, "drain"))
     waits_s = (deadline_s or _OWN_DEADLINE_MAX_S) + _END_MARGIN_S
     give_up_at = time.monotonic() + waits_s
     with Waiting() as waiting:
         while _process(state, worker_id) == process:
             if time.monotonic() > give_up_at:
                 raise OperateError(f"{worker_id} is still there after {waits_s:g} s; see its log")
-            waiting.show(drain_step(at_first, state, worker_id))
+            waiting.show(drain_step(initial, state, worker_id))
             time.sleep(_POLL_INTERVAL_S)
-            state = ask(url, "GET")
+            state = call_router(url, "GET")
     print(f"{worker_id} has left")
 
 
 def reset_prefix_cache(url: str, worker_id: str) -> None:
-    """Makes workers drop their cached blocks, and prints their numbers. Raises OperateError."""
+    """Makes workers drop their cached blocks, and prints how many. Raises OperateError."""
     body = {"worker_id": worker_id} if worker_id else {}
     with Waiting(ProgressRow(worker_id or "all workers", "drop their cached blocks")):
-        answer = ask(url, "POST", body, path="/reset_prefix_cache", deadline_s=_SET_ROLE_DEADLINE_S)
+        answer = call_router(
+            url, "POST", body, path="/reset_prefix_cache", deadline_s=_SET_ROLE_DEADLINE_S
+        )
     for name, num_blocks in answer["dropped_blocks"].items():
         print(f"{name}: {num_blocks:,} blocks dropped")
 
 
 def verify_index(url: str, *, everything: bool) -> bool:
-    """Prints each worker's verdict; returns whether all are ok. Raises OperateError."""
+    """Prints the result for each worker. Returns True if all are correct. Raises OperateError."""
     deadline_s = _ALL_DEADLINE_S if everything else _SAMPLE_DEADLINE_S
     path = "/v1/cluster/index/verify"
     with Waiting(ProgressRow("all workers", "their blocks are compared with the prefix tree")):
-        answer = ask(url, "POST", {"all": everything}, path=path, deadline_s=deadline_s)
+        answer = call_router(url, "POST", {"all": everything}, path=path, deadline_s=deadline_s)
     workers: dict[str, dict[str, Any]] = answer["workers"]
     console().print(index_table(workers))
     return all(worker["ok"] for worker in workers.values())
 
 
 def show_why(url: str, request_id: str) -> None:
-    """Prints the stages of a request and the reason of its placement. Raises OperateError."""
-    answer = ask_once(url, "GET", path=f"/v1/requests/{urllib.parse.quote(request_id, safe='')}")
-    for record in answer.get("data", [answer]):  # the requests of several prompts or choices
+    """Prints the stages of a request and the reason for its placement. Raises OperateError."""
+    answer = call_with_progress(
+        url, "GET", path=f"/v1/requests/{urllib.parse.quote(request_id, safe='')}"
+    )
+    # a request with several prompts or choices has several records
+    for record in answer.get("data", [answer]):
         _show_record(record)
 
 
@@ -192,39 +199,39 @@ def _show_record(record: Mapping[str, Any]) -> None:
     pulled = f"{record['blocks_pulled']} blocks over {record['transport'] or 'nothing'}"
     screen.print(f"prefilled by {prefill}, decoded by {record['decode_worker'] or 'nobody'}")
     if kept := record.get("kept"):
-        screen.print(_told_kept(kept))
+        screen.print(_kept_text(kept))
     screen.print(
         f"pulled {pulled}; moved {record['moves']} times; lost {record['workers_lost']} workers"
     )
 
 
-def _told_kept(kept: Mapping[str, Any]) -> str:
-    told = f"kept: {kept['tokens']:.0f} of {kept['tokens_asked']:.0f} tokens are evicted last"
-    told += f" on {kept['worker']} for {kept['seconds']:g} s"
-    return f"{told}; {kept['why_not']}" if kept["why_not"] else told
+def _kept_text(kept: Mapping[str, Any]) -> str:
+    text = f"kept: {kept['tokens']:.0f} of {kept['tokens_asked']:.0f} tokens are evicted last"
+    text += f" on {kept['worker']} for {kept['seconds']:g} s"
+    return f"{text}; {kept['why_not']}" if kept["why_not"] else text
 
 
 def show_events(url: str, limit: int) -> None:
-    """Prints the last events, the newest last. Raises OperateError."""
+    """Prints the last events, newest last. Raises OperateError."""
     table = Table("time (UTC)", "event", "about", "what", box=None, pad_edge=False)
-    told = ask_once(url, "GET", path=f"/v1/cluster/events?limit={limit}")
-    for event in reversed(told["events"]):
+    answer = call_with_progress(url, "GET", path=f"/v1/cluster/events?limit={limit}")
+    for event in reversed(answer["events"]):
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event["at"]))
         table.add_row(at, event["kind"], event["about"] or "-", event["text"])
     console().print(table)
 
 
 def show_audit(url: str, limit: int) -> None:
-    """Prints the last changes and refused calls, the newest last. Raises OperateError."""
-    entries = ask_once(url, "GET", path=f"/v1/cluster/audit?limit={limit}")["entries"]
+    """Prints the last changes and refused calls, newest last. Raises OperateError."""
+    entries = call_with_progress(url, "GET", path=f"/v1/cluster/audit?limit={limit}")["entries"]
     screen = console()
     for part in audit_tables(entries, screen):
         screen.print(part)
 
 
 def console() -> Console:
-    """Makes a console, which shows text as it is: rich's markup and emoji codes mean nothing. In a
-    file or a pipe, rows of its tables are not broken."""
+    """Creates a console that prints text literally, without rich's markup and emoji codes. In a
+    file or a pipe the rows of tables are not wrapped."""
     width = None if sys.stdout.isatty() else _PIPE_COLUMNS
     return Console(highlight=False, markup=False, emoji=False, width=width)
 
@@ -238,42 +245,41 @@ def _worker(state: Mapping[str, Any], worker_id: str) -> Mapping[str, Any] | Non
 
 
 def _process(state: Mapping[str, Any], worker_id: str) -> tuple[Any, ...]:
-    """Returns an identity of a worker's process that its successor does not share; empty if the
-    process is gone."""
+    """Identifies a worker's process, unlike its id, which a successor reuses. Returns () if the
+    process has ended."""
     worker = _worker(state, worker_id)
     return () if worker is None else (worker["host"], worker["pid"], worker["started_at"])
 
 
 def scale_steps(
-    at_first: Mapping[str, Any], state: Mapping[str, Any], wanted: Mapping[str, int]
+    initial: Mapping[str, Any], state: Mapping[str, Any], wanted: Mapping[str, int]
 ) -> list[ProgressRow]:
-    """Returns a row for each pool that does not have its size yet, then one for each of their
-    workers that starts or leaves."""
+    """Builds progress rows: one for each pool that has not reached its size, then one for each of
+    their workers that starts or leaves."""
     steps = []
     for pool, size in wanted.items():
         if missing := differences(state["pools"], {pool: size}):
-            far, near = (_distance(s["pools"].get(pool, {}), size) for s in (at_first, state))
+            distance, left = (_distance(s["pools"].get(pool, {}), size) for s in (initial, state))
             note = missing[0].removeprefix(f"{pool}: ")
-            steps.append(ProgressRow(pool, note, max(0, far - near), max(1, far)))
+            steps.append(ProgressRow(pool, note, max(0, distance - left), max(1, distance)))
     for row in state.get("known_workers", ()):
         if row["pool"] in wanted and row["state"] not in ("ready", "stopped"):
-            steps.append(ProgressRow(row["worker_id"], _told(row)))
+            steps.append(ProgressRow(row["worker_id"], _state_text(row)))
     return steps
 
 
 def _distance(pool: Mapping[str, Any], size: int) -> int:
-    """Returns how many processes have yet to start, end or become ready."""
+    """Counts the processes that have yet to start, end or become ready."""
     running = pool.get("running", pool.get("registered", 0))
     return int(max(abs(running - size), size - pool.get("ready", size)))
 
 
-def drain_step(
-    at_first: Mapping[str, Any], state: Mapping[str, Any], worker_id: str
-) -> ProgressRow:
-    """Returns the row of a worker that drains: how many sequences and leases it still has."""
+def drain_step(initial: Mapping[str, Any], state: Mapping[str, Any], worker_id: str) -> ProgressRow:
+    """Builds the progress row of a draining worker: the number of sequences and leases that it
+    still has."""
     rows = {row["worker_id"]: row for row in state.get("known_workers", ())}
-    total, left = (_num_held(_worker(s, worker_id)) for s in (at_first, state))
-    note = _told(rows[worker_id]) if worker_id in rows else "draining"
+    total, left = (_num_held(_worker(s, worker_id)) for s in (initial, state))
+    note = _state_text(rows[worker_id]) if worker_id in rows else "draining"
     return ProgressRow(worker_id, note, max(0, total - left), total)
 
 
@@ -282,12 +288,12 @@ def _num_held(worker: Mapping[str, Any] | None) -> int:
     return sum(load.get(name, 0) for name in ("num_running", "num_waiting", "num_leases"))
 
 
-def _told(row: Mapping[str, Any]) -> str:
+def _state_text(row: Mapping[str, Any]) -> str:
     return f"{row['state']}: {row['note']}" if row["note"] else str(row["state"])
 
 
 def parse_sizes(sizes: Sequence[str]) -> dict[str, int]:
-    """Parses POOL=SIZE arguments. Raises OperateError naming the argument at fault."""
+    """Parses POOL=SIZE arguments. Raises OperateError that names the invalid argument."""
     wanted = {}
     for argument in sizes:
         pool, _, size = argument.partition("=")
@@ -303,15 +309,16 @@ def parse_sizes(sizes: Sequence[str]) -> dict[str, int]:
 
 
 def differences(pools: dict[str, Any], wanted: dict[str, int]) -> list[str]:
-    """Returns a text for each pool whose running processes and ready workers differ from `wanted`.
+    """Describes each pool whose running processes or ready workers differ from `wanted`.
 
-    Without a pool controller (Kubernetes) nothing reports processes. Then registered and ready
-    workers count, and the routers, which nothing counts, are taken to have their size."""
+    Without a pool controller (Kubernetes) processes are not reported. Then registered and ready
+    workers are compared, and routers, which are not counted, are assumed to have their size.
+    """
     found = []
-    is_told = not pools or any("agents" in state for state in pools.values())
+    has_processes = not pools or any("agents" in state for state in pools.values())
     for pool, size in wanted.items():
         state = pools.get(pool, {})
-        if not is_told:
+        if not has_processes:
             registered = state.get("registered", 0)
             ready = state.get("ready", 0)
             if pool != "router" and not registered == ready == size:
@@ -326,7 +333,7 @@ def differences(pools: dict[str, Any], wanted: dict[str, int]) -> list[str]:
     return found
 
 
-def ask(
+def call_router(
     url: str,
     method: str,
     body: Mapping[str, object] | None = None,
@@ -335,8 +342,8 @@ def ask(
     deadline_s: float = _REPLY_DEADLINE_S,
     keep: str = "",
 ) -> Any:
-    """Returns a router's answer as JSON. Its strings, some of which clients sent, are printable but
-    for the characters in `keep`. Raises OperateError."""
+    """Calls a router and returns its JSON answer. Strings in it, some of which come from clients,
+    are made printable, except for the characters in `keep`. Raises OperateError."""
     if not url.startswith(("http://", "https://")):
         raise OperateError(f"the URL {url!r} of a router must begin with http:// or https://")
     try:
@@ -359,16 +366,16 @@ def ask(
         ) from error
 
 
-def ask_once(
+def call_with_progress(
     url: str, method: str, body: Mapping[str, object] | None = None, *, path: str = "/v1/cluster"
 ) -> Any:
-    """Returns a router's answer as JSON, and shows meanwhile that it waits. Raises OperateError."""
+    """Calls a router like `call_router` and shows meanwhile that it waits. Raises OperateError."""
     with Waiting(ProgressRow(url, "is asked")):
-        return ask(url, method, body, path=path)
+        return call_router(url, method, body, path=path)
 
 
 def authorization() -> dict[str, str]:
-    """Returns the header with the operator's key from the environment; empty without a key."""
+    """Builds the header with the operator's key from the environment; empty if there is no key."""
     key = os.environ.get(API_KEY_VARIABLE)
     return {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -381,8 +388,8 @@ def _error_message(error: urllib.error.HTTPError) -> str:
 
 
 def memory_warnings(workers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns one line for each host whose memory is low, as far as workers report their memory:
-    those of older versions do not."""
+    """Formats one line for each host whose memory is low. Workers of older versions do not report
+    their memory and are skipped."""
     found: dict[str, tuple[int, int]] = {}
     for worker in workers:
         free = worker.get("memory_free_bytes", 0)

@@ -1,6 +1,6 @@
-"""The state of the pools for people: their processes, and why a pool stays smaller than wanted.
+"""The state of the pools as shown to operators: processes, and why a pool is smaller than wanted.
 
-This module is pure, as pools.py is.
+All functions are pure, like those of pools.py.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def describe(
     pools: Collection[Pool] = SIZED_POOLS,
     waits: Mapping[Pool, str] = MappingProxyType({}),
 ) -> dict[str, object]:
-    """Returns the state of these pools in the form of Redis and `/v1/cluster`. `waits` has the
-    reason of each pool that stays smaller than wanted."""
+    """Builds the state of these pools as stored in Redis and returned by `/v1/cluster`. `waits`
+    has, for each pool that is smaller than wanted, the reason."""
     return {
         pool: {
-            # Nobody sets the number of gRPC replicas: it follows the routers.
+            # The number of gRPC replicas cannot be set: it follows the routers.
             **(
                 {"replicas": len(router_hosts(members))}
                 if pool == "grpc"
@@ -62,12 +62,12 @@ def gpu_waits(
     hosts: Sequence[Host],
     leaving: Mapping[str, Leave] = MappingProxyType({}),
 ) -> dict[Pool, str]:
-    """Returns the reason of each pool that waits for a GPU; the arguments are those of `plan`."""
+    """Finds the pools that wait for a GPU, with the reason. Takes the same arguments as `plan`."""
     waits: dict[Pool, str] = {}
     for pool in spec.pools:
-        there = [m for m in members if m.pool == pool and not m.leaves and m.host not in leaving]
+        current = [m for m in members if m.pool == pool and not m.leaves and m.host not in leaving]
         needs = spec.selectors.get(pool, {}).items()
         fits = [h for h in hosts if h.host_id not in leaving and needs <= h.labels.items()]
-        if fits and len(there) < wanted.get(pool, 0):
+        if fits and len(current) < wanted.get(pool, 0):
             waits[pool] = with_free_gpu(spec, pool, members, fits)[1]
     return {pool: why for pool, why in waits.items() if why}

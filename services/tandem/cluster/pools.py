@@ -1,18 +1,18 @@
-"""Decisions of the pool controller: pure functions from the wanted and the actual pools.
+"""Decisions of the pool controller: pure functions of the wanted sizes and the current members.
 
-    Member: planned -> starting -> running <-> restarting        (its agent's reports)
-               any of them, when the pool shrinks: draining -> gone, and the member is removed
-               any of them, when its host is lost: lost -> pending, if that host comes back
+  Member: planned -> starting -> running <-> restarting        (reported by its agent)
+          any of them, when the pool shrinks: draining -> gone, and the member is removed
+          any of them, when its host is lost: lost -> pending, if that host comes back
 
 A lost member keeps its name, because its process may still run. Its successor gets another name.
 
-A worker on a GPU goes to a host whose GPUs have the fewest workers (gpus.py). If several hosts are
-equally suitable, it goes to one that is near its peers (nearness.py).
+A worker on a GPU is placed on a host whose GPUs have the fewest workers (gpus.py). Among equally
+suitable hosts, one with a fast network path to its peers is chosen (nearness.py).
 
-With `ClusterSpec.on_nodes`, Ray starts and ends its nodes itself, and a member takes resources of
-its node. Members share nodes as long as they fit, so that other nodes become idle.
+With `ClusterSpec.on_nodes`, Ray itself starts and ends the nodes, and a member takes resources of
+its node. Members are packed on as few nodes as possible, so that other nodes become idle.
 
-This module knows no Ray, no process and no clock.
+This module does not depend on Ray, processes or the clock.
 """
 
 from __future__ import annotations
@@ -29,25 +29,30 @@ from tandem.cluster.nearness import (
     PairBandwidths,
     bandwidths_to,
     far_hosts,
+    far_reason,
     host_bandwidths,
-    told_far,
 )
 from tandem.common.config.cluster import Pool
 
-Leave = Literal["leaves", "drains"]  # a host's members are replaced; they are also drained
+# leaves: its members are replaced; drains: they are also drained
+Leave = Literal["leaves", "drains"]
 MemberState = Literal["pending", "running", "restarting", "draining", "gone", "lost"]
-_IN_TURN: tuple[Pool, ...] = ("router", "decode", "prefill")  # "grpc" follows "router"
+# grpc is missing because it follows router
+_IN_TURN: tuple[Pool, ...] = ("router", "decode", "prefill")
 _PEERS: Mapping[Pool, Pool] = {"prefill": "decode", "decode": "prefill"}
 
 
 class PoolCommand(msgspec.Struct, frozen=True):
-    """The command of a pool's processes; `{id}`, `{core}` and `{NAME}` of a port are filled in."""
+    """The command line of a pool's processes, with placeholders `{id}`, `{core}` and `{NAME}` of a
+    port."""
 
     command: list[str]
-    ports: dict[str, int] = {}  # for one process on each host; others get 0: the system chooses
-    pinned: bool = False  # whether its engine is pinned to a core
-    device: Literal["cpu", "auto", "cuda"] = "cpu"  # cuda needs a GPU; auto takes one if any exist
-    resources: dict[str, float] = {}  # of its node that one process takes, with `on_nodes`
+    # for one process on each host; others get 0, so that the system chooses
+    ports: dict[str, int] = {}
+    pinned: bool = False  # True if each process is pinned to a core
+    # cuda needs a GPU; auto uses one if the host has any
+    device: Literal["cpu", "auto", "cuda"] = "cpu"
+    resources: dict[str, float] = {}  # with `on_nodes`: what one process takes of its node
 
     def filled(self, member: Member) -> list[str]:
         values = {
@@ -60,67 +65,69 @@ class PoolCommand(msgspec.Struct, frozen=True):
 
 
 class Host(msgspec.Struct, frozen=True):
-    """A machine of the cluster. `host_id` is empty where there is only one."""
+    """A machine of the cluster. `host_id` is empty if the cluster has only one machine."""
 
     host_id: str
-    cores: list[int]  # that engines may be pinned to
+    cores: list[int]  # cores to which engines may be pinned
     labels: dict[str, str] = {}
-    resources: dict[str, float] = {}  # of a node of Ray, with `on_nodes`
+    resources: dict[str, float] = {}  # with `on_nodes`: resources of the Ray node
     num_gpus: int = 0
 
 
 class ClusterSpec(msgspec.Struct, frozen=True):
-    """The processes of one machine. Secrets are not here but in the environment.
+    """The pools of a cluster and the machine that starts them. Secrets are passed in the
+    environment.
 
-    With `on_nodes` the machines are the nodes of a Ray cluster that Tandem neither starts nor ends.
+    With `on_nodes` the machines are nodes of a Ray cluster whose lifetime Tandem does not control.
     """
 
     cluster_id: str
     run_folder: str
     pools: dict[Pool, PoolCommand]
-    wanted: dict[Pool, int]  # at the start
-    cores: list[int]  # that engines may be pinned to
-    drain_deadline_s: float = 45.0  # longer than a worker or a router drains itself
-    leave_notice_s: float = 5.0  # a router still serves while its clients learn that it leaves
+    wanted: dict[Pool, int]  # sizes at the start
+    cores: list[int]  # cores to which engines may be pinned
+    drain_deadline_s: float = 45.0  # longer than a worker or a router takes to drain
+    # time that a leaving router keeps serving, so that its clients notice
+    leave_notice_s: float = 5.0
     host_id: str = ""
     labels: dict[str, str] = {}
-    number: int = 0  # the fencing number of this head; 0 if no machine can join
-    host_before: str = ""  # the host of the head before, whose lease expired
-    selectors: dict[Pool, dict[str, str]] = {}  # labels that a host of this pool must have
+    number: int = 0  # fencing number of this head; 0 if no machine can join
+    host_before: str = ""  # host of the previous head, whose lease expired
+    selectors: dict[Pool, dict[str, str]] = {}  # labels that a host must have, by pool
     on_nodes: bool = False
-    requests_nodes: bool = False  # whether to request missing nodes from Ray's autoscaler
+    requests_nodes: bool = False  # True: request missing nodes from Ray's autoscaler
     num_gpus: int = 0
-    workers_per_gpu: int | None = None  # at most; None: any number
+    workers_per_gpu: int | None = None  # None: no limit
 
     @property
     def host(self) -> Host:
         return Host(self.host_id, self.cores, self.labels, num_gpus=self.num_gpus)
 
     def resources(self, pool: Pool) -> dict[str, float]:
-        """Returns the resources of its node that one process of a pool takes: by default one unit
-        of a resource with the pool's name."""
+        """The resources of a node that one process of a pool takes: by default one unit of a
+        resource with the pool's name."""
         return self.pools[pool].resources or {pool: 1.0}
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One process of a pool, and the agent that keeps it running."""
+    """One process of a pool, kept running by its agent."""
 
-    member_id: str  # such as decode-0, with the lowest free number
+    member_id: str  # for example decode-0; uses the lowest free number
     pool: Pool
-    ordinal: int  # grows with each member made: the newest has the highest
+    ordinal: int  # unique and increasing: the newest member has the highest
     core: int | None = None
     state: MemberState = "pending"
     pid: int = 0
-    num_starts: int = 0  # restarts: starts after the process had ended
-    last_line: str = ""  # of the log of the process that ended
+    num_starts: int = 0  # number of restarts after the process ended
+    last_line: str = ""  # last line in the log of the process that ended
     ending: str = ""  # how that process ended
-    is_stopped: bool = False  # whether its process is stopped, as by SIGSTOP
-    since: float = 0.0  # seconds since the Unix epoch: when its agent reported this state
+    is_stopped: bool = False  # True if its process is stopped, for example by SIGSTOP
+    since: float = 0.0  # time when its agent reported this state, in seconds since the Unix epoch
     host: str = ""
-    has_ports: bool = False  # whether it gets the ports that its pool's command names
-    num_losses: int = 0  # of its host; each new agent has another name
-    placed_why: str = ""  # the hosts that were left out because they are far; empty: none
-    gpu: int | None = None  # of its host
+    has_ports: bool = False  # True if it gets the ports that its pool's command names
+    num_losses: int = 0  # how often its host was lost; each new agent has another name
+    placed_why: str = ""  # names the hosts that were left out because they are far; empty: none
+    gpu: int | None = None  # index on its host
 
     @property
     def agent_name(self) -> str:
@@ -133,7 +140,7 @@ class Member(msgspec.Struct, frozen=True):
 
     @property
     def is_coming_back(self) -> bool:
-        """Returns whether its host is back and its new agent has not reported yet."""
+        """True while its host is back and its new agent has not reported yet."""
         return self.state == "pending" and self.num_losses > 0
 
 
@@ -145,24 +152,27 @@ def plan(
     leaving: Mapping[str, Leave] = MappingProxyType({}),
     measured: PairBandwidths = MappingProxyType({}),
 ) -> tuple[list[Member], list[Member]]:
-    """Returns (members to add, members to drain) so that the pools get their wanted sizes.
+    """Computes the members to add and the members to drain so that the pools reach their wanted
+    sizes.
 
-    `hosts` are the hosts that answer, by default the machine of the spec. A pool stays smaller than
-    wanted while no host fits. Members on a `leaving` host are replaced. They stay until the host's
-    state is "drains". A member moves to a host that has two fewer of its pool; the pool is larger
-    by one until the new member runs. `measured` affects only the hosts of members, not their
-    number. Pools take turns, in which decode comes before prefill: Ray starts agents one by one,
-    hosts may have too few GPUs, and a decode worker alone can serve.
+    `hosts` are the reachable hosts, by default the machine of the spec. A pool remains smaller than
+    wanted while no host fits. Members on a `leaving` host are replaced; they remain until the
+    host's state is "drains". To balance hosts, a member moves to a host that has at least two fewer
+    members of its pool; until the new member runs, the pool has one extra. `measured` affects only
+    the choice of hosts.
+
+    Pools take turns in which decode comes before prefill, because Ray starts agents one by one,
+    hosts may have too few GPUs, and a decode worker can serve alone.
     """
     hosts = [spec.host] if hosts is None else hosts
     hosts = [host for host in hosts if host.host_id not in leaving]
     add: list[Member] = []
     drain = [m for m in members if not m.leaves and leaving.get(m.host) == "drains"]
-    there = {
+    current = {
         pool: [m for m in members if m.pool == pool and not m.leaves and m.host not in leaving]
         for pool in _IN_TURN
     }
-    missing = {pool: wanted.get(pool, 0) - len(found) for pool, found in there.items()}
+    missing = {pool: wanted.get(pool, 0) - len(found) for pool, found in current.items()}
     for number in range(max(missing.values())):
         for pool in [pool for pool, num_missing in missing.items() if number < num_missing]:
             found = _host_for(spec, pool, [*members, *add], hosts, measured)
@@ -171,7 +181,7 @@ def plan(
     for pool in _IN_TURN:
         if missing[pool] < 0:
             leave = _surplus_on_nodes if spec.on_nodes else _surplus
-            drain += leave(there[pool], -missing[pool])
+            drain += leave(current[pool], -missing[pool])
         elif (
             missing[pool] == 0
             and pool in spec.pools
@@ -185,17 +195,17 @@ def plan(
 
 
 def router_hosts(members: Sequence[Member]) -> set[str]:
-    """Returns the hosts with a router that stays, each of which has one gRPC replica, too."""
+    """Lists the hosts with a router that is not leaving. Each also gets one gRPC replica."""
     return {m.host for m in members if m.pool == "router" and not m.leaves}
 
 
 def node_bundles(
     spec: ClusterSpec, wanted: Mapping[Pool, int], members: Sequence[Member]
 ) -> list[tuple[dict[str, float], dict[str, str]]]:
-    """Returns the (resources, labels) that Ray's nodes must have for each wanted process.
+    """Lists the (resources, labels) that Ray nodes need, one entry for each wanted process.
 
-    The list is empty while every wanted process is on its node, which keeps that node. Otherwise
-    Ray would match the request with any nodes, and idle ones would stay.
+    The list is empty while every wanted process has a node. Otherwise Ray would match the request
+    with arbitrary nodes and keep idle ones.
     """
     placed = Counter(m.pool for m in members if not m.leaves and m.state != "pending")
     if all(placed[pool] >= wanted.get(pool, 0) for pool in spec.pools):
@@ -208,7 +218,7 @@ def node_bundles(
 
 
 def lose(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]:
-    """Returns the members on these hosts, in the state "lost"."""
+    """Marks the members on these hosts as "lost". Returns only the changed ones."""
     return [
         msgspec.structs.replace(m, state="lost", pid=0, is_stopped=False)
         for m in members
@@ -217,7 +227,8 @@ def lose(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]:
 
 
 def revive(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]:
-    """Returns the lost members whose host is back, in their new state. Each gets a new agent."""
+    """Marks lost members whose host is back as "pending". Returns only the changed ones. Each gets
+    a new agent."""
     return [
         msgspec.structs.replace(m, state="pending", num_losses=m.num_losses + 1)
         for m in members
@@ -228,10 +239,12 @@ def revive(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]
 def with_free_gpu(
     spec: ClusterSpec, pool: Pool, members: Sequence[Member], hosts: list[Host]
 ) -> tuple[list[Host], str]:
-    """Returns the hosts whose least used GPU has the fewest workers, and why there is none.
+    """Filters the hosts to those whose least used GPU has the fewest workers. Also returns a reason
+    if there is none.
 
-    Without any GPU, all hosts fit a pool that needs none. They also fit a cluster of one machine,
-    where the count may have missed a GPU and the worker itself reports a missing one.
+    Without any GPU, all hosts fit a pool that does not need one. In a cluster of one machine they
+    also fit a pool that does: the count may have missed a GPU, and the worker itself reports a
+    missing one.
     """
     device = spec.pools[pool].device
     gpus = _least_used_gpus(hosts, members)
@@ -254,8 +267,8 @@ def _follow_routers(
     add: list[Member],
     drain: list[Member],
 ) -> None:
-    """Adds a gRPC replica on each of these hosts that gets or has a router and no replica, and
-    drains those on hosts without a router. One that drains still holds the port."""
+    """Adds a gRPC replica on each host that has or gets a router but no replica, and drains those
+    on hosts without a router. A draining replica still holds the port."""
     leave = {m.ordinal for m in drain}
     routed = router_hosts([m for m in (*members, *add) if m.ordinal not in leave])
     replicas = [m for m in members if m.pool == "grpc" and m.state != "lost"]
@@ -267,33 +280,33 @@ def _follow_routers(
         add.append(_next_member(spec, "grpc", [*members, *add], host, ""))
 
 
-def _surplus(there: Sequence[Member], num_surplus: int) -> list[Member]:
-    """Returns the members of a pool that leave: the newest of the host with the most of them.
+def _surplus(current: Sequence[Member], num_surplus: int) -> list[Member]:
+    """Selects the members of a pool that leave: the newest ones on the host with the most members.
 
-    A running member stays until as many others run as are to remain. Meanwhile a member of its host
-    that does not run leaves instead, or none does: a new member on another host is starting. A
-    member whose host is back stays until its agent reports: its process may run, and clients know
-    its address.
+    A running member leaves only once enough others run. Until then a member on its host that is not
+    running leaves instead, or none does, because a new member on another host is starting. A member
+    whose host is back stays until its agent reports: its process may run, and clients know its
+    address.
     """
-    left = list(there)
+    left = list(current)
     for _ in range(num_surplus):
         by_host = Counter(m.host for m in left)
         crowded = [m for m in left if by_host[m.host] == max(by_host.values())]
-        if sum(m.state == "running" for m in left) <= len(there) - num_surplus:
+        if sum(m.state == "running" for m in left) <= len(current) - num_surplus:
             crowded = [m for m in crowded if m.state != "running" and not m.is_coming_back]
         if not crowded:
             break
         left.remove(max(crowded, key=lambda m: m.ordinal))
-    return [m for m in there if m not in left]
+    return [m for m in current if m not in left]
 
 
-def _surplus_on_nodes(there: Sequence[Member], num_surplus: int) -> list[Member]:
-    """Returns the members that leave: first those that do not run, then those of the node with the
-    fewest members."""
-    by_host = Counter(m.host for m in there)
-    order = sorted(there, key=lambda m: (m.state == "running", by_host[m.host], -m.ordinal))
+def _surplus_on_nodes(current: Sequence[Member], num_surplus: int) -> list[Member]:
+    """Selects the members that leave: first those that are not running, then those on the node with
+    the fewest members."""
+    by_host = Counter(m.host for m in current)
+    order = sorted(current, key=lambda m: (m.state == "running", by_host[m.host], -m.ordinal))
     leave = {m.ordinal for m in order[:num_surplus]}
-    return [m for m in there if m.ordinal in leave]
+    return [m for m in current if m.ordinal in leave]
 
 
 def _host_to_move_to(
@@ -303,13 +316,13 @@ def _host_to_move_to(
     hosts: Sequence[Host],
     measured: PairBandwidths,
 ) -> tuple[Host, str] | None:
-    """Returns the host to which a member should move in a pool that has its size but is not spread
-    evenly. A member on a GPU moves only to a GPU that no other one uses."""
-    there = [m for m in members if m.pool == pool and m.state != "lost"]
-    if any(m.state != "running" for m in there):
+    """Finds a host to which a member should move, if the pool has its size but is unbalanced. A
+    member on a GPU moves only to an unused GPU. Also returns the text of `_host_for`."""
+    current = [m for m in members if m.pool == pool and m.state != "lost"]
+    if any(m.state != "running" for m in current):
         return None
     found = _host_for(spec, pool, members, hosts, measured)
-    by_host = Counter(m.host for m in there)
+    by_host = Counter(m.host for m in current)
     if found is None or max(by_host.values(), default=0) < by_host[found[0].host_id] + 2:
         return None
     gpus = {} if spec.pools[pool].device == "cpu" else _least_used_gpus([found[0]], members)
@@ -323,10 +336,11 @@ def _host_for(
     hosts: Sequence[Host],
     measured: PairBandwidths,
 ) -> tuple[Host, str] | None:
-    """Returns a host for one more member of this pool, and a text about hosts that were left out.
+    """Chooses a host for one more member of this pool; None if no host fits. Also returns a text
+    about far hosts that were left out.
 
-    Hosts that are far from the pool's peers are left out. Of the others that fit, the one with the
-    fewest members is chosen or, on the nodes of Ray, the one with the most.
+    Of the other suitable hosts, the one with the fewest members is chosen, or on Ray's nodes the
+    one with the most.
     """
     fits = _fits(spec, pool, members, hosts)
     fits, why = _without_far(pool, members, fits, measured)
@@ -342,11 +356,11 @@ def _host_for(
 def _fits(
     spec: ClusterSpec, pool: Pool, members: Sequence[Member], hosts: Sequence[Host]
 ) -> list[Host]:
-    """Returns the hosts that have the pool's labels and the fewest of its members: the loss of one
-    host must not take a whole pool.
+    """Filters the hosts to those with the pool's labels and the fewest of its members, so that the
+    loss of one host does not take a whole pool.
 
-    If machines can join, each has at most one process of a pool whose command names ports. A node
-    of Ray must have room, and pools are not spread over nodes.
+    If machines can join, each one gets at most one process of a pool whose command names ports. A
+    Ray node needs free resources; pools are not spread over nodes.
     """
     needs = spec.selectors.get(pool, {}).items()
     fits = [host for host in hosts if needs <= host.labels.items()]
@@ -364,24 +378,25 @@ def _fits(
 def _without_far(
     pool: Pool, members: Sequence[Member], hosts: list[Host], measured: PairBandwidths
 ) -> tuple[list[Host], str]:
-    """Returns the hosts that are not far from the pool's peers, and a text about the others.
+    """Filters out the hosts that are far from the pool's peers. Also returns a text about those.
 
-    A peer counts as soon as it has a record, and thereby an entry in `measured`.
+    A peer counts once it has a record, and so an entry in `measured`.
     """
     if len(hosts) < 2 or pool not in _PEERS:
         return hosts, ""
-    there = [m for m in members if not m.leaves]
-    peers = [m.host for m in there if m.pool == _PEERS[pool] and m.member_id in measured]
-    between = host_bandwidths(measured, {m.member_id: m.host for m in there})
+    current = [m for m in members if not m.leaves]
+    peers = [m.host for m in current if m.pool == _PEERS[pool] and m.member_id in measured]
+    between = host_bandwidths(measured, {m.member_id: m.host for m in current})
     bandwidths = bandwidths_to(peers, [host.host_id for host in hosts], between)
     if not (far := far_hosts(bandwidths)):
         return hosts, ""
     near = [host for host in hosts if host.host_id not in far]
-    return near, told_far(far, bandwidths, _PEERS[pool])
+    return near, far_reason(far, bandwidths, _PEERS[pool])
 
 
 def _has_room(spec: ClusterSpec, pool: Pool, members: Sequence[Member], host: Host) -> bool:
-    """Returns whether a node has resources for one more member. A draining member keeps its own."""
+    """Says whether a node has resources for one more member. A draining member still uses its
+    resources."""
     free = Counter(host.resources)
     for member in members:
         if member.host == host.host_id and member.state not in ("gone", "lost"):
@@ -413,14 +428,14 @@ def _next_member(
 def _least_used_gpus(
     hosts: Sequence[Host], members: Sequence[Member]
 ) -> dict[str, tuple[int, int]]:
-    """Returns (number of workers, index) of the least used GPU of each host that has GPUs. A
-    draining worker counts, because it holds GPU memory until it ends."""
-    there = [m for m in members if m.state not in ("gone", "lost")]
-    used = [(m.host, m.gpu) for m in there if m.gpu is not None]
+    """Finds the least used GPU of each host that has GPUs: (number of its workers, index) by host
+    id. A draining worker counts, because it holds GPU memory until it ends."""
+    current = [m for m in members if m.state not in ("gone", "lost")]
+    used = [(m.host, m.gpu) for m in current if m.gpu is not None]
     return least_used({host.host_id: host.num_gpus for host in hosts}, used)
 
 
 def _least_used_core(host: Host, members: Sequence[Member]) -> int | None:
-    """Returns a core for one more member: a free one if there is one, else the least used."""
+    """Chooses the least used core for one more member; None if the host has no cores."""
     uses = Counter(m.core for m in members if m.host == host.host_id and not m.leaves)
     return min(host.cores, key=lambda core: uses[core], default=None)

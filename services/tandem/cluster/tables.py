@@ -1,7 +1,7 @@
 """The tables of `tandem status`, `audit` and `index verify`, for wide screens and for 80 columns.
-Pure. A text is never read as rich's markup.
 
-If a table does not fit, its last columns, or its notes, stand below it.
+All functions are pure, and text is never interpreted as rich's markup. If a table does not fit, its
+last columns or its notes are printed below it.
 """
 
 import time
@@ -29,7 +29,7 @@ def table(*columns: str) -> Table:
 
 
 def fits(made: Table, screen: Console) -> bool:
-    """Returns whether the table fits without a line break in a cell."""
+    """Says whether the table fits the screen without wrapped cells."""
     room = screen.options.update(max_width=100_000)
     return Measurement.get(screen, room, made).maximum <= screen.width
 
@@ -47,7 +47,8 @@ def pools_table(pools: Mapping[str, Any]) -> Table:
 
 
 def placed_whys(pools: Mapping[str, Any]) -> list[str]:
-    """Returns one line for each process whose placement left out far hosts, eight at most."""
+    """Formats one line for each process whose placement left out far hosts; at most _WHYS_MAX
+    lines."""
     agents = [agent for pool in pools.values() for agent in pool.get("agents", ())]
     return [
         f"{agent['id']} is on {agent['host']}: {agent['placed_why']}"
@@ -57,7 +58,7 @@ def placed_whys(pools: Mapping[str, Any]) -> list[str]:
 
 
 def waiting_pools(state: Mapping[str, Any]) -> list[str]:
-    """Returns one line for each pool that waits for a GPU, unless the headline says so."""
+    """Formats one line for each pool that waits for a GPU, unless the headline has the reason."""
     headline = state.get("headline", "")
     whys = {name: pool.get("waits_why", "") for name, pool in state["pools"].items()}
     return [f"{name} waits: {why}" for name, why in whys.items() if why and why not in headline]
@@ -66,13 +67,13 @@ def waiting_pools(state: Mapping[str, Any]) -> list[str]:
 def worker_tables(
     workers: Sequence[Mapping[str, Any]], known: Sequence[Mapping[str, str]], screen: Console
 ) -> Iterator[RenderableType]:
-    """Yields the tables of the workers. `known` has a row for each of them, `workers` has those
-    with a record."""
+    """Yields the tables of the workers. `known` has a row for each worker, `workers` only those
+    that have a record."""
     rows = list(_rows(workers, known))
     more = (_TIERS, *_MORE_COLUMNS) if any(row.tiers for row in rows) else _MORE_COLUMNS
     wide = table(*_LOAD_COLUMNS, *more)
     for row in rows:
-        wide.add_row(*map(Text, (*row.loads, *row.told(more, ", "))))
+        wide.add_row(*map(Text, (*row.loads, *row.rest(more, ", "))))
     if fits(wide, screen):
         yield wide
         return
@@ -82,13 +83,13 @@ def worker_tables(
     for column in (*loads.columns, speeds.columns[0]):
         column.no_wrap = True
     for row in rows:
-        name, role, told, *numbers = row.loads
-        state, _, note = told.partition(": ")
+        name, role, described, *numbers = row.loads
+        state, _, note = described.partition(": ")
         loads.add_row(*map(Text, (name, role, state, *numbers)))
         if note:
             notes.append(Padding(Text(f"{name} is {state}: {note}"), (0, 0, 0, 2)))
         if row.has_record:
-            speeds.add_row(*map(Text, (name, *row.told(more, "\n"))))
+            speeds.add_row(*map(Text, (name, *row.rest(more, "\n"))))
     yield loads
     yield from notes
     if speeds.row_count:
@@ -97,7 +98,7 @@ def worker_tables(
 
 
 def audit_tables(entries: Sequence[Mapping[str, Any]], screen: Console) -> Iterator[RenderableType]:
-    """Yields the tables of the audit trail's entries, the newest last."""
+    """Yields the tables of the audit trail's entries, newest last."""
     wide = table("time (UTC)", "router", "caller", "key", "what", "before", "after", "outcome")
     rows = [_audited(entry) for entry in reversed(entries)]
     for row in rows:
@@ -113,7 +114,8 @@ def audit_tables(entries: Sequence[Mapping[str, Any]], screen: Console) -> Itera
 
 
 def index_table(workers: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Returns what the prefix tree has of each worker, and whether that is right."""
+    """Builds the table of each worker's entries in the prefix tree, and whether they are
+    correct."""
     made = table("worker")
     for name in ("checked", "missing", "stale"):
         made.add_column(name, justify="right")
@@ -132,7 +134,7 @@ def index_table(workers: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration in a suitable unit, such as 35 min."""
+    """Formats a duration with a suitable unit, such as 35 min."""
     for unit, length_s in _UNITS:
         if seconds >= 2 * length_s:
             return f"{seconds / length_s:.0f} {unit}"
@@ -141,7 +143,7 @@ def duration(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The cells of a worker. One without a record has only the first three of its loads."""
+    """The cells of a worker. A worker without a record has only the first three `loads`."""
 
     loads: list[str]
     has_record: bool = False
@@ -149,8 +151,9 @@ class _Row:
     speed: str = ""
     peers: list[str] = field(default_factory=list)
 
-    def told(self, columns: Sequence[str], between: str) -> list[str]:
-        """Returns the cells of these columns after the loads, `between` two tiers or peers."""
+    def rest(self, columns: Sequence[str], between: str) -> list[str]:
+        """Formats the cells of the columns after the loads, with `between` as the separator of
+        tiers or peers."""
         if not self.has_record:
             return ["-"]
         tiers, peers = (between.join(cell) or "-" for cell in (self.tiers, self.peers))
@@ -173,10 +176,10 @@ def _rows(
             str(load["queued_tokens"]),
             f"{worker['kv_use']:.0%} of {load['blocks_total']}",
         ]
-        tiers = [_tier(tier) for tier in worker.get("tiers", ())]  # older routers tell of none
+        tiers = [_tier(tier) for tier in worker.get("tiers", ())]  # older routers send none
         yield _Row(loads, True, tiers, _rates(worker.get("rates")), _pairs(worker))
     for row in rows.values():
-        yield _Row([row["worker_id"], row["pool"], _told(row)])
+        yield _Row([row["worker_id"], row["pool"], _state_text(row)])
 
 
 def _audited(entry: Mapping[str, Any]) -> tuple[str, ...]:
@@ -195,16 +198,17 @@ def _audited(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _state(worker: Mapping[str, Any], row: Mapping[str, str] | None) -> str:
     if row is not None:
-        return _told(row)
+        return _state_text(row)
     return worker["state"] if worker["compatible"] else f"{worker['state']}, incompatible"
 
 
-def _told(row: Mapping[str, str]) -> str:
+def _state_text(row: Mapping[str, str]) -> str:
     return f"{row['state']}: {row['note']}" if row["note"] else row["state"]
 
 
 def _rates(rates: Mapping[str, float] | None) -> str:
-    """Formats the prefill rate and the time of a decode step: a base and a part per sequence."""
+    """Formats the prefill rate and the duration of a decode step: a base and a part for each
+    sequence."""
     if rates is None:
         return "-"
     step = f"{rates['decode_step_ms']:.3g}+{rates['decode_sequence_ms']:.2g}n ms"
@@ -212,7 +216,8 @@ def _rates(rates: Mapping[str, float] | None) -> str:
 
 
 def _tier(tier: Mapping[str, Any]) -> str:
-    """Formats what a tier holds. A store has no end: a worker remembers so many of its blocks."""
+    """Formats the fill of a tier. A store has no size limit, so the number of blocks that the
+    worker remembers is shown."""
     held = tier["blocks_held"]
     total = tier["blocks_total"]
     if tier["name"] == "store":
@@ -221,13 +226,13 @@ def _tier(tier: Mapping[str, Any]) -> str:
 
 
 def _pairs(worker: Mapping[str, Any]) -> list[str]:
-    """Formats each peer with its transport and measured speed."""
+    """Formats each peer with its transport and measured bandwidth."""
     pairs = worker.get("pairs", {})
-    told = []
+    pair_texts = []
     for peer, way in sorted(worker["transports"].items()):
         speed = pairs.get(peer, {}).get("bytes_per_s")
-        told.append(f"{peer} {way}" + (f" {_speed(speed)}" if speed else ""))
-    return told
+        pair_texts.append(f"{peer} {way}" + (f" {_speed(speed)}" if speed else ""))
+    return pair_texts
 
 
 def _speed(bytes_per_s: float) -> str:

@@ -1,13 +1,12 @@
-"""A WSGI server for ports with few and short calls, which strangers cannot fill.
+"""A WSGI server for ports with few, short calls, which unauthenticated clients cannot exhaust.
 
-    connected --handshake, header, body--> called --> answered --> closed
-        |            within a deadline                in another
-        `-- closed to make room: beyond its bounds, the connection without a call that is open
-            longest, of the address with the most connections; while that is too young, the
-            newcomer waits
+  connected --handshake, header, body--> called --> answered --> closed
+    |            within a deadline                in another
+    `-- closed to make room: at a limit, the oldest connection without a complete call, of the
+        address with the most connections; while that one is too young, the new connection waits
 
-One thread with an event loop reads every connection, and a few threads run the application. So a
-silent connection costs some kilobytes. Each connection has one call.
+One thread with an event loop reads all connections, and a few threads run the application, so a
+silent connection costs only a few kilobytes. Each connection has one call.
 """
 
 from __future__ import annotations
@@ -36,18 +35,21 @@ WsgiApp = Callable[[dict[str, Any], Any], Iterable[bytes]]
 CONNECTIONS_MAX = 256
 PER_ADDRESS_MAX = 64
 CALLS_AT_ONCE = 2
-DEADLINE_S = 10.0  # from its start to the end of its call; and again for the answer
-_MATURE_S = 0.25  # a younger one makes no room for its own address: its call may be on its way
-_WAITING_MAX = 256  # connections that wait for room, unread
+# limit from the connection's start to the end of its request, and again for the response
+DEADLINE_S = 10.0
+# younger connections are not closed for others of their address: their request may be under way
+_MATURE_S = 0.25
+_WAITING_MAX = 256  # unread connections that wait for a slot
 _WAIT_S = 3.0
-_LOOK_S = 0.05  # between two looks for room
+_CHECK_INTERVAL_S = 0.05  # interval of checks for a free slot
 _HEADER_BYTES_MAX = 16 << 10
 _BODY_BYTES_MAX = 64 << 10
 _READ_BYTES = 16 << 10
 _BACKLOG = 128
-_ACCEPT_PAUSE_S = 0.5  # while the system has no file for a new connection
+_ACCEPT_PAUSE_S = 0.5  # pause if the process has no free file descriptor
 _CLOSE_MAX_S = 5.0
-_LINGER_S = 1.0  # a client that still writes would see a reset instead of the answer
+# time for the client to read the answer, because closing on unread bytes resets the connection
+_LINGER_S = 1.0
 
 
 @dataclass(eq=False, slots=True)
@@ -59,7 +61,7 @@ class _Connection:
 
 
 class BoundedServer:
-    """Serves an application from threads of its own until `close`."""
+    """Serves an application from its own threads until `close`."""
 
     def __init__(
         self,
@@ -70,15 +72,15 @@ class BoundedServer:
         name: str,
         context: ssl.SSLContext | None = None,
     ) -> None:
-        """`name` is that of the thread; with a `context` the port speaks TLS. Raises OSError if the
-        port cannot be bound."""
+        """Starts to serve. `name` names the thread; with a `context` the port uses TLS. Raises
+        OSError if the port cannot be bound."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
         self._app = app
         self._context = context
-        self._open: dict[_Connection, None] = {}  # the oldest first
+        self._open: dict[_Connection, None] = {}  # oldest first
         self._num_of: Counter[str] = Counter()
         self._waiting: set[asyncio.Task[None]] = set()
         self._callers = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix=f"{name}-call")
@@ -88,7 +90,7 @@ class BoundedServer:
         self._thread.start()
 
     def close(self) -> None:
-        with suppress(RuntimeError):  # its loop is closed
+        with suppress(RuntimeError):  # the event loop is already closed
             self._loop.call_soon_threadsafe(self._accepting.cancel)
         self._thread.join(_CLOSE_MAX_S)
 
@@ -115,7 +117,7 @@ class BoundedServer:
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             address = str(peer[0])
-            if self._makes_room(address):
+            if self._make_room(address):
                 self._take(address, sock)
             elif len(self._waiting) < _WAITING_MAX:
                 waiting = self._loop.create_task(self._wait_for_room(address, sock))
@@ -127,8 +129,8 @@ class BoundedServer:
 
     async def _wait_for_room(self, address: str, sock: socket.socket) -> None:
         async with asyncio.timeout(_WAIT_S):
-            while not self._makes_room(address):  # noqa: ASYNC110
-                await asyncio.sleep(_LOOK_S)
+            while not self._make_room(address):  # noqa: ASYNC110
+                await asyncio.sleep(_CHECK_INTERVAL_S)
         self._take(address, sock)
 
     def _take(self, address: str, sock: socket.socket) -> None:
@@ -138,8 +140,9 @@ class BoundedServer:
         connection.task = self._loop.create_task(self._serve(connection, sock))
         connection.task.add_done_callback(partial(self._forget, connection))
 
-    def _makes_room(self, address: str) -> bool:
-        """Returns whether a connection of this address may be taken; an older one ends for it."""
+    def _make_room(self, address: str) -> bool:
+        """Says whether a connection of this address can be accepted, and closes an older one for it
+        if necessary."""
         if self._num_of[address] >= PER_ADDRESS_MAX:
             fullest = address
         elif len(self._open) >= CONNECTIONS_MAX:
@@ -180,7 +183,7 @@ class BoundedServer:
                 environ = _environ(request, body, connection.address)
                 answer = await self._loop.run_in_executor(self._callers, _call, self._app, environ)
             async with asyncio.timeout(DEADLINE_S):
-                writer.transport.set_write_buffer_limits(0)  # `drain` waits for all bytes
+                writer.transport.set_write_buffer_limits(0)  # makes `drain` wait for all bytes
                 is_head = request is not None and request.method == b"HEAD"
                 writer.write(_to_bytes(http, *answer, is_head=is_head))
                 await writer.drain()
@@ -222,7 +225,8 @@ _Answer = tuple[int, list[tuple[str, str]], bytes]
 async def _read_call(
     http: h11.Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> tuple[h11.Request, bytes]:
-    """Reads one request. Raises RemoteProtocolError, OSError, and EOFError if none comes."""
+    """Reads one request. Raises RemoteProtocolError, OSError, and EOFError if the client sends
+    none."""
     request: h11.Request | None = None
     body = b""
     while True:
@@ -257,7 +261,7 @@ def _check_length(num_bytes: int) -> None:
 
 
 def _environ(request: h11.Request, body: bytes, address: str) -> dict[str, Any]:
-    """Returns the request as PEP 3333 has it, as far as our applications read it."""
+    """Builds the WSGI environment (PEP 3333), limited to what the applications use."""
     path, _, query = request.target.decode("latin-1").partition("?")
     environ: dict[str, Any] = {
         "REQUEST_METHOD": request.method.decode("ascii"),

@@ -1,6 +1,6 @@
-"""Folders for Unix sockets, whose whole path has at most 107 bytes on Linux.
+"""Folders for Unix sockets, whose full path may have at most 107 bytes on Linux.
 
-A folder in TMPDIR may be too deep for that. Then a folder in /tmp takes its place.
+A folder in TMPDIR may have a longer path; then a folder in /tmp is used instead.
 """
 
 import os
@@ -9,18 +9,19 @@ from pathlib import Path
 
 from tandem.errors import ConfigError
 
-_PATH_BYTES_MAX = 107  # `sun_path` has 108 with the zero at its end
-_BELOW_BYTES_MAX = 32  # of what stands below such a folder, as /ray-abcdefgh/plasma_store
+_PATH_BYTES_MAX = 107  # `sun_path` has 108 bytes including the final zero
+_BELOW_BYTES_MAX = 32  # reserved for names within such a folder, such as /ray-abcdefgh/plasma_store
 _SHORT = Path("/tmp")
 
 
 def is_short(folder: Path) -> bool:
-    """Returns whether sockets below this folder have paths that are short enough."""
+    """Says whether the paths of sockets in this folder are short enough."""
     return len(os.fsencode(folder)) + _BELOW_BYTES_MAX <= _PATH_BYTES_MAX
 
 
 def make_socket_folder() -> Path:
-    """Makes a folder of this user alone. Raises ConfigError if neither TMPDIR nor /tmp will do."""
+    """Creates a folder that other users cannot read. Raises ConfigError if neither TMPDIR nor /tmp
+    can be used."""
     place = Path(tempfile.gettempdir())
     if is_short(place):
         return Path(tempfile.mkdtemp(prefix="tandem-"))

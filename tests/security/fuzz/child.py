@@ -1,8 +1,8 @@
-"""Runs parsers in a child process, in batches of thousands of inputs.
+"""Runs parsers in a child process, with batches of thousands of inputs.
 
-The parent notices an input that does not end, by a counter in shared memory, and one that ends the
-process. It starts another child, which goes on behind that input. An input whose parser takes much
-memory is a failure, too.
+By a counter in shared memory the parent detects an input that hangs or that ends the process. It
+starts another child that continues after that input. An input whose parser uses too much memory
+also counts as a failure.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from tests.security.fuzz.inputs import batch_of
 
 HANG_S = 20.0
 GROWTH_OF_INPUT_BYTES_MAX = 256 << 20
-FAILURES_MAX = 20  # of a batch: more of them tell nothing new
-_spawn = multiprocessing.get_context("spawn")  # threads of the parent hold locks
+FAILURES_MAX = 20  # limit for one batch; more of them would add nothing new
+# the parent's threads may hold locks, so fork is unsafe
+_spawn = multiprocessing.get_context("spawn")
 
 
 class Outcome(NamedTuple):
@@ -37,36 +38,37 @@ class _Batch(NamedTuple):
     name: str
     seed: int
     size: int
-    first: int = 0  # index of the first input that is given
-    ended: str = ""  # what the input before it did to an earlier child
+    first: int = 0  # index of the first input to run
+    ended: str = ""  # what the previous input did to an earlier child
 
 
 Targets = Callable[[Path], Mapping[str, Any]]
 
 
 class ParserProcess:
-    """A child process that gives inputs to the targets that a function makes of a folder."""
+    """A child process that runs inputs against the targets created by `make_targets(folder)`."""
 
     def __init__(self, make_targets: Targets, *, hang_s: float = HANG_S) -> None:
         self._make_targets = make_targets
         self._hang_s = hang_s
         self._folder = tempfile.TemporaryDirectory(dir=_memory_folder())
-        self._num_given = _spawn.Value("Q", 0)  # inputs of the batch, with the one under way
+        # number of inputs started, including the current one
+        self._num_given = _spawn.Value("Q", 0)
         self._start()
 
     def run(self, name: str, seed: int, size: int) -> Outcome:
-        """Gives a target the inputs of a batch."""
+        """Runs a batch of inputs against a target."""
         failures: list[str] = []
         batch = _Batch(name, seed, size)
         while True:
             self._num_given.value = 0
             self._pipe.send(batch)
-            told = self._wait(failures)
-            if isinstance(told, int):
-                return Outcome(failures, told)
-            # An end before the first input is no input's fault: it comes again, or never.
-            assert self._num_given.value, told
-            batch = batch._replace(first=self._num_given.value, ended=told)
+            result = self._wait(failures)
+            if isinstance(result, int):
+                return Outcome(failures, result)
+            # An end before the first input has another cause; it recurs if it matters.
+            assert self._num_given.value, result
+            batch = batch._replace(first=self._num_given.value, ended=result)
             self.close_process()
             self._start()
 
@@ -88,15 +90,16 @@ class ParserProcess:
         theirs.close()
 
     def _wait(self, failures: list[str]) -> int | str:
-        """Returns the memory of the child at the end of the batch, or why the batch has none."""
+        """Waits for the end of the batch. Returns the memory of the child, or why the batch did not
+        end."""
         seen, since = 0, time.monotonic()
         while True:
             try:
                 if self._pipe.poll(0.2):
-                    told = self._pipe.recv()
-                    if isinstance(told, int):
-                        return told
-                    failures.append(told)
+                    result = self._pipe.recv()
+                    if isinstance(result, int):
+                        return result
+                    failures.append(result)
             except (EOFError, ConnectionError):
                 self._process.join()
                 return f"the process ended with {self._process.exitcode}"
@@ -134,14 +137,14 @@ def _failure(target: Any, value: object, memory: _PeakMemory) -> str:
 
 
 class _PeakMemory:
-    """The largest memory of this process so far. `resource` would begin with the parent's."""
+    """The peak memory of this process. `resource` would include the parent's peak."""
 
     def __init__(self) -> None:
         self._status = os.open("/proc/self/status", os.O_RDONLY)
         self._known = self._bytes()
 
     def growth_bytes(self) -> int:
-        """Returns the growth since the last call."""
+        """The growth of the peak since the last call."""
         before, self._known = self._known, self._bytes()
         return self._known - before
 

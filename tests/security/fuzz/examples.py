@@ -1,4 +1,4 @@
-"""Valid inputs of each kind, which the sources of inputs change."""
+"""Valid inputs of each kind, which the fuzzing mutates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": _SCHEMA}}
 _CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
-# By path; what follows # only tells several bodies of a path apart.
+# By path; the text after # only distinguishes several bodies of a path.
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x", "max_tokens": 1},
     "/v1/completions#all": {

@@ -1,4 +1,4 @@
-"""Targets that are files of a model: GGUF, safetensors, and whole folders."""
+"""Targets that read the files of a model: GGUF, safetensors, and complete folders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.models import test_malformed_files as files
 
 
 class _Chance:
-    """Inputs that are numbers; a target breaks a file as the number has it."""
+    """Inputs that are numbers; a target derives the damage of a file from the number."""
 
     seeds = st.just(0)
 
@@ -31,7 +31,7 @@ class _Chance:
 
 
 class _BrokenBytes:
-    """A file of a folder, which is broken and read."""
+    """A file in a folder that is damaged and then read."""
 
     def __init__(self, whole: Path, folder: Path, read: Callable[[Path], object]) -> None:
         self.source = _Chance()
@@ -46,7 +46,7 @@ class _BrokenBytes:
 
 
 class _BrokenModel:
-    """A model that `tests/unit/models/test_malformed_files.py` breaks, and loads as workers do."""
+    """A model that `tests/unit/models/test_malformed_files.py` damages, and loads like a worker."""
 
     def __init__(self, fuzz: Callable[..., int], whole: object, folder: Path) -> None:
         self.source = _Chance()
@@ -59,7 +59,7 @@ class _BrokenModel:
 
 
 def write_tiny_model(folder: Path) -> ModelFolder:
-    """Writes a GGUF file and a folder with the same weights and a chat template; the model has two
+    """Writes a GGUF file and a folder with the same weights and a chat template. The model has two
     layers of random weights."""
     from tests.unit.models.conftest import TOKENS, gguf_tensors, write_gguf
 
@@ -71,7 +71,7 @@ def write_tiny_model(folder: Path) -> ModelFolder:
 
 
 def file_targets(folder: Path) -> dict[str, ParserTarget]:
-    """Returns targets that work in this folder."""
+    """Creates targets that use this folder."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     model = write_tiny_model(folder)

@@ -1,8 +1,9 @@
-"""Inputs of targets: hypothesis makes the first of a batch, and chance makes the others of those.
+"""Generates inputs: hypothesis creates the first ones of a batch, and random mutations of those the
+rest.
 
-hypothesis takes some milliseconds for an input, where most parsers take some microseconds. So it
-makes one input of `PER_SEED`; each of the others is one or two of these with a few changes. A batch
-depends on its seed only.
+Hypothesis takes milliseconds for an input, while most parsers take microseconds. So it creates one
+of every `PER_SEED` inputs; the others are one or two of these with a few mutations. A batch depends
+only on its seed.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ _Seed = TypeVar("_Seed")
 
 
 class Source(Protocol[_Seed]):
-    """A kind of inputs."""
+    """A generator of one kind of input."""
 
     @property
     def seeds(self) -> st.SearchStrategy[_Seed]: ...
 
     def input_of(self, seeds: Sequence[_Seed], chance: random.Random) -> Any:
-        """Returns an input made of one or more of the seeds."""
+        """Creates an input from one or more of the seeds."""
 
 
 def batch_of(source: Source[Any], base_seed: int, size: int) -> list[Any]:
-    """Returns `size` inputs, always the same for a seed."""
+    """Creates `size` inputs, always the same for a seed."""
     found: list[Any] = []
 
     @seed(base_seed)
@@ -62,8 +63,8 @@ _PIECES = [
 
 
 def changed(data: bytes, others: Sequence[bytes], chance: random.Random) -> bytes:
-    """Returns the bytes with up to four changes: flipped, replaced, cut, doubled, or joined with
-    another's end."""
+    """Mutates bytes up to four times: flips, replaces, cuts, duplicates, or joins them with the end
+    of another input."""
     for _ in range(chance.randint(1, 4)):
         start = chance.randint(0, len(data))
         kind = chance.randrange(6)
@@ -86,7 +87,7 @@ def changed(data: bytes, others: Sequence[bytes], chance: random.Random) -> byte
 
 
 class Bytes:
-    """Bytes that are valid, and what becomes of them."""
+    """Valid bytes and their mutations."""
 
     def __init__(self, wholes: Sequence[bytes]) -> None:
         self._wholes = wholes
@@ -120,9 +121,9 @@ Fields = dict[str, Any]
 
 
 class Objects:
-    """Objects with up to three fields that are absurd, and what becomes of them.
+    """Objects with up to three extreme field values, and their mutations.
 
-    An input is one of them with up to two fields of another.
+    An input is one object with up to two fields of another.
     """
 
     def __init__(self, wholes: Sequence[Fields], names: Sequence[str]) -> None:
@@ -136,7 +137,7 @@ class Objects:
 
 
 def _nested(value: Any, chance: random.Random) -> Any:
-    """Returns the value, sometimes with a part of it in the place of the whole, or around it."""
+    """Returns the value, sometimes replaced by one of its parts or nested in another value."""
     kind = chance.randrange(6)
     if kind == 0 and isinstance(value, list | dict) and value:
         return chance.choice(list(value.values() if isinstance(value, dict) else value))
@@ -148,7 +149,7 @@ def _nested(value: Any, chance: random.Random) -> Any:
 
 
 class JsonBytes(Objects):
-    """Objects as JSON, of which every second is changed as bytes."""
+    """Objects encoded as JSON; every second one is also mutated as bytes."""
 
     def input_of(self, seeds: Sequence[Fields], chance: random.Random) -> bytes:
         text = json.dumps(super().input_of(seeds, chance)).encode()
@@ -156,7 +157,7 @@ class JsonBytes(Objects):
 
 
 class PackedBytes(Objects):
-    """Objects as msgpack, of which every second is changed as bytes."""
+    """Objects encoded as msgpack; every second one is also mutated as bytes."""
 
     def input_of(self, seeds: Sequence[Fields], chance: random.Random) -> bytes:
         try:

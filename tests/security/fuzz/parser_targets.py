@@ -1,4 +1,5 @@
-"""Targets that are parsers, called in one process: bodies, gRPC messages, records, messages."""
+"""Targets that are parsers, called in one process: bodies, gRPC messages, records, engine
+messages."""
 
 from __future__ import annotations
 
@@ -51,8 +52,7 @@ _LAYOUT = KvLayout.of_one(BlockLayout(100, 2, 2, 16, 8, "float32"))
 
 
 class ParserTarget(Protocol):
-    """A part of Tandem that reads inputs and waits for nobody. `check` raises for an input that
-    does harm."""
+    """A parser of Tandem that does not block. `check` raises for an input that does harm."""
 
     @property
     def source(self) -> Source[Any]: ...
@@ -61,7 +61,7 @@ class ParserTarget(Protocol):
 
 
 def body_source() -> Source[Any]:
-    """Returns the source of paths and bodies of the public HTTP API."""
+    """Creates the source of paths and bodies of the public HTTP API."""
     return OneOf({path: JsonBytes([whole], FIELDS) for path, whole in BODIES.items()})
 
 

@@ -1,10 +1,10 @@
-"""Fuzzes a running router and worker, the files of models, and what processes tell each other.
+"""Fuzzes a running router and worker, the parsers of model files, and messages between processes.
 
-    python -m tests.security.fuzz.run --inputs 1000000 --seed 1 --state /tmp/fuzz.json
+python -m tests.security.fuzz.run --inputs 1000000 --seed 1 --state /tmp/fuzz.json
 
-Parsers get their inputs in a child process, and at the same time a router and a worker get theirs
-by sockets. The state says how far each target is: the same command goes on from there after an end
-of any kind. At the end it prints the inputs, the failures and the growth of memory by target, and
+Parsers get their inputs in a child process; in parallel a router and a worker get theirs by
+sockets. The state file has the progress of each target: after an interruption the same command
+continues. At the end it prints the inputs, the failures and the growth of memory by target, and
 exits with status 1 if an input failed or a process grew too much.
 """
 
@@ -43,12 +43,12 @@ from tests.security.fuzz.socket_targets import (
     WorkerCalls,
 )
 
-GROWTH_BYTES_MAX = 64 << 20  # of a process in one run, after its first batch
-# The safetensors library keeps 1.3 KB of each file that it reads; a server reads some once.
-KEPT_BYTES = {"safetensors": 1024, "gguf": 4096, "model-folder": 4096}  # of an input
+GROWTH_BYTES_MAX = 64 << 20  # limit for a process in one run, after its first batch
+# The safetensors library keeps 1.3 KB for each file that it reads; a server reads few files, once.
+KEPT_BYTES = {"safetensors": 1024, "gguf": 4096, "model-folder": 4096}  # bytes kept for one input
 BATCH_MAX = 5000
-# Parts of a million inputs: 700,000 for parsers, 200,000 for a router by HTTP and Redis, 100,000 by
-# gRPC. Most parsers take some microseconds; a whole model takes milliseconds.
+# Shares of a million inputs: 700,000 for parsers, 200,000 for a router by HTTP and Redis, 100,000
+# by gRPC. Most parsers take microseconds; a complete model takes milliseconds.
 PARSERS = {
     "engine-messages": 200_000,
     "records": 120_000,
@@ -59,7 +59,7 @@ PARSERS = {
     "gguf": 15_000,
     "model-folder": 25_000,
 }
-# Records come last: a key among them that is valid closes the router to clients without one.
+# Records come last, because a valid key among them closes the router to clients without a key.
 SOCKETS: dict[str, tuple[int, Callable[[Served], SocketTarget]]] = {
     "http-bytes": (100_000, RawHttp),
     "http-bodies": (80_000, HttpBodies),
@@ -87,20 +87,21 @@ class Progress(msgspec.Struct):
 
 
 class Run:
-    """The progress of all targets, which is saved after each batch."""
+    """The progress of all targets, saved after each batch."""
 
     def __init__(self, num_inputs: int, base_seed: int, state: Path | None) -> None:
         self._num_inputs = num_inputs
         self._seed = base_seed
         self._state = state
-        self._lock = threading.Lock()  # two threads make progress
-        self.is_stopping = False  # no further batch begins
+        self._lock = threading.Lock()  # two threads add progress
+        self.is_stopping = False  # True: start no further batches
         kept = dict[str, Progress]
         saved = state.read_bytes() if state is not None and state.is_file() else b"{}"
         self.progress = msgspec.json.decode(saved, type=kept)
 
     def next_batch(self, name: str, part: int) -> tuple[int, int] | None:
-        """Returns the seed and the size of the target's next batch, or None if it has its part."""
+        """Returns the seed and the size of the target's next batch; None if it has had its
+        share."""
         progress = self.progress.setdefault(name, Progress())
         if self.is_stopping:
             return None
@@ -110,7 +111,7 @@ class Run:
         return self._seed * 1_000_003 + progress.num_batches, min(left, BATCH_MAX)
 
     def add(self, name: str, size: int, outcome: Outcome, seconds: float, *, first: bool) -> None:
-        """Notes that a batch is done."""
+        """Records a completed batch."""
         with self._lock:
             progress = self.progress[name]
             progress.num_inputs += size
@@ -127,7 +128,7 @@ class Run:
 
 
 def parser_targets(folder: Path) -> Mapping[str, ParserTarget]:
-    """Returns the targets of the child process."""
+    """Creates the targets of the child process."""
     return {
         "engine-messages": EngineMessages(),
         "records": Records(),
@@ -138,7 +139,7 @@ def parser_targets(folder: Path) -> Mapping[str, ParserTarget]:
 
 
 def fuzz_parsers(run: Run, names: Sequence[str]) -> None:
-    """Gives each of these parsers its part."""
+    """Runs the share of inputs of each of these parsers."""
     child = ParserProcess(parser_targets)
     try:
         for name in names:
@@ -154,7 +155,7 @@ def fuzz_parsers(run: Run, names: Sequence[str]) -> None:
 
 
 async def fuzz_sockets(run: Run, served: Served, names: Sequence[str]) -> None:
-    """Gives each of these targets its part."""
+    """Runs the share of inputs of each of these targets."""
     for name in names:
         part, make = SOCKETS[name]
         target = make(served)
@@ -174,7 +175,7 @@ async def fuzz_sockets(run: Run, served: Served, names: Sequence[str]) -> None:
 
 
 async def _failures(target: SocketTarget, inputs: Sequence[Any]) -> list[str]:
-    """Gives the inputs to the target, some at once. Returns what went wrong."""
+    """Runs the inputs against the target, several at once. Returns the failures."""
     failures: list[str] = []
     left = iter(inputs)
 
@@ -194,7 +195,7 @@ async def _failures(target: SocketTarget, inputs: Sequence[Any]) -> list[str]:
 def fuzz(
     names: Sequence[str], num_inputs: int, base_seed: int, state: Path | None
 ) -> dict[str, Progress]:
-    """Runs until each target has its part of the inputs; returns how far each is."""
+    """Runs until each target has had its share of the inputs. Returns the progress of each."""
     run = Run(num_inputs, base_seed, state)
     parsers = [name for name in PARSERS if name in names]
     sockets = [name for name in SOCKETS if name in names]
@@ -245,7 +246,7 @@ def main() -> int:
 
 
 def is_bad(name: str, progress: Progress) -> bool:
-    """Returns whether an input failed or the process grew too much."""
+    """Says whether an input failed or the process grew too much."""
     kept_bytes = KEPT_BYTES.get(name, 0) * progress.num_inputs
     return bool(progress.failures) or progress.growth_bytes > GROWTH_BYTES_MAX + kept_bytes
 

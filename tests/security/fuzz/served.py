@@ -1,4 +1,4 @@
-"""A router and a worker with a tiny model, which the targets on sockets share."""
+"""A router and a worker with a tiny model, shared by the targets on sockets."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tandem.common.config.cluster import ClusterConfig
 from tests.harness.cluster import LocalCluster, WorkerProcess, free_port
 from tests.security.fuzz.file_targets import write_tiny_model
 
-DEADLINE_S = 20.0  # for an answer; a later one is a hang
-_MAX_MODEL_LEN = 64  # a valid input with many tokens is only slow
+DEADLINE_S = 20.0  # time limit for an answer; a later one counts as a hang
+_MAX_MODEL_LEN = 64  # limits the time for valid inputs with many tokens
 
 
 class Served:
@@ -32,17 +32,16 @@ class Served:
         self._cluster = cluster
 
     def router_bytes(self) -> int:
-        """Returns the memory of the router's processes."""
+        """The memory of the router's processes."""
         assert self._cluster.router is not None
         return _family_bytes(self._cluster.router.pid)
 
     def worker_bytes(self) -> int:
-        """Returns the memory of the worker's processes."""
+        """The memory of the worker's processes."""
         return _family_bytes(self.worker.process.pid)
 
     async def check(self) -> None:
-        """Raises AssertionError if the router is not ready, or the worker holds what it should
-        not."""
+        """Raises AssertionError if the router is not ready, or the worker still holds something."""
         async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
             answer = await client.get(f"{self.url}/ready")
         assert answer.status_code == 200, answer.text
@@ -56,7 +55,7 @@ def _family_bytes(pid: int) -> int:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[Served]:
-    """Starts the processes in this folder, which keeps their logs."""
+    """Starts the processes with their logs in this folder."""
     folder.mkdir(parents=True, exist_ok=True)
     model = write_tiny_model(folder)
     admin_grpc_port = free_port()

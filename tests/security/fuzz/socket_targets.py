@@ -1,4 +1,4 @@
-"""Targets that take inputs by sockets: a router's HTTP and gRPC ports and Redis, and a worker."""
+"""Targets that get inputs by sockets: a router's HTTP and gRPC ports and Redis, and a worker."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _raw_requests() -> list[bytes]:
 
 
 class RawHttp:
-    """Bytes, each input on a connection of its own, which the client half-closes."""
+    """Raw bytes, each input on its own connection, which the client half-closes."""
 
     at_once = 32
 
@@ -66,7 +66,7 @@ class RawHttp:
                 writer.write_eof()
                 answer = await reader.read()
             except ConnectionError:
-                pass  # it was closed with bytes unread
+                pass  # the connection was closed with unread bytes
             finally:
                 writer.transport.abort()
         assert b"HTTP/1.1 5" not in answer, answer
@@ -76,7 +76,7 @@ class RawHttp:
 
 
 class HttpBodies:
-    """Bodies, on connections that are kept. A client library would take longer than a router."""
+    """Bodies on keep-alive connections. A client library would take longer than the router."""
 
     at_once = 32
 
@@ -104,7 +104,7 @@ class HttpBodies:
 
 
 async def _read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """Returns the status and the body, as chunks if it came so."""
+    """Reads the status and the body, which may be chunked."""
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     _, has_length, after = head.partition(b"content-length: ")
     if has_length:
@@ -123,7 +123,7 @@ def _calls(calls: dict[str, list[Any]]) -> OneOf:
 async def _code(
     channel: grpc.aio.Channel, method: str, body: bytes, **options: Any
 ) -> tuple[str, str]:
-    # On the wire one message is a stream of one message.
+    # On the wire a single message equals a stream of one message.
     call = channel.unary_stream(method)(body, **options)
     try:
         async for _ in call:
@@ -134,7 +134,7 @@ async def _code(
 
 
 class RouterCalls:
-    """Bytes as the message of each call of a router's public port and of the operators' one."""
+    """Bytes as the message of each method of a router's public and admin ports."""
 
     at_once = 32
 
@@ -159,10 +159,10 @@ class RouterCalls:
 
 
 class WorkerCalls:
-    """Bytes as the message of each call of a worker's port; one of 20 without the token."""
+    """Bytes as the message of each method of a worker's port; one in 20 without the token."""
 
     at_once = 32
-    _PATIENCE_S = 0.1  # for an answer of a call that may rightly stay open
+    _PATIENCE_S = 0.1  # time limit for calls that may rightly stay open
     _STAY_OPEN = ("Decode", "Prefill")
 
     def __init__(self, served: Served) -> None:
@@ -195,7 +195,7 @@ class WorkerCalls:
 class RedisRecords:
     """Records of workers and keys, and entries of the prefix tree, in the Redis of a router.
 
-    It reads them within a second; 200 of them lie there when the calls that use them are made.
+    The router reads them within a second; calls that use them are made for 200 of them at a time.
     """
 
     at_once = 1
@@ -228,7 +228,7 @@ class RedisRecords:
             await self._ask()
 
     async def _ask(self) -> None:
-        """Asks what uses the records, while they are there; then removes them."""
+        """Makes calls that use the records, and then removes the records."""
         served = self._served
         async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
             for url in (f"{served.admin_url}/v1/cluster", f"{served.admin_url}/metrics"):

@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 
 from tandem.errors import QueueFull, WorkerLost
-from tandem.net.rpc.failures import FailureInterceptor, log_lost_peers_calmly
+from tandem.net.rpc.failures import FailureInterceptor, quiet_peer_faults
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerServicer,
@@ -96,7 +96,7 @@ for _ in WorkerStub(channel).Probe(pb.ProbeRequest()):
 async def test_a_consumer_that_is_killed_is_no_error_of_the_producer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    log_lost_peers_calmly()
+    quiet_peer_faults()
     producer, server = _Endless(), grpc.aio.server()
     add_WorkerServicer_to_server(producer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -117,7 +117,7 @@ async def test_a_consumer_that_is_killed_is_no_error_of_the_producer(
 
 
 def test_a_bug_in_a_handler_stays_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    log_lost_peers_calmly()
+    quiet_peer_faults()
     try:
         raise ValueError("a bug")
     except ValueError:

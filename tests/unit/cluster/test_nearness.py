@@ -13,8 +13,8 @@ from tandem.cluster.nearness import (
     FAR_TIMES,
     bandwidths_to,
     far_hosts,
+    far_reason,
     host_bandwidths,
-    told_far,
 )
 from tandem.cluster.pool_state import describe
 from tandem.cluster.pools import ClusterSpec, Host, Member, PoolCommand, plan
@@ -76,7 +76,7 @@ def test_only_hosts_that_are_much_slower_are_far() -> None:
 
 def test_the_reason_names_the_farthest_hosts() -> None:
     found = {"a": 812e6, **{name: at * 1e6 for at, name in enumerate("bcdef", 1)}}
-    assert told_far(far_hosts(found), found, "decode") == (
+    assert far_reason(far_hosts(found), found, "decode") == (
         "b has 1.0 MB/s, c has 2.0 MB/s, d has 3.0 MB/s, 2 more are far to the decode workers, "
         "another host 812.0 MB/s"
     )

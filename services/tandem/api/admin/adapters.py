@@ -1,4 +1,4 @@
-"""Calls to load and unload LoRA adapters, as vLLM has them."""
+"""HTTP routes that load and unload LoRA adapters, compatible with vLLM's."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from tandem.common.config.router import RouterConfig
 from tandem.errors import BadRequest
 from tandem.router.scaling.adapters import AdapterControl
 
-# vLLM's `lora_int_id` is its engine's own number of an adapter.
+# vLLM's clients send `lora_int_id`, the engine's internal adapter number. It is ignored.
 _LOAD = {"lora_name": str, "lora_path": str, "load_inplace": bool}
 _UNLOAD = {"lora_name": str, "lora_int_id": int}
 
 
 def add_adapter_routes(app: FastAPI, config: RouterConfig, control: AdapterControl) -> None:
-    """Adds /v1/load_lora_adapter and /v1/unload_lora_adapter."""
+    """Adds `POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter` to the app."""
 
     @app.post(LOAD_ADAPTER_PATH)
     async def load(request: Request) -> Response:
@@ -51,7 +51,8 @@ def add_adapter_routes(app: FastAPI, config: RouterConfig, control: AdapterContr
 
 
 def _checked(body: dict[str, Any], allowed: dict[str, type]) -> dict[str, Any]:
-    """Returns the fields that are set. Raises BadRequest naming one that is not allowed."""
+    """Checks names and types, and returns the fields that are not null. Raises BadRequest for an
+    unknown field or a wrong type."""
     for name, value in body.items():
         if name not in allowed:
             raise BadRequest(

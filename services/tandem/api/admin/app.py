@@ -63,7 +63,7 @@ def make_admin_app(
     app = FastAPI(
         title="Tandem, for operators",
         redirect_slashes=False,
-        docs_url=None,  # these two pages would run scripts of another site
+        docs_url=None,  # FastAPI's documentation pages load scripts from another site.
         redoc_url=None,
     )
     install_handlers(app)
@@ -109,7 +109,8 @@ def make_admin_app(
 
 
 def _limit(request: Request) -> int:
-    """Returns the number of entries that a call asks for. Raises BadRequest."""
+    """Reads the query parameter `limit`, 100 by default. Raises BadRequest if it is out of
+    range."""
     limit = request.query_params.get("limit", "100")
     if not (limit.isdecimal() and 1 <= int(limit) <= ENTRIES_MAX):
         raise BadRequest(f"limit must be a number from 1 to {ENTRIES_MAX}", param="limit")
@@ -117,11 +118,11 @@ def _limit(request: Request) -> int:
 
 
 def add_chat_route(app: FastAPI, config: RouterConfig, generator: Generator) -> None:
-    """The chat of the operators' page: a chat as on the public port, with an operator's key.
+    """Adds the chat route of the operators' page. It needs an operator's key.
 
-    The page may call its own origin only, so the admin listener takes its chats itself. The guard
-    asks for an operator's key, a body of `application/json` and no foreign `Origin`, as for every
-    change.
+    The page's content security policy allows calls to its own origin only, so chats cannot go to
+    the public port. AdminGuard requires an operator's key, a body of type `application/json`, and
+    no foreign `Origin`, as for every change.
     """
 
     routes = GenerationRoutes(config, generator)
@@ -138,12 +139,11 @@ def add_chat_route(app: FastAPI, config: RouterConfig, generator: Generator) -> 
 
 
 def add_page_routes(app: FastAPI) -> None:
-    """The files of the operators' page: `/` and `/page/...`. They are the same for everybody.
+    """Adds the files of the operators' page at `/` and `/page/...`. They contain no cluster data.
 
-    They are read once, at start; a path is a key of a table, so no path leads out of the folder.
-    The policy lets a browser run the page's own scripts, use its own style sheets and call its own
-    origin; nothing inline runs, and nothing is loaded from another site
-    (https://www.w3.org/TR/CSP3/).
+    The files are read once, at startup, and looked up by name, so a path cannot leave the folder.
+    The content security policy allows only the page's own scripts, style sheets and origin: no
+    inline scripts, and nothing from other sites (https://www.w3.org/TR/CSP3/).
     """
 
     files = {

@@ -1,4 +1,5 @@
-"""The cluster for operators: `/v1/cluster` (state, sizes, roles, drains, audits)."""
+"""HTTP routes under `/v1/cluster`: cluster state, pool sizes, worker roles, drains, logs and index
+audits."""
 
 import time
 from dataclasses import asdict
@@ -25,10 +26,17 @@ from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.rows import headline, problems_of, worker_rows
 
-# Fields of a worker's record, and of its KV compatibility, that are told as they are.
-_TOLD = ("worker_id", "role", "state", "transports", "memory_free_bytes", "memory_total_bytes")
-_TOLD_OF_PROCESS = ("address", "metrics_address", "host", "pid", "epoch", "started_at", "model")
-_TOLD_OF_KV = ("compute_dtype", "numerics", "block_size")
+# Fields copied unchanged from a worker's record and its KV compatibility.
+_RECORD_FIELDS = (
+    "worker_id",
+    "role",
+    "state",
+    "transports",
+    "memory_free_bytes",
+    "memory_total_bytes",
+)
+_PROCESS_FIELDS = ("address", "metrics_address", "host", "pid", "epoch", "started_at", "model")
+_KV_FIELDS = ("compute_dtype", "numerics", "block_size")
 
 
 def add_cluster_routes(
@@ -156,8 +164,8 @@ def _worker(worker: KnownWorker, view: ClusterView) -> dict[str, Any]:
         "pool": record.pool or record.role,
         "compatible": view.is_compatible(record),
         "connected": client.is_up if client else None,
-        **{name: getattr(record, name) for name in (*_TOLD, *_TOLD_OF_PROCESS)},
-        **{name: getattr(record.compatibility, name) for name in _TOLD_OF_KV},
+        **{name: getattr(record, name) for name in (*_RECORD_FIELDS, *_PROCESS_FIELDS)},
+        **{name: getattr(record.compatibility, name) for name in _KV_FIELDS},
         "kv_use": load.kv_use,
         "load": {
             **msgspec.structs.asdict(load),
@@ -174,12 +182,13 @@ def _worker(worker: KnownWorker, view: ClusterView) -> dict[str, Any]:
 
 
 def _rates(rates: WorkerRates) -> dict[str, float] | None:
-    """Returns the rates that the worker has measured; None while it has measured nothing."""
+    """Summarizes a worker's measured rates. Returns None until the worker has measured some."""
     if not rates.measured:
         return None
     step_s = queue_seconds(rates, rates.step_tokens)
     return {
-        "prefill_tokens_per_s": rates.step_tokens / step_s,  # of a full step at a prompt's start
+        # for a full step of a prompt's first tokens
+        "prefill_tokens_per_s": rates.step_tokens / step_s,
         "decode_step_ms": rates.decode.step_s * 1000,
-        "decode_sequence_ms": rates.decode.sequence_s * 1000,  # more for each in the step
+        "decode_sequence_ms": rates.decode.sequence_s * 1000,  # added by each sequence in the step
     }

@@ -1,6 +1,6 @@
-"""API keys for operators: `/v1/keys` to create and list, and to rotate and revoke one.
+"""HTTP routes under `/v1/keys`: operators create, list, rotate and revoke API keys.
 
-Routers tell each other of a changed key at `/v1/keys/records`, by a signed call.
+A router forwards each changed key to the other routers by a signed call of `/v1/keys/records`.
 """
 
 import time
@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from tandem.api.http.body import read_body, read_json_object
 from tandem.api.http.errors import JsonResponse
-from tandem.api.http.guard import caller, tell_refusal
+from tandem.api.http.guard import caller, log_refusal
 from tandem.common.config.router import RouterConfig
 from tandem.errors import BadRequest, Unauthenticated
 from tandem.net.security.audit_trail import AuditTrail
@@ -31,16 +31,16 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0, le=100 * 365 * 24 * 3600)]
 class _Create(msgspec.Struct, forbid_unknown_fields=True):
     tenant: _Tenant
     role: Role = "user"
-    expires_in_s: _Seconds = 0.0  # 0: never
+    expires_in_s: _Seconds = 0.0  # seconds; 0 means that the key never expires
     limits: dict[str, Any] = {}
 
 
 class _Rotate(msgspec.Struct, forbid_unknown_fields=True):
-    grace_s: _Seconds = 3600.0  # that the old secret still works
+    grace_s: _Seconds = 3600.0  # seconds during which the old secret remains valid
 
 
 class _Update(msgspec.Struct, forbid_unknown_fields=True):
-    limits: dict[str, Any]  # those that change, by name
+    limits: dict[str, Any]  # only the limits to change, by name
 
 
 def add_key_routes(app: FastAPI, config: RouterConfig, keys: KeyService, trail: AuditTrail) -> None:
@@ -51,32 +51,32 @@ def add_key_routes(app: FastAPI, config: RouterConfig, keys: KeyService, trail: 
     @app.post("/v1/keys", status_code=201)
     async def create(request: Request) -> Response:
         """Creates a key. The answer is the only place where its secret is ever shown."""
-        asked = _read(_Create, await read_json_object(request, config))
-        with logged_change(trail, caller(request.scope), f"key of {asked.tenant}") as change:
+        body = _read(_Create, await read_json_object(request, config))
+        with logged_change(trail, caller(request.scope), f"key of {body.tenant}") as change:
             change.before = "none"
-            expires_at = time.time() + asked.expires_in_s if asked.expires_in_s else 0.0
-            limits = changed(NO_LIMITS, asked.limits)
-            key = await keys.create(asked.tenant, asked.role, expires_at=expires_at, limits=limits)
-            change.after = f"{asked.role} {key.record.key_id}"
-        return _told(key)
+            expires_at = time.time() + body.expires_in_s if body.expires_in_s else 0.0
+            limits = changed(NO_LIMITS, body.limits)
+            key = await keys.create(body.tenant, body.role, expires_at=expires_at, limits=limits)
+            change.after = f"{body.role} {key.record.key_id}"
+        return _new_key_response(key)
 
     @app.post("/v1/keys/{key_id}/rotate", status_code=201)
     async def rotate(key_id: str, request: Request) -> Response:
         """Gives a key a new secret. The old one works for `grace_s` seconds more."""
-        asked = _read(_Rotate, await read_json_object(request, config))
+        body = _read(_Rotate, await read_json_object(request, config))
         with logged_change(trail, caller(request.scope), f"key {key_id}") as change:
-            key = await keys.rotate(key_id, grace_s=asked.grace_s)
+            key = await keys.rotate(key_id, grace_s=body.grace_s)
             change.before = f"version {key.record.version - 1}"
             change.after = f"version {key.record.version}"
-        return _told(key)
+        return _new_key_response(key)
 
     @app.post("/v1/keys/{key_id}/update")
     async def update(key_id: str, request: Request) -> Response:
         """Changes some limits of a key; its secret stays."""
-        asked = _read(_Update, await read_json_object(request, config))
+        body = _read(_Update, await read_json_object(request, config))
         with logged_change(trail, caller(request.scope), f"limits of key {key_id}") as change:
-            record = await keys.update(key_id, asked.limits)
-            change.after = f"version {record.version}, {asked.limits}"
+            record = await keys.update(key_id, body.limits)
+            change.after = f"version {record.version}, {body.limits}"
         return JsonResponse(listed([record], time.time())[0])
 
     @app.post("/v1/keys/{key_id}/revoke")
@@ -92,8 +92,8 @@ def add_key_routes(app: FastAPI, config: RouterConfig, keys: KeyService, trail: 
 def add_record_route(
     app: FastAPI, config: RouterConfig, keys: KeyService, trail: AuditTrail
 ) -> None:
-    """Adds the call by which another router brings a changed key at once. It is on the public port:
-    routers reach each other there in each set-up, and the admin port may be on loopback."""
+    """Adds the route by which another router sends a changed key. It is on the public port, because
+    routers can always reach each other there; the admin port may listen on loopback only."""
 
     @app.post(RECORDS_PATH, include_in_schema=False)
     async def take(request: Request) -> Response:
@@ -101,7 +101,7 @@ def add_record_route(
         try:
             taken = keys.take(bytes(body), request.headers.get(SIGNATURE_HEADER, ""))
         except Unauthenticated as error:
-            tell_refusal(trail, request.scope, error)
+            log_refusal(trail, request.scope, error)
             raise
         for record in taken:
             what = f"key {record.key_id}, from another router"
@@ -118,6 +118,6 @@ def _read(kind: Any, body: dict[str, Any]) -> Any:
         raise BadRequest(f"the body is not as it must be: {error}") from None
 
 
-def _told(key: NewKey) -> Response:
+def _new_key_response(key: NewKey) -> Response:
     record = listed([key.record], time.time())[0]
     return JsonResponse({"key": key.text, **record}, 201)

@@ -1,4 +1,4 @@
-"""The admin listener of a router: operators' HTTP and gRPC ports, apart from the public ones."""
+"""The admin listener of a router: the operators' HTTP and gRPC ports."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from tandem.net.rpc.certificates import CertificateFiles
 from tandem.net.security.access import is_loopback
 from tandem.net.security.clients import Clients
 
-# Few, but nobody who fills the public ports can take them.
+# The admin ports have their own connection limit, so clients of the public ports cannot exhaust it.
 _CONNECTIONS_MAX = 128
 _DRAIN_DEADLINE_S = 1.0
 
 
 class AdminListener:
-    """`bind`, `start` and `run` in this order; `stop` ends it after the public ports."""
+    """Serves the admin ports. Call `bind`, then `start`; call `stop` after the public ports
+    stopped."""
 
     def __init__(
         self,
@@ -33,7 +34,8 @@ class AdminListener:
         clients: Clients,
         files: CertificateFiles | None = None,
     ) -> None:
-        """`files` are those of the public ports. On loopback the ports speak clear text."""
+        """Prepares the ports without binding them. Ports on loopback ignore `files` and use plain
+        text."""
         self._config = replace(
             config, connections_max=_CONNECTIONS_MAX, drain_deadline_s=_DRAIN_DEADLINE_S
         )
@@ -53,7 +55,7 @@ class AdminListener:
         self.grpc_port = 0
 
     def bind(self) -> None:
-        """Binds both ports. Raises ConfigError for a taken one."""
+        """Binds both ports. Raises ConfigError if one is taken."""
         admin = self._config.admin
         self._sock = bind(
             admin.host,
@@ -65,7 +67,8 @@ class AdminListener:
         self.grpc_port = self.grpc.bind()
 
     async def start(self, app: ASGIApp) -> asyncio.Task[None]:
-        """Serves `app` beside gRPC. Returns the task of the HTTP server."""
+        """Starts the gRPC server and serves `app` over HTTP. Returns the task of the HTTP
+        server."""
         assert self._sock is not None
         await self.grpc.start()
         self._http = HttpServer(app, self._config, self._clients, self._files)

@@ -1,15 +1,14 @@
 """The live feed of the operators' page: `GET /v1/cluster/live`, as server-sent events.
 
-    run ----once a second, if anyone looks----> snapshot --delta, encoded once--> every viewer
-     `-----every 5 s, in any case-------------> History
+  run ----every second, if a page is open----> snapshot --delta, encoded once--> every viewer
+   `-----every 5 s, always------------------> History
 
-    event `full`    all of it: to a viewer that is new, and to one that was too slow for deltas
-    event `delta`   what changed since the event before; `now` at least, so that a viewer knows
-                    that the router lives
+  event `full`    the complete snapshot, for a new viewer and for one that fell behind
+  event `delta`   the changes since the previous event; it always has `now`, as a heartbeat
 
-One snapshot serves all viewers, however many there are. Bounds: VIEWERS_MAX viewers; PENDING_MAX
-events that wait for one viewer, then it gets a `full` instead; STREAM_S seconds for a stream, so
-that a key which is revoked stops working there, too.
+All viewers share one snapshot. Limits: VIEWERS_MAX viewers; PENDING_MAX events queued for a viewer,
+which then gets a `full` event instead; STREAM_S seconds for one stream, so that a revoked key stops
+working on open pages too.
 """
 
 import asyncio
@@ -58,20 +57,20 @@ _AFTER_BUG_S = 30.0
 
 
 class Viewer:
-    """One open page: the events that wait for it."""
+    """An open page and the events queued for it."""
 
     def __init__(self, feed: "PageFeed") -> None:
         self._feed = feed
         self._pending: deque[bytes] = deque()
-        self._lacks_all = True
+        self._needs_full = True
         self._news = asyncio.Event()
 
     def offer(self, event: bytes) -> None:
-        """Queues an event; a viewer that takes none gets all anew later."""
+        """Queues an event. If the queue is full, drops it and sends a `full` event instead."""
         if len(self._pending) >= PENDING_MAX:
             self._pending.clear()
-            self._lacks_all = True
-        if not self._lacks_all:
+            self._needs_full = True
+        if not self._needs_full:
             self._pending.append(event)
         self._news.set()
 
@@ -79,10 +78,10 @@ class Viewer:
         self._news.set()
 
     async def next(self) -> bytes:
-        """Waits for the next event; returns no bytes once the feed is closed."""
+        """Waits for the next event. Returns b"" once the feed is closed."""
         while not self._feed.is_closed:
-            if self._lacks_all and (full := self._feed.full()):
-                self._lacks_all = False
+            if self._needs_full and (full := self._feed.full()):
+                self._needs_full = False
                 self._pending.clear()
                 return full
             if self._pending:
@@ -93,7 +92,7 @@ class Viewer:
 
 
 class PageFeed:
-    """The feed of one router; `run` keeps it."""
+    """The feed of one router. `run` takes the snapshots."""
 
     def __init__(
         self,
@@ -112,16 +111,17 @@ class PageFeed:
         self._trail = trail
         self._history = History(metrics)
         self._viewers: set[Viewer] = set()
-        self._wanted = asyncio.Event()
+        self._has_viewers = asyncio.Event()
         self._started_at = time.time()
         self._snapshot = Snapshot()
-        self._num_sampled = 0  # samples of the history that viewers have
-        self._full = b""  # of the last snapshot; empty: not encoded yet
-        self._seen_at = 0.0  # when the last snapshot was taken; 0: viewers have none
+        self._num_sampled = 0  # number of history samples already sent to viewers
+        self._full = b""  # the encoded last snapshot; empty until a viewer needs it
+        # time of the last snapshot, in seconds since the epoch; 0 if no viewer has one
+        self._seen_at = 0.0
         self._events: list[ClusterEvent] = []
 
     def check_room(self) -> None:
-        """Raises QueueFull if there are too many viewers."""
+        """Raises QueueFull if VIEWERS_MAX pages are open."""
         if len(self._viewers) >= VIEWERS_MAX:
             raise QueueFull(
                 f"{VIEWERS_MAX} pages of this router are open already",
@@ -130,28 +130,28 @@ class PageFeed:
 
     @contextlib.contextmanager
     def viewing(self) -> Iterator[Viewer]:
-        """Adds a viewer for a while."""
+        """Registers a viewer for the duration of the context."""
         viewer = Viewer(self)
         self._viewers.add(viewer)
-        self._wanted.set()
+        self._has_viewers.set()
         try:
             yield viewer
         finally:
             self._viewers.discard(viewer)
 
     def close(self) -> None:
-        """Ends all streams."""
+        """Ends the streams of all viewers."""
         self.is_closed = True
         for viewer in self._viewers:
             viewer.end()
 
     async def run(self) -> None:
-        """Samples and looks until it is cancelled."""
-        sampling = asyncio.create_task(self._sample_for_ever())
-        reading = asyncio.create_task(self._read_events_for_ever())
+        """Samples the history and takes snapshots until it is cancelled."""
+        sampling = asyncio.create_task(self._sample_loop())
+        reading = asyncio.create_task(self._read_events_loop())
         try:
             while True:
-                await self._wanted.wait()
+                await self._has_viewers.wait()
                 try:
                     await self.look(time.time())
                 except Exception:
@@ -159,14 +159,15 @@ class PageFeed:
                     await asyncio.sleep(_AFTER_BUG_S)
                 await asyncio.sleep(INTERVAL_S)
                 if not self._viewers:
-                    self._wanted.clear()
+                    self._has_viewers.clear()
                     self._seen_at = 0.0
         finally:
             self.close()
             await cancel(sampling, reading)
 
     async def look(self, now: float) -> None:
-        """Takes a snapshot, and offers all viewers what changed."""
+        """Takes a snapshot at `now` (seconds since the epoch) and queues the changes for all
+        viewers."""
         pools = await self._control.sizes.pools()
         before = self._snapshot
         self._snapshot = take_snapshot(
@@ -198,7 +199,8 @@ class PageFeed:
             viewer.offer(event)
 
     def full(self) -> bytes:
-        """Returns the event with all of the last snapshot; no bytes if none was taken of late."""
+        """Encodes the last snapshot as a `full` event. Returns b"" if there is no recent
+        snapshot."""
         if not self._seen_at:
             return b""
         if not self._full:
@@ -214,13 +216,13 @@ class PageFeed:
                 "workers": snapshot.workers,
                 "requests": list(snapshot.requests.values()),
                 "events": snapshot.events,
-                "samples": seen[: len(seen) - unseen],  # the rest comes with the next delta
+                "samples": seen[: len(seen) - unseen],  # the next delta contains the later samples
             }
             self._full = sse.event(everything, "full")
         return self._full
 
     def sample(self, now: float) -> None:
-        """Takes a sample of the history."""
+        """Adds a sample of the cluster's load at `now` (seconds since the epoch) to the history."""
         known = self._view.known()
         loads = [worker.load for worker in known]
         sums = WorkerSums(
@@ -233,38 +235,39 @@ class PageFeed:
         )
         self._history.take(now, sums)
         if not self._viewers:
-            self._metrics.flows.take()  # nobody looks
+            self._metrics.flows.take()  # discards the flows, as no page is open
 
-    async def _sample_for_ever(self) -> None:
+    async def _sample_loop(self) -> None:
         while True:
             await asyncio.sleep(STEP_S)
             self.sample(time.time())
 
-    async def _read_events_for_ever(self) -> None:
-        """Reads the events while anyone looks. Those that were read last stay if Redis is away."""
+    async def _read_events_loop(self) -> None:
+        """Refreshes the events while a page is open. If Redis is unreachable, the last events are
+        kept."""
         while True:
-            await self._wanted.wait()
+            await self._has_viewers.wait()
             try:
                 with contextlib.suppress(TandemError, TimeoutError):
                     async with asyncio.timeout(_EVENTS_DEADLINE_S):
                         self._events = await self._view.events.read(EVENTS_MAX, self._trail)
-            except Exception:  # as an entry that a router of another version wrote
+            except Exception:  # for example, another version's router wrote an unknown entry
                 log.exception("the page cannot show new events")
                 await asyncio.sleep(_AFTER_BUG_S)
             await asyncio.sleep(_EVENTS_EVERY_S)
 
 
 class LiveStream(Response):
-    """The stream of one viewer."""
+    """The event stream of one viewer."""
 
     def __init__(self, feed: PageFeed) -> None:
-        """Raises QueueFull if there are too many, before anything is sent."""
+        """Raises QueueFull if too many pages are open, before a response starts."""
         feed.check_room()
         super().__init__(
             headers={"cache-control": "no-store", "x-accel-buffering": "no"},
             media_type="text/event-stream",
         )
-        del self.headers["content-length"]  # an open stream has no length
+        del self.headers["content-length"]  # the length of a stream is unknown
         self._feed = feed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

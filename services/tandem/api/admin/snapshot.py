@@ -1,13 +1,13 @@
-"""The cluster as the operators' page shows it, and what changed between two looks.
+"""Snapshots of the cluster for the operators' page, and the differences between two of them.
 
-A snapshot has four parts, and `delta` names what differs in each:
+A snapshot has four parts, and `delta` lists what changed in each:
 
-    head      one object: the router, pools, what is wrong; sent whole if anything in it changed
-    workers   a row for each known worker, alive or not, by id; in the order of WORKER_COLUMNS
-    requests  the latest requests by id, with their stages and why they were placed so
-    events    the latest events, the newest first
+  head      one object: the router, the pools, the problems; sent in full if any part changed
+  workers   by worker id, a row for each known worker, in the order of WORKER_COLUMNS
+  requests  by request id, the latest requests with their stages and the reason of their placement
+  events    the latest events, the newest first
 
-It has no prompt, no text and no key.
+A snapshot contains no prompt, no generated text and no key.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,15 +25,15 @@ from tandem.router.workers.rows import WorkerRow, headline, problems_of, worker_
 
 REQUESTS_MAX = 50
 EVENTS_MAX = 50
-_PAIRS_MAX = 64  # peers whose transports a row tells of
+_PAIRS_MAX = 64  # peers whose transports are included in a row
 _MEMORY_LOW_SHARE = 0.05
 WORKER_COLUMNS = (
     *("pool", "role", "state", "note", "running", "waiting", "leases", "pulls"),
     *("kv_used_percent", "kv_cached_percent", "transports", "address", "host", "memory_is_low"),
-    "tiers",  # name, blocks that it holds, and blocks that it can hold, of each
+    "tiers",  # name, blocks held and blocks in total of each tier
 )
-_TOLD = ("id", "kind", "created", "outcome", "error", "placement", "decode_worker")
-_TOLD_TOO = ("prefill_worker", "transport", "blocks_pulled", "moves", "ttft_ms", "e2e_ms")
+_REQUEST_FIELDS = ("id", "kind", "created", "outcome", "error", "placement", "decode_worker")
+_OUTCOME_FIELDS = ("prefill_worker", "transport", "blocks_pulled", "moves", "ttft_ms", "e2e_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def take_snapshot(
     started_at: float,
     now: float,
 ) -> Snapshot:
-    """Returns the state as of `now`, in seconds since the epoch."""
+    """Collects the cluster's state at `now`. Both times are in seconds since the epoch."""
     rows = worker_rows(view.seen(), view.gone, pools, now, view.loading)
     reason = generator.not_ready_reason()
     wrong = view.cluster_problems().values()
@@ -92,7 +92,7 @@ def take_snapshot(
 
 
 def delta(before: Snapshot, after: Snapshot) -> dict[str, Any]:
-    """Returns what a viewer that has `before` lacks; parts without a change are left out."""
+    """Lists the changes from `before` to `after`. Parts without a change are left out."""
     changed: dict[str, Any] = {}
     if before.head != after.head:
         changed["head"] = after.head
@@ -144,12 +144,12 @@ def _transports(transports: Iterable[str]) -> str:
 
 
 def _request(record: RequestRecord) -> dict[str, Any]:
-    told = record.as_dict()
-    usage = told["usage"]
+    fields = record.as_dict()
+    usage = fields["usage"]
     return {
-        **{name: told[name] for name in (*_TOLD, *_TOLD_TOO)},
+        **{name: fields[name] for name in (*_REQUEST_FIELDS, *_OUTCOME_FIELDS)},
         "prompt_tokens": usage["prompt_tokens"],
         "cached_tokens": usage["cached_tokens"],
         "completion_tokens": usage["completion_tokens"],
-        "stages_ms": told["stages_ms"],
+        "stages_ms": fields["stages_ms"],
     }

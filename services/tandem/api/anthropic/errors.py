@@ -1,8 +1,8 @@
-"""Errors as Anthropic's clients know them: {"type": "error", "error": {"type", "message"}}.
+"""Errors in the format of Anthropic's API: {"type": "error", "error": {"type", "message"}}.
 
-Statuses are those of the other APIs, but for 529: there the router has no room now, and a retry
-may help. 429 is for limits of the API key. `code` is Tandem's own, as in the other APIs. Clients
-recognize the loss of a message thread by `error_code` in `details`.
+HTTP statuses are those of the other APIs, except that a full router answers 529 (a retry may help);
+429 means that a limit of the API key was reached. `code` is an addition of Tandem. Clients detect
+the loss of a message thread by `error_code` in `details`.
 https://platform.claude.com/docs/en/api/errors
 """
 
@@ -27,8 +27,8 @@ MODELS_PATH = "/v1/models"
 
 
 def is_anthropic(scope: Mapping[str, Any]) -> bool:
-    """Returns whether a call (its ASGI scope) belongs to this API. OpenAI's has models, too:
-    Anthropic's clients name their version in a header."""
+    """Decides whether a call, given its ASGI scope, uses Anthropic's API. OpenAI's API also has
+    /v1/models; Anthropic's clients send a version header with it."""
     path = scope["path"]
     if _is_within(path, MODELS_PATH):
         return any(name == b"anthropic-version" for name, _ in scope["headers"])
@@ -40,12 +40,12 @@ def _is_within(path: str, root: str) -> bool:
 
 
 def status_of(error: TandemError) -> int:
-    """Returns the status of an answer with this error."""
+    """Maps an error to its HTTP status in Anthropic's API."""
     return OVERLOADED if isinstance(error, QueueFull) else error.http_status
 
 
 def error_body(error: TandemError) -> dict[str, Any]:
-    """Returns the body of an answer, or the data of the event, with this error."""
+    """Builds the JSON body of an error response, or the data of an error event in a stream."""
     body = plain_error(status_of(error), error.message, error.code)
     if isinstance(error, ThreadNotFound):
         body["error"]["details"] = {"error_code": error.code}
@@ -53,6 +53,6 @@ def error_body(error: TandemError) -> dict[str, Any]:
 
 
 def plain_error(status: int, message: str, code: str) -> dict[str, Any]:
-    """Returns the body of an error that HTTP itself knows."""
+    """Builds the JSON body for an HTTP error that has no TandemError, such as an unknown path."""
     kind = _TYPES.get(status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": message, "code": code}}

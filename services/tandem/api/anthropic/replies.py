@@ -1,10 +1,10 @@
-"""Answers in Anthropic's form: the events of a stream, and a whole message, which is what a client
-makes of these events.
+"""Replies in the format of Anthropic's messages API: a stream of events, or a complete message.
 
-    message_start, ping, { content_block_start, content_block_delta ..., content_block_stop } ...,
-    message_delta, message_stop
+  message_start, ping, { content_block_start, content_block_delta ..., content_block_stop } ...,
+  message_delta, message_stop
 
-A block is text, thinking, or the call of one tool. It ends where another kind of text begins.
+A content block is text, thinking or one tool call, and ends where another kind of content begins.
+A complete message is built from the same events, as a client would do it.
 https://platform.claude.com/docs/en/build-with-claude/streaming
 """
 
@@ -25,7 +25,7 @@ from tandem.router.parsers.machine import CallDelta
 from tandem.router.request.delta import Delta, Usage
 from tandem.router.request.retention import TTLS_S
 
-# The names of a block's text, in the block itself and in its deltas.
+# By block type: the name of the content field in a block, and the types of its deltas.
 _TEXT = {
     "text": ("text", "text_delta"),
     "thinking": ("thinking", "thinking_delta"),
@@ -34,8 +34,8 @@ _TEXT = {
 
 
 def usage_body(usage: Usage, pin_s: float = 0.0) -> dict[str, Any]:
-    """Returns the usage. Anthropic counts tokens that were cached, or that `cache_control` has
-    cached for `pin_s` seconds, beside the others of the input."""
+    """Builds the `usage` object. `input_tokens` excludes the tokens that were read from the cache
+    and those that `cache_control` wrote to it for `pin_s` seconds."""
     created = max(0, usage.storable_tokens - usage.cached_tokens) if pin_s else 0
     body: dict[str, Any] = {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens - created,
@@ -54,14 +54,15 @@ def usage_body(usage: Usage, pin_s: float = 0.0) -> dict[str, Any]:
 
 
 class MessageReplies:
-    """The reply to one body."""
+    """The reply to one request, as a stream or as a complete message."""
 
     num_choices = 1
 
     def __init__(
         self, parsed: ParsedRequest, model: str, tokenizer: Tokenizer | None = None
     ) -> None:
-        """Takes what every API's replies take; messages have no log probabilities."""
+        """Takes the arguments common to the replies of all APIs. Messages have no log
+        probabilities, so the tokenizer is unused."""
         self.reply_id = f"msg_{parsed.request_id}"
         self._model = model
         self._pin_s = parsed.requests[0].retention.pin_s
@@ -69,10 +70,10 @@ class MessageReplies:
         self._has_begun = False
 
     def whole(self, choices: Sequence[Sequence[Delta]]) -> dict[str, Any]:
-        """Returns the message of all deltas."""
+        """Builds the complete message from all deltas of the single choice."""
         (deltas,) = choices
         message: dict[str, Any] = {}
-        partial = ""  # the text of the block that is open
+        partial = ""  # content of the open block
         for one in (e for delta in deltas for e in self._events(delta)):
             if one["type"] == "message_start":
                 message = one["message"]
@@ -91,15 +92,15 @@ class MessageReplies:
         return message
 
     def events(self, choice: int, delta: Delta) -> bytes:
-        """Returns the events of a delta."""
+        """Encodes the events of one delta."""
         return b"".join(event(one, one["type"]) for one in self._events(delta))
 
     def ending(self) -> bytes:
-        """Returns nothing: `message_stop` came with the last delta."""
+        """Returns b"": `message_stop` was sent with the last delta."""
         return b""
 
     def failure(self, error: TandemError) -> bytes:
-        """Returns the event that ends a stream before its end."""
+        """Encodes the error event that ends a stream early."""
         return event(error_body(error), "error")
 
     def _events(self, delta: Delta) -> Iterator[dict[str, Any]]:
@@ -129,12 +130,12 @@ class MessageReplies:
 
 
 class _Blocks:
-    """Turns deltas into the events of blocks."""
+    """Converts deltas to content block events."""
 
     def __init__(self) -> None:
         self.num_calls = 0
         self._index = -1
-        self._open = ""  # the type of the block that is open
+        self._open = ""  # type of the open block; empty if none is open
         self._thought = hashlib.sha256()
 
     def push(self, delta: Delta) -> Iterator[dict[str, Any]]:
@@ -178,7 +179,8 @@ class _Blocks:
         if not self._open:
             return
         if self._open == "thinking":
-            # Clients drop thinking without a signature, or refuse it. Ours says which text it is.
+            # Clients drop or refuse thinking without a signature. Tandem's signature is a hash of
+            # the text.
             signature = base64.b64encode(self._thought.digest()).decode()
             delta = {"type": "signature_delta", "signature": signature}
             yield {"type": "content_block_delta", "index": self._index, "delta": delta}
@@ -188,7 +190,7 @@ class _Blocks:
 
 
 def _fill(block: dict[str, Any], text: str) -> None:
-    """Puts the text of a block into it."""
+    """Stores the collected content in its block."""
     if block["type"] == "tool_use":
         block["input"] = arguments_of(text)
     else:
@@ -196,7 +198,7 @@ def _fill(block: dict[str, Any], text: str) -> None:
 
 
 def _stopped(delta: Delta, *, has_calls: bool) -> tuple[str, str | None]:
-    """Returns why the answer ended, and the stop sequence that ended it."""
+    """Maps the finish reason to Anthropic's `stop_reason` and `stop_sequence`."""
     if delta.finish_reason == "length":
         return "max_tokens", None
     if has_calls:

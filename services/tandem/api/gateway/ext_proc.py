@@ -1,15 +1,17 @@
-"""Serves an endpoint picker over Envoy's external processing protocol, one stream for each request.
+"""Serves an endpoint picker over Envoy's external processing protocol, with one stream for each
+request.
 
-    headers --no body-----------------------------------> picked --> end, or the answer's parts
-            --body, chunk by chunk, its end or trailers-> picked --> end, or the answer's parts
-            `-- refused: the gateway answers the client
+  headers --no body-----------------------------------> picked --> end, or the response's parts
+          --body, chunk by chunk, its end or trailers-> picked --> end, or the response's parts
+          `-- refused: the gateway answers the client
 
-The parts of a request are answered once it is picked, in their order: headers, chunks as they
-came, trailers. Then the picker ends the stream, and the gateway goes on without it: an answer
-depends on no picker. If it is to stay (`--picker-stays`), it passes each part of the answer on. A
-gateway that sends the body otherwise
-than in full duplex gets each part's answer at once: with the whole body in one message the pick
-goes with that one; without a body it is made by load alone.
+The parts of a request (headers, chunks, trailers) are answered in order once an endpoint is
+picked. Then the picker ends the stream and the gateway continues alone, so a response does not
+depend on the picker. With `--picker-stays` the stream stays open, and each part of the response
+passes unchanged.
+
+If the gateway does not send the body in full-duplex mode, each part is answered at once: a body in
+one message is answered with the pick; without a body the pick is by load alone.
 
 Protocol: proposal 004 of the Gateway API Inference Extension, version 1.0.
 """
@@ -46,28 +48,30 @@ SUBSET_KEY = "x-gateway-destination-endpoint-subset"
 PICKED_NAMESPACE = "envoy.lb"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 CHUNK_BYTES_MAX = 60_000  # Envoy advises at most 64 KiB
-_WITH_BODY = (pb.FULL_DUPLEX_STREAMED, pb.BUFFERED, pb.BUFFERED_PARTIAL)  # before the pick
+# modes in which the body arrives before the pick
+_WITH_BODY = (pb.FULL_DUPLEX_STREAMED, pb.BUFFERED, pb.BUFFERED_PARTIAL)
 
 
 @dataclass(slots=True)
 class _Exchange:
-    """One request on its stream."""
+    """The state of one request on its stream."""
 
-    asked: PickRequest | None = None
-    sets_id: bool = False  # the client sent no usable id
+    request: PickRequest | None = None
+    sets_id: bool = False  # True if the client sent no usable id
     request_mode: int = pb.FULL_DUPLEX_STREAMED
     response_mode: int = pb.FULL_DUPLEX_STREAMED
     chunks: list[bytes] = field(default_factory=list)
     num_bytes: int = 0
-    body_until: float | None = None  # seconds of the loop's clock; None: nothing is awaited
-    account: Body | None = None  # of everything that is held of the request
-    reading: asyncio.Timeout | None = None  # while a part is awaited
+    # deadline of the next part, by the event loop's clock; None: no part is expected
+    body_until: float | None = None
+    account: Body | None = None  # memory accounting of the buffered request
+    reading: asyncio.Timeout | None = None  # set while a part is awaited
     pick: Pick | None = None
-    is_through: bool = False  # all of the request is answered
+    is_answered: bool = False  # True if every part of the request was answered
 
 
 class ExternalProcessor:
-    """Answers gateways; add its `handlers` to a gRPC server."""
+    """Serves the ext_proc protocol to gateways. Add `handlers()` to a gRPC server."""
 
     def __init__(self, config: RouterConfig, picker: EndpointPicker) -> None:
         self._config = config
@@ -91,7 +95,7 @@ class ExternalProcessor:
 
         def revoke() -> None:
             if exchange.reading is None:
-                task.cancel()  # the gateway takes no answer
+                task.cancel()  # the gateway does not read the response
             elif not exchange.reading.expired():
                 exchange.reading.reschedule(0)
 
@@ -110,20 +114,22 @@ class ExternalProcessor:
                     yield answer
                 if exchange.pick is not None:
                     exchange.account.release()
-                if exchange.is_through and not self._config.gateway.picker_stays:
+                if exchange.is_answered and not self._config.gateway.picker_stays:
                     return
         except TandemError as error:
-            yield _refusal(error, exchange.asked)
+            yield _refusal(error, exchange.request)
         finally:
             accounts.close()
-            # A pick whose answer is not followed counts until its workers report their load.
+            # Without --picker-stays the response is not observed: the pick counts as load until the
+            # workers report their own.
             if exchange.pick is not None and self._config.gateway.picker_stays:
                 self._picker.release(exchange.pick, has_token=False)
 
     async def _next(
         self, exchange: _Exchange, messages: AsyncIterator[pb.ProcessingRequest]
     ) -> pb.ProcessingRequest | None:
-        """Returns the next part; None at the end. Raises BodyTooLate and BodiesFull."""
+        """Reads the next part of the request; None at the end of the stream. Raises BodyTooLate and
+        BodiesFull."""
         try:
             async with asyncio.timeout_at(exchange.body_until) as exchange.reading:
                 return await anext(messages, None)
@@ -138,16 +144,16 @@ class ExternalProcessor:
         self, exchange: _Exchange, message: pb.ProcessingRequest
     ) -> Iterable[pb.ProcessingResponse]:
         kind = message.WhichOneof("request")
-        if (kind == "request_headers") != (exchange.asked is None):
+        if (kind == "request_headers") != (exchange.request is None):
             raise BadRequest("the request's headers must come first on a stream, and once")
         if kind == "request_headers":
             return await self._on_headers(exchange, message)
         if kind == "request_body":
             return await self._on_body(exchange, message.request_body)
         if kind == "request_trailers":
-            told = [] if exchange.pick else await self._whole(exchange, ends_here=False)
-            exchange.is_through = True
-            return [*told, pb.ProcessingResponse(request_trailers=pb.TrailersResponse())]
+            answers = [] if exchange.pick else await self._answer_request(exchange, ends_here=False)
+            exchange.is_answered = True
+            return [*answers, pb.ProcessingResponse(request_trailers=pb.TrailersResponse())]
         return self._on_response(exchange, message)
 
     async def _on_headers(
@@ -156,7 +162,7 @@ class ExternalProcessor:
         if message.HasField("protocol_config"):
             exchange.request_mode = message.protocol_config.request_body_mode
             exchange.response_mode = message.protocol_config.response_body_mode
-        exchange.asked, exchange.sets_id = _asked(message)
+        exchange.request, exchange.sets_id = _read_headers(message)
         exchange.body_until = None
         has_body = not message.request_headers.end_of_stream
         if has_body and exchange.request_mode in _WITH_BODY:
@@ -165,20 +171,20 @@ class ExternalProcessor:
             if exchange.request_mode == pb.FULL_DUPLEX_STREAMED:
                 return []
             return [pb.ProcessingResponse(request_headers=pb.HeadersResponse())]
-        exchange.is_through = not has_body or exchange.request_mode == pb.NONE
+        exchange.is_answered = not has_body or exchange.request_mode == pb.NONE
         return [await self._picked(exchange, "request_headers")]
 
     async def _on_body(
         self, exchange: _Exchange, part: pb.HttpBody
     ) -> Iterable[pb.ProcessingResponse]:
         if exchange.request_mode not in _WITH_BODY:
-            exchange.is_through = part.end_of_stream
+            exchange.is_answered = part.end_of_stream
             return [pb.ProcessingResponse(request_body=pb.BodyResponse())]
         self._take(exchange, part.body)
-        exchange.is_through = part.end_of_stream
+        exchange.is_answered = part.end_of_stream
         if exchange.request_mode != pb.FULL_DUPLEX_STREAMED:
             return [await self._picked(exchange, "request_body")]
-        return await self._whole(exchange, ends_here=True) if part.end_of_stream else []
+        return await self._answer_request(exchange, ends_here=True) if part.end_of_stream else []
 
     def _on_response(
         self, exchange: _Exchange, message: pb.ProcessingRequest
@@ -205,10 +211,10 @@ class ExternalProcessor:
             raise BodyTooLarge(f"the body must have at most {self._config.body_bytes_max} bytes")
         exchange.chunks.append(chunk)
 
-    async def _whole(
+    async def _answer_request(
         self, exchange: _Exchange, *, ends_here: bool
     ) -> Iterable[pb.ProcessingResponse]:
-        """Returns the answers to the headers and to the body, which is all here."""
+        """Picks an endpoint and answers the headers and all buffered chunks of the body."""
         picked = await self._picked(exchange, "request_headers")
         chunks = exchange.chunks
         exchange.chunks = []
@@ -216,16 +222,16 @@ class ExternalProcessor:
         return chain([picked], (pb.ProcessingResponse(request_body=body) for body in bodies))
 
     async def _picked(self, exchange: _Exchange, part: str) -> pb.ProcessingResponse:
-        """Returns the answer that tells of the pick."""
-        assert exchange.asked is not None
+        """Picks an endpoint and builds the message that names it."""
+        assert exchange.request is not None
         exchange.body_until = None
-        exchange.pick = await self._picker.pick(exchange.asked, b"".join(exchange.chunks))
+        exchange.pick = await self._picker.pick(exchange.request, b"".join(exchange.chunks))
         endpoints = ",".join(exchange.pick.endpoints)
         sets = {ENDPOINT_KEY: endpoints}
         if exchange.pick.hint:
             sets[HINT_HEADER] = exchange.pick.hint
         if exchange.sets_id:
-            sets[REQUEST_ID_HEADER] = exchange.asked.request_id
+            sets[REQUEST_ID_HEADER] = exchange.request.request_id
         removes = [] if exchange.pick.hint else [HINT_HEADER]
         common = pb.CommonResponse(
             header_mutation=pb.HeaderMutation(set_headers=_options(sets), remove_headers=removes),
@@ -241,8 +247,8 @@ class ExternalProcessor:
         return answer
 
 
-def _asked(message: pb.ProcessingRequest) -> tuple[PickRequest, bool]:
-    """Returns the request, and whether its id is made here."""
+def _read_headers(message: pb.ProcessingRequest) -> tuple[PickRequest, bool]:
+    """Parses the headers of a request. Also returns whether its request id is a new one."""
     headers = _values(message.request_headers.headers)
     sent = read_client_id(headers.get(REQUEST_ID_HEADER, []))
     path = headers.get(":path", [""])[0]
@@ -251,7 +257,7 @@ def _asked(message: pb.ProcessingRequest) -> tuple[PickRequest, bool]:
 
 
 def _subset(metadata: pb.Metadata) -> frozenset[str] | None:
-    """Returns the endpoints that the gateway lets the picker choose from; None if it lets all."""
+    """Reads the endpoints to which the gateway restricts the pick; None if it allows all."""
     hint = metadata.filter_metadata.get(SUBSET_NAMESPACE)
     if hint is None or SUBSET_KEY not in hint:
         return None
@@ -280,7 +286,8 @@ def _options(values: dict[str, str]) -> list[pb.HeaderValueOption]:
 
 
 def _chunks(bodies: list[bytes], *, ends_here: bool) -> Iterator[pb.BodyResponse]:
-    """Yields bodies as chunks that a gateway takes; the last one ends the body, if it ends here."""
+    """Splits bodies into messages of at most CHUNK_BYTES_MAX. With `ends_here` the last one ends
+    the stream's body."""
     pieces = [
         body[start : start + CHUNK_BYTES_MAX]
         for body in bodies
@@ -293,9 +300,9 @@ def _chunks(bodies: list[bytes], *, ends_here: bool) -> Iterator[pb.BodyResponse
         yield pb.BodyResponse(response=pb.CommonResponse(body_mutation=mutation))
 
 
-def _refusal(error: TandemError, asked: PickRequest | None) -> pb.ProcessingResponse:
-    """Returns the answer for the client, in the form of the API that it called."""
-    path = asked.path.partition("?")[0] if asked is not None else ""
+def _refusal(error: TandemError, request: PickRequest | None) -> pb.ProcessingResponse:
+    """Builds the response that refuses a request, in the format of the API that was called."""
+    path = request.path.partition("?")[0] if request is not None else ""
     response = error_response(error, {"type": "http", "path": path, "headers": []})
     kept = {"content-type", "retry-after"}
     headers = {name: value for name, value in response.headers.items() if name in kept}

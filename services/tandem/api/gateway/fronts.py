@@ -1,8 +1,8 @@
-"""The fronts of decode workers: how one makes itself known, and how an endpoint picker knows all.
+"""Fronts of decode workers: how each one registers, and how an endpoint picker finds them.
 
-    front   --each second, while it can serve requests--> Redis --twice a second--> picker
+  front   --each second, while it can serve requests--> Redis --twice a second--> picker
 
-While Redis is lost a picker goes on with the fronts that it knew last.
+While Redis is unreachable, the picker uses the last known fronts.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class FrontTable:
-    """Endpoints of the decode workers' fronts, by worker id; `run` keeps them true."""
+    """Endpoints of the decode workers' fronts, by worker id. `run` updates them."""
 
     def __init__(self, fronts: Fronts, view: ClusterView) -> None:
         self.endpoints: dict[str, str] = {}
@@ -26,7 +26,7 @@ class FrontTable:
         self._view = view
 
     async def run(self) -> None:
-        """Reads the fronts until it is cancelled."""
+        """Reads the fronts every POLL_INTERVAL_S until it is cancelled."""
         while True:
             ids = [w.worker_id for w in self._view.snapshots() if w.role == "decode"]
             try:
@@ -45,7 +45,7 @@ class FrontTable:
 async def announce(
     fronts: Fronts, worker_id: str, endpoint: str, is_ready: Callable[[], bool]
 ) -> None:
-    """Makes a front known while it is ready, until it is cancelled; then takes it away."""
+    """Registers a front in Redis while `is_ready` returns True. Removes it when cancelled."""
     try:
         while True:
             with suppress(*UNREACHABLE):

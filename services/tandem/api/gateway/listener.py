@@ -1,4 +1,4 @@
-"""The listener of an endpoint picker, which a router has in place of its public one."""
+"""The listener of an endpoint picker. A router runs it instead of the public listener."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tandem.net.security.clients import Clients
 
 log = logging.getLogger(__name__)
 
-# The names of the endpoint picker protocol.
-_MESSAGE_BYTES = 64 << 10  # around a body
+# Names that the endpoint picker protocol requires of the health service.
+_MESSAGE_BYTES = 64 << 10  # size of a message without its body
 _PROBES = HealthNames(ready=("readiness",), live=("liveness",))
 
 
 class PickerListener:
-    """`bind`, `start` and `stop` in this order; it has the methods of a public listener."""
+    """Serves gateways; has the methods of PublicListener. Call `bind`, then `start` and `stop`."""
 
-    own_url = ""  # no other router calls it
+    own_url = ""  # no other router calls an endpoint picker
     http_port = 0
 
     def __init__(
@@ -38,17 +38,17 @@ class PickerListener:
         clients: Clients,
         files: CertificateFiles | None = None,
     ) -> None:
-        """The port speaks TLS if there are `files`."""
+        """Prepares the port without binding it. With `files` it uses TLS."""
         self._fronts = fronts
         self._host, port = config.gateway.picker_address()
         address = Address(self._host, port, "--endpoint-picker")
-        # A body of the largest size may come in one message.
+        # A gateway may send a body of the largest size in one message.
         config = replace(config, body_bytes_max=config.body_bytes_max + _MESSAGE_BYTES)
         self.grpc = GrpcServer(config, {SERVICE: processor}, address, clients, files, _PROBES)
         self.grpc_port = 0
 
     def not_ready_reason(self) -> str:
-        """Returns why it has nothing to pick; empty when it has."""
+        """Says why no endpoint can be picked; empty if one can."""
         return "" if self._fronts.endpoints else "no decode worker has a front"
 
     def bind(self) -> None:
@@ -56,17 +56,17 @@ class PickerListener:
         self.grpc_port = self.grpc.bind()
 
     async def start(self) -> None:
-        """Serves gateways."""
+        """Starts to serve gateways."""
         await self.grpc.start()
 
     def serve(self, _: object) -> asyncio.Task[None]:
-        """Follows the fronts. Returns the task that does."""
+        """Starts the task that updates the table of fronts, and returns it."""
         log.info("listening: endpoint picker %s:%d", self._host, self.grpc_port)
         return asyncio.create_task(self._fronts.run(), name="public")
 
     async def stop(
-        self, deadline_s: float, serving: asyncio.Task[None], *, gives_way: bool = False
+        self, deadline_s: float, serving: asyncio.Task[None], *, cuts_idle: bool = False
     ) -> None:
-        """Takes nothing new, and waits for what is live."""
+        """Refuses new streams and waits at most `deadline_s` seconds for open ones."""
         await self.grpc.stop(deadline_s)
         await cancel(serving)

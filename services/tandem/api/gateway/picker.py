@@ -1,10 +1,10 @@
-"""The endpoint picker: it places a request as a router does, and names the front to send it to.
+"""The endpoint picker: it places a request like a router, and returns the front to send it to.
 
-    request --tokenize, look up the tree, choose--> decode worker --its front--> HOST:PORT, hint
+  request --tokenize, look up the tree, choose--> decode worker --its front--> HOST:PORT, hint
 
-It picks among the decode workers that have a front, and among the gateway's subset of them if it
-names one. A request that it cannot read or whose key it does not know goes to any of them: the
-front answers it with the error in the form of its API. Knows nothing of the gateway's protocol.
+It picks among the decode workers that have a front, within the gateway's subset if one is given. A
+request that cannot be parsed, or has an unknown key, goes to any of them: the front answers with
+the error in the API's format. This module does not depend on the gateway's protocol.
 """
 
 import asyncio
@@ -35,12 +35,12 @@ RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class PickRequest:
-    """A request as a gateway tells of it."""
+    """A request as described by a gateway."""
 
     path: str
-    headers: Mapping[str, Sequence[str]]  # by lower-case name
-    request_id: str  # of the header x-request-id
-    subset: frozenset[str] | None = None  # endpoints or hosts to pick from; None: all
+    headers: Mapping[str, Sequence[str]]  # keys: lower-case names
+    request_id: str  # value of x-request-id, or a new id
+    subset: frozenset[str] | None = None  # allowed endpoints or hosts; None: all
 
     def values(self, name: str) -> list[str]:
         return list(self.headers.get(name, ()))
@@ -48,15 +48,16 @@ class PickRequest:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """Endpoints, the best one first, and the signed hint for its front; empty if it has none."""
+    """Endpoints for a request, the best one first, and a signed hint for its front (empty: no
+    hint)."""
 
     endpoints: tuple[str, ...]
     hint: str = ""
-    job: Job | None = None  # what is counted among the workers' load until `release`
+    job: Job | None = None  # counts among the workers' load until `release`
 
 
 class EndpointPicker:
-    """Picks endpoints for all requests of a gateway. The caller releases each pick."""
+    """Picks endpoints for all requests of a gateway. The caller passes each pick to `release`."""
 
     def __init__(
         self,
@@ -77,14 +78,14 @@ class EndpointPicker:
         self._metrics = metrics
         self._rng = random.Random()
         self._num_open = 0  # requests that are being placed
-        self._awaited_until = 0.0  # monotonic seconds: a request found no decode worker
+        self._awaited_until = 0.0  # monotonic seconds; set when a request found no decode worker
 
-    async def pick(self, asked: PickRequest, body: bytes) -> Pick:
-        """Picks endpoints for a request. Raises NoWorkers if there is none, and QueueFull or
-        Overloaded if the request is refused for its load."""
+    async def pick(self, pick_request: PickRequest, body: bytes) -> Pick:
+        """Picks endpoints for a request. Raises NoWorkers if none is usable, and QueueFull or
+        Overloaded if the cluster has no capacity for the request."""
         self._num_open += 1
         try:
-            pick = await self._pick(asked, body)
+            pick = await self._pick(pick_request, body)
         except TandemError as error:
             self._metrics.picks.labels(reason=error.code).inc()
             raise
@@ -98,24 +99,24 @@ class EndpointPicker:
 
     @property
     def num_awaited(self) -> int:
-        """Returns 1 if a request found no decode worker, for as long as a router would hold it, and
-        else 0. The picker does not hold it; the autoscaler is to wake the pool all the same."""
+        """1 if a request found no decode worker within the last `hold_deadline_s`, else 0. The
+        picker does not hold such requests; the count makes the autoscaler start a worker."""
         is_awaited = time.monotonic() < self._awaited_until
         return int(is_awaited and not self._view.has_decode_worker())
 
     def release(self, pick: Pick, *, has_token: bool) -> None:
-        """Takes a pick off its workers' load when its answer began or is over. May be called any
-        number of times."""
+        """Removes a pick from its workers' load once its response has started or ended. Repeated
+        calls are allowed."""
         if pick.job is not None:
             self._dispatcher.note_elsewhere(pick.job, has_token=has_token)
 
-    async def _pick(self, asked: PickRequest, body: bytes) -> Pick:
+    async def _pick(self, pick_request: PickRequest, body: bytes) -> Pick:
         if self._num_open > REQUESTS_MAX:
             raise QueueFull(
                 f"{REQUESTS_MAX} requests are being placed already", retry_after_s=RETRY_AFTER_S
             )
-        endpoints = self._endpoints(asked.subset)
-        priority = self._priority(asked)
+        endpoints = self._endpoints(pick_request.subset)
+        priority = self._priority(pick_request)
         if priority < 0 and not self._dispatcher.admission.has_capacity():
             raise Overloaded(
                 "all workers are busy, and the request's objective lets it be refused then",
@@ -123,7 +124,7 @@ class EndpointPicker:
             )
         try:
             async with asyncio.timeout(self._config.hold_deadline_s):
-                job = await self._prepare(asked, body)
+                job = await self._prepare(pick_request, body)
                 if job is None:
                     return Pick(self._with_fallbacks(self._rng.choice(list(endpoints)), endpoints))
                 if priority > 0:
@@ -137,7 +138,7 @@ class EndpointPicker:
         worker_id = placement.decode.worker_id
         prefill = placement.prefill_candidates
         hint = PlacementHint(
-            asked.request_id,
+            pick_request.request_id,
             time.time(),
             worker_id,
             prefill[0].worker_id if prefill else "",
@@ -146,8 +147,7 @@ class EndpointPicker:
         return Pick(self._with_fallbacks(worker_id, endpoints), signed, job)
 
     def _endpoints(self, subset: frozenset[str] | None) -> dict[str, str]:
-        """Returns the endpoints to pick from, by decode worker. Raises NoWorkers if there is
-        none."""
+        """Lists the allowed endpoints by decode worker id. Raises NoWorkers if there are none."""
         usable = {w.worker_id for w in self._view.snapshots() if w.usable and w.role == "decode"}
         found = {
             worker_id: endpoint
@@ -169,34 +169,34 @@ class EndpointPicker:
         num_others = min(len(others), self._config.gateway.picker_fallbacks)
         return endpoints[worker_id], *self._rng.sample(others, num_others)
 
-    def _priority(self, asked: PickRequest) -> int:
-        named = asked.values(OBJECTIVE_HEADER)
+    def _priority(self, pick_request: PickRequest) -> int:
+        named = pick_request.values(OBJECTIVE_HEADER)
         return self._config.gateway.objectives.get(named[0], 0) if len(named) == 1 else 0
 
-    async def _prepare(self, asked: PickRequest, body: bytes) -> Job | None:
-        """Returns the request with its prompt as tokens; None for one that its front refuses, or
-        that has no prompt."""
+    async def _prepare(self, pick_request: PickRequest, body: bytes) -> Job | None:
+        """Tokenizes the request's prompt. Returns None if it has no prompt or if the front will
+        refuse it."""
         model = self._generator.model
         try:
-            request = read_request(asked.path, body, asked.request_id)
+            request = read_request(pick_request.path, body, pick_request.request_id)
             if request is None or model is None:
                 return None
-            request = self._of_caller(asked, request)
+            request = self._with_tenant(pick_request, request)
             return await self._generator.prepare(
                 request, model, Timeline(), self._generator.together()
             )
         except TandemError:
             return None
 
-    def _of_caller(self, asked: PickRequest, request: ClientRequest) -> ClientRequest:
-        """Returns the request with its tenant, whose blocks have hashes of their own."""
-        key = self.access.check("user", asked.values("authorization"), now=time.time())
-        named = asked.values(TENANT_HEADER)
+    def _with_tenant(self, pick_request: PickRequest, request: ClientRequest) -> ClientRequest:
+        """Sets the request's tenant, which is part of its block hashes."""
+        key = self.access.check("user", pick_request.values("authorization"), now=time.time())
+        named = pick_request.values(TENANT_HEADER)
         tenant = tenant_of(key, named, trusted=self._config.trust_tenant_header)
         return replace(request, tenant=tenant)
 
     async def _place(self, job: Job, endpoints: Mapping[str, str]) -> Placement:
-        """Places among the workers of these endpoints."""
+        """Places the job among the workers of these endpoints only."""
         others = [w for w in self._view.snapshots() if w.worker_id not in endpoints]
         job.routing.refused |= {w.epoch for w in others if w.role == "decode"}
         placement = await self._dispatcher.place(job)

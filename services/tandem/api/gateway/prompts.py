@@ -1,4 +1,4 @@
-"""Reads the request in a body, by the path that it is sent to, as the routes of that path would."""
+"""Parses the request in a body by its path, as the HTTP route of that path does."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,8 +23,8 @@ _Read = Callable[[dict[str, Any], str], ClientRequest]
 
 
 def read_request(path: str, body: bytes, request_id: str) -> ClientRequest | None:
-    """Returns the request; the first one where a body has several prompts. None where the path
-    takes none. Raises BadRequest, as its route will."""
+    """Parses the request; the first one if the body has several prompts. Returns None if the path
+    takes no prompt. Raises BadRequest, as the route would."""
     read = _READ.get(path.partition("?")[0])
     return read(parse_object(body), request_id) if read is not None else None
 

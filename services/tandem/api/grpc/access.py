@@ -1,4 +1,4 @@
-"""Checks the API key of a call: its metadata has it as `authorization`, as HTTP has its header."""
+"""Checks the API key of a gRPC call, sent as the metadata `authorization`."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from tandem.net.security.keys import KeyRecord
 
 log = logging.getLogger(__name__)
 
-_STATUS_SENT_S = 1.0  # from the end of a call
+_STATUS_SENT_S = 1.0  # time that gRPC needs to send the status of an ended call
 
 
 class CallGuard:
-    """The guard of one gRPC server; each method asks it first."""
+    """Access checks of one gRPC server. Each method calls `check` first."""
 
     def __init__(self, access: Access, trail: AuditTrail) -> None:
         self.clients = access.clients
-        self.live_peers: Counter[Peer] = Counter()  # with a call whose key was accepted
+        self.live_peers: Counter[Peer] = Counter()  # peers that have a call with an accepted key
         self._access = access
         self._trail = trail
 
     async def check(
         self, need: Need, context: grpc.aio.ServicerContext[Any, Any], method: str
     ) -> KeyRecord | None:
-        """Returns the call's key; None if it needs none. Raises Unauthenticated, Forbidden and
-        KeysUnknown, and logs each with the name of the `method`."""
+        """Returns the key of the call; None if it needs no key. Raises Unauthenticated, Forbidden
+        or KeysUnknown, and logs each refusal with the name of the `method`."""
         sent = context.invocation_metadata() or ()
         authorization = [str(value) for name, value in sent if name == "authorization"]
         try:
@@ -44,17 +44,17 @@ class CallGuard:
             self._note_live(context)
             return key
         except TandemError as error:
-            self.tell(context, method, self._access.claimed(authorization), error)
+            self.log_refusal(context, method, self._access.claimed(authorization), error)
             if isinstance(error, Unauthenticated):
-                late_s = self._access.throttle.fail(self._address(context), time.monotonic())
-                await asyncio.sleep(late_s)
+                delay_s = self._access.throttle.fail(self._address(context), time.monotonic())
+                await asyncio.sleep(delay_s)
             raise
 
     def _note_live(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Counts the peer among the live ones until a moment after the end of the call, by when
-        gRPC has sent its status."""
+        """Counts the peer as live until _STATUS_SENT_S after the call ended, so that gRPC can send
+        its status."""
         address, _, port = _peer(context).rpartition(":")
-        if not port.isdecimal():  # a socket of this machine without addresses
+        if not port.isdecimal():  # a Unix socket has no address
             return
         peer = peer_of(address.strip("[]").partition("%")[0], int(port))
         self.live_peers[peer] += 1
@@ -67,16 +67,16 @@ class CallGuard:
         def end(_: Any) -> None:
             asyncio.get_running_loop().call_later(_STATUS_SENT_S, forget)
 
-        context.add_done_callback(end)  # type: ignore[arg-type]  # its stub is no protocol
+        context.add_done_callback(end)  # type: ignore[arg-type]  # the stub declares a class
 
-    def tell(
+    def log_refusal(
         self,
         context: grpc.aio.ServicerContext[Any, Any],
         method: str,
         key: KeyRecord | None,
         error: TandemError,
     ) -> None:
-        """Logs a refused call. The audit trail has those that are about keys and tenants."""
+        """Logs a refused call. The audit trail records it if it concerns a key or a tenant."""
         who = caller(context, key)
         log.warning("refused a call %s of %s: %s", method, who, error.message)
         if isinstance(error, Unauthenticated | Forbidden | RequestNotFound):
@@ -85,7 +85,7 @@ class CallGuard:
     def place(
         self, context: grpc.aio.ServicerContext[Any, Any]
     ) -> contextlib.AbstractContextManager[None]:
-        """Counts the call among the unanswered ones of its client. Raises TooManyRequests."""
+        """Counts the call among the open calls of its client. Raises TooManyRequests."""
         return self.clients.request(self._address(context))
 
     def _address(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
@@ -95,13 +95,13 @@ class CallGuard:
 
 
 def caller(context: grpc.aio.ServicerContext[Any, Any], key: KeyRecord | None) -> Caller:
-    """Describes the sender of a call: its address and its key."""
+    """Describes the sender of a call by its address and key."""
     address = f"{_peer(context)} over gRPC"
     return Caller(address, key.key_id, key.tenant) if key else Caller(address)
 
 
 def peer_address(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """Returns the address of a connection's other end."""
+    """Extracts the peer's address, without the port."""
     return _peer(context).rpartition(":")[0]
 
 

@@ -1,4 +1,4 @@
-"""Turns a gRPC chat into a Conversation: its messages, tools and options of the template."""
+"""Converts a gRPC chat to a Conversation: messages, tools and template options."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +21,8 @@ _CHOICES: Mapping[str, Literal["auto", "none", "required"]] = {
 
 
 def parse_chat(chat: pb.Chat) -> Conversation:
-    """Raises BadRequest naming the field at fault and what is allowed."""
+    """Converts a chat message. Raises BadRequest that names the invalid field and the allowed
+    values."""
     choice = _CHOICES.get(chat.tool_choice)
     if choice is None:
         raise refusal("tool_choice", chat.tool_choice)

@@ -1,4 +1,4 @@
-"""The gRPC API `tandem.v1.Cluster` for operators. It only translates, like `api/admin/cluster`."""
+"""The gRPC API `tandem.v1.Cluster` for operators. Like `api/admin/cluster`, it only translates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Answer = Callable[[Any, Caller], Awaitable[Any]]
 
 
 class GrpcCluster:
-    """Serves the cluster API; add its `handlers` to a gRPC server."""
+    """Serves the cluster API. Add `handlers()` to a gRPC server."""
 
     def __init__(self, control: ClusterControl, adapters: AdapterControl, guard: CallGuard) -> None:
         self._view = control.view
@@ -32,7 +32,7 @@ class GrpcCluster:
             "GetCluster": (self._get_cluster, pb.GetClusterRequest),
             "ScalePools": (self._scale_pools, pb.ScalePoolsRequest),
             "SetWorkerRole": (self._set_worker_role, pb.SetWorkerRoleRequest),
-            # The old name of SetWorkerRole.
+            # FlipWorker is an alias of SetWorkerRole.
             "FlipWorker": (self._set_worker_role, pb.SetWorkerRoleRequest),
             "DrainWorker": (self._drain_worker, pb.DrainWorkerRequest),
             "ResetPrefixCache": (self._reset_prefix_cache, pb.ResetWorkersCacheRequest),

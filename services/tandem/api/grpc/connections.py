@@ -1,8 +1,8 @@
-"""Cuts gRPC connections of an address that holds more than its part of them.
+"""Closes gRPC connections of an address that has more than its share.
 
-gRPC's core accepts connections by itself, and its Python API shows none of them. The kernel does:
-they are sockets of this process, and each knows when a byte went through it last. An address may
-have too many for a second.
+gRPC accepts connections in its C core, and its Python API does not list them. They are found as
+sockets of this process, and TCP_INFO gives the time of their last traffic. The check runs once a
+second, so an address may exceed its share for that long.
 """
 
 import asyncio
@@ -21,48 +21,50 @@ from tandem.net.security.clients import Clients
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
-_LOOKED_AT_ONCE = 16  # files, before the event loop gets its turn of the interpreter
+_LOOKED_AT_ONCE = 16  # files checked before the event loop gets the GIL
 _PAUSE_S = 0.0005
-# tcpi_last_data_sent and tcpi_last_data_recv in Linux' `struct tcp_info`, both in milliseconds.
+# `struct tcp_info` of Linux: tcpi_last_data_sent and tcpi_last_data_recv, in milliseconds
 _TCP_INFO = struct.Struct("44x I 4x I")
 
 
-Peer = tuple[str, int]  # address and port of a client's end of a connection
+Peer = tuple[str, int]  # address and port of the client
 
 
 class _Connection(NamedTuple):
-    silent_ms: int  # since a byte went either way
+    silent_ms: int  # time since the last traffic in either direction
     file: int
-    peer: Any  # address and port, as the socket gives them
+    peer: Any  # address and port, as the socket reports them
 
 
 def peer_of(address: str, port: int) -> Peer:
-    """Returns the peer in one form, whatever the family of the socket that it came to."""
+    """Normalizes a peer: an IPv4-mapped IPv6 address becomes an IPv4 address."""
     found = ipaddress.ip_address(address)
     return str(getattr(found, "ipv4_mapped", None) or found), port
 
 
 class ConnectionShares:
-    """Watches the connections of one port. `run` goes on until it is cancelled."""
+    """Watches the connections of one port. `run` continues until it is cancelled."""
 
     def __init__(self, num_of_address_max: int, clients: Clients) -> None:
         self._num_of_address_max = num_of_address_max
         self._clients = clients
 
     async def run(self, port: int) -> None:
-        """Cuts what is too much, once a second, in a thread."""
+        """Closes surplus connections once a second, in a thread."""
         while True:
             await asyncio.sleep(_INTERVAL_S)
             if num_cut := await asyncio.to_thread(self.cut, port):
                 log.info("%d gRPC connections were cut: their address has too many", num_cut)
 
     def cut_all_but(self, port: int, spared: Collection[Peer]) -> int:
-        """Cuts every connection of other peers than these; returns how many."""
+        """Closes every connection whose peer is not in `spared`. Returns the number of closed
+        connections."""
         found = [_look(int(file), port) for file in os.listdir("/proc/self/fd")]
         return sum(_cut(one) for one in found if one and peer_of(*one.peer[:2]) not in spared)
 
     def cut(self, port: int) -> int:
-        """Cuts what an address has above its part, the longest silent first; returns how many."""
+        """Closes each address's surplus connections, those without traffic for longest first.
+        Returns the number of closed connections."""
         files = os.listdir("/proc/self/fd")
         if len(files) <= self._num_of_address_max:
             return 0
@@ -82,7 +84,7 @@ class ConnectionShares:
 
 
 def _look(file: int, port: int) -> _Connection | None:
-    """Returns the connection that an open file is; None unless it came to this port."""
+    """Inspects an open file. Returns None if it is not a connection to this port."""
     try:
         sock = socket.socket(fileno=file)
     except OSError:
@@ -90,19 +92,19 @@ def _look(file: int, port: int) -> _Connection | None:
     try:
         if sock.type != socket.SOCK_STREAM or sock.getsockname()[1:2] != (port,):
             return None
-        told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-        sent_ms, received_ms = _TCP_INFO.unpack(told)
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        sent_ms, received_ms = _TCP_INFO.unpack(info)
         return _Connection(min(sent_ms, received_ms), file, sock.getpeername())
-    except (OSError, TypeError):  # it listens, has ended since, or is of another family
+    except (OSError, TypeError):  # a listening or closed socket, or one of another family
         return None
     finally:
-        sock.detach()  # gRPC closes it
+        sock.detach()  # gRPC still owns the file descriptor
 
 
 def _cut(connection: _Connection) -> bool:
-    """Ends a connection, as its client could. gRPC notices and closes the file."""
+    """Shuts a connection down, as if the client had closed it. gRPC then closes the file."""
     try:
-        # A copy: gRPC may close the file meanwhile, and another one may get its number.
+        # Use a duplicate: gRPC may close the file meanwhile, and its number may be reused.
         with socket.socket(fileno=os.dup(connection.file)) as sock:
             if sock.getpeername() != connection.peer:
                 return False

@@ -1,4 +1,4 @@
-"""Turns a gRPC message into requests for embeddings, and their deltas into messages."""
+"""Converts gRPC messages to embedding requests, and their deltas to messages."""
 
 import uuid
 
@@ -12,7 +12,8 @@ from tandem.router.request.request import ClientRequest
 
 
 def parse_inputs(message: pb.EmbedRequest) -> list[ClientRequest]:
-    """Returns a request for each input. Raises BadRequest, in the words of a completion."""
+    """Builds one request for each input. Raises BadRequest with the field names of a completion;
+    `renamed(NAMES)` replaces them."""
     if not 0 < len(message.input) <= INPUTS_MAX:
         raise BadRequest(
             f"input must be a list of 1 to {INPUTS_MAX} texts or lists of token ids; it has "
@@ -41,7 +42,7 @@ def _input(message: pb.EmbedRequest, index: int) -> str | tuple[int, ...]:
 
 
 class EmbedAnswer:
-    """The messages of one call, which come one by one; the last has the usage of all."""
+    """Builds the response messages of one call, in order. The last one has the total usage."""
 
     def __init__(self, requests: list[ClientRequest]) -> None:
         self._requests = requests
@@ -49,7 +50,8 @@ class EmbedAnswer:
         self._usage = Usage(0, 0, 0)
 
     def next(self, delta: Delta) -> pb.EmbedResponse:
-        """Returns the message about the next input. Raises Incompatible."""
+        """Builds the message for the next input. Raises Incompatible if the delta has no usable
+        embedding."""
         index = self._index
         self._index += 1
         self._usage += Usage(

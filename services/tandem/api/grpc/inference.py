@@ -1,7 +1,7 @@
 """The gRPC API `tandem.v1.Inference`.
 
-It only translates, as `api/http` does. Requests arrive as bytes and are parsed here: gRPC would
-answer invalid UTF-8 in a string field with UNKNOWN before any code of ours ran.
+Like `api/http`, it only translates. Requests arrive as bytes and are parsed by `_parse`: gRPC's own
+deserializer answers invalid UTF-8 in a string field with UNKNOWN before any of our code runs.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
 class _ClientStalled(Exception):
-    """A client takes nothing of its answer."""
+    """The client has not read its response for `send_deadline_s`."""
 
 
 class GrpcApi:
-    """Serves the inference API; add its `handlers` to a gRPC server."""
+    """Serves the inference API. Add `handlers()` to a gRPC server."""
 
     def __init__(self, config: RouterConfig, generator: Generator, guard: CallGuard) -> None:
         self._config = config
@@ -103,21 +103,22 @@ class GrpcApi:
         body: bytes,
         context: _Context,
     ) -> None:
-        """Streams an answer. A client that reads on after `send_deadline_s` finds CANCELLED."""
+        """Runs `answer`, which streams the response. A client that was stalled for
+        `send_deadline_s` gets CANCELLED."""
         try:
             with self._guard.place(context):
                 await answer(body, context)
         except TandemError as error:
             await abort(context, error)
         except _ClientStalled:
-            # The request is over. Only its status still waits for the client to read, or to leave.
+            # The request has ended. Its status is delivered when the client reads or disconnects.
             late = f"the client took no message for {self._config.send_deadline_s:g} s"
             log.info("a gRPC call was cut: %s", late)
             await context.abort(grpc.StatusCode.CANCELLED, late)
 
     async def _caller(self, context: _Context, method: str) -> dict[str, Any]:
-        """Returns the fields of a request that are known of who sent it. Raises what `check`
-        does, and BadRequest for malformed metadata."""
+        """Checks the call's key, and returns the request fields that depend on the caller. Raises
+        what `CallGuard.check` raises, and BadRequest for malformed metadata."""
         key = await self._guard.check("user", context, method)
         named = _metadata(context, TENANT_HEADER)
         return {
@@ -162,8 +163,8 @@ class GrpcApi:
     async def _send(
         self, context: _Context, response: pb.GenerateResponse | pb.EmbedResponse
     ) -> None:
-        """Waits while the client's flow-control window is full; raises _ClientStalled after
-        `send_deadline_s`."""
+        """Sends a message, and waits while the client's flow-control window is full. Raises
+        _ClientStalled after `send_deadline_s`."""
         try:
             async with asyncio.timeout(self._config.send_deadline_s):
                 await context.write(response)
@@ -172,14 +173,14 @@ class GrpcApi:
 
     async def _get_request(self, body: bytes, context: _Context) -> pb.RequestRecord:
         key = await self._guard.check("user", context, "GetRequest")
-        asked = _parse(pb.GetRequestRequest(), body)
+        message = _parse(pb.GetRequestRequest(), body)
         requests = self._generator.requests
         tenant = visible_tenant(key)
         try:
-            found = requests.find(asked.request_id, tenant).as_dict()
+            found = requests.find(message.request_id, tenant).as_dict()
         except RequestNotFound as error:
-            if requests.is_of_another(asked.request_id, tenant):
-                self._guard.tell(context, "GetRequest", key, error)
+            if requests.is_of_another(message.request_id, tenant):
+                self._guard.log_refusal(context, "GetRequest", key, error)
             raise
         request_id = found.pop("id")
         found.pop("object")
@@ -187,9 +188,9 @@ class GrpcApi:
 
     async def _get_usage(self, body: bytes, context: _Context) -> pb.GetUsageResponse:
         key = await self._guard.check("user", context, "GetUsage")
-        asked = _parse(pb.GetUsageRequest(), body)
-        tenant = asked.tenant if asked.HasField("tenant") else None
-        query = UsageQuery.of(asked.window or "day", asked.num_windows or 1, tenant, key)
+        message = _parse(pb.GetUsageRequest(), body)
+        tenant = message.tenant if message.HasField("tenant") else None
+        query = UsageQuery.of(message.window or "day", message.num_windows or 1, tenant, key)
         rows = await self._generator.tenants.usage.read(query, now=time.time())
         return pb.GetUsageResponse(usage=[pb.TenantUsage(**asdict(row)) for row in rows])
 
@@ -218,7 +219,8 @@ class GrpcApi:
 
 
 def parse_request(body: bytes) -> ClientRequest:
-    """Raises BadRequest naming the field at fault and what is allowed."""
+    """Parses a GenerateRequest. Raises BadRequest that names the invalid field and the allowed
+    values."""
     message = _parse(pb.GenerateRequest(), body)
     return ClientRequest(
         prompt=_prompt(message),
@@ -321,13 +323,13 @@ def _response(request_id: str, delta: Delta) -> pb.GenerateResponse:
 
 
 def _metadata(context: _Context, name: str) -> list[str]:
-    """Returns all values that the client sent under this key."""
+    """Lists all values that the client sent under this metadata key."""
     sent = context.invocation_metadata() or ()
     return [str(value) for key, value in sent if key == name]
 
 
 def _trace(context: _Context) -> dict[str, str]:
-    """Returns the metadata of the client's trace."""
+    """Extracts the W3C trace context from the call's metadata."""
     return {name: value for name in _TRACE_KEYS for value in _metadata(context, name)}
 
 

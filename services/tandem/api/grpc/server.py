@@ -1,4 +1,4 @@
-"""A gRPC server of a router: bounds on connections, health and reflection beside its services."""
+"""A gRPC server of a router: connection limits, health and reflection around its services."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from tandem.api.grpc.connections import ConnectionShares, Peer
 from tandem.common.config.router import RouterConfig
 from tandem.errors import ConfigError
 from tandem.net.rpc.certificates import CertificateFiles
-from tandem.net.rpc.failures import FailureInterceptor, log_lost_peers_calmly
+from tandem.net.rpc.failures import FailureInterceptor, quiet_peer_faults
 from tandem.net.rpc.options import SERVER_OPTIONS
 from tandem.net.rpc.peer_calls import add_port
 from tandem.net.security.clients import Clients
 
-METADATA_BYTES_MAX = 16 << 10  # of one call, by HTTP/2's count: 32 bytes more for each field
-IDLE_S = 300.0  # of a connection without calls; channels connect again by themselves
-STREAMS_MAX = 1024  # calls at once of one connection; a client lets further ones wait
-PING_STRIKES_MAX = 2  # pings too soon, after which a connection is closed
+# limit for one call, as HTTP/2 counts it: 32 bytes overhead for each field
+METADATA_BYTES_MAX = 16 << 10
+# An idle connection is closed after this time; gRPC channels reconnect by themselves.
+IDLE_S = 300.0
+STREAMS_MAX = 1024  # concurrent calls on one connection; clients queue further ones
+PING_STRIKES_MAX = 2  # A connection is closed after this number of too frequent pings.
 _CUT_INTERVAL_S = 0.1
-AGE_S = 1800.0  # of a connection; then it takes no new call, and its channel connects again
+AGE_S = 1800.0  # An older connection takes no new calls; its channel reconnects.
 
 
 class Address(NamedTuple):
-    """The address of a server, and the option that chooses another port."""
+    """The address of a server, and the option that sets its port."""
 
     host: str
     port: int
@@ -38,14 +40,15 @@ class Address(NamedTuple):
 
 
 class HealthNames(NamedTuple):
-    """Further names that the health service answers for, beside the services'."""
+    """Names that the health service reports in addition to the services."""
 
-    ready: tuple[str, ...] = ()  # as `set_ready` says
-    live: tuple[str, ...] = ()  # SERVING until the server stops
+    ready: tuple[str, ...] = ()  # these follow `set_ready`
+    live: tuple[str, ...] = ()  # these are SERVING until the server stops
 
 
 class GrpcServer:
-    """One port: `bind` and `start` it, `set_ready` sets what health reports, `stop` drains."""
+    """One gRPC port. `bind` and `start` it; `set_ready` sets its health status; `stop` drains
+    it."""
 
     def __init__(
         self,
@@ -56,17 +59,18 @@ class GrpcServer:
         files: CertificateFiles | None = None,
         probes: HealthNames = HealthNames(),
     ) -> None:
-        """`services` has handlers by the service's name. With `files` the port speaks TLS."""
+        """Prepares a server of these handlers, by service name. With `files` the port uses TLS."""
         self._files = files
         self._address = address
         self._names = ("", *services, *probes.ready)
         self._live_names = probes.live
-        log_lost_peers_calmly()
+        quiet_peer_faults()
         self._server = grpc.aio.server(
             interceptors=[FailureInterceptor()],
             options=[
                 *((k, v) for k, v in SERVER_OPTIONS if k != "grpc.max_receive_message_length"),
-                # The bounds of a connection, with HTTP's values where HTTP has the same bound.
+                # Limits for a connection. They equal those of the HTTP server where it has the same
+                # limit.
                 ("grpc.max_receive_message_length", config.body_bytes_max),
                 ("grpc.max_metadata_size", METADATA_BYTES_MAX),
                 ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
@@ -75,7 +79,7 @@ class GrpcServer:
                 ("grpc.max_allowed_incoming_connections", config.connections_max),
                 ("grpc.max_concurrent_streams", STREAMS_MAX),
                 ("grpc.http2.max_ping_strikes", PING_STRIKES_MAX),
-                # A stream whose client stalls stays until its connection ends, if nothing else.
+                # The stream of a stalled client ends with its connection at the latest.
                 ("grpc.max_connection_age_ms", round(AGE_S * 1000)),
                 ("grpc.max_connection_age_grace_ms", round(config.request_deadline_s * 1000)),
             ],
@@ -90,7 +94,7 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
 
     def bind(self) -> int:
-        """Binds and returns the port. Raises ConfigError if it is taken."""
+        """Binds the port and returns its number. Raises ConfigError if it is taken."""
         address = f"{self._address.host}:{self._address.port}"
         try:
             self._port = add_port(self._server, address, self._files)
@@ -113,9 +117,9 @@ class GrpcServer:
         for name in self._names:
             await self._health.set(name, status.SERVING if ready else status.NOT_SERVING)
 
-    async def give_way(self, grace_s: float, live: Collection[Peer]) -> None:
-        """Stops, and meanwhile cuts the connections of peers that are not `live`: one of them may
-        be what fills the memory of this process."""
+    async def stop_and_cut(self, grace_s: float, live: Collection[Peer]) -> None:
+        """Stops within `grace_s` seconds and meanwhile closes connections of peers not in `live`,
+        because one of them may be filling this process's memory."""
         stopping = asyncio.create_task(self.stop(grace_s))
         while not stopping.done():
             await asyncio.wait({stopping}, timeout=_CUT_INTERVAL_S)
@@ -123,7 +127,7 @@ class GrpcServer:
         await stopping
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls, waits for live ones, then cancels them."""
+        """Refuses new calls, waits `grace_s` seconds for open ones, then cancels them."""
         if self._watching is not None:
             self._watching.cancel()
         await self._health.enter_graceful_shutdown()

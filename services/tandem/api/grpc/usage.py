@@ -1,4 +1,4 @@
-"""Turns the usage of a request into its gRPC message."""
+"""Converts a request's usage to a gRPC message."""
 
 from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.router.request.delta import Usage

@@ -1,6 +1,6 @@
-"""A request's body: bounded while it arrives, then parsed to plain data.
+"""Reads a request's body within limits on size and time, and parses it.
 
-Strict JSON (RFC 8259): NaN and Infinity, invalid UTF-8 and lone surrogates are refused.
+JSON is strict (RFC 8259): NaN, Infinity, invalid UTF-8 and lone surrogates are refused.
 """
 
 import asyncio
@@ -13,23 +13,24 @@ from tandem.common.config.router import RouterConfig
 from tandem.errors import BadRequest, BodyTooLarge, BodyTooLate, NotJson
 from tandem.net.security.body_budget import Body
 
-# A too large body is read to its end and dropped, up to here: a client that still writes when the
-# connection closes sees a reset connection, and not the answer.
+# A body that is too large is read and discarded up to this size. Closing the connection while the
+# client still writes would reset it, and the client would not see the response.
 DISCARD_BYTES_MAX = 64 << 20
-# A connection buffers about as much anyway, and its address has a bound on connections. So a short
-# request is read whatever unfinished bodies there are.
+# Bodies up to this size need no room in the body budget: the connection buffers about as much
+# anyway, and an address has a limited number of connections.
 _FREE_BYTES = 64 << 10
 
 
 async def read_json_object(request: Request, config: RouterConfig) -> dict[str, Any]:
-    """Reads the body. Raises BadRequest, NotJson, and what `read_body` raises."""
+    """Reads the body and parses it as a JSON object. Raises BadRequest, NotJson, and what
+    `read_body` raises."""
     _check_content_type(request)
     return parse_object(await read_body(request, config))
 
 
 async def read_body(request: Request, config: RouterConfig) -> bytearray:
-    """Reads the body as bytes. Raises BodyTooLarge, BodyTooLate, BodiesFull, TooManyRequests;
-    starlette ClientDisconnect."""
+    """Reads the body as bytes. Raises BodyTooLarge, BodyTooLate, BodiesFull, TooManyRequests, and
+    Starlette's ClientDisconnect."""
     deadline = asyncio.timeout(config.body_deadline_s)
 
     def revoke() -> None:
@@ -48,11 +49,11 @@ async def read_body(request: Request, config: RouterConfig) -> bytearray:
 
 
 def parse_object(body: bytes | bytearray) -> dict[str, Any]:
-    """Raises BadRequest when it is not a JSON object."""
+    """Parses a body. Raises BadRequest if it is not a JSON object."""
     if not body:
         raise BadRequest("the body must be a JSON object; it is empty")
     try:
-        # msgspec reports bad UTF-8 only where it looks; this is one pass over the bytes.
+        # msgspec checks UTF-8 only in the strings that it decodes; this checks all bytes.
         value = msgspec.json.decode(body.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadRequest(f"the body must be UTF-8; byte {error.start} is not") from None
@@ -66,7 +67,8 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def _check_content_type(request: Request) -> None:
-    """Raises NotJson for a body that says to be something else. One that says nothing is read."""
+    """Raises NotJson if the headers name another type or a content encoding. A missing type is
+    allowed."""
     sent = request.headers.get("content-type", "")
     media_type = sent.partition(";")[0].strip().lower()
     if media_type and media_type != "application/json" and not media_type.endswith("+json"):

@@ -1,8 +1,8 @@
-"""Answers with an error, in the form of the API that was called: Anthropic's or OpenAI's.
+"""Error responses in the format of the API that was called: Anthropic's or OpenAI's.
 
-After the first streamed byte an error is one more event, and then the stream ends. `[DONE]` does
-not follow it (vLLM sends it): it says that the answer is whole. OpenAI's own clients raise at the
-event and never look for more.
+Once a stream has started, an error is sent as its last event. Unlike vLLM, Tandem sends no `[DONE]`
+after it, because `[DONE]` means that the answer is complete; OpenAI's clients raise at the error
+event and read no further.
 """
 
 from typing import Any
@@ -28,12 +28,12 @@ class JsonResponse(Response):
 
 
 def error_response(error: TandemError, scope: Scope | None = None) -> Response:
-    """Returns the answer to a call; without its `scope`, in OpenAI's form."""
+    """Builds the response to a failed call; in OpenAI's format if `scope` is None."""
     headers = dict(error.headers)
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_whole_s)
     if error.http_status == 401:
-        headers["www-authenticate"] = "Bearer"  # RFC 6750 wants it
+        headers["www-authenticate"] = "Bearer"  # required by RFC 6750
     if error.http_status in (408, 413):
         headers["connection"] = "close"
     if scope is not None and anthropic.is_anthropic(scope):
@@ -42,7 +42,7 @@ def error_response(error: TandemError, scope: Scope | None = None) -> Response:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Installs handlers that give every error of every route the one shape."""
+    """Installs exception handlers, so that all routes answer errors in the same format."""
 
     async def on_tandem(request: Request, error: Exception) -> Response:
         assert isinstance(error, TandemError)
@@ -60,10 +60,10 @@ def install_handlers(app: FastAPI) -> None:
         return JsonResponse(form.plain_error(status, message, code), status, headers)
 
     async def on_gone(_: Request, __: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has disconnected
 
     async def on_bug(request: Request, error: Exception) -> Response:
-        # starlette raises it again after the answer, so that the server logs it.
+        # Starlette raises the exception again after this response, and the server logs it.
         hidden = InternalError(f"an error inside the router: {type(error).__name__}")
         return error_response(hidden, request.scope)
 
@@ -74,8 +74,8 @@ def install_handlers(app: FastAPI) -> None:
 
 
 def _not_served(request: Request) -> str:
-    """Returns the message for an unknown path. Clients differ in whether a base URL ends in /v1, so
-    it names the path that was meant if that is only about this."""
+    """Builds the message for an unknown path. Some clients expect a base URL that ends in /v1 and
+    others do not, so it suggests the path with or without /v1 if that one is served."""
     path: str = request.scope["path"]
     meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
     scope = {**request.scope, "path": meant}
@@ -85,7 +85,7 @@ def _not_served(request: Request) -> str:
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """Returns the methods of all routes of the path; starlette knows those of one."""
+    """Collects the methods of all routes of the path; Starlette reports only those of one route."""
     found: set[str] = set()
     for route in request.app.routes:
         if route.matches(request.scope)[0] is not Match.NONE:

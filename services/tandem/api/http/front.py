@@ -1,14 +1,14 @@
-"""The front of the HTTP API: what holds for every call, before the guard looks at it.
+"""Middleware that handles every call of the public HTTP API before access is checked.
 
-HEAD          A call of the method HEAD is answered as a GET; the server leaves the body out.
-x-request-id  Every answer has one. A client that sends its own gets it back and finds the request
-              by it; the router has an id of its own for each request, so two clients may use one.
-              Anthropic's clients read it as request-id.
-CORS          Browsers let pages of the origins in `--cors-origins` call the routes that a user's
-              key may call. A preflight carries no key, so it is answered here, before the guard.
-              Operators' routes, metrics and keys never allow another origin.
-connection    The answers of a router that leaves close their connections, so that clients that keep
-              connections connect to another router.
+HEAD          A HEAD call is answered like a GET; the server omits the body.
+x-request-id  Every response has this header: the client's own id if it sent one, else a new id.
+              Request records can be found by it. The router has a separate internal id for each
+              request, so clients may reuse theirs. Anthropic's clients read `request-id`.
+CORS          Origins in `--cors-origins` may call the routes that need a user's key. Preflights
+              have no key, so they are answered before the guard. Operators' routes, metrics and
+              keys never allow another origin.
+connection    A router that is shutting down closes each connection after its response, so that
+              clients reconnect to another router.
 """
 
 import uuid
@@ -24,13 +24,14 @@ from tandem.router.placement.reasons import PLACEMENT_HEADER
 from tandem.router.request.generator import Generator
 from tandem.router.request.request import REQUEST_ID_HEADER, read_client_id
 
-# Beside those that a page may always read.
+# response headers that pages may read in addition to the CORS-safelisted ones
 _IDS = (REQUEST_ID_HEADER, "request-id")
 _EXPOSED = (*_IDS, "retry-after", "server-timing", "warning", PLACEMENT_HEADER)
 
 
 class Front:
-    """ASGI middleware around the guard. Sets `request_id` and `client_id` of a request's state."""
+    """ASGI middleware around the guard. It sets `request_id` and `client_id` in a request's
+    state."""
 
     def __init__(self, app: ASGIApp, config: RouterConfig, generator: Generator) -> None:
         self._app = self._shared = app
@@ -63,6 +64,7 @@ class Front:
             await send(message)
 
         if scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}  # a copy: the server looks at the original
+            # copied, because the server needs the original method
+            scope = {**scope, "method": "GET"}
         app = self._shared if public_need(scope["path"]) == "user" else self._app
         await app(scope, receive, send_named)

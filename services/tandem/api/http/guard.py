@@ -1,17 +1,17 @@
-"""The guards in front of all routes: they refuse calls without a key that allows them, and calls
-that a web page made a browser send. The public listener and the admin listener have one each.
+"""Access checks in front of all HTTP routes: API keys, and calls that a foreign web page makes a
+browser send. The public listener and the admin listener each have a guard.
 
-A browser sends a page's call with the user's reach, which includes a router on loopback. Two rules
-stop that. Generations of all APIs and tokenizing have only the first rule: they change nothing in
-the cluster, and pages of `--cors-origins` call them (`front.py`).
+A browser can reach what its user can reach, including a router on loopback. Two rules protect
+against foreign pages. Generation and tokenizing routes have only the first one: they change nothing
+in the cluster, and pages of `--cors-origins` call them (`front.py`).
 
-Host      A page can point its own name at 127.0.0.1 (DNS rebinding). A router on a loopback address
-          refuses each call whose `Host` is not a loopback name, its own `host` or an allowed name.
-          The admin listener does so for all calls over loopback, whatever its address. The public
-          one on other addresses does not: sidecars and clients in a cluster use many names.
-Origin,   A call that may change something has to come as `application/json`, which a foreign page
-Content-  cannot send without a preflight, and the router answers none with leave. An `Origin`,
-Type      where the call has one, has to be the address that the call went to.
+Host      A page can resolve its own name to 127.0.0.1 (DNS rebinding). A router on loopback refuses
+          calls whose `Host` is not a loopback name, its `host` option or an allowed name. The admin
+          listener checks this for all calls over loopback, whatever address it is bound to. A
+          public listener on another address does not: sidecars and clients use many names for it.
+Origin,   A call that may change something must have the type `application/json`, which a foreign
+Content-  page cannot send without a CORS preflight, and preflights are not granted. If an `Origin`
+Type      is present, it must be the address that was called.
 """
 
 import asyncio
@@ -45,28 +45,28 @@ from tandem.net.security.keys import KeyRecord
 
 log = logging.getLogger(__name__)
 
-# Every other route is guarded, so that a new one is guarded without a word here.
+# All other routes are checked, so a new route is protected by default.
 _GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 _TOKENS = ("/v1/embeddings", "/v1/messages/count_tokens", "/tokenize", "/detokenize")
 _UNGUARDED = frozenset((*_GENERATIONS, *_TOKENS, "/invocations", "/ping"))
-# vLLM's names.
+# paths of vLLM's API
 RESET_PATH = "/reset_prefix_cache"
 LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _ADMIN = ("/", "/metrics", RESET_PATH, LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH)
-PAGE_PREFIX = "/page/"  # files of the page `/`
+PAGE_PREFIX = "/page/"  # files of the page at `/`
 PROBES = ("/health", "/ready", "/started", "/ping")
 _PORTS = {"http": 80, "https": 443}
-_TEXT_MAX = 100  # characters of what a client sent, in messages and logs
+_TEXT_MAX = 100  # Messages and logs contain at most this number of characters of a client's text.
 
 
 class RequestGuard(ABC):
-    """ASGI middleware. Answers a refused call itself, and logs each refusal. Counts the requests of
-    each client's address while they are unanswered."""
+    """ASGI middleware that refuses calls and logs each refusal. It also counts the open requests of
+    each client address."""
 
     def __init__(
         self, app: ASGIApp, names: Iterable[str], access: Access, trail: AuditTrail
     ) -> None:
-        """`names` are those of this listener, beside localhost."""
+        """`names` are host names that this listener accepts in addition to localhost."""
         self._app = app
         self._access = access
         self._trail = trail
@@ -74,11 +74,12 @@ class RequestGuard(ABC):
 
     @abstractmethod
     def need(self, path: str) -> Need:
-        """Returns what a call of this path needs. Raises NotPublic if it is served elsewhere."""
+        """Decides which access a call of this path needs. Raises NotPublic if another port
+        serves it."""
 
     @abstractmethod
     def checks_host(self, address: str) -> bool:
-        """Returns whether calls that came in over this address of ours have to name the router."""
+        """Says whether calls received at this local address must name the router in `Host`."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -87,12 +88,12 @@ class RequestGuard(ABC):
         scope.setdefault("state", {}).update(address=address, bodies=self._access.bodies)
         with contextlib.ExitStack() as place:
             try:
-                if scope["path"] not in PROBES:  # probes are answered in any case
+                if scope["path"] not in PROBES:  # probes are exempt from the limit
                     place.enter_context(self._access.clients.request(address))
                 self._check(scope)
             except TandemError as error:
                 claimed = self._access.claimed(_credentials(scope))
-                tell_refusal(self._trail, scope, error, claimed)
+                log_refusal(self._trail, scope, error, claimed)
                 if isinstance(error, Unauthenticated):
                     await asyncio.sleep(self._access.throttle.fail(address, time.monotonic()))
                 await error_response(error, scope)(scope, receive, send)
@@ -126,9 +127,9 @@ class RequestGuard(ABC):
 
 
 def public_need(path: str) -> Need | None:
-    """Returns what a call of the public port needs: a user's key, if the path is not named here.
-    None for the calls that only the admin port serves."""
-    if path in (*PROBES, RECORDS_PATH):  # records have a signature
+    """Decides which access a call of the public port needs: a user's key by default. Returns None
+    for paths that only the admin port serves."""
+    if path in (*PROBES, RECORDS_PATH):  # records are signed instead
         return "nothing"
     if path == "/load":
         return "metrics"
@@ -138,7 +139,7 @@ def public_need(path: str) -> Need | None:
 
 
 class PublicGuard(RequestGuard):
-    """The guard of the public port."""
+    """Checks calls of the public port."""
 
     def __init__(
         self, app: ASGIApp, config: RouterConfig, access: Access, trail: AuditTrail
@@ -148,7 +149,7 @@ class PublicGuard(RequestGuard):
         self._admin = f"port {config.admin.port} of {config.admin.host}"
 
     def need(self, path: str) -> Need:
-        """Returns what a call needs."""
+        """Decides which access a call needs. Raises NotPublic for a path of the admin port."""
         if (needed := public_need(path)) is None:
             raise NotPublic(
                 f"{path[:_TEXT_MAX]} is served on the router's admin port only, which is "
@@ -161,7 +162,7 @@ class PublicGuard(RequestGuard):
 
 
 class AdminGuard(RequestGuard):
-    """The guard of the admin port."""
+    """Checks calls of the admin port."""
 
     def __init__(
         self, app: ASGIApp, config: RouterConfig, access: Access, trail: AuditTrail
@@ -169,8 +170,8 @@ class AdminGuard(RequestGuard):
         super().__init__(app, (config.admin.host.lower(), *config.allowed_hosts), access, trail)
 
     def need(self, path: str) -> Need:
-        """Returns what a call needs; whatever is not named here, an operator's key."""
-        # The page itself and its files are the same for everybody.
+        """Decides which access a call needs: an operator's key by default."""
+        # The page and its files contain no cluster data.
         if path in (*PROBES, "/") or path.startswith(PAGE_PREFIX):
             return "nothing"
         return "metrics" if path == "/metrics" else "operator"
@@ -179,19 +180,20 @@ class AdminGuard(RequestGuard):
         return is_loopback(address)
 
 
-def tell_refusal(
+def log_refusal(
     trail: AuditTrail, scope: Mapping[str, Any], error: TandemError, key: KeyRecord | None = None
 ) -> None:
-    """Logs a refused call. The audit trail has those that are about keys and tenants."""
+    """Logs a refused call. The audit trail records it if it concerns a key or a tenant."""
     who = caller(scope, key)
-    asked = f"{scope['method']} {scope['path']}"[:_TEXT_MAX]
-    log.warning("refused %r of %s: %s", asked, who, error.message)
+    call = f"{scope['method']} {scope['path']}"[:_TEXT_MAX]
+    log.warning("refused %r of %s: %s", call, who, error.message)
     if isinstance(error, Unauthenticated | Forbidden | RequestNotFound):
-        trail.add_refusal(who, asked, error)
+        trail.add_refusal(who, call, error)
 
 
 def caller(scope: Mapping[str, Any], key: KeyRecord | None = None) -> Caller:
-    """Describes the sender of a request: its address, whom a proxy asks for, and its key."""
+    """Describes the sender of a request by its address, the address that a proxy forwards for, and
+    its key."""
     key = scope.get("state", {}).get("key") or key
     peer = ":".join(map(str, scope["client"] or ("unknown",)))
     forwarded = Headers(scope=scope).get("x-forwarded-for")  # type: ignore[arg-type]
@@ -200,13 +202,13 @@ def caller(scope: Mapping[str, Any], key: KeyRecord | None = None) -> Caller:
 
 
 def _is_unguarded(path: str) -> bool:
-    # A page needs a preflight to delete a kept response, and OpenAI's client sends no body with it.
+    # Deleting a kept response needs a preflight anyway, and OpenAI's client sends no body with it.
     return path in _UNGUARDED or path.startswith("/v1/responses/")
 
 
 def _credentials(scope: Mapping[str, Any]) -> list[str]:
-    """Returns the values of the header `Authorization`. Clients of Anthropic's API may send their
-    key as `x-api-key`."""
+    """Lists the values of `Authorization`. Clients of Anthropic's API may send `x-api-key`
+    instead."""
     headers = Headers(scope=scope)  # type: ignore[arg-type]
     sent = headers.getlist("authorization")
     if sent or not is_anthropic(scope):
@@ -215,11 +217,11 @@ def _credentials(scope: Mapping[str, Any]) -> list[str]:
 
 
 def _check_origin(headers: Headers) -> None:
-    """Refuses foreign origins. Only a proxy can send `X-Forwarded-Proto` without a preflight."""
+    """Refuses foreign origins. Only a proxy can set `X-Forwarded-Proto` without a preflight."""
     scheme = headers.get("x-forwarded-proto", "http").partition(",")[0].strip().lower()
-    here = _address(f"{scheme}://{headers.get('host', '')}")
+    own = _address(f"{scheme}://{headers.get('host', '')}")
     for origin in headers.getlist("origin"):
-        if here is None or _address(origin) != here:
+        if own is None or _address(origin) != own:
             raise ForeignPage(
                 f"the Origin {origin[:_TEXT_MAX]!r} is not this router's: a web page of another "
                 "origin may change nothing here"
@@ -236,7 +238,8 @@ def _check_json(headers: Headers) -> None:
 
 
 def _address(origin: str) -> tuple[str, str, int] | None:
-    """Scheme, host and port; None for `null` and whatever else is no origin."""
+    """Splits an origin into scheme, host and port. Returns None for `null` and malformed
+    origins."""
     try:
         parts = urlsplit(origin)
         port = parts.port or _PORTS[parts.scheme]
@@ -246,7 +249,7 @@ def _address(origin: str) -> tuple[str, str, int] | None:
 
 
 def _host_name(host: str) -> str:
-    """The name or address in a Host header, without its port; empty where it is malformed."""
+    """Extracts the host from a Host header, without its port. Returns "" if it is malformed."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

@@ -1,15 +1,15 @@
-"""The HTTP server: uvicorn, with bounds on what a connection may cost before a request is there.
+"""The HTTP server: uvicorn, with limits on connections whose request has not arrived yet.
 
-    header --complete--> body --complete--> idle --first byte--> header
-      |                   |                  |
-      408 or closed       408 (http_body)    closed after `keep_alive_s`, or for a new connection
+  header --complete--> body --complete--> idle --first byte--> header
+    |                   |                  |
+   408 or closed       408 (http/body)    closed after `keep_alive_s`, or replaced by a connection
 
-A connection starts in `header`, and goes through `body` even where there is none. Answers are on
-their way in each phase. The bytes of a header are counted before the parser sees them: it keeps
-all of them until the header is complete. A connection that is refused gets an answer (400, 408,
-431, or 503 if there are too many), unless an earlier request is still being answered: then it ends
-with that answer. In each phase the kernel ends a connection whose client takes no byte of an answer
-for `send_deadline_s` (`bind`).
+A connection starts in `header`, and passes through `body` even if a request has none. Responses may
+be in progress in every phase. Header bytes are counted before they reach the parser, which keeps
+all of them until the header is complete. A refused connection gets a response (400, 408, 431, or
+503 if there are too many); if an earlier request is still being answered, the connection ends with
+that response. In every phase the kernel closes a connection whose client reads nothing of a
+response for `send_deadline_s` (see `bind`).
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ from tandem.net.security.clients import Clients
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-_PIPELINED_MAX = 16  # requests that were sent before the answer to an earlier one
-_LINGER_S = 1.0  # that a client has to read why it is refused, before its unread bytes reset it
-_LINGERING_MAX = 16  # connections at once; beyond it they are closed without delay
-_ACCEPTED_AT_ONCE = 1  # connections between two turns of those that are open
-_ACCEPT_PAUSE_S = 1.0  # while the system has no file for a new connection
-_OTHER_FILES = 256  # descriptors for everything but HTTP connections
-LITTLE_BYTES = 512  # a network packet that is not the last of a header has more
-FREE_READS = 3  # of little, for each header
+_PIPELINED_MAX = 16  # limit of requests sent before an earlier one is answered
+_LINGER_S = 1.0  # time for a refused client to read its response, before unread bytes cause a reset
+_LINGERING_MAX = 16  # refused connections kept open; further ones are closed immediately
+_ACCEPTED_AT_ONCE = 1  # connections accepted before open ones get a turn of the event loop
+_ACCEPT_PAUSE_S = 1.0  # pause if the process has no free file descriptor
+_OTHER_FILES = 256  # file descriptors reserved for everything except HTTP connections
+# A full network packet is larger, so a smaller read in a header is suspicious.
+SMALL_READ_BYTES = 512
+SMALL_READS_MAX = 3  # small reads allowed for each header before the connection is read more slowly
 _SWEEP_S = 0.05
-_READS_OF_ADDRESS = 8  # in a sweep
+_READS_OF_ADDRESS = 8  # reads for one address in a sweep
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server without its signal handlers, and without its ten wake-ups a second."""
+    """A uvicorn server without signal handlers and without uvicorn's periodic main loop."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class HttpServer(uvicorn.Server):
         clients: Clients,
         files: CertificateFiles | None = None,
     ) -> None:
-        """The port speaks TLS if there are `files`."""
+        """Prepares the server. With `files` the port uses TLS."""
         num_max = _affordable_connections(config.connections_max)
         self._connections = Connections(num_max, config.connections_per_address_max, clients)
         protocol: Any = functools.partial(
@@ -90,7 +91,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                proxy_headers=False,  # the log of changes names the peer, and a proxy's word apart
+                proxy_headers=False,  # the peer and the forwarded address are logged separately
                 server_header=False,
                 date_header=False,
                 timeout_graceful_shutdown=round(config.drain_deadline_s),
@@ -102,8 +103,8 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            # In the place of asyncio's own callback. That one takes a whole backlog at a time, and
-            # makes a connection of each before it can be refused: both hold up other clients.
+            # This replaces asyncio's own callback, which accepts a whole backlog at a time and
+            # creates all of its connections before any can be refused. Both delay other clients.
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def begin_stop(self) -> None:
@@ -127,7 +128,7 @@ class HttpServer(uvicorn.Server):
                 return
             crowded = self._connections.num_lingering >= _LINGERING_MAX
             if crowded and not self._connections.has_place(peer[0], loop.time()):
-                _turn_away(sock)
+                _refuse_socket(sock)
                 continue
             sock.setblocking(False)
             made = loop.connect_accepted_socket(self._protocol, sock, ssl=self.config.ssl)
@@ -158,13 +159,16 @@ class HttpServer(uvicorn.Server):
 
 
 def bind(host: str, port: int, *, port_option: str, send_deadline_s: float) -> socket.socket:
-    """Returns a socket that listens. Raises ConfigError for a taken port, naming its option."""
+    """Opens a listening socket. Raises ConfigError that names `port_option` if the port is
+    taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only where the protocol is named; without it each answer waits 40 ms.
+    # asyncio sets TCP_NODELAY only if the protocol number is set; without it each response is
+    # delayed by 40 ms.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Accepted connections inherit it. The kernel ends one whose peer acknowledges no byte, or
-    # leaves its window at zero, for so long; every byte that is taken begins the time anew.
+    # Accepted connections inherit the option. The kernel closes a connection whose peer
+    # acknowledges no byte, or keeps its window at zero, for this time. Every acknowledged byte
+    # restarts it.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(send_deadline_s * 1000))
     try:
         sock.bind((host, port))
@@ -185,7 +189,7 @@ class _Phase(enum.Enum):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One HTTP connection, within bounds on its headers, bodies and idle time."""
+    """One HTTP connection with limits on its headers, bodies and idle time."""
 
     def __init__(
         self, *, limits: RouterConfig, others: Connections, slow_reads: SlowReads, **more: Any
@@ -195,17 +199,19 @@ class BoundedProtocol(HttpToolsProtocol):
         self._limits = limits
         self._others = others
         self._slow_reads = slow_reads
-        self._num_little = 0  # reads of few bytes that did not complete the header
+        self._num_small_reads = 0  # small reads that did not complete the header
         self._phase = _Phase.HEADER
-        self._num_phases = 0  # entered so far
-        self._watched_phase = -1  # the one that the timer is for
+        self._num_phases = 0  # number of phases entered so far
+        self._watched_phase = -1  # the phase for which the timer was set
         self._timer: asyncio.TimerHandle | None = None
-        self._header_bytes = 0  # given to the parser since it last gave something back
+        self._header_bytes = 0  # bytes given to the parser since its last callback
         self._is_refused = False
         self._lingers = False
-        self._answered: RequestResponseCycle | None = None  # not a pipelined one that waits
-        self._refusal: tuple[int, str, str] | None = None  # raised in a callback of the parser
-        self._has_upgrade = False  # the parser stops behind this header
+        # the cycle that is being answered, not a queued pipelined one
+        self._answered: RequestResponseCycle | None = None
+        # status, code and message of an error raised in a parser callback
+        self._refusal: tuple[int, str, str] | None = None
+        self._has_upgrade = False  # the parser stops after this header
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -217,7 +223,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_timer(None)
-        # uvicorn leaves this timer where the client reset the connection, and with it the whole
+        # uvicorn keeps this timer if the client resets the connection; the timer would keep the
         # connection and its last request in memory until it fires.
         self._unset_keepalive_if_required()
         self._others.leave(self)
@@ -227,7 +233,7 @@ class BoundedProtocol(HttpToolsProtocol):
             late_s = self._limits.send_deadline_s
             log.info("an HTTP client was cut: it took no byte for %g s", late_s)
         if self._answered is not None and not self._answered.response_complete:
-            self._answered.disconnected = True  # uvicorn tells the latest request only
+            self._answered.disconnected = True  # uvicorn notifies only the latest request
             self._answered.message_event.set()
         super().connection_lost(exc)
 
@@ -235,7 +241,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         self._others.work(self)
-        is_little = len(data) < LITTLE_BYTES
+        is_small = len(data) < SMALL_READ_BYTES
         if self._phase is _Phase.IDLE:
             self._enter(_Phase.HEADER)
         while data and not (self._is_refused or self.transport.is_closing()):
@@ -249,20 +255,23 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refuse(431, "header_too_large", message)
         if not self._is_refused:
             self._watch()
-            if self._phase is _Phase.HEADER and self._is_unasked():
+            if self._phase is _Phase.HEADER and self._is_all_answered():
                 self._others.wait(self, self.loop.time())
-                self._num_little += is_little
-                if self._num_little > FREE_READS and not self._others.is_proxy(self):
-                    # Not for bodies: closed with bytes unread, a connection loses its answer.
+                self._num_small_reads += is_small
+                if self._num_small_reads > SMALL_READS_MAX and not self._others.is_proxy(self):
+                    # Bodies are always read: a connection closed with unread bytes loses its
+                    # response.
                     self.transport.pause_reading()
-                    self._slow_reads.wait(self.client[0] if self.client else "", self._read_on)
+                    self._slow_reads.wait(
+                        self.client[0] if self.client else "", self._resume_reading
+                    )
 
     def _parse(self, data: bytes) -> None:
-        """Gives bytes to the parser, as uvicorn's `data_received` does, and ignores `Upgrade`.
+        """Feeds bytes to the parser, like uvicorn's `data_received`, and ignores `Upgrade`.
 
-        The parser takes all bytes behind a header with `Upgrade` for another protocol, the body
-        included. So a new parser gets the same header without the field, and then these bytes. A
-        server may ignore the field (RFC 9110 7.8).
+        After a header with `Upgrade` the parser treats all bytes as another protocol, including the
+        body. So a new parser gets the header without that field, and then the remaining bytes. A
+        server may ignore `Upgrade` (RFC 9110 7.8).
         """
         self._unset_keepalive_if_required()
         try:
@@ -290,11 +299,11 @@ class BoundedProtocol(HttpToolsProtocol):
         fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
         return line + b"".join(fields) + b"\r\n"
 
-    def _read_on(self) -> None:
+    def _resume_reading(self) -> None:
         if not self.flow.read_paused:  # a refused connection is not read again
             self.transport.resume_reading()
 
-    def give_way(self) -> None:
+    def close_now(self) -> None:
         self.connections.discard(self)
         self.transport.close()
 
@@ -304,7 +313,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._phase is not _Phase.BODY:  # fields behind a body are no part of the header
+        if self._phase is not _Phase.BODY:  # trailer fields after a body are not part of the header
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -318,15 +327,16 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self.parser.get_method() == b"CONNECT":
             self._refusal = (400, "invalid_request", "CONNECT is for proxies; this is none")
         if self._refusal is not None:
-            raise ValueError(self._refusal)  # ends the parser, which calls `send_400_response`
+            raise ValueError(self._refusal)  # ends the parser, which then calls `send_400_response`
         if self.parser.should_upgrade():
             self._has_upgrade = True
             return
         super().on_headers_complete()
-        # uvicorn stops reading after a pipelined request, and would not see that the client is
-        # gone; their number is bounded here, and their bodies pause the reading by themselves.
+        # uvicorn stops reading after a pipelined request and would not notice a disconnect. The
+        # number of pipelined requests is limited above, and their bodies pause the reading
+        # themselves.
         self.flow.resume_reading()
-        self._header_bytes = self._num_little = 0
+        self._header_bytes = self._num_small_reads = 0
         self._enter(_Phase.BODY)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -334,14 +344,14 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
-        self._header_bytes = 0  # what else a chunk has, and fields after the body, stay bounded
+        self._header_bytes = 0  # limits chunk extensions and trailer fields
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._has_upgrade:
             return
         super().on_message_complete()
-        if not self.parser.should_keep_alive():  # a field behind the body may say so, too
+        if not self.parser.should_keep_alive():  # a trailer field may set `Connection: close`
             self.cycle.keep_alive = False
             if self.cycle.response_complete:
                 self.transport.close()
@@ -354,7 +364,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._others.rest(self)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses the connection; uvicorn calls this for every error of the parser."""
+        """Refuses the connection. uvicorn calls this for every parser error."""
         self._refuse(*(self._refusal or (400, "invalid_request", msg)))
 
     def _enter(self, phase: _Phase) -> None:
@@ -362,7 +372,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_phases += 1
 
     def _watch(self) -> None:
-        """Starts the deadline of the current phase, once; a request that came whole needs none."""
+        """Starts the deadline of the current phase once. A request that arrived complete needs
+        none."""
         if self._watched_phase == self._num_phases:
             return
         self._watched_phase = self._num_phases
@@ -383,7 +394,8 @@ class BoundedProtocol(HttpToolsProtocol):
             message = f"the header was not complete within {late_s:g} s"
             self._refuse(408, "header_too_late", message)
         elif self._phase is _Phase.BODY and not self.cycle.response_complete:
-            # The route that reads the body has the same deadline, and answers; look again.
+            # The route that reads the body has the same deadline and sends the response, so check
+            # again later.
             self._set_timer(self._limits.body_deadline_s)
         else:
             self.transport.close()
@@ -396,7 +408,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._phase is not _Phase.BODY or cycle.response_started or self.pipeline:
                 cycle.keep_alive = False
                 return
-            cycle.disconnected = True  # its body cannot come any more
+            cycle.disconnected = True  # the rest of its body cannot arrive any more
             cycle.message_event.set()
         self.transport.write(_refusal(status, code, message))
         if self._others.num_lingering >= _LINGERING_MAX:
@@ -407,12 +419,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._others.num_lingering += 1
         self._lingers = True
         self.flow.pause_reading()
-        if self.transport.can_write_eof():  # TLS has no half-closed connection
+        if self.transport.can_write_eof():  # TLS has no half-closed connections
             self.transport.write_eof()
         self._timer = self.loop.call_later(_LINGER_S, self.transport.close)
 
-    def _is_unasked(self) -> bool:
-        """Returns whether no request of the connection waits for its answer."""
+    def _is_all_answered(self) -> bool:
+        """Says whether all requests of the connection have been answered."""
         return self.cycle is None or (self.cycle.response_complete and not self.pipeline)
 
 
@@ -424,21 +436,23 @@ def _refusal(status: int, code: str, message: str) -> bytes:
     return STATUS_LINE[status] + head + b"connection: close\r\n\r\n" + body
 
 
-_TURNED_AWAY = _refusal(503, "too_many_connections", "there are too many connections")
+_TOO_MANY_CONNECTIONS = _refusal(503, "too_many_connections", "there are too many connections")
 
 
-def _turn_away(sock: socket.socket) -> None:
-    """Refuses a connection as cheaply as possible; unread bytes may reset it before its answer."""
+def _refuse_socket(sock: socket.socket) -> None:
+    """Refuses a connection at minimal cost. Unread bytes may reset it before the client reads the
+    answer."""
     with contextlib.suppress(OSError), sock:
         sock.setblocking(False)
-        sock.send(_TURNED_AWAY)
+        sock.send(_TOO_MANY_CONNECTIONS)
 
 
 def _affordable_connections(num_wanted: int) -> int:
-    """Raises the limit of open files as far as needed and allowed; returns how many fit in."""
+    """Raises the limit of open files as far as needed and allowed. Returns how many connections
+    fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     infinite = resource.RLIM_INFINITY
-    needed = 2 * num_wanted + _OTHER_FILES  # gRPC has as many connections
+    needed = 2 * num_wanted + _OTHER_FILES  # gRPC may have as many connections as HTTP
     if soft != infinite and soft < needed:
         soft = needed if hard == infinite else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -457,13 +471,13 @@ def _affordable_connections(num_wanted: int) -> int:
 
 
 class SlowReads:
-    """The waiting connections of one server.
+    """Delays reads of connections that send their header in many small pieces.
 
-    read --little came, and the header is incomplete--> waiting --its address's turn--> read
+      read --small read, header incomplete--> waiting --its address's turn--> read
 
-    A waiting connection is not read: what it sends stays in the kernel. Each sweep lets some of
-    every address be read again, so that the work for an address is bounded however many connections
-    it has and whatever they send, and no address waits for another. Knows no HTTP.
+    A waiting connection is not read, so its bytes stay in the kernel. Each sweep reads a limited
+    number of connections of every address: the work for one address is bounded, and no address
+    delays another. This class does not parse HTTP.
     """
 
     def __init__(self) -> None:
@@ -471,7 +485,7 @@ class SlowReads:
         self._timer: asyncio.TimerHandle | None = None
 
     def wait(self, address: str, read: Callable[[], None]) -> None:
-        """Calls `read` when it is the connection's turn."""
+        """Queues `read` until it is the turn of this address."""
         self._waiting.setdefault(address, deque()).append(read)
         if self._timer is None:
             self._start()

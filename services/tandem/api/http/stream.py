@@ -1,7 +1,7 @@
-"""Answers that end when their client does: a whole one and a stream of server-sent events.
+"""Sends complete replies and event streams, and stops the work when the client disconnects.
 
-Both listen to the connection while they wait, in every phase of the request: starlette's own
-StreamingResponse would notice only when it sends, and a queued request sends nothing.
+Both watch the connection in every phase of a request. Starlette's StreamingResponse notices a
+disconnect only when it sends, and a queued request sends nothing.
 """
 
 import asyncio
@@ -23,35 +23,36 @@ from tandem.router.request.delta import Delta
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_MEASURED_MAX = 256  # tokens with log probabilities in what the event loop makes by itself
+# number of tokens with log probabilities up to which a reply is built in the event loop
+_MEASURED_MAX = 256
 
 
 class ReplyFormat(Protocol):
-    """The form of the answer to one body, in the words of one API."""
+    """Formats the reply to one request for one API."""
 
     @property
     def reply_id(self) -> str:
-        """Returns the id that the client sees."""
+        """The reply's id as shown to the client."""
 
     @property
     def num_choices(self) -> int:
-        """Returns how many choices there are."""
+        """The number of choices in the reply."""
 
     def whole(self, choices: Sequence[Sequence[Delta]]) -> dict[str, Any]:
-        """Returns the body of an answer that is not streamed, from all deltas of its choices."""
+        """Builds the body of a reply that is not streamed, from all deltas of its choices."""
 
     def events(self, choice: int, delta: Delta) -> bytes:
-        """Returns the events for a delta of a choice, or nothing."""
+        """Encodes the events for one delta of a choice; may be empty."""
 
     def ending(self) -> bytes:
-        """Returns the events after the last delta of all."""
+        """Encodes what follows the last delta of all choices."""
 
     def failure(self, error: TandemError) -> bytes:
-        """Returns the last event of a stream that an error ends."""
+        """Encodes the last event of a stream that ends with an error."""
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """Awaits `work`; raises ClientDisconnect, after `work` was cancelled, when the client goes."""
+    """Awaits `work`. If the client disconnects, cancels `work` and raises ClientDisconnect."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_wait_disconnect(receive))
     try:
@@ -72,7 +73,8 @@ async def _wait_disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events of a generation whose first delta came, so that the status is known."""
+    """Streams a generation as server-sent events. Its first delta is known, so the status is
+    200."""
 
     def __init__(
         self,
@@ -81,19 +83,20 @@ class EventStream(Response):
         replies: ReplyFormat,
         headers: Mapping[str, str],
         *,
-        tells_timing: bool = False,
+        with_timing: bool = False,
     ) -> None:
-        """`tells_timing` adds a final comment with the timeline of the choice that ended last."""
+        """With `with_timing` the stream ends with a comment: the timeline of the choice that ended
+        last."""
         super().__init__(
             headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers},
             media_type="text/event-stream",
         )
-        # An open stream has no length.
+        # The length of a stream is unknown.
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
         self._replies = replies
-        self._tells_timing = tells_timing
+        self._with_timing = with_timing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -111,7 +114,7 @@ class EventStream(Response):
             async for last in self._rest:
                 await self._send_delta(send, last)
             ending = self._replies.ending()
-            if self._tells_timing and last.delta.timeline is not None:
+            if self._with_timing and last.delta.timeline is not None:
                 timing = f": server-timing: {last.delta.timeline.server_timing()}\n\n"
                 ending = timing.encode() + ending
         except TandemError as error:
@@ -119,12 +122,13 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 
     async def _send_delta(self, send: Send, came: ChoiceDelta) -> None:
-        events = await _made([came.delta], partial(self._replies.events, *came))
+        events = await _build([came.delta], partial(self._replies.events, *came))
         await send({"type": "http.response.body", "body": events, "more_body": True})
 
 
 async def first_delta(request: Request, deltas: AsyncGenerator[ChoiceDelta, None]) -> ChoiceDelta:
-    """Waits for the first delta. Nothing is sent before, so a refusal still gets its own status."""
+    """Waits for the first delta. Nothing has been sent before it, so a refusal gets its own
+    status."""
     try:
         return await until_disconnect(request.receive, anext(deltas))
     except BaseException:
@@ -135,18 +139,18 @@ async def first_delta(request: Request, deltas: AsyncGenerator[ChoiceDelta, None
 async def collect(
     deltas: AsyncGenerator[ChoiceDelta, None], replies: ReplyFormat
 ) -> tuple[dict[str, Any], Delta]:
-    """Returns the body of an answer that is not streamed, and its last delta."""
+    """Collects all deltas. Returns the body of a reply that is not streamed, and the last delta."""
     made: list[list[Delta]] = [[] for _ in range(replies.num_choices)]
     last: Delta | None = None
     async with aclosing(deltas):
         async for index, last in deltas:
             made[index].append(last)
     assert last is not None
-    return await _made(chain(*made), partial(replies.whole, made)), last
+    return await _build(chain(*made), partial(replies.whole, made)), last
 
 
-async def _made(deltas: Iterable[Delta], make: Callable[[], _T]) -> _T:
-    """Makes an answer of these deltas, in a thread if it has many log probabilities: half a million
-    take a second, in which the event loop would serve nobody."""
+async def _build(deltas: Iterable[Delta], make: Callable[[], _T]) -> _T:
+    """Runs `make`, in a thread if the deltas have many log probabilities. Half a million of them
+    take a second, which would block the event loop."""
     num_measured = sum(len(delta.logprobs) + len(delta.prompt_logprobs) for delta in deltas)
     return await asyncio.to_thread(make) if num_measured > _MEASURED_MAX else make()

@@ -1,10 +1,10 @@
-"""TLS of the HTTP port: the handshake of a connection, before its HTTP protocol gets it.
+"""TLS of the HTTP port: the handshake of a connection, before HTTP starts.
 
-    accepted --handshake within `header_deadline_s`--> HTTP protocol
-       `-> closed: too late, no TLS (such as plain HTTP), or no place
+  accepted --handshake within `header_deadline_s`--> HTTP protocol
+   `-> closed: too late, no TLS (such as plain HTTP), or too many connections
 
-A connection takes a place from its first packet on. Each handshake takes the certificate of that
-moment.
+A connection counts towards the limits from its first packet on. Each handshake uses the certificate
+that is current at that moment.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ from tandem.net.rpc.certificates import CertificateFiles
 
 log = logging.getLogger(__name__)
 
-_SHUTDOWN_S = 5.0  # for the client's goodbye; the connection is cut then
+_SHUTDOWN_S = 5.0  # time for the client to close TLS properly, before the connection is cut
 
 
 class TlsHandshake(asyncio.Protocol):
-    """A connection during its handshake; uvicorn takes it for an HTTP protocol."""
+    """A connection during its TLS handshake. uvicorn treats it as an HTTP protocol."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class TlsHandshake(asyncio.Protocol):
         server_state: Any,
         **more: Any,
     ) -> None:
-        """`protocol` and `more` make the HTTP protocol."""
+        """After the handshake, `protocol(**more)` creates the HTTP protocol."""
         self._make: Callable[[], asyncio.Protocol] = lambda: protocol(
             server_state=server_state, **more
         )
@@ -41,7 +41,7 @@ class TlsHandshake(asyncio.Protocol):
         self._deadline_s = deadline_s
         self._others = others
         self._server_state = server_state
-        self._received: list[bytes] = []  # decrypted before the HTTP protocol is there
+        self._received: list[bytes] = []  # bytes decrypted before the HTTP protocol exists
         self._ended = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -52,8 +52,8 @@ class TlsHandshake(asyncio.Protocol):
             transport.abort()
             return
         self._server_state.connections.add(self)
-        transport.pause_reading()  # what comes is the handshake's
-        task = loop.create_task(self._shake())
+        transport.pause_reading()  # the handshake reads these bytes
+        task = loop.create_task(self._handshake())
         self._server_state.tasks.add(task)
         task.add_done_callback(self._server_state.tasks.discard)
 
@@ -64,18 +64,18 @@ class TlsHandshake(asyncio.Protocol):
         self._ended = True
         self._leave()
 
-    def give_way(self) -> None:
+    def close_now(self) -> None:
         self._transport.abort()
 
     def shutdown(self) -> None:
-        """Ends the connection when the server stops."""
+        """Aborts the connection when the server stops."""
         self._transport.abort()
 
     def _leave(self) -> None:
         self._others.leave(self)
         self._server_state.connections.discard(self)
 
-    async def _shake(self) -> None:
+    async def _handshake(self) -> None:
         context = self._files.current().context
         context.set_alpn_protocols(["http/1.1"])
         try:
@@ -87,7 +87,7 @@ class TlsHandshake(asyncio.Protocol):
                 ssl_handshake_timeout=self._deadline_s,
                 ssl_shutdown_timeout=_SHUTDOWN_S,
             )
-        except OSError as error:  # ssl.SSLError and ConnectionError are ones
+        except OSError as error:  # includes ssl.SSLError and ConnectionError
             log.debug("a TLS handshake failed: %r", error)
             self._transport.abort()
             return

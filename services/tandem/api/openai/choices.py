@@ -1,10 +1,11 @@
-"""The choices of one answer: their deltas are passed on as they come.
+"""Generates all choices of a request and merges their deltas as they arrive.
 
-    all prepared --> begun together --> each ends by itself --> all ended
-         `----------------`------------------`--> one fails, or the client goes: the others are
-                                                  cancelled, and only then the iterator ends
+  all prepared --> started together --> each ends by itself --> all ended
+       `----------------`------------------`--> on an error or a disconnect the others are
+                                                cancelled before the iterator ends
 
-An answer has `n` choices for each prompt of its request; those of a prompt follow each other.
+There are `n` choices for each prompt of a request; the choices of a prompt have consecutive
+indices.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -30,8 +31,8 @@ async def generate_choices(
     trace: Mapping[str, str],
     num_before: int = 0,
 ) -> AsyncGenerator[ChoiceDelta, None]:
-    """Generates for all prompts of a body, or for some of them after `num_before` others. None is
-    placed before all of these have been checked."""
+    """Generates for all prompts of a body, or for a group of them that starts at prompt
+    `num_before`. All prompts are validated before the first is placed on a worker."""
     together = generator.together(len(requests))
     prompts = [generator.generate(r, trace, together) for r in requests]
     if num_before + len(prompts) > 1:
@@ -42,7 +43,7 @@ async def generate_choices(
 
 
 async def named(index: int, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
-    """Yields a prompt's deltas. A refusal of the prompt says which of several it is."""
+    """Passes on a prompt's deltas. A BadRequest is changed to name the prompt by its index."""
     async with aclosing(deltas):
         try:
             async for delta in deltas:

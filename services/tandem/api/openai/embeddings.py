@@ -1,8 +1,8 @@
-"""Bodies and answers of OpenAI's embeddings.
+"""Request bodies and replies of OpenAI's embeddings API.
 
-An embedding is the hidden state of the prompt's last token after the model's final norm, scaled to
-length 1. In a decoder only that token has seen all others. No part of it is an embedding by itself,
-unless a model was trained so, which its files do not say: `dimensions` may only be all of them.
+An embedding is the hidden state of the prompt's last token after the final norm, scaled to length
+1. In a decoder only the last token attends to all others. Truncated embeddings are useful only for
+models trained that way, which model files do not state, so `dimensions` must equal the hidden size.
 """
 
 import base64
@@ -25,7 +25,7 @@ from tandem.router.request.delta import Delta, Usage, normalized
 from tandem.router.request.generator import Generator
 from tandem.router.request.request import ClientRequest
 
-# OpenAI's. They go to the workers in groups, as the prompts of a completion do.
+# OpenAI's limit. Inputs are sent to the workers in groups of CHOICES_MAX.
 INPUTS_MAX = 2048
 NAMES = {"prompt": "input"}
 POOLING = {"pooling": "last", "normalized": True}
@@ -54,7 +54,7 @@ class EmbeddingsBody(Strict):
     truncate_prompt_tokens: int | None = Field(None, description=ALLOWED["truncate_prompt_tokens"])
 
     def to_requests(self, request_id: str) -> list[ClientRequest]:
-        """Returns a request for each input. Raises what `to_requests` does."""
+        """Builds one request for each input. Raises what `to_requests` raises."""
         is_list = prompt_kind(self.input) == "list[str]"
         inputs = cast("list[str | list[int]]", self.input if is_list else [self.input])
         return to_requests(
@@ -74,8 +74,8 @@ def to_requests(
     truncate_prompt_tokens: int | None,
     request_id: str,
 ) -> list[ClientRequest]:
-    """Returns a request for each input. Raises BadRequest, in the words of a completion: `NAMES`
-    has those of embeddings."""
+    """Builds one request for each input. Raises BadRequest with the field names of a completion;
+    `renamed(NAMES)` replaces them."""
     requests = []
     for index, prompt in enumerate(inputs):
         try:
@@ -94,7 +94,7 @@ def to_requests(
 
 
 def check_dimensions(dimensions: int | None, generator: Generator) -> None:
-    """Raises BadRequest for another number than the model has."""
+    """Raises BadRequest unless `dimensions` is None or the model's hidden size."""
     if dimensions is None or generator.model is None:
         return
     hidden_size = generator.model.folder.config.hidden_size
@@ -109,8 +109,7 @@ def check_dimensions(dimensions: int | None, generator: Generator) -> None:
 async def embed(
     generator: Generator, requests: Sequence[ClientRequest], trace: Mapping[str, str]
 ) -> AsyncGenerator[Delta, None]:
-    """Yields a delta for each request, in their order. As many run at once as a completion may
-    have prompts."""
+    """Yields one delta for each request, in order. At most CHOICES_MAX requests run at once."""
     for start in range(0, len(requests), CHOICES_MAX):
         group = requests[start : start + CHOICES_MAX]
         by_index: dict[int, Delta] = {}
@@ -122,7 +121,7 @@ async def embed(
 
 
 def embeddings_reply(body: EmbeddingsBody, model: str, deltas: Sequence[Delta]) -> dict[str, Any]:
-    """Returns the answer, given a delta for each input."""
+    """Builds the reply body from one delta for each input."""
     total = sum((delta.usage for delta in deltas), Usage(0, 0, 0))
     data = [
         {

@@ -1,6 +1,6 @@
-"""Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}.
+"""Errors in the format of OpenAI's API: {"error": {"message", "type", "param", "code"}}.
 
-One that a retry may help also has `retry_after_s`, as the header `Retry-After` in whole seconds.
+An error where a retry may help also has `retry_after_s`, in whole seconds like `Retry-After`.
 """
 
 from typing import Any
@@ -17,9 +17,9 @@ _TYPES = {
 
 
 def error_body(error: TandemError) -> dict[str, Any]:
-    """Returns the body of an answer with this error."""
+    """Builds the JSON body of an error response."""
     body = plain_error(error.http_status, error.message, error.code, error.param)
-    if isinstance(error, RateLimited):  # OpenAI's own words for its limits
+    if isinstance(error, RateLimited):  # OpenAI uses these types for rate limits
         body["error"]["type"] = "tokens" if error.kind == "tokens" else "requests"
     if error.retry_after_s is not None:
         body["error"]["retry_after_s"] = error.retry_after_whole_s
@@ -27,6 +27,6 @@ def error_body(error: TandemError) -> dict[str, Any]:
 
 
 def plain_error(status: int, message: str, code: str, param: str | None = None) -> dict[str, Any]:
-    """Returns the body of an error that HTTP itself knows."""
+    """Builds the JSON body for an HTTP error that has no TandemError, such as an unknown path."""
     kind = _TYPES.get(status, "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

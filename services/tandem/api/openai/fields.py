@@ -1,10 +1,10 @@
-"""Fields of an API that Tandem does not act on: here those of OpenAI's completions and chats, and
-of vLLM's and SGLang's additions.
+"""Request fields that have no effect in Tandem: those of OpenAI's completions and chats, and of
+vLLM's and SGLang's additions.
 
-A client that sends one at its neutral value means nothing by it and is served. Any other value
-asks for what Tandem would not do, so the request is refused with the field's name. A field that
-nobody here knows is dropped, and the answer's header `warning` names it: clients send their own
-notes and the fields of other servers. `--strict-fields` refuses it.
+Such a field is accepted with its neutral value; any other value is refused with the field's name,
+because it would not be honoured. An unknown field is dropped and named in the response header
+`warning`, because clients send their own notes and fields of other servers. With `--strict-fields`
+it is refused.
 """
 
 import re
@@ -14,14 +14,14 @@ from typing import Any
 
 from tandem.errors import BadRequest
 
-# Bookkeeping that has no effect on the answer.
+# bookkeeping that does not affect the answer
 _HINTS = ("service_tier", "parallel_tool_calls")
 IGNORED = frozenset((*_HINTS, "user", "metadata", "store", "safety_identifier"))
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),  # of a chat
+    "best_of": (1,),  # chats only
     "priority": (0,),
-    "top_logprobs": (0,),  # of a completion, whose `logprobs` is a number
+    "top_logprobs": (0,),  # completions only; their `logprobs` is a number
     "continue_final_message": (False,),
     **dict.fromkeys(("add_generation_prompt", "spaces_between_special_tokens"), (True,)),
     **dict.fromkeys(("tools", "functions"), ([],)),
@@ -31,7 +31,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": ([],),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
-    # Any value but null asks for something.
+    # fields without a neutral value other than null
     **dict.fromkeys(("audio", "prediction", "verbosity", "moderation"), ()),
     **dict.fromkeys(("web_search_options", "chat_template"), ()),
     **dict.fromkeys(("allowed_token_ids", "cache_salt"), ()),
@@ -45,8 +45,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class UnusedFields:
-    """The fields of an API's bodies that have no effect, and those that are refused but for their
-    neutral values."""
+    """Fields of an API that have no effect: `ignored` ones are accepted with any value, `neutral`
+    ones only with the listed values."""
 
     ignored: frozenset[str] = frozenset()
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class UnusedFields:
 
 CHAT_FIELDS = UnusedFields(IGNORED, _NEUTRAL)
 
-# The header is short, whatever a client sends: so many names, of so many characters.
+# Limits that keep the header short: number of names, and characters of each name.
 _WARNED_MAX = 8
 _WARNED_CHARACTERS_MAX = 40
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.-]")
@@ -63,7 +63,7 @@ _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.-]")
 def drop_unknown(
     body: dict[str, Any], supported: frozenset[str], unused: UnusedFields = CHAT_FIELDS
 ) -> list[str]:
-    """Takes the fields that are not known out of a body. Returns their names."""
+    """Removes unknown fields from a body, and returns their names."""
     known = supported | unused.neutral.keys() | unused.ignored
     unknown = [name for name in body if name not in known]
     for name in unknown:
@@ -72,8 +72,8 @@ def drop_unknown(
 
 
 def warn(headers: dict[str, str], text: str, names: Sequence[str]) -> None:
-    """Adds these names to the header `warning`: a warn-code, an agent and a text (RFC 7234). No
-    names are no warning."""
+    """Adds these names to the header `warning` (RFC 7234: warn-code, agent, text). Without names
+    the header is unchanged."""
     shown = [_NOT_PLAIN.sub("?", name)[:_WARNED_CHARACTERS_MAX] for name in names[:_WARNED_MAX]]
     if (num_more := len(names) - len(shown)) > 0:
         shown.append(f"and {num_more} more")
@@ -85,9 +85,10 @@ def warn(headers: dict[str, str], text: str, names: Sequence[str]) -> None:
 def strip_unused(
     body: dict[str, Any], supported: frozenset[str], unused: UnusedFields = CHAT_FIELDS
 ) -> dict[str, Any]:
-    """Returns the supported fields that are set (null means missing, as it does at OpenAI).
+    """Keeps the supported fields that are not null (null means absent, as in OpenAI's API).
 
-    Raises BadRequest naming the first field that is unknown, or that asks for what is not done.
+    Raises BadRequest that names the first field that is unknown, or that has no effect and is not
+    neutral.
     """
     kept = {}
     for name, value in body.items():
@@ -109,7 +110,7 @@ def strip_unused(
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Returns whether the two are equal, without taking true for 1."""
+    """Compares two JSON values; unlike in Python, true does not equal 1."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 

@@ -1,7 +1,7 @@
-"""Log probabilities of a choice in OpenAI's forms, and of a prompt in vLLM's.
+"""Formats log probabilities: of choices as in OpenAI's APIs, of prompts as in vLLM's.
 
-A completion gives each token's offset in the choice's text. Offsets count the text of each token by
-itself, so they are exact where no character spans two tokens.
+A completion has the offset of each token in the choice's text. Offsets add up the text of single
+tokens, so they are exact unless a character spans two tokens.
 """
 
 from typing import Any
@@ -16,16 +16,16 @@ _LEAST = -9999.0  # JSON has no infinity
 
 
 class ChoiceLogprobs:
-    """Takes the deltas of one choice in their order."""
+    """Formats the log probabilities of one choice. Pass its deltas in order."""
 
     def __init__(self, tokenizer: Tokenizer, parsed: ParsedRequest, request: ClientRequest) -> None:
         self._tokenizer = tokenizer
         self._parsed = parsed
         self._request = request
-        self._offset = 0  # of the next token in the text, in characters
+        self._offset = 0  # characters of text before the next token
 
     def chat(self, delta: Delta) -> dict[str, list[Any]]:
-        """Returns the entries of a delta's tokens."""
+        """Formats a delta's tokens as the `logprobs` of a chat."""
         content = []
         for token_id, measured in zip(delta.token_ids, delta.logprobs, strict=True):
             top = zip(measured.top_ids, measured.top_logprobs, strict=True)
@@ -34,15 +34,17 @@ class ChoiceLogprobs:
         return {"content": content}
 
     def completion(self, delta: Delta) -> dict[str, list[Any]]:
-        """Returns the columns of a delta's tokens; an echoed prompt's come before the first."""
+        """Formats a delta's tokens as the `logprobs` of a completion. The first delta includes an
+        echoed prompt."""
         columns: dict[str, list[Any]] = {
             name: [] for name in ("text_offset", "token_logprobs", "tokens", "top_logprobs")
         }
         num_top = self._request.sampling.logprobs or 0
         tokens: list[tuple[int, LogprobEntry | None]] = []
         if self._request.echoes_prompt and delta.prompt_token_ids:
-            told = [None, *delta.prompt_logprobs]  # nothing comes before the first token
-            tokens += zip(delta.prompt_token_ids, told, strict=True)
+            # The first token has no log probability.
+            measured_prompt = [None, *delta.prompt_logprobs]
+            tokens += zip(delta.prompt_token_ids, measured_prompt, strict=True)
         tokens += zip(delta.token_ids, delta.logprobs, strict=True)
         for token_id, measured in tokens:
             columns["tokens"].append(self._name(token_id))
@@ -53,7 +55,7 @@ class ChoiceLogprobs:
             if measured is not None:
                 logprob = max(measured.logprob, _LEAST)
                 pairs = zip(measured.top_ids[:num_top], measured.top_logprobs, strict=False)
-                # Clients of vLLM look for the token itself in the first place.
+                # vLLM's clients expect the token itself first.
                 top = {self._name(token_id): logprob}
                 top |= {self._name(one): max(value, _LEAST) for one, value in pairs}
             columns["token_logprobs"].append(logprob)
@@ -61,7 +63,8 @@ class ChoiceLogprobs:
         return columns
 
     def prompt(self, delta: Delta) -> list[dict[str, Any] | None]:
-        """Returns the prompt's of the first delta, by token id; its first token has none."""
+        """Formats the prompt's log probabilities by token id, from the first delta. The first entry
+        is None."""
         num_top = self._parsed.prompt_logprobs
         entries: list[dict[str, Any] | None] = [None]
         token_ids = (delta.prompt_token_ids or [])[1:]

@@ -1,6 +1,6 @@
-"""`/openapi.json`: FastAPI's document of the routes, with the bodies that routes read themselves.
+"""Builds `/openapi.json`: FastAPI's document, plus the schemas of bodies.
 
-Routes bound a body before they parse it, so FastAPI does not know its model.
+Routes read a body within limits before they parse it, so FastAPI does not know its model.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ class ErrorReply(BaseModel):
 
 
 def body_route(*bodies: type[BaseModel]) -> dict[str, Any]:
-    """Returns the arguments of a route that takes one of these bodies."""
+    """Builds the FastAPI arguments of a route that takes one of these bodies."""
     references = [{"$ref": _REF.format(model=body.__name__)} for body in bodies]
     schema = references[0] if len(references) == 1 else {"anyOf": references}
     content = {"application/json": {"schema": schema}}
@@ -35,7 +35,7 @@ def body_route(*bodies: type[BaseModel]) -> dict[str, Any]:
 
 
 def generation_route(*bodies: type[BaseModel]) -> dict[str, Any]:
-    """Returns the arguments of a route that takes one of these bodies and may stream."""
+    """Builds the FastAPI arguments of a route that takes one of these bodies and may stream."""
     return {
         **body_route(*bodies),
         "responses": {200: {"description": "The answer", "content": {"text/event-stream": {}}}},
@@ -43,7 +43,7 @@ def generation_route(*bodies: type[BaseModel]) -> dict[str, Any]:
 
 
 def add_schemas(app: FastAPI, *bodies: type[BaseModel]) -> None:
-    """Puts the bodies, and every model that they refer to, where references look for them."""
+    """Adds the schemas of the bodies, and of all models that they use, to the app's document."""
     _, schemas = models_json_schema([(b, "validation") for b in bodies], ref_template=_REF)
     document_routes = app.openapi
 

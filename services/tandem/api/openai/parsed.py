@@ -1,4 +1,4 @@
-"""A checked body of OpenAI's completions or chat completions: what to generate, how to answer."""
+"""A validated body of a generation request: what to generate, and how to format the reply."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,15 @@ from tandem.router.request.request import ClientRequest
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """The requests of one body, one for each prompt, and the form of the answer to them."""
+    """The requests of one body, one for each prompt, and the options of the reply."""
 
     request_id: str
-    requests: tuple[ClientRequest, ...]  # not empty, all of one kind
+    requests: tuple[ClientRequest, ...]  # not empty; all of the same kind
     stream: bool
     include_usage: bool
-    continuous_usage: bool  # in each chunk: its choice's so far
+    continuous_usage: bool  # add the usage so far to each chunk
     return_token_ids: bool
-    prompt_logprobs: int | None  # as the client asked; an echo may ask the workers for more
+    prompt_logprobs: int | None  # the client's value; an echo may need more from workers
     tokens_as_ids: bool
 
     @property
@@ -23,5 +23,5 @@ class ParsedRequest:
         return len(self.requests) * self.requests[0].sampling.n
 
     def request_of(self, choice: int) -> ClientRequest:
-        """Returns the request of a choice: those of a prompt follow each other."""
+        """Finds the request of a choice. The choices of a prompt have consecutive indices."""
         return self.requests[choice // self.requests[0].sampling.n]

@@ -1,4 +1,4 @@
-"""Replies to OpenAI's clients: whole answers and the chunks of a stream, as plain data."""
+"""Replies in OpenAI's format: complete bodies and stream chunks."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -34,15 +34,16 @@ def summed(usages: Iterable[Usage]) -> Usage:
 
 @dataclass(slots=True)
 class Replies:
-    """The replies to one body. Token ids are where vLLM puts them."""
+    """The reply to one request. Token ids are in the same places as in vLLM's replies."""
 
     parsed: ParsedRequest
     model: str
-    tokenizer: Tokenizer | None = None  # None: no log probabilities are asked for
+    tokenizer: Tokenizer | None = None  # None if no log probabilities are requested
     created: int = field(default_factory=lambda: int(time.time()))
-    _begun: set[int] = field(default_factory=set)  # choices
-    _ended: list[Usage] = field(default_factory=list)  # of each prompt whose choices ended
-    _logprobs: dict[int, ChoiceLogprobs] = field(default_factory=dict)  # of each choice
+    _begun: set[int] = field(default_factory=set)  # choices that have sent a chunk
+    # usage of each prompt whose choices have all ended
+    _ended: list[Usage] = field(default_factory=list)
+    _logprobs: dict[int, ChoiceLogprobs] = field(default_factory=dict)  # keyed by choice
 
     @property
     def is_chat(self) -> bool:
@@ -58,26 +59,28 @@ class Replies:
         return self.parsed.num_choices
 
     def events(self, choice: int, delta: Delta) -> bytes:
-        """Returns the events of a delta's chunks."""
+        """Encodes the chunks of a delta as events."""
         return b"".join(map(event, self.chunks(choice, delta)))
 
     def ending(self) -> bytes:
-        """Returns the event that says that the answer is whole."""
+        """Encodes the event that ends a complete stream."""
         return DONE
 
     def failure(self, error: TandemError) -> bytes:
-        """Returns the event that ends a stream before its end."""
+        """Encodes the error event that ends a stream early."""
         return event(error_body(error))
 
     def whole(self, choices: Sequence[Sequence[Delta]]) -> dict[str, Any]:
-        """Returns the answer of these choices, each given by all of its deltas."""
+        """Builds the complete reply from all deltas of each choice."""
         body = self._head("chat.completion" if self.is_chat else "text_completion")
         body["choices"] = [self._whole_choice(i, deltas) for i, deltas in enumerate(choices)]
         if self.parsed.return_token_ids and self.is_chat:
             body["prompt_token_ids"] = choices[0][0].prompt_token_ids
         if self.is_chat:
-            asked = self.parsed.prompt_logprobs is not None
-            body["prompt_logprobs"] = self._of_choice(0).prompt(choices[0][0]) if asked else None
+            is_wanted = self.parsed.prompt_logprobs is not None
+            body["prompt_logprobs"] = (
+                self._logprobs_of(0).prompt(choices[0][0]) if is_wanted else None
+            )
         totals = (delta.total for deltas in choices for delta in deltas)
         body["usage"] = usage_body(summed(total for total in totals if total is not None))
         return body
@@ -93,8 +96,10 @@ class Replies:
         if self.is_chat:
             choice["message"] = _message(text, deltas)
         else:
-            asked = self.parsed.prompt_logprobs is not None
-            choice["prompt_logprobs"] = self._of_choice(index).prompt(deltas[0]) if asked else None
+            is_wanted = self.parsed.prompt_logprobs is not None
+            choice["prompt_logprobs"] = (
+                self._logprobs_of(index).prompt(deltas[0]) if is_wanted else None
+            )
             choice["text"] = text
         if self.parsed.return_token_ids:
             choice["token_ids"] = [t for delta in deltas for t in delta.token_ids]
@@ -103,16 +108,17 @@ class Replies:
         return choice
 
     def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """Returns the chunks for a delta of a choice: usually one.
+        """Builds the chunks for a delta of a choice, usually one.
 
-        A chat's first chunk comes before it; the usage comes after the last one of all choices.
+        A chat's first chunk (the role) precedes it; after the last choice ends, a chunk with the
+        usage follows.
         """
         chunks = []
         if self.is_chat and index not in self._begun:
             head = {"role": "assistant", "content": ""}
             chunks.append(self._chunk(index, head, delta, is_head=True))
         message = _delta_message(delta) if self.is_chat else {}
-        if message or delta.finish_reason or self._tells_each_token:
+        if message or delta.finish_reason or self._sends_each_token:
             chunks.append(self._chunk(index, message, delta))
         self._begun.add(index)
         if delta.total is not None:
@@ -123,8 +129,8 @@ class Replies:
         return chunks
 
     @property
-    def _tells_each_token(self) -> bool:
-        """Returns whether a chunk without text tells something, too."""
+    def _sends_each_token(self) -> bool:
+        """Says whether a chunk is sent even for a delta without text."""
         parsed = self.parsed
         wants_logprobs = parsed.requests[0].sampling.logprobs is not None
         shows_tokens = parsed.return_token_ids or wants_logprobs
@@ -141,7 +147,7 @@ class Replies:
         }
         body = self._chunk_head()
         if self.is_chat:
-            # In each chunk, because clients of SGLang's read it without asking whether it is there.
+            # Present in each chunk, because SGLang's clients read it unconditionally.
             choice["delta"] = {"reasoning_content": None, **message}
         else:
             choice["text"] = delta.text
@@ -155,7 +161,7 @@ class Replies:
         if self.parsed.include_usage:
             body["usage"] = None
         if self.parsed.continuous_usage:
-            # As at vLLM: a chat's first chunk comes before any token.
+            # As in vLLM, the first chunk of a chat has no completion tokens.
             usage = replace(delta.usage, completion_tokens=0) if is_head else delta.usage
             body["usage"] = usage_body(usage)
         return body
@@ -163,7 +169,7 @@ class Replies:
     def _logprobs_body(self, index: int, *deltas: Delta) -> dict[str, Any] | None:
         if self.parsed.requests[0].sampling.logprobs is None:
             return None
-        of_choice = self._of_choice(index)
+        of_choice = self._logprobs_of(index)
         parts = map(of_choice.chat if self.is_chat else of_choice.completion, deltas)
         body: dict[str, list[Any]] = {}
         for part in parts:
@@ -171,7 +177,7 @@ class Replies:
                 body.setdefault(name, []).extend(entries)
         return body
 
-    def _of_choice(self, index: int) -> ChoiceLogprobs:
+    def _logprobs_of(self, index: int) -> ChoiceLogprobs:
         if index not in self._logprobs:
             assert self.tokenizer is not None
             request = self.parsed.request_of(index)
@@ -192,7 +198,7 @@ class Replies:
 
 
 def _message(text: str, deltas: Sequence[Delta]) -> dict[str, Any]:
-    """Returns the message of a whole answer; a key for tools only if it has calls."""
+    """Builds the message of a complete chat reply. It has `tool_calls` only if there are calls."""
     calls = joined([call for delta in deltas for call in delta.tool_calls])
     content = text or (None if calls else "")
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}

@@ -1,5 +1,5 @@
-"""The fields that give a completion its form: OpenAI's `response_format`, and the additions of vLLM
-and SGLang."""
+"""Request fields for structured output: OpenAI's `response_format`, and additions of vLLM and
+SGLang."""
 
 import json
 from collections.abc import Mapping
@@ -16,14 +16,15 @@ _Schema = dict[str, Any] | bool
 
 
 class Strict(BaseModel):
-    """A body, or a part of one, without fields that are not named."""
+    """A request body, or a part of one, that forbids unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     supported: ClassVar[frozenset[str]]
     unused: ClassVar[UnusedFields] = CHAT_FIELDS
-    allowed: ClassVar[Mapping[str, str]] = {}  # values of fields that other bodies do not have
-    # Objects in the body whose unknown keys are dropped as those of the body itself are.
+    # allowed values of fields that other bodies do not have
+    allowed: ClassVar[Mapping[str, str]] = {}
+    # nested objects whose unknown keys are dropped like unknown fields of the body
     parts: ClassVar[Mapping[str, type["Strict"]]] = {}
 
     @classmethod
@@ -34,7 +35,7 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
-    continuous_usage_stats: bool = False  # vLLM's; without include_usage it has no effect
+    continuous_usage_stats: bool = False  # from vLLM; without include_usage it has no effect
 
 
 class JsonSchema(Strict):
@@ -51,7 +52,7 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
 
     def wanted(self) -> StructuredOutput | None:
-        """Returns the form; None for text."""
+        """Converts to the internal form; None for plain text. Raises BadRequest."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise refusal("response_format")
         if self.type == "text":
@@ -71,7 +72,7 @@ class StructuredOutputs(Strict):
     grammar: str | None = None
 
     def wanted(self) -> StructuredOutput:
-        """Returns the form."""
+        """Converts to the internal form. Raises BadRequest unless exactly one field is set."""
         given = {
             name: value
             for name, value in self.model_dump(by_alias=True).items()
@@ -83,7 +84,7 @@ class StructuredOutputs(Strict):
         return _wanted("structured_outputs", name, value)
 
 
-# Fields that are a form by themselves: vLLM's, then SGLang's.
+# Top-level fields that request a form: vLLM's, then SGLang's.
 _FORMS = {
     **{f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")},
     "regex": "regex",
@@ -92,7 +93,7 @@ _FORMS = {
 
 
 class StructuredFields(Strict):
-    """The fields of a body of which at most one gives its completions a form."""
+    """The fields that request structured output, of which a body may set at most one."""
 
     response_format: ResponseFormat | None = Field(None, description=ALLOWED["response_format"])
     structured_outputs: StructuredOutputs | None = Field(
@@ -106,7 +107,8 @@ class StructuredFields(Strict):
     ebnf: str | None = Field(None, description=ALLOWED["ebnf"])
 
     def structured_output(self) -> StructuredOutput | None:
-        """Returns the form that the body asks for; None for any. Raises BadRequest."""
+        """Reads the form of the output; None if it is free. Raises BadRequest if several are
+        given."""
         named = [
             field.wanted() for field in (self.response_format, self.structured_outputs) if field
         ]

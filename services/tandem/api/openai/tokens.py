@@ -1,7 +1,7 @@
-"""Bodies of /tokenize and /detokenize, as clients of vLLM and of SGLang send them.
+"""Request bodies of /tokenize and /detokenize, compatible with vLLM and SGLang.
 
-A prompt is tokenized as a completion with it would be, and messages as a chat with them: by the
-same fields, with the same defaults.
+A prompt is tokenized like the prompt of a completion, and messages like those of a chat, with the
+same fields and defaults.
 """
 
 from collections.abc import Sequence
@@ -55,12 +55,12 @@ TokenizeBody = TokenizePromptBody | TokenizeChatBody
 
 
 def kind_of(body: dict[str, Any]) -> type[TokenizeBody]:
-    """Returns which body of /tokenize was sent: one with `messages` is a chat."""
+    """Selects the body type of /tokenize: a body with `messages` is a chat."""
     return TokenizeChatBody if "messages" in body else TokenizePromptBody
 
 
 def parse_tokenize(body: dict[str, Any], tenant: str) -> tuple[TokenizeBody, list[ClientRequest]]:
-    """Returns the body, and a request for each prompt. Raises BadRequest."""
+    """Validates a body. Returns it and one request for each prompt. Raises BadRequest."""
     parsed = validate(kind_of(body), body)
     return parsed, [replace(request, tenant=tenant) for request in parsed.requests()]
 
@@ -72,7 +72,8 @@ def tokenize_reply(
     *,
     max_model_len: int,
 ) -> dict[str, Any]:
-    """Returns the answer; a list of prompts is answered with lists."""
+    """Builds the reply body. If the prompt was a list, `count`, `tokens` and `token_strs` are
+    lists, too."""
     is_list = isinstance(body, TokenizePromptBody) and isinstance(body.prompt, list)
     counts = [len(ids) for ids in tokens]
     return {

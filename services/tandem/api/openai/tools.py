@@ -1,5 +1,4 @@
-"""Tools, tool calls and reasoning in OpenAI's chat bodies: as clients send them, and as they are
-answered."""
+"""Tools, tool calls and reasoning in OpenAI's chats: in requests and in replies."""
 
 import json
 from typing import Annotated, Any, Literal, NamedTuple
@@ -16,7 +15,7 @@ def _wrong(message: str) -> PydanticCustomError:
 
 
 def _check_tool(tool: object) -> object:
-    """Checks what Tandem reads of a tool; the chat template gets it as it was sent."""
+    """Validates the parts of a tool that Tandem uses; the chat template gets the tool unchanged."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise _wrong('its type must be "function"')
     function = tool.get("function")
@@ -37,7 +36,7 @@ TOOLS = TypeAdapter(list[Tool])
 
 class ToolChoice(NamedTuple):
     choice: Literal["auto", "none", "required"] = "auto"
-    function: str = ""  # the only one to call, if it is required
+    function: str = ""  # with `required`: the only function to call
 
 
 def _read_choice(sent: object) -> ToolChoice:
@@ -69,13 +68,14 @@ class SentToolCall(BaseModel):
     function: _SentFunction
 
     def to_tool_call(self) -> ToolCall:
-        """Returns the call with its arguments as an object, which chat templates expect."""
+        """Converts to the internal form, with the arguments as an object, as chat templates
+        expect."""
         return ToolCall(self.id, self.function.name, arguments_of(self.function.arguments))
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """Returns the arguments of a call. Broken ones, which a model may write, become one argument:
-    they must not end its conversation."""
+    """Parses the arguments of a call. Malformed JSON from a model becomes one argument named
+    `arguments`, so that the conversation can continue."""
     try:
         arguments = json.loads(text, strict=False) if text.strip() else {}
     except (ValueError, RecursionError):
@@ -84,20 +84,21 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 
 def call_body(call: CallDelta) -> dict[str, Any]:
-    """Returns a tool call of a whole answer."""
+    """Formats a tool call of a complete reply."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
 def call_chunk(call: CallDelta) -> dict[str, Any]:
-    """Returns a tool call's part of a chunk: what it is comes once, its arguments in pieces."""
+    """Formats a tool call in a chunk. The first chunk has its id and name; arguments come in
+    pieces."""
     if not call.name:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     return {"index": call.index, **call_body(call)}
 
 
 def joined(deltas: list[CallDelta]) -> list[CallDelta]:
-    """Returns whole calls, in order, from all deltas of an answer."""
+    """Joins the deltas of an answer into complete calls, in order."""
     calls: list[CallDelta] = []
     for delta in deltas:
         if delta.index == len(calls):

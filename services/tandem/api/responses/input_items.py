@@ -1,7 +1,4 @@
-"""The input items of a kept response, in pages.
-
-https://platform.openai.com/docs/api-reference/responses/input-items
-"""
+"""Pages of the input items of a kept response."""
 
 import re
 import uuid
@@ -13,7 +10,7 @@ from tandem.errors import BadRequest
 
 _LIMIT, _LIMIT_MAX = 20, 100
 _ORDERS = ("asc", "desc")
-# The first letters of the ids of an item's type.
+# id prefixes by item type
 _PREFIXES = {
     "message": "msg",
     "function_call": "fc",
@@ -22,8 +19,8 @@ _PREFIXES = {
 }
 
 
-def told_items(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Returns a request's items as an answer tells them, each with an id of its own."""
+def items_with_ids(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Formats the items of a request for a reply, each with a new id."""
     return [
         {
             "id": f"{_PREFIXES[item.type]}_{uuid.uuid4().hex}",
@@ -34,10 +31,10 @@ def told_items(items: Sequence[Item]) -> list[dict[str, Any]]:
     ]
 
 
-def page_of(items: Sequence[dict[str, Any]], asked: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the page that the query asks for. Raises BadRequest for a malformed query."""
-    limit = asked.get("limit", str(_LIMIT))
-    order = asked.get("order", "desc")
+def page_of(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """Selects the page described by the query parameters. Raises BadRequest if one is malformed."""
+    limit = query.get("limit", str(_LIMIT))
+    order = query.get("order", "desc")
     if not re.fullmatch("[1-9][0-9]{0,2}", limit) or int(limit) > _LIMIT_MAX:
         raise BadRequest(
             f"limit must be an integer from 1 to {_LIMIT_MAX}; it is {limit[:40]!r}", param="limit"
@@ -45,7 +42,7 @@ def page_of(items: Sequence[dict[str, Any]], asked: Mapping[str, str]) -> dict[s
     if order not in _ORDERS:
         raise BadRequest(f"order must be asc or desc; it is {order[:40]!r}", param="order")
     ordered = list(items) if order == "asc" else list(reversed(items))
-    if after := asked.get("after", ""):
+    if after := query.get("after", ""):
         ids = [item["id"] for item in ordered]
         if after not in ids:
             raise BadRequest(f"after names no input item: {after[:80]!r}", param="after")

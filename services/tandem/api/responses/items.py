@@ -1,7 +1,7 @@
-"""The input items of a response, and their way into the messages of a chat.
+"""The input items of a response, and their conversion to chat messages.
 
-Items of the assistant that follow each other are one message, as a chat has them: reasoning, then
-text, then calls.
+Consecutive items of the assistant become one message: reasoning, then text, then calls.
+
 https://platform.openai.com/docs/api-reference/responses/create
 """
 
@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 
 class Part(BaseModel):
-    """A part of a body. It ignores further keys: clients send items as they got them."""
+    """A part of a body. It ignores unknown keys, because clients send items back as received."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -26,7 +26,7 @@ _TEXTS = ("input_text", "output_text", "text")
 
 
 def _as_texts(content: object) -> object:
-    """Makes a string one part, and refuses parts that are no text."""
+    """Converts a string to one text part, and refuses parts that are not text."""
     if isinstance(content, str):
         return [{"type": "input_text", "text": content}]
     for index, part in enumerate(content if isinstance(content, list) else ()):
@@ -89,7 +89,7 @@ _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def _as_items(sent: object) -> object:
-    """Makes a string one message, and refuses items of other types."""
+    """Converts a string to one user message, and refuses items of unknown types."""
     if isinstance(sent, str):
         return [{"type": "message", "role": "user", "content": sent}]
     items = []
@@ -115,12 +115,13 @@ Items = Annotated[list[Item], BeforeValidator(_as_items)]
 
 
 def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Returns the messages of a chat that say the same."""
+    """Converts items to the messages of an equivalent chat."""
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None  # the assistant's message that further items may extend
 
     def assistant(*taken: str) -> dict[str, Any]:
-        """Returns the message to extend: a new one if the last has one of these keys."""
+        """Returns the message to extend; a new one if the current one already has one of these
+        keys."""
         nonlocal turn
         if turn is None or any(turn.get(key) is not None for key in taken):
             turn = {"role": "assistant", "content": None}
@@ -149,5 +150,5 @@ def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def _parts(texts: Sequence[TextPart]) -> list[dict[str, Any]]:
-    """Returns the parts of a chat's content."""
+    """Converts text parts to chat content."""
     return [{"type": "text", "text": part.text} for part in texts]

@@ -1,11 +1,11 @@
-"""Keeps the latest responses of a router, so that clients can read them and go on from them.
+"""Keeps a router's latest responses, so that clients can read them and continue conversations.
 
-    --responses-kept 0 (the default): nothing is kept
-    else: answered --> kept --> forgotten (deleted, or the router ends, or there are too many)
+  --responses-kept 0 (the default): nothing is kept
+  otherwise: answered --> kept --> removed (deleted, evicted, or the router ended)
 
-In memory alone, and each router replica has its own. Another tenant's response does not exist. If
-there are too many, or if they take too many bytes, the tenant that has the most of them loses its
-oldest one: no tenant can push out the others' responses.
+Responses are kept in memory, separately in each router replica. A tenant cannot see those of
+another. When there are too many responses or bytes, the oldest response of the tenant with the most
+is evicted, so no tenant can evict another's small share.
 """
 
 from collections import OrderedDict
@@ -17,14 +17,15 @@ import msgspec
 
 from tandem.errors import PreviousResponseNotFound, ResponseNotFound
 
-_BYTES_EACH = 64 << 10  # on average; one may have more, as far as all have room together
-_BYTES_MIN = 32 << 20  # of all together: the largest response has room whatever their number is
+_BYTES_EACH = 64 << 10  # average size of a response; larger ones fit while the total does
+# minimum for all responses together, so that the largest response always fits
+_BYTES_MIN = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """A response as JSON, whose size is known. `messages` are those of the chat, the answer
-    included, without instructions; `input_items` are the request's own."""
+    """A response, encoded as JSON. `messages` are those of the chat with the answer but without
+    instructions; `input_items` are those of this request only."""
 
     tenant: str
     body: bytes
@@ -48,7 +49,7 @@ class KeptResponse:
 
 @dataclass(slots=True)
 class _Share:
-    """The part of all kept responses that one tenant has, the oldest first."""
+    """The kept responses of one tenant, oldest first."""
 
     responses: OrderedDict[str, KeptResponse] = field(default_factory=OrderedDict)
     num_bytes: int = 0
@@ -60,14 +61,14 @@ class KeptResponses:
     def __init__(self, num_max: int) -> None:
         self._num_max = num_max
         self._bytes_max = max(_BYTES_MIN, num_max * _BYTES_EACH)
-        self._shares: dict[str, _Share] = {}  # by tenant
+        self._shares: dict[str, _Share] = {}  # keyed by tenant
 
     @property
     def is_on(self) -> bool:
         return self._num_max > 0
 
     def keep(self, response_id: str, response: KeptResponse) -> None:
-        """Keeps a response, and forgets what is too much."""
+        """Keeps a response, and evicts others while a limit is exceeded."""
         share = self._shares.setdefault(response.tenant, _Share())
         share.responses[response_id] = response
         share.num_bytes += response.num_bytes
@@ -77,15 +78,15 @@ class KeptResponses:
             self._forget_oldest(max(self._shares, key=lambda t: self._shares[t].num_bytes))
 
     def find(self, response_id: str, tenant: str) -> KeptResponse:
-        """Returns a tenant's response. Raises ResponseNotFound."""
+        """Finds a response of the tenant. Raises ResponseNotFound."""
         share = self._shares.get(tenant)
         if share is None or response_id not in share.responses:
             raise ResponseNotFound(self._why(response_id), param="response_id")
         return share.responses[response_id]
 
     def messages_of(self, response_id: str | None, tenant: str) -> Sequence[dict[str, Any]]:
-        """Returns the messages up to a response, if one is named. Raises
-        PreviousResponseNotFound."""
+        """Returns the messages up to and including a response; none if `response_id` is None.
+        Raises PreviousResponseNotFound."""
         if response_id is None:
             return ()
         try:
@@ -95,12 +96,12 @@ class KeptResponses:
         return msgspec.json.decode(found.messages, type=list[dict[str, Any]])
 
     def delete(self, response_id: str, tenant: str) -> None:
-        """Forgets a tenant's response. Raises ResponseNotFound."""
+        """Deletes a response of the tenant. Raises ResponseNotFound."""
         self.find(response_id, tenant)
         self._forget(tenant, response_id)
 
     def is_of_another(self, response_id: str, tenant: str) -> bool:
-        """Returns whether the response is kept here, and is not this tenant's."""
+        """Says whether another tenant has a kept response with this id."""
         return any(
             response_id in share.responses
             for owner, share in self._shares.items()
@@ -120,6 +121,6 @@ class KeptResponses:
         keeps = f"it keeps the last {self._num_max} of its own; another replica may know it"
         if not self.is_on:
             keeps = "it keeps none (--responses-kept)"
-        # OpenAI's words begin it: clients look for them.
+        # Starts with OpenAI's wording, which some clients match.
         found = f"Response with id {response_id[:80]!r} not found."
         return f"{found} This router does not know it: {keeps}"

@@ -1,4 +1,4 @@
-"""The output items of a response, and the events that tell of them."""
+"""Builds the output items of a response, and the stream events about them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,29 +8,30 @@ from tandem.router.parsers.machine import CallDelta
 from tandem.router.request.delta import Delta
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-# The names of the events about a part's text.
+# event names for the text of a part, by item type
 _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 class OutputItems:
-    """Turns deltas into items. `items` has all that have ended."""
+    """Converts deltas to output items and events. `items` has the completed ones."""
 
     def __init__(self, request_id: str, logprobs: ChoiceLogprobs | None) -> None:
         self.items: list[dict[str, Any]] = []
         self.has_begun = False
         self._request_id = request_id
         self._logprobs = logprobs
-        self._measured: list[dict[str, Any]] = []  # of tokens whose text has not come yet
-        self._item: dict[str, Any] | None = None  # the one that is open
-        self._text = ""  # of its part, or its arguments
-        self._told: list[dict[str, Any]] = []  # log probabilities of its text
+        # log probabilities of tokens whose text has not arrived yet
+        self._measured: list[dict[str, Any]] = []
+        self._item: dict[str, Any] | None = None  # the open item
+        self._text = ""  # text of the open item, or arguments of the open call
+        self._text_logprobs: list[dict[str, Any]] = []  # log probabilities of the open item's text
 
     def push(self, delta: Delta) -> Iterator[dict[str, Any]]:
         """Yields the events of a delta."""
         self.has_begun = True
         if self._logprobs is not None:
             measured = self._logprobs.chat(delta)["content"]
-            # The token that ends an answer by itself is no text.
+            # A stop token has no text.
             ends = delta.finish_reason not in ("", "length")
             self._measured += measured[:-1] if ends else measured
         if delta.reasoning:
@@ -43,7 +44,7 @@ class OutputItems:
             self._measured = []
         if delta.finish_reason:
             if self._item is None and not self.items:
-                yield from self._open("message")  # an answer has one item at least
+                yield from self._open("message")  # a response has at least one item
             yield from self._close("incomplete" if delta.finish_reason == "length" else "completed")
 
     def _add(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
@@ -53,7 +54,7 @@ class OutputItems:
         self._text += text
         more = {}
         if kind == "message":
-            self._told += self._measured
+            self._text_logprobs += self._measured
             more["logprobs"] = self._measured
         yield self._about(f"{_TEXTS[kind]}.delta", content_index=0, delta=text, **more)
 
@@ -78,7 +79,7 @@ class OutputItems:
             item |= {"summary": [], "content": []}
         self._item = item
         self._text = ""
-        self._told = []
+        self._text_logprobs = []
         yield self._placed("output_item.added", item=dict(item))
         if kind in _TEXTS:
             yield self._about("content_part.added", content_index=0, part=self._part())
@@ -89,7 +90,7 @@ class OutputItems:
             return
         kind = item["type"]
         if kind in _TEXTS:
-            more = {"logprobs": self._told} if kind == "message" else {}
+            more = {"logprobs": self._text_logprobs} if kind == "message" else {}
             yield self._about(f"{_TEXTS[kind]}.done", content_index=0, text=self._text, **more)
             yield self._about("content_part.done", content_index=0, part=self._part())
             item["content"] = [self._part()]
@@ -103,12 +104,17 @@ class OutputItems:
         self._item = None
 
     def _part(self) -> dict[str, Any]:
-        """Returns the part of the open item."""
+        """Builds the content part of the open item."""
         assert self._item is not None
         kind = _TEXTS[self._item["type"]]
         if kind == "reasoning_text":
             return {"type": kind, "text": self._text}
-        return {"type": kind, "text": self._text, "annotations": [], "logprobs": self._told}
+        return {
+            "type": kind,
+            "text": self._text,
+            "annotations": [],
+            "logprobs": self._text_logprobs,
+        }
 
     def _about(self, kind: str, **more: Any) -> dict[str, Any]:
         assert self._item is not None

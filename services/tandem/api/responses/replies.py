@@ -1,13 +1,12 @@
-"""Answers in the form of OpenAI's responses: the events of a stream, and the response that they
-build up.
+"""Replies in the format of OpenAI's responses API: stream events, and the complete response.
 
-    response.created, response.in_progress,
-    { output_item.added, content_part.added, deltas, done, content_part.done,
-      output_item.done } ...,
-    response.completed or response.incomplete
+  response.created, response.in_progress,
+  { output_item.added, content_part.added, deltas, done, content_part.done,
+    output_item.done } ...,
+  response.completed or response.incomplete
 
-An item is reasoning, a message, or one function call, which has no parts. Each event has the next
-`sequence_number`.
+An item is reasoning, a message, or one function call (which has no parts). Events have consecutive
+`sequence_number`s.
 https://www.openresponses.org/specification
 """
 
@@ -25,7 +24,7 @@ from tandem.router.request.delta import Delta, Usage
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    """Returns the usage."""
+    """Formats the usage of a response."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {**usage.cached_details, "cache_write_tokens": 0},
@@ -36,7 +35,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 
 class ResponseReplies:
-    """The reply to one body. `response` is what there is of it so far."""
+    """The reply to one request. `response` is the response as built so far."""
 
     num_choices = 1
 
@@ -48,7 +47,7 @@ class ResponseReplies:
         *,
         keep: Callable[[dict[str, Any]], None] | None,
     ) -> None:
-        """`keep` gets the whole response at its end; None: it is not to be kept."""
+        """At the end, `keep` is called with the complete response; None: it is not kept."""
         request_id = parsed.chat.request_id
         self.reply_id = f"resp_{request_id}"
         self._keep = keep
@@ -77,7 +76,7 @@ class ResponseReplies:
         }
 
     def whole(self, choices: Sequence[Sequence[Delta]]) -> dict[str, Any]:
-        """Returns the response of all deltas."""
+        """Builds the complete response from all deltas of the single choice."""
         (deltas,) = choices
         for delta in deltas:
             for _ in self._events(delta):
@@ -85,20 +84,20 @@ class ResponseReplies:
         return self.response
 
     def events(self, choice: int, delta: Delta) -> bytes:
-        """Returns the events of a delta."""
+        """Encodes the events of a delta."""
         return b"".join(self._numbered(one) for one in self._events(delta))
 
     def ending(self) -> bytes:
-        """Returns the event that says that no more come."""
+        """Encodes the event that ends a complete stream."""
         return DONE
 
     def failure(self, error: TandemError) -> bytes:
-        """Returns the events that end a stream before its end."""
+        """Encodes the events that end a stream early: `error` and `response.failed`."""
         about = {"code": error.code, "message": error.message}
-        told = self._numbered({"type": "error", **about, "param": error.param})
+        ending = self._numbered({"type": "error", **about, "param": error.param})
         code = "rate_limit_exceeded" if error.http_status == 429 else "server_error"
         self.response |= {"status": "failed", "error": {**about, "code": code}}
-        return told + self._numbered({"type": "response.failed", "response": self.response})
+        return ending + self._numbered({"type": "response.failed", "response": self.response})
 
     def _numbered(self, data: dict[str, Any]) -> bytes:
         numbered = {**data, "sequence_number": self._sequence_number}

@@ -1,4 +1,4 @@
-"""The route of OpenAI's embeddings."""
+"""The route of OpenAI's embeddings API."""
 
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -24,11 +24,11 @@ from tandem.router.request.request import ClientRequest
 
 
 def add_embedding_route(app: FastAPI, routes: GenerationRoutes) -> None:
-    """Adds /v1/embeddings."""
+    """Adds `POST /v1/embeddings` to the app."""
     generator = routes.generator
 
-    async def whole(request: Request, asked: Sequence[ClientRequest]) -> list[Delta]:
-        async with aclosing(embed(generator, asked, routes.trace(request))) as deltas:
+    async def embed_all(request: Request, prepared: Sequence[ClientRequest]) -> list[Delta]:
+        async with aclosing(embed(generator, prepared, routes.trace(request))) as deltas:
             return [delta async for delta in deltas]
 
     @app.post("/v1/embeddings", **body_route(EmbeddingsBody))
@@ -38,7 +38,7 @@ def add_embedding_route(app: FastAPI, routes: GenerationRoutes) -> None:
             body = validate(EmbeddingsBody, sent)
             check_dimensions(body.dimensions, generator)
             requests = body.to_requests(request.state.request_id)
-            asked = routes.of_caller(request, requests)
-            deltas = await until_disconnect(request.receive, whole(request, asked))
+            prepared = routes.with_caller(request, requests)
+            deltas = await until_disconnect(request.receive, embed_all(request, prepared))
         answer = embeddings_reply(body, generator.name_of(body.model or ""), deltas)
         return JsonResponse(answer, headers={**deltas[-1].limit_headers, **headers})

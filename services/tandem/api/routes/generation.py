@@ -1,12 +1,11 @@
-"""The way of a generation over HTTP, which the APIs share: from a body to its answer or its stream.
+"""The steps of a generation over HTTP that all APIs share: from the body to the reply.
 
-    read (bounded, unknown fields out) --> the API parses --> answer: as a whole, or as events
+  read (bounded, without unknown fields) --> the API parses --> reply: complete, or as events
 
-A request that sends `x-tandem-timing: 1` gets its stages back as `Server-Timing` (W3C), which
-browsers and proxies know. Of a stream the header has what lies before the first token, when it is
-sent; all of it follows as a comment before the stream's ending, which clients of server-sent events
-ignore. Of several prompts the headers tell of one: the first with a token (a stream), or the last
-to end.
+A request with `x-tandem-timing: 1` gets its stages as `Server-Timing` (W3C), which browsers and
+proxies understand. In a stream the header covers the time before the first token; a comment before
+the end of the stream, which SSE clients ignore, has all stages. With several prompts the header
+describes the first one that has a token (stream), or the last one to end.
 """
 
 import time
@@ -41,21 +40,21 @@ from tandem.router.request.generator import Generator
 from tandem.router.request.request import ClientRequest
 from tandem.router.request.retention import is_of_session
 
-# A body's type; a body of several types tells its own.
+# the type of a body, or a function that selects it by the body's content
 BodyKind = type[Strict] | Callable[[dict[str, Any]], type[Strict]]
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class GenerationRoutes:
-    """The steps that the routes of all APIs share."""
+    """Reads requests and builds replies for the routes of all APIs."""
 
     def __init__(self, config: RouterConfig, generator: Generator) -> None:
         self.config = config
         self.generator = generator
 
     async def read(self, request: Request, kind: BodyKind) -> tuple[dict[str, Any], dict[str, str]]:
-        """Returns the body without the fields that nobody knows, and the answer's headers, which
-        name these fields. Raises what `read_json_object` does."""
+        """Reads a body and drops unknown fields. Returns it and the response headers, which name
+        those fields. Raises what `read_json_object` raises."""
         body = await read_json_object(request, self.config)
         own = kind if isinstance(kind, type) else kind(body)
         headers: dict[str, str] = {}
@@ -64,19 +63,20 @@ class GenerationRoutes:
         return body, headers
 
     def tenant(self, request: Request) -> str:
-        """Returns the tenant of a call. Raises BadRequest for a malformed header."""
+        """Determines the tenant of a call. Raises BadRequest for a malformed header."""
         named = request.headers.getlist(TENANT_HEADER)
         return tenant_of(request.state.key, named, trusted=self.config.trust_tenant_header)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Returns the model's tokenizer; None until the model is loaded."""
+        """The model's tokenizer; None until the model is loaded."""
         return self.generator.model.tokenizer if self.generator.model is not None else None
 
-    def of_caller(
-        self, request: Request, asked: Sequence[ClientRequest], *, is_whole: bool = False
+    def with_caller(
+        self, request: Request, prepared: Sequence[ClientRequest], *, is_whole: bool = False
     ) -> list[ClientRequest]:
-        """Returns the requests with what is known of who sent them, and how the answer is sent."""
+        """Sets the fields of the requests that depend on the caller. `is_whole` means not
+        streamed."""
         caller = {
             "tenant": self.tenant(request),
             "limits": limits_of(request.state.key),
@@ -85,10 +85,11 @@ class GenerationRoutes:
             "is_whole": is_whole,
             "hint": self._hint(request),
         }
-        return [replace(one, **caller) for one in asked]
+        return [replace(one, **caller) for one in prepared]
 
     def _hint(self, request: Request) -> PlacementHint | None:
-        """Returns the placement that an endpoint picker chose for a request to this front."""
+        """Reads the placement that an endpoint picker chose for this front; None if there is
+        none."""
         value = request.headers.get(HINT_HEADER)
         own = self.config.gateway.front_of
         if value is None or not own:
@@ -102,7 +103,7 @@ class GenerationRoutes:
         return hint if is_own else None
 
     def trace(self, request: Request) -> dict[str, str]:
-        """Returns the headers of the client's trace."""
+        """Extracts the W3C trace context from the headers."""
         sent = request.headers
         return {name: sent[name] for name in _TRACE_HEADERS if name in sent}
 
@@ -115,23 +116,23 @@ class GenerationRoutes:
         *,
         stream: bool,
     ) -> Response:
-        """Returns the answer to a call: one generation for each of `requests`."""
+        """Starts a generation for each of `requests`, and builds the response."""
         sent = request.headers
-        asked = self.of_caller(request, requests, is_whole=not stream)
-        deltas = generate_choices(self.generator, asked, self.trace(request))
-        tells_timing = asks(sent.get(TIMING_HEADER))
+        prepared = self.with_caller(request, requests, is_whole=not stream)
+        deltas = generate_choices(self.generator, prepared, self.trace(request))
+        with_timing = asks(sent.get(TIMING_HEADER))
 
         def answer_headers(last: Delta) -> dict[str, str]:
             own = {**last.limit_headers, **headers}
             if asks(sent.get(PLACEMENT_HEADER)):
                 own[PLACEMENT_HEADER] = last.placement
-            if last.timeline is not None and tells_timing:
+            if last.timeline is not None and with_timing:
                 own["server-timing"] = last.timeline.server_timing()
             return own
 
         if stream:
             first = await first_delta(request, deltas)
-            told = answer_headers(first.delta)
-            return EventStream(first, deltas, replies, told, tells_timing=tells_timing)
+            limit_headers = answer_headers(first.delta)
+            return EventStream(first, deltas, replies, limit_headers, with_timing=with_timing)
         body, last = await until_disconnect(request.receive, collect(deltas, replies))
         return JsonResponse(body, headers=answer_headers(last))

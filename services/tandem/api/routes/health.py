@@ -1,4 +1,4 @@
-"""Answers to probes, which both HTTP listeners of a router give."""
+"""Health probes, served on the public and the admin HTTP port."""
 
 from fastapi import FastAPI
 from starlette.responses import Response

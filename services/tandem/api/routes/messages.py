@@ -1,4 +1,4 @@
-"""Routes of Anthropic's API: messages, and the number of tokens of their prompt."""
+"""Routes of Anthropic's messages API and its token counting."""
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
@@ -21,7 +21,7 @@ from tandem.router.request.allowed import renamed
 
 
 def add_message_routes(app: FastAPI, routes: GenerationRoutes) -> None:
-    """Adds /v1/messages and /v1/messages/count_tokens."""
+    """Adds `POST /v1/messages` and `POST /v1/messages/count_tokens` to the app."""
 
     @app.post(PATH, **generation_route(MessagesBody))
     async def messages(request: Request) -> Response:
@@ -39,10 +39,10 @@ def add_message_routes(app: FastAPI, routes: GenerationRoutes) -> None:
         body, headers = await routes.read(request, CountTokensBody)
         with renamed(NAMES):
             parsed = parse_count(body, request.state.request_id)
-            (asked,) = routes.of_caller(request, parsed.requests)
+            (prepared,) = routes.with_caller(request, parsed.requests)
             warn(headers, "fields without effect", ["thread"] if body.get("thread") else [])
             generator = routes.generator
-            async with generator.without_workers(asked.tenant, asked.limits) as told:
-                counting = generator.tokenize(asked)
+            async with generator.without_workers(prepared.tenant, prepared.limits) as limit_headers:
+                counting = generator.tokenize(prepared)
                 token_ids = await until_disconnect(request.receive, counting)
-        return JsonResponse({"input_tokens": len(token_ids)}, headers={**told, **headers})
+        return JsonResponse({"input_tokens": len(token_ids)}, headers={**limit_headers, **headers})

@@ -1,4 +1,4 @@
-"""Routes that name the served model, in the form of OpenAI's API or of Anthropic's."""
+"""Routes that list the served models, in the format of OpenAI's or Anthropic's API."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -15,7 +15,7 @@ from tandem.router.request.generator import Generator, LoadedModel
 
 
 def add_model_routes(app: FastAPI, generator: Generator) -> None:
-    """Adds /v1/models. A header tells which API a client knows."""
+    """Adds the routes under /v1/models. A header of Anthropic's clients selects the format."""
 
     def bodies(request: Request, model: LoadedModel) -> list[dict[str, Any]]:
         name = generator.served_name
@@ -50,7 +50,7 @@ def add_model_routes(app: FastAPI, generator: Generator) -> None:
 
 
 def openai_model(model: LoadedModel, name: str, max_model_len: int) -> dict[str, Any]:
-    """Returns the model as OpenAI's API describes it, with vLLM's additions and ours."""
+    """Formats the model for OpenAI's API, with vLLM's additions and Tandem's."""
     return {
         "id": name,
         "object": "model",
@@ -65,13 +65,13 @@ def openai_model(model: LoadedModel, name: str, max_model_len: int) -> dict[str,
 
 
 def openai_adapter(base: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
-    """Returns a LoRA adapter of a model as vLLM describes one, but for the path of its folder."""
-    of_its_own = {"id": adapter.name, "root": adapter.name, "parent": base["id"]}
-    return {**base, **of_its_own, "created": int(adapter.added_at)}
+    """Formats a LoRA adapter like vLLM, but without the path of its folder."""
+    own = {"id": adapter.name, "root": adapter.name, "parent": base["id"]}
+    return {**base, **own, "created": int(adapter.added_at)}
 
 
 def anthropic_model(name: str, created_s: float, max_model_len: int) -> dict[str, Any]:
-    """Returns a model or an adapter as Anthropic's API describes it."""
+    """Formats a model or an adapter for Anthropic's API."""
     created = datetime.fromtimestamp(created_s, UTC)
     return {
         "type": "model",

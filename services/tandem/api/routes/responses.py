@@ -1,4 +1,4 @@
-"""Routes of OpenAI's responses, and those that the router keeps."""
+"""Routes of OpenAI's responses API, including those for kept responses."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,11 +10,11 @@ from pydantic import TypeAdapter
 from starlette.responses import Response
 
 from tandem.api.http.errors import JsonResponse
-from tandem.api.http.guard import tell_refusal
+from tandem.api.http.guard import log_refusal
 from tandem.api.openai.fields import warn
 from tandem.api.openai.openapi import generation_route
 from tandem.api.openai.requests import validate
-from tandem.api.responses.input_items import page_of, told_items
+from tandem.api.responses.input_items import items_with_ids, page_of
 from tandem.api.responses.items import Item, Items, to_messages
 from tandem.api.responses.kept import KeptResponse, KeptResponses
 from tandem.api.responses.replies import ResponseReplies
@@ -34,7 +34,7 @@ _ITEMS: TypeAdapter[Sequence[Item]] = TypeAdapter(Items)
 
 
 def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrail) -> None:
-    """Adds /v1/responses, and the calls that read or delete one that is kept."""
+    """Adds `POST /v1/responses`, and the routes that read or delete a kept response."""
     kept = KeptResponses(routes.config.responses_kept)
 
     @app.post(_PATH, **generation_route(ResponsesBody))
@@ -47,19 +47,19 @@ def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrai
             body = validate(ResponsesBody, sent)
             earlier = kept.messages_of(body.previous_response_id, tenant)
             parsed = parse_response(body, earlier, request.state.request_id)
-            (asked,) = parsed.chat.requests
-            asked = routes.generator.with_defaults(asked)
-            parsed = replace(parsed, chat=replace(parsed.chat, requests=(asked,)))
+            (prepared,) = parsed.chat.requests
+            prepared = routes.generator.with_defaults(prepared)
+            parsed = replace(parsed, chat=replace(parsed.chat, requests=(prepared,)))
 
             def keep(response: dict[str, Any]) -> None:
                 said = to_messages(_ITEMS.validate_python(response["output"]))
                 messages = (*parsed.messages, *said)
-                items = told_items(body.input)
+                items = items_with_ids(body.input)
                 kept.keep(response["id"], KeptResponse.of(tenant, response, messages, items))
 
             replies = ResponseReplies(
                 parsed,
-                routes.generator.name_of(asked.model),
+                routes.generator.name_of(prepared.model),
                 routes.tokenizer,
                 keep=keep if kept.is_on and body.store is not False else None,
             )
@@ -69,7 +69,7 @@ def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrai
 
     def refuse_another(request: Request, response_id: str, error: ResponseNotFound) -> None:
         if kept.is_of_another(response_id, routes.tenant(request)):
-            tell_refusal(trail, request.scope, error)
+            log_refusal(trail, request.scope, error)
 
     def find(request: Request, response_id: str) -> KeptResponse:
         try:
@@ -92,7 +92,7 @@ def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrai
     @app.post(f"{_PATH}/{{response_id}}/cancel")
     async def cancel(response_id: str, request: Request) -> Response:
         find(request, response_id)
-        # OpenAI's words, which clients look for.
+        # OpenAI's wording, which some clients match.
         raise BadRequest("Cannot cancel a synchronous response.", param="response_id")
 
     @app.delete(f"{_PATH}/{{response_id}}")

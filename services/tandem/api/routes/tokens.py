@@ -1,4 +1,4 @@
-"""Routes that turn text into token ids and back, by the fair executor that prompts go through."""
+"""Routes that convert text to token ids and back, scheduled fairly with the prompts of requests."""
 
 from typing import Any
 
@@ -22,26 +22,29 @@ from tandem.router.admission.tenants import limits_of
 
 
 def add_token_routes(app: FastAPI, routes: GenerationRoutes) -> None:
-    """Adds /tokenize and /detokenize."""
+    """Adds `POST /tokenize` and `POST /detokenize` to the app."""
     generator = routes.generator
 
     @app.post("/tokenize", **body_route(TokenizePromptBody, TokenizeChatBody))
     async def tokenize(request: Request) -> Response:
         body, headers = await routes.read(request, kind_of)
         parsed, prompts = parse_tokenize(body, routes.tenant(request))
-        asked = routes.of_caller(request, prompts)
+        prepared = routes.with_caller(request, prompts)
 
         async def count() -> dict[str, Any]:
-            tokens = [await generator.tokenize(each) for each in asked]  # one job at a time
+            # one at a time, to be fair to others
+            tokens = [await generator.tokenize(each) for each in prepared]
             assert generator.model is not None
             spell = generator.model.tokenizer.tokens
             strings = [spell(ids) for ids in tokens] if parsed.return_token_strs else None
             return tokenize_reply(parsed, tokens, strings, max_model_len=generator.max_model_len)
 
-        caller = asked[0]
-        async with generator.without_workers(caller.tenant, caller.limits, len(asked)) as told:
+        caller = prepared[0]
+        async with generator.without_workers(
+            caller.tenant, caller.limits, len(prepared)
+        ) as limit_headers:
             answer = await until_disconnect(request.receive, count())
-        return JsonResponse(answer, headers={**told, **headers})
+        return JsonResponse(answer, headers={**limit_headers, **headers})
 
     @app.post("/detokenize", **body_route(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
@@ -50,9 +53,9 @@ def add_token_routes(app: FastAPI, routes: GenerationRoutes) -> None:
         generator.adapter(parsed.model)
         tenant = routes.tenant(request)
         limits = limits_of(request.state.key)
-        async with generator.without_workers(tenant, limits) as told:
+        async with generator.without_workers(tenant, limits) as limit_headers:
             decoding = generator.detokenize(
                 parsed.tokens, tenant=tenant, skip_special_tokens=parsed.skip_special_tokens
             )
             text = await until_disconnect(request.receive, decoding)
-        return JsonResponse({"prompt": text}, headers={**told, **headers})
+        return JsonResponse({"prompt": text}, headers={**limit_headers, **headers})

@@ -1,4 +1,5 @@
-"""The usage of tenants: `/v1/usage`. A user's key sees its own tenant, an operator's all."""
+"""The route `/v1/usage`: a user's key sees the usage of its own tenant, an operator's key that of
+all."""
 
 import time
 from dataclasses import asdict
@@ -15,12 +16,12 @@ def add_usage_route(app: FastAPI, meter: UsageMeter) -> None:
     @app.get("/v1/usage")
     async def usage(request: Request) -> Response:
         """Requests and tokens of the `last` windows (`day` or `minute`, UTC), by `tenant`."""
-        asked = request.query_params
-        window = asked.get("window", "day")
-        last = asked.get("last", "1")
+        params = request.query_params
+        window = params.get("window", "day")
+        last = params.get("last", "1")
         if not (last.isascii() and last.isdecimal() and len(last) < 10):
             raise BadRequest("last must be a number of windows", param="last")
-        query = UsageQuery.of(window, int(last), asked.get("tenant"), request.state.key)
+        query = UsageQuery.of(window, int(last), params.get("tenant"), request.state.key)
         rows = await meter.read(query, now=time.time())
         data = [{"object": "usage", "window": window, **asdict(row)} for row in rows]
         return JsonResponse({"object": "list", "data": data})

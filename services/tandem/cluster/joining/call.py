@@ -1,4 +1,4 @@
-"""The joiner's side of protocol.py: the authority is checked before the token is sent."""
+"""The joiner's side of protocol.py. It verifies the authority before it sends the token."""
 
 import hashlib
 import http.client
@@ -17,11 +17,12 @@ _DEADLINE_S = 10.0
 _BYTES_MAX = 100_000
 
 
-def ask_to_join(
+def request_join(
     host: str, port: int, *, token: str, ca_sha256: str, own_address: str
 ) -> tuple[JoinReply, str]:
-    """Returns the cluster's reply and this machine's address (`own_address` if it is given, else
-    that of the connection). Raises ConfigError that says what to do."""
+    """Asks a host of the cluster to let this machine join. Returns its reply and this machine's
+    address (`own_address` if it is given, else that of the connection). Raises ConfigError that
+    says what to do."""
     where = f"{host}:{port}"
     try:
         ca = _fetch_ca(host, port)
@@ -33,14 +34,14 @@ def ask_to_join(
             )
         context = ssl.create_default_context(cadata=ca)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        return _ask(host, port, context, _name_in(ca), token, own_address)
+        return _send_request(host, port, context, _name_in(ca), token, own_address)
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise ConfigError(f"{where} cannot be joined: {error}") from error
 
 
 def _fetch_ca(host: str, port: int) -> bytes:
-    """Returns the DER encoding of the certificate that the server sends as its authority's,
-    unverified. No secret is sent. Raises ValueError unless it is exactly one certificate."""
+    """Fetches the authority's certificate as DER, without verification and without sending a
+    secret. Raises ValueError unless the server sends exactly one certificate."""
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import Encoding
 
@@ -63,7 +64,7 @@ def _fetch_ca(host: str, port: int) -> bytes:
 
 
 def _name_in(ca: bytes) -> str:
-    """Returns the name of the join server, derived from that of the authority."""
+    """Derives the name of the join server from that of the authority."""
     from cryptography import x509
     from cryptography.x509.oid import NameOID
 
@@ -71,7 +72,7 @@ def _name_in(ca: bytes) -> str:
     return f"join.{str(name.value).removeprefix('CA of ')}.tandem".lower()
 
 
-def _ask(
+def _send_request(
     host: str, port: int, context: ssl.SSLContext, name: str, token: str, own_address: str
 ) -> tuple[JoinReply, str]:
     raw = socket.create_connection((host, port), timeout=_DEADLINE_S)
@@ -79,9 +80,9 @@ def _ask(
         own_address = own_address or str(ipaddress.ip_address(verified.getsockname()[0]))
         connection = http.client.HTTPConnection(host, port)
         connection.sock = verified
-        told = JoinRequest(version("tandem-llm"), own_address)
+        request = JoinRequest(version("tandem-llm"), own_address)
         headers = {"Authorization": f"Bearer {token}"}
-        connection.request("POST", "/join", msgspec.json.encode(told), headers)
+        connection.request("POST", "/join", msgspec.json.encode(request), headers)
         reply = connection.getresponse()
         body = reply.read(_BYTES_MAX)
     if reply.status != 200:

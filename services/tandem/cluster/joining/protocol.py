@@ -1,11 +1,11 @@
 """The messages between a machine that joins and a host of the cluster.
 
-    GET  /ca      the authority's certificate, before anything is verified
-    POST /join    `JoinRequest` -> `JoinReply`, both JSON; header `Authorization: Bearer TOKEN`
+  GET  /ca      the authority's certificate, before anything is verified
+  POST /join    `JoinRequest` -> `JoinReply`, both JSON; header `Authorization: Bearer TOKEN`
 
-The joiner compares the certificate's SHA-256 with the one that its operator named. Only then does
-it open a second connection, on which the server must prove the name `join.CLUSTER.tandem` with a
-certificate of that authority, and sends the token. An attacker between the two learns no secret.
+The joiner compares the certificate's SHA-256 with the one given by its operator. Only then does it
+open a second connection, on which the server must prove the name `join.CLUSTER.tandem` with a
+certificate of that authority, and sends the token. A man in the middle learns no secret.
 """
 
 import msgspec
@@ -14,19 +14,19 @@ TOKEN_BYTES_MIN = 16
 
 
 class JoinRequest(msgspec.Struct, frozen=True):
-    version: str  # of Tandem: hosts run one version
-    address: str  # of the machine that joins
+    version: str  # version of Tandem; all hosts must run the same
+    address: str  # address of the joining machine
 
 
 class JoinReply(msgspec.Struct, frozen=True):
-    """Everything that a host needs to join. It contains secrets."""
+    """Everything that a host needs in order to join. It contains secrets."""
 
     cluster_id: str
     options: list[str]  # command line of `tandem up`, without the addresses of its machine
     cluster_token: str
     ray_token: str
-    redis_urls: dict[str, str]  # by kind of process; `{tls}` stands for the joiner's tls folder
-    authority: str  # PEM: certificate
+    redis_urls: dict[str, str]  # by process kind; `{tls}` is the joiner's tls folder
+    authority: str  # certificate, PEM
     authority_key: str  # PEM
-    may_lead: bool  # whether a joined host may become Ray's head
-    first_address: str = ""  # of the machine of `tandem up`; its options may name it
+    may_lead: bool  # True if a joined host may become Ray's head
+    first_address: str = ""  # address of the machine of `tandem up`; its options may contain it

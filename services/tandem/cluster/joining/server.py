@@ -1,6 +1,6 @@
-"""The port that machines join at: HTTPS, one token, two paths (protocol.py).
+"""The HTTPS server that lets machines join (protocol.py).
 
-A caller without the token gets only the authority's certificate, which is no secret.
+A caller without the token gets only the authority's certificate, which is not secret.
 """
 
 import hmac
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class JoinServer:
-    """Serves from threads of its own until `close`."""
+    """Serves in its own threads until `close`."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class JoinServer:
         reply: JoinReply,
         joined: Callable[[str], None],
     ) -> None:
-        """`folder` has the certificate of this server. `joined` is called with the address of each
-        machine that gets the reply. Raises ConfigError if the port is taken."""
+        """Starts to serve. `folder` has the certificate of this server; `joined` is called with the
+        address of each machine that gets the reply. Raises ConfigError if the port is taken."""
         self._token = token
         self._reply = reply
         self._joined = joined

@@ -1,9 +1,9 @@
-"""The certificates of one run of `tandem up`: an authority of its own, which lives in memory.
+"""The certificates of one run of `tandem up`, signed by an authority that exists only in memory.
 
-    RUN_FOLDER/tls/router/{ca.crt,tls.crt,tls.key}     and tls/worker
+  RUN_FOLDER/tls/router/{ca.crt,tls.crt,tls.key}     and tls/worker
 
-The authority's key is never written. Only machines that join get it, and they keep it in memory,
-too: each of them makes its own certificates, and other machines may join it.
+The authority's key is never written to disk. Only joining machines receive it, and they also keep
+it in memory: each of them creates its own certificates and can let other machines join.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ from tandem.common.config.tls import Kind
 HostKind = Literal["ray", "join", "redis"]
 HOST_KINDS: tuple[HostKind, ...] = ("ray", "join", "redis")
 
-_LIFE = datetime.timedelta(days=3650)  # a run may last long; the authority ends with it
-_BEFORE = datetime.timedelta(hours=1)  # in case the machine's clock is set back
+_LIFE = datetime.timedelta(days=3650)  # The authority ends with the run, however long that lasts.
+_BEFORE = datetime.timedelta(hours=1)  # tolerance for a clock that is behind
 
 
 class Authority:
-    """A certificate authority whose key is in this process alone."""
+    """A certificate authority whose key is kept in memory."""
 
     def __init__(self, cluster_id: str) -> None:
         self._cluster_id = cluster_id
@@ -48,7 +48,7 @@ class Authority:
             encipher_only=False,
             decipher_only=False,
         )
-        # Two authorities of one name, as during a rotation, are told apart by the identifiers.
+        # Key identifiers distinguish authorities of the same name, as during a rotation.
         self._key_id = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
         self._certificate = (
             _builder(self._name, self._name, self._key.public_key())
@@ -64,12 +64,13 @@ class Authority:
 
     @classmethod
     def with_key(cls, cluster_id: str, certificate: bytes, key: bytes) -> "Authority":
-        """Returns the authority with this certificate and this key. Raises ValueError if they
-        cannot be read or do not belong together."""
+        """Loads an authority from its PEM certificate and key. Raises ValueError if they cannot be
+        read or do not belong together."""
         made = cls(cluster_id)
         try:
             loaded = serialization.load_pem_private_key(key, None)
-        except (TypeError, UnsupportedAlgorithm) as error:  # a password; an unknown kind of key
+        # an encrypted key, or an unknown kind of key
+        except (TypeError, UnsupportedAlgorithm) as error:
             raise ValueError(f"the authority's key cannot be read: {error}") from error
         if not isinstance(loaded, ec.EllipticCurvePrivateKey):
             raise ValueError("the authority's key is not of an elliptic curve")
@@ -79,7 +80,7 @@ class Authority:
             raise ValueError("the authority's certificate is not of its key")
         made._name = made._certificate.subject
         made._key_id = x509.SubjectKeyIdentifier.from_public_key(loaded.public_key())
-        # Tools compute the identifier in different ways; it must equal the certificate's.
+        # Tools compute the identifier in different ways, so use the one in the certificate.
         with contextlib.suppress(x509.ExtensionNotFound):
             extensions = made._certificate.extensions
             made._key_id = extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
@@ -91,7 +92,7 @@ class Authority:
 
     @property
     def sha256(self) -> str:
-        """Returns the digest by which a joining machine recognizes the certificate."""
+        """Hex digest of the certificate, which a joining machine compares."""
         return self._certificate.fingerprint(hashes.SHA256()).hex()
 
     def write(
@@ -103,8 +104,8 @@ class Authority:
         addresses: Sequence[str] = (),
     ) -> None:
         """Writes a new certificate of this kind, its key and the trusted roots (by default this
-        authority). Other users cannot read the folder. `addresses` are further names of the
-        certificate: IP addresses and DNS names."""
+        authority) to a folder that other users cannot read. `addresses` are additional IP addresses
+        and DNS names of the certificate."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = f"{kind}.{self._cluster_id}.tandem".lower()
         names: list[x509.GeneralName] = [x509.DNSName(name)]
@@ -129,7 +130,7 @@ class Authority:
 def write_certificates(
     run_folder: Path, cluster_id: str, authority: Authority | None = None
 ) -> None:
-    """Writes the folders that the processes of a run get as `--tls-dir`."""
+    """Writes the folders that a run's processes get as `--tls-dir`."""
     authority = authority or Authority(cluster_id)
     kinds: tuple[Kind, ...] = ("router", "worker")
     for kind in kinds:
@@ -137,7 +138,8 @@ def write_certificates(
 
 
 def write_host_certificates(run_folder: Path, authority: Authority, address: str) -> None:
-    """Writes the folders of the listeners on a host's own address: Ray, the join server, Redis."""
+    """Writes the folders of the listeners on a host's own address: Ray, the join server and
+    Redis."""
     for kind in HOST_KINDS:
         addresses = {address: None, "127.0.0.1": None}
         authority.write(host_folder(run_folder, kind), kind, addresses=list(addresses))
@@ -182,7 +184,7 @@ def _builder(
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Replaces a file atomically, so that no reader finds a part of it."""
+    """Replaces a file atomically, so that readers never see a part of it."""
     new = path.with_suffix(".new")
     new.unlink(missing_ok=True)
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

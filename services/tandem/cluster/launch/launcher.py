@@ -1,13 +1,13 @@
-"""`tandem up` runs a whole cluster on this machine, in the foreground, and ends all of it.
+"""`tandem up` runs a complete cluster on this machine, in the foreground, and stops all of it.
 
-    check ports, model -> guardian -> Redis -> Ray, and beside it: workers, router -> ready -> watch
+  check ports, model -> guardian -> Redis -> Ray, and in parallel workers, router -> ready -> watch
 
 A model that may have to be downloaded is fetched while Ray starts.
 
-Workers and router are started before Ray is up; their agents adopt them by their records. When Ray
-ends, requests continue, and the agents of a fresh head adopt the processes. A Redis that ended is
-restarted at its address. However the launcher ends, no process stays: in an orderly end it stops
-everything itself, and after a kill -9 the guardian does.
+Workers and routers are started before Ray is up; their agents adopt them by their records. When Ray
+ends, requests continue, and the agents of a new head adopt the processes. A Redis that ended is
+restarted at its address. No process outlives the launcher: in an orderly shutdown it stops them
+itself, and after a kill -9 the guardian does.
 """
 
 import errno
@@ -25,7 +25,7 @@ from rich.markup import escape
 
 from tandem.cluster.gpus import count_gpus, with_gpu
 from tandem.cluster.launch.certificates import Authority, write_certificates
-from tandem.cluster.launch.checked_model import fetch_model, model_here
+from tandem.cluster.launch.checked_model import fetch_model, find_local_model
 from tandem.cluster.launch.listening import Listening, read_join_token, redis_socket
 from tandem.cluster.launch.options import (
     LaunchOptions,
@@ -40,7 +40,7 @@ from tandem.cluster.pools import ClusterSpec, plan
 from tandem.cluster.processes import process
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.cluster.processes.end_watch import EndWatch
-from tandem.cluster.processes.head_lease import RENEW_INTERVAL_S, tell_head
+from tandem.cluster.processes.head_lease import RENEW_INTERVAL_S, publish_head
 from tandem.cluster.processes.owned import write_spec
 from tandem.cluster.processes.signals import Interrupted, stop_signals
 from tandem.cluster.ray.head_process import HeadProcess
@@ -57,7 +57,7 @@ from tandem.net.store.control_state import Head
 
 _REDIS_STOP_S = 0.5
 _GPU = Path("/dev/nvidiactl")  # exists if NVIDIA's driver is loaded
-_RETRY_S = 2.0  # between attempts to start Redis, or a Ray head
+_RETRY_S = 2.0  # pause between attempts to start Redis or a Ray head
 
 
 def up(options: LaunchOptions) -> int:
@@ -71,7 +71,7 @@ def up(options: LaunchOptions) -> int:
     screen = LaunchScreen(options)
     with suppress(Interrupted), stop_signals(parent_pid=options.parent_pid):
         began = time.monotonic()
-        if (model := model_here(options)) is not None:
+        if (model := find_local_model(options)) is not None:
             screen.done(f"model {model.name}", time.monotonic() - began)
         _check_memory(options, model)
         check_gpus(options, count_gpus(os.environ))
@@ -85,12 +85,12 @@ def up(options: LaunchOptions) -> int:
 
 
 class _Launch:
-    """One cluster, from its run folder to its end."""
+    """One cluster, from the run folder to the cleanup."""
 
     def __init__(
         self, options: LaunchOptions, screen: LaunchScreen, model: ModelFolder | None
     ) -> None:
-        """`model` is None if it may have to be downloaded."""
+        """Prepares a cluster. `model` is None if it may have to be downloaded."""
         self._options = options
         self._screen = screen
         self._model = model
@@ -115,7 +115,7 @@ class _Launch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends everything in order, within 5 s."""
+        """Stops all processes in order, within 5 s."""
         with Waiting(ProgressRow("processes", "end")):
             if self._listening is not None:
                 self._listening.close()
@@ -127,7 +127,7 @@ class _Launch:
             self._run.end()
 
     def start(self) -> None:
-        """Starts everything and returns when the cluster takes requests. Raises ConfigError with
+        """Starts all processes and returns when the cluster takes requests. Raises ConfigError with
         the reason if it cannot."""
         with self._screen.bars():
             model, readiness = self._start_all()
@@ -142,7 +142,7 @@ class _Launch:
         self._screen.wait_for(ProgressRow("redis"))
         self._run.environment[REDIS_URL_VARIABLE] = self._start_redis()
         self._screen.done("redis", time.monotonic() - began)
-        number = self._take_lead() if self._listening else 0
+        number = self._become_head() if self._listening else 0
         self._ray_head.start()
         model = self._model or self._fetch_model()
         spec = make_spec(
@@ -163,7 +163,7 @@ class _Launch:
             environment = with_gpu(environment, member.gpu)
             started = process.start(member.member_id, command, self._run.folder, environment)
             readiness.add(member, started)
-        self._ray_head.tell(spec)
+        self._ray_head.send_spec(spec)
         self._spec = spec
         head = readiness.wait(self._ray_head)
         self._ray_pids = head.pids
@@ -176,7 +176,7 @@ class _Launch:
 
     def _fetch_model(self) -> ModelFolder:
         began = time.monotonic()
-        with self._screen.without_bars():  # a download shows its own
+        with self._screen.without_bars():  # a download shows its own progress
             model = fetch_model(self._options, self._screen.say)
         _check_memory(self._options, model)
         self._screen.done(f"model {model.name}", time.monotonic() - began)
@@ -186,7 +186,7 @@ class _Launch:
         """Runs until a stop signal. Restarts Redis, Ray and the guardian when they end."""
         ends = EndWatch()
         if self._ray_host is None:
-            self._tell_head(address=self._head_address)
+            self._publish_head(address=self._head_address)
             for name, pid in self._ray_pids.items():
                 ends.add(name, pid)
         if self._redis is not None:
@@ -211,25 +211,25 @@ class _Launch:
                     self._run.restart_guardian()
                     ends.add("guardian", self._run.guardian.pid)
                 case "ray head":
-                    self._take_fresh_head(ends)
+                    self._adopt_new_head(ends)
                 case name:
                     self._screen.say(
                         f"[yellow]Ray's {name} ended: requests are served as before; a fresh head "
                         "is started, and workers are started again or added when it is up"
                     )
-                    self._tell_head(why=f"{name} ended")
+                    self._publish_head(why=f"{name} ended")
                     ends.forget(*self._ray_pids)
-                    self._start_fresh_head(ends)
+                    self._start_new_head(ends)
             if self._ray_host is not None:
                 self._ray_host.tick()
 
-    def _take_lead(self) -> int:
-        """Makes this host the first of Ray's heads, and returns its number."""
+    def _become_head(self) -> int:
+        """Makes this host the first of Ray's heads. Returns its fencing number."""
         assert self._listening is not None
         self._ray_host = self._listening.ray_host(
             self._ray_head, may_lead=True, say=self._screen.say
         )
-        return self._ray_host.lead_first()
+        return self._ray_host.become_first_head()
 
     def _open_join_port(self) -> str:
         assert self._listening is not None
@@ -241,29 +241,30 @@ class _Launch:
             reply, token, lambda address: self._screen.say(f"{escape(printable(address))} joins")
         )
 
-    def _tell_head(self, *, address: str = "", why: str = "") -> None:
+    def _publish_head(self, *, address: str = "", why: str = "") -> None:
         """Publishes the head for the routers, in a thread, because Redis may not answer."""
-        told = (self._run.environment[REDIS_URL_VARIABLE], self._run.cluster_id)
+        cluster = (self._run.environment[REDIS_URL_VARIABLE], self._run.cluster_id)
         head = Head(0, "", address, why)
-        threading.Thread(target=tell_head, args=(*told, head), daemon=True).start()
+        threading.Thread(target=publish_head, args=(*cluster, head), daemon=True).start()
 
-    def _start_fresh_head(self, ends: EndWatch) -> None:
-        """Starts a fresh head and returns at once: a restart of Redis must not wait for Ray."""
+    def _start_new_head(self, ends: EndWatch) -> None:
+        """Starts a new head and returns immediately, because a restart of Redis must not wait for
+        Ray."""
         self._ray_head.start(self._spec)
         ends.add("ray head", self._ray_head.pid)
 
-    def _take_fresh_head(self, ends: EndWatch) -> None:
-        """Takes the fresh head, whose starting process has ended, or starts another."""
+    def _adopt_new_head(self, ends: EndWatch) -> None:
+        """Adopts the new head once its starting process has ended, or starts another one."""
         try:
             head = self._ray_head.started()
             assert head is not None, "its output has ended"
         except ConfigError as error:
             self._screen.say(f"[red]{escape(printable(error.message))}")
             time.sleep(_RETRY_S)
-            self._start_fresh_head(ends)
+            self._start_new_head(ends)
             return
         self._screen.say("Ray's head is up again")
-        self._tell_head(address=head.address)
+        self._publish_head(address=head.address)
         self._ray_pids = head.pids
         for name, pid in head.pids.items():
             ends.add(name, pid)
@@ -297,9 +298,8 @@ class _Launch:
 
 
 def _check_memory(options: LaunchOptions, model: ModelFolder | None) -> None:
-    """Raises ConfigError if the machine has too little free memory for the workers. Without a model
-    (it may have to be downloaded first) only the KV pools count. Workers check the memory of GPUs.
-    """
+    """Raises ConfigError if the machine has too little free memory for the workers. If the model is
+    not known yet, only the KV pools count. Workers themselves check the memory of GPUs."""
     config = options.engine
     if config.device == "cuda" or (config.device == "auto" and _GPU.exists()):
         return

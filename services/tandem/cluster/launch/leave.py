@@ -1,11 +1,11 @@
-"""The orderly exit of a host from a cluster, while its processes still serve.
+"""The orderly exit of a host from a cluster while its processes still serve.
 
-    leaves: the controller places as many members elsewhere --they are ready--> drains: the members
-    here hand over their streams and end --none is left--> the host ends
+  leaves: the controller starts replacements on other hosts --they are ready--> drains: the members
+  on this host hand over their streams and end --none is left--> the host ends
 
-Each step waits for the one before; `LEAVE_DEADLINE_S` bounds them together, and `DRAIN_S` of it is
-the second step's alone. Members that no other host takes, such as the second router of two hosts,
-are not waited for. The wish is written again and again, because Redis may lose it.
+`LEAVE_DEADLINE_S` limits both steps together, of which `DRAIN_S` is reserved for the second.
+Members that no other host can take, such as the second router of two hosts, are not waited for. The
+request is written to Redis repeatedly, because Redis may lose it.
 """
 
 import json
@@ -23,20 +23,20 @@ from tandem.net.store.client import UNREACHABLE, SyncClient, connect_blocking
 from tandem.net.store.registry import WorkerRecord
 
 LEAVE_DEADLINE_S = 180.0
-DRAIN_S = 60.0  # longer than an agent gives its process
-_SETTLED_S = 10.0  # in which a controller has placed all that it can
+DRAIN_S = 60.0  # longer than an agent gives its process to drain
+_SETTLED_S = 10.0  # time within which a controller places all members that it can
 _INTERVAL_S = 0.5
 _ROUTER_STARTS_S = 5.0
 _LEAVING = ("draining", "gone", "lost")
 
 
 class Leaving:
-    """The exit of one host from its cluster."""
+    """Moves the members of one host to other hosts."""
 
     def __init__(
         self, *, controller_url: str, worker_url: str, cluster_id: str, host_id: str
     ) -> None:
-        """The URLs are those of Redis for the users of these kinds."""
+        """The two URLs of Redis belong to its users `controller` and `worker`."""
         self._controller_url = controller_url
         self._worker_url = worker_url
         self._cluster_id = cluster_id
@@ -48,9 +48,9 @@ class Leaving:
         tick: Callable[[], None],
         show: Callable[[ProgressRow], None] = lambda _: None,
     ) -> None:
-        """Returns when no process is left here, the time is over or Redis is lost. `tick` is called
-        repeatedly, because this host may have to stay Ray's head meanwhile. `show` is called with
-        the progress."""
+        """Returns when no process is left on this host, the deadline is over or Redis is
+        unreachable. `tick` is called repeatedly, because this host may have to remain Ray's head.
+        `show` gets the progress."""
         give_up_at = time.monotonic() + LEAVE_DEADLINE_S
         redis = connect_blocking(self._controller_url)
         records = connect_blocking(self._worker_url)
@@ -61,10 +61,10 @@ class Leaving:
                 say(f"[yellow]no other host has taken what runs here: {', '.join(lacking)}")
             say("draining what runs here")
             write_leaving(redis, self._cluster_id, self._host_id, "drains")
-            at_first = len(self._own(self._pools(redis)))
+            initial = len(self._own(self._pools(redis)))
             while (own := self._own(self._pools(redis))) and time.monotonic() < give_up_at:
                 left = ", ".join(agent["id"] for agent in own)
-                show(ProgressRow("drain", f"{left} to end", at_first - len(own), at_first))
+                show(ProgressRow("drain", f"{left} to end", initial - len(own), initial))
                 write_leaving(redis, self._cluster_id, self._host_id, "drains")
                 tick()
                 time.sleep(_INTERVAL_S)
@@ -83,12 +83,12 @@ class Leaving:
         tick: Callable[[], None],
         show: Callable[[ProgressRow], None],
     ) -> list[str]:
-        """Waits until each pool has its size of ready processes on other hosts, or no further
-        process starts there. Returns the pools that then lack processes."""
+        """Waits until each pool has its wanted number of ready processes on other hosts, or no
+        further process starts. Returns the pools that still lack processes."""
         settles_at = time.monotonic() + _SETTLED_S
         while True:
             pools = self._pools(redis)
-            lacking, is_coming = self._look(pools, records)
+            lacking, is_coming = self._check_others(pools, records)
             now = time.monotonic()
             if is_coming:
                 settles_at = now + _SETTLED_S
@@ -99,14 +99,14 @@ class Leaving:
             tick()
             time.sleep(_INTERVAL_S)
 
-    def _look(self, pools: dict[str, Any], records: SyncClient) -> tuple[list[str], bool]:
-        """Returns the pools that lack processes on other hosts, and whether a process there is
-        still starting."""
+    def _check_others(self, pools: dict[str, Any], records: SyncClient) -> tuple[list[str], bool]:
+        """Returns the pools that lack processes on other hosts, and whether such a process is still
+        starting."""
         lacking = []
         is_coming = False
         for pool, state in pools.items():
             if pool == "grpc":
-                continue  # a gRPC replica goes to each host that gets a router
+                continue  # each host with a router also gets a gRPC replica
             others = [
                 agent
                 for agent in state["agents"]
@@ -123,7 +123,7 @@ class Leaving:
         return dict(json.loads(found)) if isinstance(found, bytes | str) else {}
 
     def _own(self, pools: dict[str, Any]) -> list[dict[str, Any]]:
-        """Returns the agents of this host that still have a process."""
+        """Lists the agents of this host that still have a process."""
         agents = [a for state in pools.values() for a in state["agents"]]
         return [a for a in agents if a.get("host") == self._host_id and a["state"] != "lost"]
 

@@ -1,7 +1,7 @@
-"""The listeners of a host where machines can join: Ray on its address, and the port to join at.
+"""The listeners of a host that machines can join: its Ray node, and the join server.
 
-The machine of `tandem up --listen` and those of `tandem join` are alike: other machines can join
-each of them, and with a Redis of your own each can become Ray's head (cluster/ray/ray_host.py).
+Machines of `tandem up --listen` and of `tandem join` are equal: other machines can join each of
+them, and with an external Redis each can become Ray's head (cluster/ray/ray_host.py).
 """
 
 import os
@@ -28,12 +28,12 @@ from tandem.common.config.cluster import REDIS_URL_VARIABLE
 from tandem.common.config.tls import KINDS, Kind
 from tandem.errors import ConfigError
 
-_REDIS_PORT = 8  # after the first port of the cluster
+_REDIS_PORT = 8  # offset from the first port of the cluster
 _SOCKET = "redis.socket"
 
 
 class Listening:
-    """One host's listeners for the other hosts. Needs the run folder."""
+    """One host's listeners for the other hosts. It needs the run folder."""
 
     def __init__(
         self, options: LaunchOptions, run: Run, authority: Authority, ray_token: str
@@ -66,7 +66,7 @@ class Listening:
         return RayHost(process, self.lease(), self.node, may_lead=may_lead, say=say)
 
     def open(self, reply: JoinReply, token: str, joined: Callable[[str], None]) -> str:
-        """Opens the port to join at. Returns the command that another machine runs."""
+        """Starts the join server. Returns the command to run on another machine."""
         token_file = self._run.folder / "join.token"
         token_file.touch(mode=0o600)
         token_file.write_text(token + "\n")
@@ -100,7 +100,7 @@ class Listening:
         )
 
     def redis_urls(self, redis: EmbeddedRedis | None) -> dict[str, str]:
-        """Returns the URLs of Redis for other hosts, by kind of process."""
+        """Builds the URLs of Redis for other hosts, by kind of process."""
         if redis is None:
             return dict.fromkeys(KINDS, self._options.redis_url)
         host = f"[{self._options.listen}]" if ":" in self._options.listen else self._options.listen
@@ -111,7 +111,7 @@ class Listening:
         }
 
     def start_redis_front(self) -> subprocess.Popen[bytes]:
-        """Starts the TLS port through which other hosts reach the Redis of this machine."""
+        """Starts the TLS proxy through which other hosts reach the Redis of this machine."""
         command = [sys.executable, "-m", "tandem.net.security.redis_front"]
         command += ["--cluster-id", self._run.cluster_id, "--socket", str(redis_socket(self._run))]
         command += ["--tls-dir", str(host_folder(self._run.folder, "redis"))]
@@ -137,7 +137,8 @@ def redis_socket(run: Run) -> Path:
 
 
 def read_join_token(path: str) -> str:
-    """Returns the secret in a file. Raises ConfigError if there is none or it is too short."""
+    """Reads the join secret from a file. Raises ConfigError if it cannot be read or is too
+    short."""
     try:
         token = Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -150,7 +151,7 @@ def read_join_token(path: str) -> str:
 
 
 def for_this_host(url: str, run: Run) -> str:
-    """Returns a URL of Redis from `JoinReply` with the files of this machine."""
+    """Fills in this machine's tls folder in a Redis URL of `JoinReply`."""
     return url.replace("{tls}", str(run.folder / "tls"))
 
 

@@ -1,4 +1,4 @@
-"""The options of `tandem up`, and the commands of the processes that follow from them."""
+"""The options of `tandem up`, and the command lines of its processes."""
 
 import ipaddress
 import os
@@ -34,8 +34,8 @@ from tandem.errors import ConfigError
 from tandem.net.security.access import is_loopback
 
 NUM_CLUSTER_PORTS = 220
-_GRPC_PORTS = 10  # after the first port of the cluster: HTTP and admin ports of the gRPC replica
-LOCAL_COLD_START_S = 15.0  # start of a worker whose model is on this machine
+_GRPC_PORTS = 10  # offset from the first cluster port of the gRPC replica's HTTP and admin ports
+LOCAL_COLD_START_S = 15.0  # time to start a worker whose model is on this machine
 _CLUSTER = Group("Cluster", sort_key=1)
 
 _ClusterPort = Annotated[int, Bounds(least=1024, most=65535 - NUM_CLUSTER_PORTS)]
@@ -104,7 +104,7 @@ class LaunchOptions(Options):
             raise ConfigError("a pool has labels, which choose among machines: --listen is needed")
         if self.listen and self.no_cluster_tls:
             raise ConfigError("--no-cluster-tls and --listen: calls between machines are encrypted")
-        # The launcher's own Redis has no keys yet; an existing Redis may have some.
+        # A new Redis has no API keys; an existing one may have some.
         has_keys = self.admission.keys_file or self.redis_url
         outer = [host for host in (self.host, self.admin.host) if not is_loopback(host)]
         if outer and not (has_keys or self.admission.allow_anonymous):
@@ -112,11 +112,11 @@ class LaunchOptions(Options):
                 f"anyone who reaches {outer[0]} could use the cluster, which has no API keys; "
                 "name --keys-file, or say --allow-anonymous"
             )
-        assert self.autoscaler is not None  # raises ConfigError as a router would
+        assert self.autoscaler is not None  # raises ConfigError, as a router would
 
     @property
     def autoscaler(self) -> AutoscaleConfig:
-        """Returns the autoscaler's settings of a router on this machine."""
+        """The autoscaler's settings for a router on this machine."""
         return AutoscaleConfig(
             mode=self.autoscale,
             prefill_min=self.autoscale_min,
@@ -128,12 +128,12 @@ class LaunchOptions(Options):
 
     @property
     def gpu_limit(self) -> int | None:
-        """Returns the largest number of workers on one GPU; None: any number."""
+        """Largest number of workers on one GPU; None: no limit."""
         return self.workers_per_gpu or (1 if self.engine.device == "cuda" else None)
 
     @property
     def ports(self) -> dict[str, tuple[str, int]]:
-        """Returns the host and port of each listener, by the port's option."""
+        """Host and port of each listener, by the option that sets the port."""
         grpc = {} if self.no_grpc else {"--grpc-port": (self.host, self.grpc_port)}
         return {
             "--port": (self.host, self.http_port),
@@ -153,7 +153,7 @@ class LaunchOptions(Options):
 
     @property
     def admin_url(self) -> str:
-        # As a router does: on loopback the admin ports speak clear text.
+        # As in a router, admin ports on loopback use plain text.
         scheme = "https" if self.tls.tls_cert and not is_loopback(self.admin.host) else "http"
         return f"{scheme}://{_reachable(self.admin.host)}:{self.admin.port}"
 
@@ -163,7 +163,7 @@ class LaunchOptions(Options):
 
 
 def check_listen(address: str, option: str = "--listen") -> None:
-    """Raises ConfigError unless the value is empty or one address of a machine."""
+    """Raises ConfigError unless the value is empty or one specific IP address."""
     if not address:
         return
     try:
@@ -174,8 +174,9 @@ def check_listen(address: str, option: str = "--listen") -> None:
 
 
 def check_gpus(options: LaunchOptions, num_gpus: int) -> None:
-    """Raises ConfigError if this machine has fewer GPUs than its workers take. Where other machines
-    can join, workers wait for their GPUs. If none is found, the workers look for one themselves."""
+    """Raises ConfigError if this machine has fewer GPUs than its workers need. If other machines
+    can join, workers wait for GPUs instead. If no GPU is found, the workers report that
+    themselves."""
     limit = options.gpu_limit
     num_workers = options.num_prefill + options.num_decode
     if limit is None or options.engine.device == "cpu" or options.listen or not num_gpus:
@@ -188,8 +189,8 @@ def check_gpus(options: LaunchOptions, num_gpus: int) -> None:
 
 
 def options_for_others(options: LaunchOptions) -> list[str]:
-    """Returns the command line for a machine that joins. It has no options of this machine alone,
-    except its address, which `on_host` replaces."""
+    """Builds the command line for machines that join. It omits options that apply to this machine
+    only, except its address, which `on_host` replaces."""
     own = replace(options, parent_pid=None, join_token_file="", labels=())
     return to_argv(own)
 
@@ -197,7 +198,7 @@ def options_for_others(options: LaunchOptions) -> list[str]:
 def on_host(
     options: LaunchOptions, *, first: str, address: str, labels: tuple[str, ...]
 ) -> LaunchOptions:
-    """Returns the options of the machine of `tandem up` (at `first`) for the one at `address`."""
+    """Adapts the options of the machine of `tandem up`, at `first`, to the machine at `address`."""
     host = address if options.host == first else options.host
     admin = replace(
         options.admin, host=address if options.admin.host == first else options.admin.host
@@ -214,7 +215,8 @@ def make_spec(
     host_id: str = "",
     number: int = 0,
 ) -> ClusterSpec:
-    """`model` is the folder that `options.model` was resolved to."""
+    """Builds the spec of the cluster. `model` is the folder to which `options.model` was
+    resolved."""
     sizes: dict[Pool, int] = {
         "router": options.num_routers,
         "prefill": options.num_prefill,
@@ -244,12 +246,12 @@ def make_spec(
 
 
 def certificate_folder(run_folder: Path, kind: Kind) -> Path:
-    """Returns the folder with the certificate of this machine's processes of one kind."""
+    """Folder with the certificate of this machine's processes of one kind."""
     return run_folder / "tls" / kind
 
 
 def _reachable(host: str) -> str:
-    """Returns the address for a URL that a client on this machine can reach."""
+    """Converts a bind address to one that a client on this machine can use in a URL."""
     if host in ("0.0.0.0", "::", ""):
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host
@@ -280,7 +282,8 @@ def _router(
             "admin_grpc_port": options.admin.grpc_port,
         }
     else:
-        # Routers of other machines reach the HTTP port. On one machine the system chooses it.
+        # With several machines, other routers need a fixed HTTP port. On one machine the system
+        # chooses it.
         names = ("http_port", "admin_port", "admin_grpc_port")
         first = options.cluster_port + _GRPC_PORTS if options.listen else 0
         ports = {name: first and first + n for n, name in enumerate(names)}

@@ -1,12 +1,12 @@
-"""Makes the certificate of a pod's Ray, which other pods know by the pod's own address.
+"""Creates the certificate of a pod's Ray processes, which other pods verify by the pod's address.
 
-    python -m tandem.cluster.launch.pod_certificate AUTHORITY FOLDER NAME...
+  python -m tandem.cluster.launch.pod_certificate AUTHORITY FOLDER NAME...
 
-AUTHORITY is the folder of a Secret with the authority's tls.crt and tls.key, an elliptic curve's.
-FOLDER gets ca.crt, tls.crt and tls.key. Each NAME is an IP address or a DNS name of the pod. In the
-head's pod, KubeRay adds the name by which nodes reach the head, in the variable FQ_RAY_IP.
+AUTHORITY is the mounted folder of a Secret with the authority's tls.crt and tls.key (elliptic
+curve). ca.crt, tls.crt and tls.key are written to FOLDER. Each NAME is an IP address or a DNS name
+of the pod. In the head's pod, KubeRay sets FQ_RAY_IP to the name by which nodes reach the head.
 
-The program ends with status 2 and one line if the authority cannot be used.
+The program exits with status 2 and one line if the authority cannot be used.
 """
 
 import os
@@ -17,13 +17,13 @@ from pathlib import Path
 from tandem.cluster.launch.certificates import Authority
 from tandem.errors import ConfigError
 
-_LOCAL = ("127.0.0.1", "localhost")  # Ray's processes of a pod call each other there, too
+_LOCAL = ("127.0.0.1", "localhost")  # Ray's processes within a pod use these addresses
 
 
 def make_pod_certificate(
     authority: Path, folder: Path, names: Sequence[str], environment: Mapping[str, str]
 ) -> None:
-    """Writes the three files into `folder`. Raises ConfigError if the authority cannot be used."""
+    """Writes the three files to `folder`. Raises ConfigError if the authority cannot be used."""
     head = environment.get("FQ_RAY_IP", "")
     known = dict.fromkeys(name for name in (*names, head, *_LOCAL) if name)
     _read(authority).write(folder, "ray", addresses=list(known))
@@ -40,7 +40,7 @@ def _read(folder: Path) -> Authority:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Runs the program. Returns the exit status."""
     authority, folder, *names = sys.argv[1:]
     try:
         make_pod_certificate(Path(authority), Path(folder), names, os.environ)

@@ -1,4 +1,4 @@
-"""The value of `--prefill`, `--decode` and `--routers`: SIZE, or SIZE:LABEL=VALUE,..."""
+"""Parses `--prefill`, `--decode` and `--routers`: SIZE, or SIZE:LABEL=VALUE,..."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ _OWN = ("ray.io", "tandem-")
 
 
 class LabelledSize(int):
-    """A number of workers and the labels of their hosts. It equals only a size with such labels."""
+    """A pool size together with the labels of its hosts. It equals only a size with the same
+    labels."""
 
     labels: tuple[str, ...]
 
@@ -42,12 +43,12 @@ class LabelledSize(int):
 
 
 def labels_of(size: object) -> tuple[str, ...]:
-    """Returns the labels that a pool's hosts must have; none for a plain number."""
+    """Returns the labels that a pool's hosts must have; () for a plain int."""
     return size.labels if isinstance(size, LabelledSize) else ()
 
 
 def parse_labels(text: str) -> tuple[str, ...]:
-    """Parses NAME=VALUE,... as Ray takes labels. Raises ConfigError."""
+    """Parses NAME=VALUE,... with the rules of Ray's labels. Raises ConfigError."""
     labels = tuple(part.strip() for part in text.split(",") if part.strip())
     for label in labels:
         if not _LABEL.fullmatch(label) or label.startswith(_OWN):

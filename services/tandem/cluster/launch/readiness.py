@@ -1,8 +1,8 @@
 """Waits until a starting cluster can take requests, and reports how long each part took.
 
 A cluster is ready when the router answers, every worker's record says ready, and the pool
-controller is up. A start fails if a process ends before that; the reason is the end of its log. It
-also fails without progress for too long.
+controller is up. The start fails if a process ends before that (the error has the end of its log),
+or if there is no progress for too long.
 """
 
 import ssl
@@ -27,10 +27,11 @@ from tandem.errors import ConfigError
 from tandem.net.store.client import UNREACHABLE, SyncClient, connect_blocking
 from tandem.net.store.registry import LoadingNotice, WorkerRecord
 
-_DEADLINE_S = 300.0  # without progress; each loaded byte of a large model is progress
+_DEADLINE_S = 300.0  # limit without progress; loading weights of a large model counts as progress
 _INTERVAL_S = 0.05
 _REPLY_DEADLINE_S = 2.0
-_PAIRS_DEADLINE_S = 5.0  # without pairs the cluster serves, too: decode workers then prefill
+# decode workers without paired prefill workers serve, too: they prefill themselves
+_PAIRS_DEADLINE_S = 5.0
 
 
 @dataclass(slots=True)
@@ -39,7 +40,8 @@ class Readiness:
     cluster_id: str
     redis_url: str = field(repr=False)
     screen: LaunchScreen
-    transports: dict[str, str] = field(default_factory=dict)  # of each decode worker's pairs
+    # transports of its pairs, by decode worker
+    transports: dict[str, str] = field(default_factory=dict)
     members: list[Member] = field(default_factory=list)
     _waiting: dict[str, tuple[Member, DetachedProcess, float]] = field(default_factory=dict)
 
@@ -48,8 +50,8 @@ class Readiness:
         self._waiting[member.member_id] = (member, started, time.monotonic())
 
     def wait(self, ray_head: HeadProcess) -> HeadStarted:
-        """Waits until all parts are up. Raises ConfigError with the part that is not and the end of
-        its log."""
+        """Waits until all parts are up. Raises ConfigError that names the failed part and has the
+        end of its log."""
         head: HeadStarted | None = None
         progress = (0, False, 0)
         moved_at = time.monotonic()
@@ -81,7 +83,7 @@ class Readiness:
         return head
 
     def _steps(self, waits_for_head: bool, loaded: int, to_load: int) -> list[ProgressRow]:
-        """Returns the rows of the bars: the members, the weights that they load, and Ray."""
+        """Builds the progress rows: members, the weights that they load, and Ray."""
         total = len(self.members)
         ready = total - len(self._waiting)
         left = ", ".join(self._waiting)
@@ -91,12 +93,13 @@ class Readiness:
             else []
         )
         if left and loaded < to_load:
-            told = f"{loaded / to_load:.0%} of {to_load / 1e9:.3g} GB"
-            steps.append(ProgressRow("weights", told, loaded, to_load))
+            progress = f"{loaded / to_load:.0%} of {to_load / 1e9:.3g} GB"
+            steps.append(ProgressRow("weights", progress, loaded, to_load))
         return [*steps, ProgressRow("ray head", "starts")] if waits_for_head else steps
 
     def _wait_for_pairs(self, redis: SyncClient) -> None:
-        """Waits a bounded time until all decode workers are paired with all prefill workers."""
+        """Waits at most _PAIRS_DEADLINE_S until all decode workers are paired with all prefill
+        workers."""
         began = time.monotonic()
         self.screen.wait_for(ProgressRow("pairs", "decode workers connect prefill workers"))
         producers = {m.member_id for m in self.members if m.pool == "prefill"}
@@ -116,21 +119,22 @@ class Readiness:
         if member.pool in ROUTER_POOLS:
             url = self.options.http_url if member.pool == "router" else self._url(member_id, redis)
             try:
-                # The check needs no identity: the certificate names another host than ours.
+                # Identity does not matter for this check, and the certificate names another host.
                 context = ssl._create_unverified_context()
                 ready = f"{url}/ready"
                 with urllib.request.urlopen(ready, timeout=_REPLY_DEADLINE_S, context=context):
                     return True
             except urllib.error.HTTPError:
-                # It is up; without a decode worker here it waits for one on another machine.
+                # It is up; it may wait for a decode worker on another machine.
                 return all(m.pool != "decode" for m in self.members)
-            except (OSError, ValueError):  # it does not answer; it has not announced its URL
+            except (OSError, ValueError):  # no answer, or the URL is not announced yet
                 return False
         record = self._record(member_id, redis)
         return record is not None and record.state == "ready"
 
     def _url(self, router_id: str, redis: SyncClient) -> str:
-        """Returns the URL that a router announced (store/router_registry.py); empty before that."""
+        """Reads the URL that a router announced (store/router_registry.py); empty if it has none
+        yet."""
         try:
             entry = redis.hget(f"{{tandem:{self.cluster_id}}}:routers", router_id)
         except UNREACHABLE:
@@ -138,22 +142,21 @@ class Readiness:
         return entry.decode().partition(" ")[2] if isinstance(entry, bytes) else ""
 
     def _bytes_loaded(self, redis: SyncClient) -> tuple[int, int]:
-        """Returns the bytes of weights that all workers have loaded, and the bytes of all weights:
-        a large model takes long."""
+        """Sums over all workers the bytes of weights that are loaded, and those in total."""
         try:
             found = redis.hvals(f"{{tandem:{self.cluster_id}}}:loading")
         except UNREACHABLE:
             return 0, 0
-        told = [
+        notices = [
             msgspec.msgpack.decode(v, type=LoadingNotice) for v in found if isinstance(v, bytes)
         ]
-        return sum(n.num_bytes for n in told), sum(n.num_bytes_all for n in told)
+        return sum(n.num_bytes for n in notices), sum(n.num_bytes_all for n in notices)
 
     def _record(self, member_id: str, redis: SyncClient) -> WorkerRecord | None:
         try:
             record = redis.get(f"{{tandem:{self.cluster_id}}}:worker:{member_id}")
         except UNREACHABLE:
-            return None  # slow, or away: the next look may find it
+            return None  # slow or unreachable; tried again later
         if not isinstance(record, bytes):
             return None
         return msgspec.msgpack.decode(record, type=WorkerRecord)

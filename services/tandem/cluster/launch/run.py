@@ -1,8 +1,8 @@
-"""The folder, logs, environment and guardian of `tandem up` or `tandem join` on its machine.
+"""The folder, logs, environment and guardian of `tandem up` or `tandem join`.
 
-    made -> ... -> `end`: every process of the cluster on this machine is gone, and the folder too
+  created -> ... -> `end`: all processes of the cluster on this machine and the folder are gone
 
-After a kill of the launcher, its guardian does this.
+If the launcher is killed, its guardian cleans up.
 """
 
 import os
@@ -19,17 +19,19 @@ from tandem.cluster.processes import guardian, process
 from tandem.common.config.cluster import CLUSTER_ID_VARIABLE, TOKEN_VARIABLE
 from tandem.net.socket_folder import is_short, make_socket_folder
 
-_DRAIN_S = 2.5  # of routers and workers at the end; all must be gone in 5 s
+_DRAIN_S = 2.5  # time for routers and workers to drain at the end; the total limit is 5 s
 
 
 class Run:
     """One run of a cluster on this machine."""
 
     def __init__(self, cluster_id: str, token: str, more: Mapping[str, str] | None = None) -> None:
-        """`more` has further variables for the environment of all processes."""
+        """Creates the folder and starts the guardian. `more` has environment variables for all
+        processes."""
         self.cluster_id = cluster_id
         self.folder = Path(tempfile.mkdtemp(prefix="tandem-"))
-        # TMPDIR of all processes, whose sockets are there: another folder if this one is too deep.
+        # TMPDIR of all processes, which create sockets there; elsewhere if the path would be too
+        # long.
         self.tmp = self.folder / "tmp"
         if is_short(self.tmp):
             self.tmp.mkdir()
@@ -37,22 +39,22 @@ class Run:
             self.tmp = make_socket_folder()
         self.logs = RunLogs(self.folder, cluster_id)
         self.guardian = self._start_guardian()
-        # Redis inherits our own environment; it must be known as the cluster's, too.
+        # Redis inherits this process's environment, and must be recognized as part of the cluster.
         os.environ[CLUSTER_ID_VARIABLE] = cluster_id
         self.environment = {**process.child_environment(os.environ), **(more or {})}
         self.environment[TOKEN_VARIABLE] = token
-        # What a killed process leaves behind goes with the run folder.
+        # files of killed processes are deleted with the run folder
         self.environment["TMPDIR"] = str(self.tmp)
 
     def restart_guardian(self) -> None:
         self.guardian = self._start_guardian()
 
     def end_processes(self, spare: int | None = None) -> None:
-        """Ends the cluster's processes on this machine, except `spare`."""
+        """Ends the cluster's processes on this machine, except the one with the pid `spare`."""
         guardian.end_cluster(self.cluster_id, _DRAIN_S, spare=spare)
 
     def end(self) -> None:
-        """Removes the run folder. All processes have ended."""
+        """Removes the run folder. Call it after all processes have ended."""
         for folder in (self.folder, self.tmp):
             shutil.rmtree(folder, ignore_errors=True)
         self.logs.close()
@@ -65,7 +67,8 @@ class Run:
         script = guardian.__file__
         return subprocess.Popen(
             [sys.executable, "-I", "-S", script, self.cluster_id, str(self.folder), str(self.tmp)],
-            stdin=subprocess.PIPE,  # only we hold the other end: it is closed on exec
+            # The other end is open only in this process, because it is closed on exec.
+            stdin=subprocess.PIPE,
             env={},
             start_new_session=True,
         )

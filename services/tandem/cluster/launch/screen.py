@@ -1,4 +1,4 @@
-"""The output of `tandem up`: a line for each part that is up, then the ready screen."""
+"""The output of `tandem up`: a line for each started part, then a summary."""
 
 import json
 import time
@@ -13,22 +13,23 @@ from tandem.cluster.launch.options import LaunchOptions
 from tandem.cluster.pools import Member
 from tandem.common.process.progress import ProgressRow, Waiting
 
-# Greedy and with wide margins: the small model answers it the same in bf16 and fp32, cold and warm.
+# The small model answers this prompt identically in bf16 and fp32, with and without cached blocks.
 _PROMPT = "What is gravity? Explain in two sentences."
 
 
 class LaunchScreen:
-    """Shows progress, and keeps the time of each part that `done` reports."""
+    """Shows the progress, and records the duration of each part that `done` reports."""
 
     def __init__(self, options: LaunchOptions) -> None:
         self._options = options
         self._console = Console(highlight=False, soft_wrap=True)
         self._started = time.monotonic()
-        self._rows: list[tuple[str, float, float]] = []  # name, seconds taken, done at second
+        # name, duration in seconds, completion time in seconds since the start
+        self._rows: list[tuple[str, float, float]] = []
         self._waiting: Waiting | None = None
 
     def say(self, text: str) -> None:
-        """Prints a line, which may have rich's markup."""
+        """Prints a line, which may contain rich's markup."""
         with self.without_bars():
             self._console.print(f"[dim]{time.monotonic() - self._started:5.1f} s[/]  {text}")
 
@@ -50,7 +51,8 @@ class LaunchScreen:
             self._waiting.show(*steps)
 
     def without_bars(self) -> AbstractContextManager[None]:
-        """Returns a context in which something else may print."""
+        """Hides the progress rows for the duration of the context, so that something else can
+        print."""
         return self._waiting.hidden() if self._waiting is not None else nullcontext()
 
     def show_ready(
@@ -61,7 +63,8 @@ class LaunchScreen:
         logs: str,
         command_to_join: str = "",
     ) -> None:
-        """Shows the ready cluster; `transports` maps worker ids to transports, as far as known."""
+        """Prints the summary; `transports` maps worker ids to transports, as far as they are
+        known."""
         print_ = self._console.print
         url = escape(self._options.http_url)
         print_(f"\n[bold green]ready[/] after {time.monotonic() - self._started:.1f} s")

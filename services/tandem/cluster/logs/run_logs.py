@@ -1,10 +1,10 @@
-"""Logs of the runs of `tandem up` on this machine. They stay after a run has ended.
+"""Logs of the runs of `tandem up` on this machine. They are kept after a run has ended.
 
-    $XDG_STATE_HOME/tandem/runs/START-CLUSTER/ID.log    START is the time in UTC, sorted by name
+  $XDG_STATE_HOME/tandem/runs/START-CLUSTER/ID.log    START is the time in UTC, sortable by name
 
-A run holds a lock on its folder while it lives. Each new run drops the oldest folders beyond
-`RUNS_KEPT`, but never one of a run that lives. A log that has grown large begins anew, and the file
-before it is ID.log.1.
+A running cluster holds a lock on its folder. Each new run deletes the oldest folders beyond
+`RUNS_KEPT`, except those of running clusters. A large log is renamed to ID.log.1, and a new file is
+started.
 """
 
 import fcntl
@@ -30,16 +30,17 @@ _STATE = ".local/state"
 
 
 def runs_folder() -> Path:
-    """Returns the folder of all runs (XDG Base Directory Specification)."""
+    """The folder of all runs (XDG Base Directory Specification)."""
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / _STATE) / "tandem" / "runs"
 
 
 class RunLogs:
-    """The logs of one run: `RUN_FOLDER/logs` is a link to their folder until `close`."""
+    """The logs of one run. `RUN_FOLDER/logs` is a link to their folder until `close`."""
 
     def __init__(self, run_folder: Path, cluster_id: str) -> None:
-        """The logs stay in the run folder, which ends with the run, if no other can be made."""
+        """Creates the folder. If that fails, the logs are written to the run folder, which is
+        deleted with the run."""
         self.folder = run_folder / "logs"
         self._lock: int | None = None
         kept = runs_folder() / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{cluster_id}"
@@ -61,7 +62,7 @@ class RunLogs:
 
 
 def find_log(process_id: str) -> Path:
-    """Returns the log of a worker or router in the newest run that has one. Raises OperateError."""
+    """Finds the log of a worker or router in the newest run that has one. Raises OperateError."""
     runs = sorted((r for r in _folders(runs_folder())), reverse=True)
     for run in runs:
         if (found := run / f"{Path(process_id).name}.log").is_file():
@@ -74,7 +75,7 @@ def find_log(process_id: str) -> Path:
 
 
 def lines(path: Path, is_over: Callable[[], bool]) -> Iterator[str]:
-    """Yields the lines of a log, then those that are added, until `is_over` is true at its end."""
+    """Yields the text of a log and what is appended, until `is_over` returns True at its end."""
     if older(path).is_file():
         yield older(path).read_text(errors="replace")
     while True:
@@ -86,16 +87,16 @@ def lines(path: Path, is_over: Callable[[], bool]) -> Iterator[str]:
                     return
                 else:
                     time.sleep(_POLL_S)
-            if text := stream.read():  # of the file that has another name now
+            if text := stream.read():  # the rest of the renamed file
                 yield text
 
 
 def _is_named(stream: TextIO, path: Path) -> bool:
-    """Returns whether the open log is still the file of its name: it has not begun anew."""
+    """Says whether the open file still has this name, that is, the log was not rotated."""
     try:
         return os.path.samestat(os.fstat(stream.fileno()), path.stat())
     except FileNotFoundError:
-        return True  # between two names
+        return True  # between the two steps of a rotation
 
 
 def show_log(path: Path, *, follow: bool) -> None:
@@ -113,13 +114,13 @@ def _folders(runs: Path) -> list[Path]:
 def _drop_old(runs: Path) -> None:
     for run in sorted(_folders(runs))[:-RUNS_KEPT]:
         with suppress(OSError):
-            lock = _locked(run)  # fails while the run lives
+            lock = _locked(run)  # fails while the run is active
             shutil.rmtree(run)
             os.close(lock)
 
 
 def _locked(run: Path) -> int:
-    """Returns a descriptor that holds the lock of a run. Raises OSError if the run lives."""
+    """Locks the folder of a run and returns the descriptor. Raises OSError if the run is active."""
     lock = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

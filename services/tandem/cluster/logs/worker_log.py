@@ -1,7 +1,7 @@
-"""`tandem logs`: the log of a process of this machine, or that of another one through a router.
+"""`tandem logs` prints the log of a process on this machine, or on another one through a router.
 
-A router knows which machine a worker is on. Without an answer of a router, the newest run of this
-machine that has a log of this name is the one that is meant.
+A router knows the machine of each worker. If no router answers, the newest run on this machine that
+has a log of this name is used.
 """
 
 import os
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cluster.logs.run_logs import find_log, show_log
-from tandem.cluster.operate import ask
+from tandem.cluster.operate import call_router
 from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import OperateError
 
-_PIECE_DEADLINE_S = 15.0  # the router waits 10 s for the worker
+_PIECE_DEADLINE_S = 15.0  # longer than the 10 s that the router waits for the worker
 _POLL_S = 0.5
 
 
@@ -35,17 +35,19 @@ def show_worker_log(url: str, process_id: str, *, follow: bool) -> None:
             _note(f"the last {process_id} ran on {host}; this is an earlier one's log")
         show_log(local, follow=follow)
     elif worker is None and not is_own_router:
-        raise OperateError(_why_none(state, process_id) or f"{_no_log(process_id)}; {why_unknown}")
+        raise OperateError(
+            _where_log_is(state, process_id) or f"{_no_log(process_id)}; {why_unknown}"
+        )
     else:
         _show_remote(url, process_id, local, follow=follow)
 
 
 def _show_remote(url: str, process_id: str, local: Path | None, *, follow: bool) -> None:
-    """Prints the log that the process itself sends, or the one of this machine if it sends none."""
+    """Prints the log as sent by the process, or the local file if the process sends none."""
     path = f"/v1/cluster/workers/{urllib.parse.quote(process_id, safe='')}/log"
     try:
         with Waiting(ProgressRow(process_id, "is asked for its log")):
-            piece = ask(url, "GET", path=path, deadline_s=_PIECE_DEADLINE_S, keep="\n\t")
+            piece = call_router(url, "GET", path=path, deadline_s=_PIECE_DEADLINE_S, keep="\n\t")
     except OperateError as error:
         if local is None:
             raise
@@ -61,9 +63,9 @@ def _note(text: str) -> None:
 
 
 def _state(url: str) -> tuple[Mapping[str, Any], str]:
-    """Returns the cluster's state, or an empty one and why there is none."""
+    """Fetches the cluster's state. Returns an empty one and the reason if there is none."""
     try:
-        state = ask(url, "GET")
+        state = call_router(url, "GET")
     except OperateError as error:
         return {}, error.message
     if isinstance(state, dict) and "workers" in state:
@@ -95,21 +97,22 @@ def _row(state: Mapping[str, Any], worker_id: str) -> Mapping[str, str]:
 
 
 def _writes(worker: Mapping[str, Any], log: Path) -> bool:
-    """Returns whether the worker's process is on this machine and writes to this file."""
+    """Says whether the worker's process is on this machine and writes to this file."""
     with suppress(OSError):
         return os.path.samefile(f"/proc/{worker['pid']}/fd/2", log)
     return False
 
 
 def _other_host(state: Mapping[str, Any], worker_id: str) -> str:
-    """Returns the other machine on which a worker without a record was last; empty if none."""
+    """Finds the other machine on which a worker without a record last ran; empty if there is
+    none."""
     host = str(_row(state, worker_id).get("host", ""))
-    is_here = _worker(state, worker_id) or host.partition(" (")[0] in ("", socket.gethostname())
-    return "" if is_here else host
+    is_local = _worker(state, worker_id) or host.partition(" (")[0] in ("", socket.gethostname())
+    return "" if is_local else host
 
 
-def _why_none(state: Mapping[str, Any], process_id: str) -> str:
-    """Says where the log of a process is that has no record; empty if nobody knows the process."""
+def _where_log_is(state: Mapping[str, Any], process_id: str) -> str:
+    """Explains where the log of a process without a record is; empty if the process is unknown."""
     agents = [
         agent
         for pool in state.get("pools", {}).values()
@@ -120,14 +123,14 @@ def _why_none(state: Mapping[str, Any], process_id: str) -> str:
     if not agents and not row:
         return ""
     host = row.get("host") or next((a["host"] for a in agents if a.get("host")), "")
-    told = ": ".join(filter(None, (row.get("state"), row.get("note")))) or agents[0]["state"]
+    described = ": ".join(filter(None, (row.get("state"), row.get("note")))) or agents[0]["state"]
     where = f"on its host {host}" if host else "on its own host"
-    return f"{process_id} is {told}. Its log is {where}: run `tandem logs {process_id}` there"
+    return f"{process_id} is {described}. Its log is {where}: run `tandem logs {process_id}` there"
 
 
 def _show_pieces(url: str, path: str, piece: Mapping[str, str], *, follow: bool) -> None:
-    """Prints a part of a log and what comes after it; with `follow`, until it is interrupted.
-    Raises OperateError."""
+    """Prints a part of a log and the parts after it; with `follow`, until it is interrupted. Raises
+    OperateError."""
     is_away = False
     while piece["text"] or follow:
         sys.stdout.write(piece["text"])
@@ -136,7 +139,7 @@ def _show_pieces(url: str, path: str, piece: Mapping[str, str], *, follow: bool)
             time.sleep(_POLL_S)
         place = f"{path}?after={piece['after']}"
         try:
-            piece = ask(url, "GET", path=place, deadline_s=_PIECE_DEADLINE_S, keep="\n\t")
+            piece = call_router(url, "GET", path=place, deadline_s=_PIECE_DEADLINE_S, keep="\n\t")
             is_away = False
         except OperateError as error:
             if not follow:

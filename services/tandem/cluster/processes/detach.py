@@ -1,9 +1,9 @@
 """Starts a command that outlives its caller: `detach.py RECORD LOG COMMAND...`.
 
-It is run as a script by its path (`python -I -S`), so it imports nothing of Tandem and little else.
-The command gets a session of its own. This process ends at once, so the command has no parent whose
-end could end it: Ray kills the children of an actor that ends. RECORD, a JSON object with `pid` and
-`start_ticks`, is in place before the command runs and before this script ends.
+It is run as a script (`python -I -S`) and imports nothing from Tandem. The command gets its own
+session. This process exits immediately, so the command is no child of the caller: Ray kills the
+children of an actor that ends. RECORD, a JSON object with `pid` and `start_ticks`, is written
+before the command runs and before this script exits.
 """
 
 import os
@@ -11,8 +11,8 @@ import sys
 
 
 def start_ticks(pid: int) -> int:
-    """Returns the start of a process in clock ticks since boot. With the pid it identifies the
-    process."""
+    """Reads the start time of a process in clock ticks since boot. Together with the pid it is
+    unique."""
     with open(f"/proc/{pid}/stat") as stat:
         return int(stat.read().rpartition(")")[2].split()[19])
 
@@ -21,7 +21,8 @@ def main(record: str, log: str, *command: str) -> None:
     read_end, write_end = os.pipe()
     if os.fork():
         os.close(write_end)
-        failed = os.read(read_end, 1000)  # ends when the child has become the command, or failed
+        # returns at EOF when the child has called exec, or with an error message
+        failed = os.read(read_end, 1000)
         sys.stderr.buffer.write(failed)
         sys.exit(1 if failed else 0)
     try:

@@ -1,11 +1,12 @@
 """A Redis-compatible server (Valkey, BSD licence) as a child process, for a cluster on one host.
 
-States: made -> `start` -> running -> `stop` or `kill` (or it dies) -> `start`/`restart` -> running.
-Address and password stay the same for the object's life, so that clients find a restarted server.
-Nothing is kept on disk, because workers publish everything again. The folder has only the log.
+States: created -> `start` -> running -> `stop` or `kill` (or a crash) -> `start`/`restart` ->
+running
 
-The child runs in a session of its own, so Ctrl-C in a terminal reaches it only through its owner.
-The owner must end it; this module does not handle the kill of its owner.
+Address and passwords do not change during the object's life, so that clients find a restarted
+server. Nothing is persisted, because workers publish everything again; the folder has only the log.
+The child runs in its own session, so Ctrl-C in a terminal does not reach it. The owner must stop
+it; if the owner is killed, this module does nothing.
 """
 
 import random
@@ -25,15 +26,15 @@ from tandem.errors import ConfigError
 from tandem.net.store.client import wait_until_answers
 from tandem.net.store.roles import rules
 
-# Below Linux's range for outgoing connections (32768 and up): while the server is down, no client
-# of this host can be given its port by the system, so a restart finds it free.
+# Below Linux's range of ephemeral ports (32768 and up): while the server is down, no client on this
+# host can be assigned its port, so a restart finds it free.
 _PORTS = range(20_000, 32_768)
 _START_ATTEMPTS = 5
 _LOG_TAIL_BYTES = 2000
 
 
 class EmbeddedRedis:
-    """One server on a private port of `host`, by default this machine alone, with a password."""
+    """One server with a password on a private port of `host`, by default on loopback."""
 
     def __init__(
         self,
@@ -44,11 +45,11 @@ class EmbeddedRedis:
         cluster_id: str = "",
         unix_socket: Path | None = None,
     ) -> None:
-        """`folder` gets the server's log and outlives it; by default a temporary one is used.
+        """Prepares a server. `folder` gets the log and is kept; by default a temporary folder is
+        used. With `unix_socket` the server also listens there.
 
-        With `unix_socket` the server listens there, too.
-
-        With a cluster's id there is also a user for each kind of its processes (`url_of`).
+        With a cluster's id there is also a Redis user for each kind of the cluster's processes
+        (`url_of`).
         """
         self._cluster_id = cluster_id
         self._unix_socket = unix_socket
@@ -77,17 +78,17 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """The URL with the password: pass it in the environment, never on a command line."""
+        """URL with the password. Pass it in the environment, never on a command line."""
         return f"redis://:{self._password}@{self._host}:{self.port}/0"
 
     def url_of(self, kind: Kind) -> str:
-        """Returns the URL of a kind's own user; of the default user without a cluster's id."""
+        """URL with the user of this kind; with the default user if there is no cluster id."""
         if not self._cluster_id:
             return self.url
         return f"redis://{self.user_of(kind)}@{self._host}:{self.port}/0"
 
     def user_of(self, kind: Kind) -> str:
-        """Returns the name and the password of a kind's own user, as in a URL."""
+        """Name and password of the user of this kind, in the form USER:PASSWORD of a URL."""
         return f"{kind}:{self._passwords[kind]}"
 
     @property
@@ -95,7 +96,8 @@ class EmbeddedRedis:
         return self._process is not None and self._process.poll() is None
 
     def start(self, deadline_s: float = 10.0) -> None:
-        """Starts the server and waits until it answers. Raises ConfigError with the log's end."""
+        """Starts the server and waits until it answers. Raises ConfigError with the end of its
+        log."""
         assert not self.is_running, "the server runs already"
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._port is not None:
@@ -106,13 +108,13 @@ class EmbeddedRedis:
                 self._start_on(_free_port(self._host), deadline_s)
                 return
             except ConfigError:
-                # Another process can have taken the port since it was found free.
+                # Another process may have taken the port since it was found free.
                 self._port = None
                 if attempt == _START_ATTEMPTS - 1:
                     raise
 
     def stop(self, deadline_s: float = 5.0) -> None:
-        """Ends the server, with SIGKILL if it does not end in time, and removes its own folder."""
+        """Stops the server, with SIGKILL after `deadline_s`, and removes a temporary folder."""
         if self._process is not None:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -122,14 +124,14 @@ class EmbeddedRedis:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """Kills the server with SIGKILL, to simulate a crash."""
+        """Kills the server with SIGKILL, which simulates a crash."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def restart(self, deadline_s: float = 10.0) -> None:
-        """Starts a new, empty server at the same address, even if the old one still runs."""
+        """Starts a new, empty server at the same address. An old one that still runs is killed."""
         self.kill()
         self.start(deadline_s)
 
@@ -144,7 +146,8 @@ class EmbeddedRedis:
         self._port = port
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [str(get_binary_path()), "-"],  # settings from stdin: the password is in no file
+                # settings are passed on stdin, so that the password is in no file
+                [str(get_binary_path()), "-"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -173,14 +176,15 @@ class EmbeddedRedis:
                 f"requirepass {self._password}",
                 "daemonize no",
                 *([f"unixsocket {self._unix_socket}"] if self._unix_socket else []),
-                # A title would be written over its environment, by which its cluster is known.
+                # Setting the title would overwrite the environment, by which the guardian finds the
+                # process.
                 "set-proc-title no",
                 'save ""',
                 "appendonly no",
                 "databases 1",
                 f"maxmemory {self._memory_bytes_max}",
-                # Evicting single keys would leave holes in the prefix tree; a refused write only
-                # makes its worker publish again later.
+                # Evicting single keys would leave holes in the prefix tree. After a refused write,
+                # a worker publishes again later.
                 "maxmemory-policy noeviction",
                 *(
                     f"user {kind} on >{password} {rules(kind, self._cluster_id)}"

@@ -1,19 +1,19 @@
-"""Waits for the end of processes that are not our children, by name, without polling."""
+"""Waits without polling for the end of processes that are not children of this one."""
 
 import os
 import select
 
 
 class EndWatch:
-    """Watches one process for each name."""
+    """Watches processes by name, one for each name."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
-        self._names: dict[int, str] = {}  # by pidfd
+        self._names: dict[int, str] = {}  # keyed by pidfd
         self._gone: list[str] = []
 
     def add(self, name: str, pid: int) -> None:
-        """Watches a process; one that is gone already counts as ended."""
+        """Watches a process. If it no longer exists, it counts as ended."""
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -28,14 +28,14 @@ class EndWatch:
             self._close(pidfd)
 
     def wait(self, timeout_s: float | None = None) -> str | None:
-        """Returns the name of a process that has ended, each name once; None at the time-out."""
+        """Returns the name of a process that has ended, each name once; None after `timeout_s`."""
         if not self._gone:
             timeout_ms = None if timeout_s is None else round(timeout_s * 1000)
             self._gone += [self._close(pidfd) for pidfd, _ in self._poll.poll(timeout_ms)]
         return self._gone.pop(0) if self._gone else None
 
     def close(self) -> None:
-        """Stops watching."""
+        """Stops watching all processes."""
         for pidfd in list(self._names):
             self._close(pidfd)
 

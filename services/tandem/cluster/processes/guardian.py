@@ -1,10 +1,10 @@
-"""Ends a whole cluster when its launcher is gone, however it ended.
+"""Ends all processes of a cluster when its launcher has ended for any reason.
 
-It is run as a script by its path (`python -I -S guardian.py CLUSTER_ID FOLDER ...`). Its standard
-input is a pipe whose other end only the launcher holds. At the end of file it ends every process
-that has the cluster's id in its environment, and every process that shares a session with one of
-them (each process of a cluster is in a session that the cluster made). Then it removes the folders.
-It imports nothing of Tandem, because it must be small and must not fail.
+It is run as a script (`python -I -S guardian.py CLUSTER_ID FOLDER ...`). Its standard input is a
+pipe whose other end is open only in the launcher. At EOF it ends every process with the cluster's
+id in its environment, and every process in the same session as one of them (the cluster's processes
+are in sessions that the cluster created). Then it removes the folders. It imports nothing from
+Tandem, so that it is small and cannot fail.
 """
 
 import os
@@ -14,13 +14,14 @@ import sys
 import time
 
 CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
-_TERM_S = 1.5  # from SIGTERM to SIGKILL
+_TERM_S = 1.5  # time between SIGTERM and SIGKILL
 _KILL_S = 10.0
 _SCAN_INTERVAL_S = 0.05
 
 
 def cluster_processes(cluster_id: str) -> dict[int, int]:
-    """Returns the session id of each living process of a cluster, by pid, without the caller."""
+    """Finds the running processes of a cluster, except this one. Returns their session ids by
+    pid."""
     marker = f"{CLUSTER_ID_VARIABLE}={cluster_id}".encode()
     sessions: dict[int, int] = {}
     marked: set[int] = set()
@@ -37,9 +38,9 @@ def cluster_processes(cluster_id: str) -> dict[int, int]:
             with open(f"/proc/{pid}/environ", "rb") as environ:
                 if marker in environ.read().split(b"\0"):
                     marked.add(pid)
-        except (OSError, ValueError):  # it ended meanwhile, or is another user's
+        except (OSError, ValueError):  # it has ended, or belongs to another user
             continue
-    # Only sessions whose leader is the cluster's or gone, so never the session of a shell.
+    # Only sessions whose leader belongs to the cluster or has ended, so never that of a shell.
     own = {s for s in map(sessions.__getitem__, marked) if s in marked or s not in sessions}
     own.discard(os.getsid(0))
     return {pid: s for pid, s in sessions.items() if pid in marked or s in own}
@@ -54,7 +55,7 @@ def signal_all(pids: list[int], number: signal.Signals) -> None:
 
 
 def end_session(session_id: int) -> None:
-    """Sends SIGKILL, at once, to every process of a session."""
+    """Sends SIGKILL to every process of a session."""
     pids = []
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -66,10 +67,11 @@ def end_session(session_id: int) -> None:
 
 
 def end_cluster(cluster_id: str, term_s: float = _TERM_S, spare: "int | None" = None) -> bool:
-    """Sends SIGTERM, then SIGKILL until only `spare` is left. Returns False if a process stays."""
+    """Sends SIGTERM, and after `term_s` SIGKILL, until only `spare` is left. Returns False if
+    others remain."""
     term_until = time.monotonic() + term_s
     kill_until = term_until + _KILL_S
-    asked: set[int] = set()
+    signalled: set[int] = set()
     while pids := [pid for pid in cluster_processes(cluster_id) if pid != spare]:
         now = time.monotonic()
         if now >= kill_until:
@@ -77,8 +79,8 @@ def end_cluster(cluster_id: str, term_s: float = _TERM_S, spare: "int | None" = 
         if now >= term_until:
             signal_all(pids, signal.SIGKILL)
         else:
-            signal_all([pid for pid in pids if pid not in asked], signal.SIGTERM)
-            asked.update(pids)
+            signal_all([pid for pid in pids if pid not in signalled], signal.SIGTERM)
+            signalled.update(pids)
         time.sleep(_SCAN_INTERVAL_S)
     return True
 

@@ -1,13 +1,13 @@
-"""The lease of Ray's head among the hosts of a cluster, and the fence that goes with it.
+"""The lease of Ray's head among the hosts of a cluster, and its fencing number.
 
-    {tandem:CLUSTER}:head         STRING, JSON of `Head`, with a time to live that its host renews
-    {tandem:CLUSTER}:head-number  STRING, the highest number of a head so far
-    {tandem:CLUSTER}:owned        STRING, JSON of `owned.Owned`, as the newest controller wrote it
+  {tandem:CLUSTER}:head         STRING, JSON of `Head`, with a time to live that its host renews
+  {tandem:CLUSTER}:head-number  STRING, the highest fencing number so far
+  {tandem:CLUSTER}:owned        STRING, JSON of `owned.Owned`, written by the newest controller
 
-Each head has a number of its own, higher than all before. Everything that a head or its controller
-writes carries the number, and Redis refuses a number that is not the highest. A head that was
-stopped or cut off while another one took over therefore changes nothing when it is back. If Redis
-loses its data, it gets the number again from the living head.
+Each head has a higher number than all heads before it. Every write of a head or its controller
+carries the number, and Redis refuses a number that is not the highest. So a head that was paused or
+cut off while another one took over changes nothing when it returns. If Redis loses its data, the
+current head writes the number again.
 """
 
 import logging
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 LEASE_S = 8.0
 RENEW_INTERVAL_S = 2.0
 
-# KEYS: head, head-number. ARGV: host, ms to live. Returns the new number, or 0 if another host has
-# the lease.
+# KEYS: head, head-number. ARGV: host, time to live in ms. Returns the new number, or 0 if another
+# host has the lease.
 _TAKE = """
 local held = redis.call('get', KEYS[1])
 if held and cjson.decode(held).host ~= ARGV[1] then return 0 end
@@ -34,8 +34,8 @@ redis.call('set', KEYS[1], head, 'PX', ARGV[2])
 return number
 """
 
-# KEYS: head, head-number. ARGV: number, JSON of the head, ms to live. Returns 1, or 0 if there is a
-# head of a higher number.
+# KEYS: head, head-number. ARGV: number, JSON of the head, time to live in ms. Returns 1, or 0 if
+# there is a head with a higher number.
 _RENEW = """
 local highest = tonumber(redis.call('get', KEYS[2]) or '0')
 if highest > tonumber(ARGV[1]) then return 0 end
@@ -44,7 +44,8 @@ redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
 return 1
 """
 
-# KEYS: head-number, then those to set. ARGV: number, then a value for each. Returns as _RENEW does.
+# KEYS: head-number, then the keys to set. ARGV: number, then a value for each key. Returns 1, or 0
+# if there is a head with a higher number.
 _SET = """
 local highest = tonumber(redis.call('get', KEYS[1]) or '0')
 if highest > tonumber(ARGV[1]) then return 0 end
@@ -55,7 +56,7 @@ return 1
 
 
 class HeadLease:
-    """One host's view of the lease. Calls raise what `store.client.UNREACHABLE` lists."""
+    """One host's access to the lease. Calls raise the exceptions in `store.client.UNREACHABLE`."""
 
     def __init__(self, redis_url: str, cluster_id: str, host_id: str) -> None:
         self._cluster_id = cluster_id
@@ -64,17 +65,18 @@ class HeadLease:
         self._client: SyncClient | None = None
 
     def read(self) -> Head | None:
-        """Returns the head, or None if no host holds the lease."""
+        """Reads the current head; None if no host holds the lease."""
         found = self._redis.get(_key(self._cluster_id, "head"))
         return msgspec.json.decode(found, type=Head) if isinstance(found, bytes | str) else None
 
     def take(self) -> int | None:
-        """Takes the lease and returns this host's new number; None if another host holds it."""
+        """Takes the lease and returns this host's new fencing number; None if another host holds
+        it."""
         number = self._eval(_TAKE, ["head", "head-number"], self._host_id, _ms(LEASE_S))
         return number or None
 
     def renew(self, number: int, address: str) -> bool:
-        """Returns False if there is a head of a higher number."""
+        """Renews the lease. Returns False if there is a head with a higher number."""
         head = msgspec.json.encode(Head(number, self._host_id, address))
         return bool(self._eval(_RENEW, ["head", "head-number"], number, head, _ms(LEASE_S)))
 
@@ -96,15 +98,15 @@ class HeadLease:
 def fenced_set(
     redis: SyncClient, cluster_id: str, number: int, values: Mapping[str, bytes | str]
 ) -> bool:
-    """Sets the cluster's keys of these names. Returns False, and sets nothing, if there is a head
-    of a higher number. Raises what `store.client.UNREACHABLE` lists."""
+    """Sets these keys of the cluster. Returns False and sets nothing if there is a head with a
+    higher number. Raises the exceptions in `store.client.UNREACHABLE`."""
     keys = [_key(cluster_id, name) for name in ("head-number", *values)]
     return bool(redis.eval(_SET, len(keys), *keys, number, *values.values()))
 
 
-def tell_head(redis_url: str, cluster_id: str, head: Head) -> None:
-    """Publishes the head of a single machine, which holds no lease, for the routers. Does nothing
-    if Redis does not answer."""
+def publish_head(redis_url: str, cluster_id: str, head: Head) -> None:
+    """Publishes for the routers the head of a single machine, which needs no lease. Does nothing if
+    Redis does not answer."""
     try:
         redis = connect_blocking(redis_url)
         redis.set(control_key(cluster_id, HEAD_KEY), msgspec.json.encode(head))

@@ -1,12 +1,12 @@
 """Drains the workers of a Ray node that is about to end, such as a pod that Kubernetes evicts.
 
-    python -m tandem.cluster.processes.leave_node DEADLINE_S
+  python -m tandem.cluster.processes.leave_node DEADLINE_S
 
-    mark in the run folder -> SIGTERM to each worker (they drain) -> all have ended, or the deadline
+  mark in the run folder -> SIGTERM to each worker (they drain) -> all have ended, or the deadline
 
-It needs neither Ray nor Redis, because the agents of the node may be dead. An agent that lives sees
-the mark: it does not start its worker again, and tells the controller that its worker drains.
-Whoever starts the node's Ray removes the mark before that.
+It uses neither Ray nor Redis, because the agents of the node may have ended. A running agent sees
+the mark: it does not restart its worker, and reports to the controller that the worker drains. The
+mark must be removed before the node's Ray is started again.
 """
 
 import logging
@@ -28,13 +28,13 @@ MARK = "leaving"
 
 
 def leaves(run_folder: Path) -> bool:
-    """Returns whether the node of this run folder is about to end."""
+    """Says whether the node of this run folder is about to end."""
     return (run_folder / MARK).exists()
 
 
 def leave(run_folder: Path, deadline_s: float) -> list[str]:
-    """Ends the processes of the run folder. Returns those that still run at the deadline. Raises
-    OSError if another user may have prepared the folder."""
+    """Drains the processes of the run folder. Returns the ids of those that still run after
+    `deadline_s`. Raises OSError if another user may have created the folder."""
     own_files.make_folder(run_folder)
     (run_folder / MARK).touch()
     give_up_at = time.monotonic() + deadline_s

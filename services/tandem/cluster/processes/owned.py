@@ -1,11 +1,11 @@
-"""State that the pool controller must not lose: wanted sizes, hosts, and members with intents.
+"""State that the pool controller must not lose: wanted sizes, hosts, and members with their states.
 
-    on one machine             `controller.json` in the run folder
-    where machines can join    the key `owned` in Redis, fenced (head_lease.py), and the same file
+  on one machine           `controller.json` in the run folder
+  if machines can join     the key `owned` in Redis, fenced (head_lease.py), and the same file
 
-Only the controller writes it, before it sends any order, and again if Redis has lost it. An agent
-that Ray has restarted reads there whether its process is still wanted, because the agent that got
-the order is dead, and the controller may be, too.
+Only the controller writes it, before it sends commands, and again if Redis has lost it. An agent
+that Ray restarted reads it to find out whether its process is still wanted, because the agent that
+received the command has ended, and the controller may have ended too.
 """
 
 import logging
@@ -29,15 +29,15 @@ _SPEC_FILE = "spec.json"
 class Owned(msgspec.Struct):
     wanted: dict[Pool, int]
     members: list[Member]
-    number: int = 0  # of the head whose controller wrote it
-    hosts: list[Host] = []  # that were not lost; a fresh head expects them
+    number: int = 0  # fencing number of the head whose controller wrote it
+    hosts: list[Host] = []  # hosts that were not lost; a new head expects them to rejoin
 
     def wants(self, agent_name: str) -> bool:
-        """Returns whether this agent's process should run: it is known and does not leave."""
+        """Says whether this agent's process should run: its member exists and is not leaving."""
         return any(m.agent_name == agent_name and not m.leaves for m in self.members)
 
-    def was_there(self, agent_name: str) -> bool:
-        """Returns whether this agent's process was started or adopted before."""
+    def was_started(self, agent_name: str) -> bool:
+        """Says whether this agent's process was already started or adopted once."""
         return any(m.agent_name == agent_name and m.state != "pending" for m in self.members)
 
     def write(self, run_folder: Path) -> None:
@@ -47,7 +47,7 @@ class Owned(msgspec.Struct):
 
 
 def read(run_folder: Path) -> Owned | None:
-    """Returns the content of the file; None before the folder's first controller has written it."""
+    """Reads the file; None until the folder's first controller has written it."""
     try:
         return msgspec.json.decode((run_folder / _FILE).read_bytes(), type=Owned)
     except FileNotFoundError:
@@ -55,7 +55,7 @@ def read(run_folder: Path) -> Owned | None:
 
 
 def read_spec(run_folder: Path) -> ClusterSpec:
-    """Returns the spec of a machine that is one of several hosts."""
+    """Reads the spec of this host in a cluster of several hosts."""
     return msgspec.json.decode((run_folder / _SPEC_FILE).read_bytes(), type=ClusterSpec)
 
 
@@ -64,7 +64,7 @@ def write_spec(run_folder: Path, spec: ClusterSpec) -> None:
 
 
 def read_leaving(redis: SyncClient, cluster_id: str) -> dict[str, Leave]:
-    """Returns the hosts that want to leave. Raises what `store.client.UNREACHABLE` lists."""
+    """Reads the hosts that want to leave. Raises the exceptions in `store.client.UNREACHABLE`."""
     found = redis.smembers(f"{{tandem:{cluster_id}}}:leaving")
     words = sorted(w.decode() if isinstance(w, bytes) else str(w) for w in found)
     return {
@@ -74,7 +74,7 @@ def read_leaving(redis: SyncClient, cluster_id: str) -> dict[str, Leave]:
 
 
 def write_leaving(redis: SyncClient, cluster_id: str, host_id: str, leave: Leave) -> None:
-    """Tells the controller that a host wants to leave. Raises as `read_leaving` does."""
+    """Requests the exit of a host from the controller. Raises what `read_leaving` raises."""
     words = [host_id, f"{host_id} drains"] if leave == "drains" else [host_id]
     redis.sadd(f"{{tandem:{cluster_id}}}:leaving", *words)
 
@@ -84,7 +84,8 @@ def forget_leaving(redis: SyncClient, cluster_id: str, host_id: str) -> None:
 
 
 class SharedOwned:
-    """The same state in Redis, for all hosts. `number` is that of the head of this controller."""
+    """The same state in Redis, for all hosts. `number` is the fencing number of the controller's
+    head."""
 
     def __init__(self, redis_url: str, cluster_id: str, number: int) -> None:
         self._redis_url = redis_url
@@ -93,7 +94,7 @@ class SharedOwned:
         self._client: SyncClient | None = None
 
     def read(self) -> Owned | None:
-        """Returns the state; None if it was never written, or if Redis or its data is lost."""
+        """Reads the state; None if it was never written, or if Redis or its data is lost."""
         try:
             found = self._redis().get(f"{{tandem:{self._cluster_id}}}:owned")
         except UNREACHABLE as error:
@@ -102,28 +103,28 @@ class SharedOwned:
         return msgspec.json.decode(found, type=Owned) if isinstance(found, bytes | str) else None
 
     def write(self, owned: Owned) -> bool:
-        """Returns False if the controller of a later head has taken over. Raises what
-        `store.client.UNREACHABLE` lists."""
+        """Writes the state. Returns False if a later controller has taken over. Raises the
+        exceptions in `store.client.UNREACHABLE`."""
         values = {"owned": msgspec.json.encode(owned)}
         return fenced_set(self._redis(), self._cluster_id, self._number, values)
 
     def has(self, encoded: bytes) -> bool:
-        """Returns whether Redis has this state; True as well while it cannot be read."""
+        """Says whether Redis has this state. Returns True while Redis is unreachable."""
         try:
             return bool(self._redis().get(f"{{tandem:{self._cluster_id}}}:owned") == encoded)
         except UNREACHABLE:
             return True
 
     def leaving(self) -> dict[str, Leave]:
-        """Returns the hosts that want to leave; none while Redis is lost."""
+        """Reads the hosts that want to leave; none while Redis is unreachable."""
         try:
             return read_leaving(self._redis(), self._cluster_id)
         except UNREACHABLE:
             return {}
 
     def pair_bandwidths(self, worker_ids: Sequence[str]) -> dict[str, dict[str, float]]:
-        """Returns the bandwidths that these workers measured: worker id -> peer's worker id ->
-        bytes/s. Empty while Redis is lost or refuses the read."""
+        """Reads the bandwidths that these workers measured: worker id -> peer's worker id ->
+        bytes/s. Empty while Redis is unreachable or refuses the read."""
         try:
             return read_pair_bandwidths(self._redis(), self._cluster_id, worker_ids)
         except UNREACHABLE as error:

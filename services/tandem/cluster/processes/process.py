@@ -1,8 +1,8 @@
-"""One process of a pool that outlives its agent: started detached, found again by its record.
+"""A process of a pool that outlives its agent: started detached, and found again by its record.
 
-The record, `RUN_FOLDER/processes/ID.json`, has the pid and the start time, so another process that
-gets the same pid later is never mistaken for this one. The process is not our child, so its exit
-status is unknown. A pidfd reports its end, without polling.
+The record, `RUN_FOLDER/processes/ID.json`, has the pid and the start time, so a later process with
+the same pid is not mistaken for this one. The process is not a child, so its exit status is
+unknown. A pidfd reports its end without polling.
 """
 
 import json
@@ -36,13 +36,13 @@ _LAST_LINE_MAX = 300
 
 @dataclass(frozen=True, slots=True)
 class DetachedProcess:
-    process_id: str  # such as prefill-0
+    process_id: str  # for example prefill-0
     pid: int
-    pidfd: int  # closed by `close`; readable when the process has ended
+    pidfd: int  # readable once the process has ended; closed by `close`
     log_path: Path
 
     def wait(self, timeout_s: float | None, wake_fd: int | None = None) -> bool:
-        """Returns True if the process has ended, False at the time-out or when `wake_fd` is
+        """Waits for the end of the process. Returns False after `timeout_s`, or if `wake_fd` is
         readable."""
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
@@ -56,7 +56,8 @@ class DetachedProcess:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def stop(self, deadline_s: float) -> None:
-        """Sends SIGTERM, which drains the process, and SIGKILL if it is not gone in time."""
+        """Sends SIGTERM, which drains the process, and SIGKILL if it has not ended after
+        `deadline_s`."""
         self.send(signal.SIGTERM)
         if not self.wait(deadline_s):
             self.send(signal.SIGKILL)
@@ -64,11 +65,11 @@ class DetachedProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """Returns whether something has stopped it, as SIGSTOP does."""
+        """True if the process is stopped, for example by SIGSTOP."""
         return endings.is_stopped(self.pid)
 
     def ending(self, oom_kills_before: int | None) -> str:
-        """Returns how the process ended, as far as the system says (`endings.ending`)."""
+        """Describes how the process ended, as far as the system reports it (`endings.ending`)."""
         return endings.ending(self.pid, self.pidfd, oom_kills_before)
 
     def close(self) -> None:
@@ -78,7 +79,7 @@ class DetachedProcess:
 def start(
     process_id: str, command: Sequence[str], run_folder: Path, environment: Mapping[str, str]
 ) -> DetachedProcess:
-    """Starts a detached process. Raises ConfigError when the command cannot be run."""
+    """Starts a detached process. Raises ConfigError if the command cannot be run."""
     record = _record_path(run_folder, process_id)
     log = log_path(run_folder, process_id)
     for folder in (record.parent, log.parent):
@@ -104,7 +105,7 @@ def start(
 
 
 def find(process_id: str, run_folder: Path) -> DetachedProcess | None:
-    """Returns the living process of this record; None if there is none."""
+    """Finds the running process of this record; None if there is none."""
     try:
         record = json.loads(_record_path(run_folder, process_id).read_text())
     except FileNotFoundError:
@@ -116,7 +117,7 @@ def find(process_id: str, run_folder: Path) -> DetachedProcess | None:
         return None
     process = DetachedProcess(process_id, pid, pidfd, log_path(run_folder, process_id))
     with suppress(FileNotFoundError):
-        # Checked after the pidfd is open: from then on the pidfd cannot refer to another process.
+        # Check after the pidfd is open: from then on it cannot refer to another process.
         if detach.start_ticks(pid) == int(record["start_ticks"]) and not process.wait(0):
             return process
     process.close()
@@ -124,21 +125,22 @@ def find(process_id: str, run_folder: Path) -> DetachedProcess | None:
 
 
 def find_all(run_folder: Path) -> list[DetachedProcess]:
-    """Returns the living processes of a run folder, by id."""
+    """Finds the running processes of a run folder, in the order of their ids."""
     records = sorted((run_folder / "processes").glob("*.json"))
     found = (find(record.stem, run_folder) for record in records)
     return [process for process in found if process is not None]
 
 
 def failed_start(what: str, log: Path) -> ConfigError:
-    """Returns the error of a process that ended during its start, with the end of its log."""
+    """Builds the error for a process that ended during its start, with the end of its log."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     tail = "\n".join(lines[-_LOG_TAIL_LINES:])
     return ConfigError(f"{what} ended while it was started; the end of its log:\n{tail}")
 
 
 def last_line(log: Path) -> str:
-    """Returns the last line of a log that is not empty, cut to `_LAST_LINE_MAX` characters."""
+    """Reads the last non-empty line of a log, cut to `_LAST_LINE_MAX` characters; "" if there is
+    none."""
     with suppress(OSError), log.open("rb") as stream:
         stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
         lines = stream.read().decode(errors="replace").splitlines()
@@ -151,11 +153,12 @@ def log_path(run_folder: Path, process_id: str) -> Path:
 
 
 def child_environment(environment: Mapping[str, str], pool: Pool | None = None) -> dict[str, str]:
-    """Returns the environment of a process of a pool: the caller's without the settings of Ray and
-    without an operator's API key.
+    """Copies the environment for a process of a pool, without Ray's settings and an operator's API
+    key.
 
-    Otherwise a process would get the settings that Ray made for its agent. It gets only the Redis
-    user of its own kind. Without a pool, the environment is for a process that starts others.
+    The settings that Ray made for an agent must not reach its process. REDIS_URL_VARIABLE gets the
+    URL of the Redis user for the process's kind only. Without a pool, all URLs are kept, for a
+    process that starts others.
     """
     left_out = ("RAY_", "__RAY", API_KEY_VARIABLE)
     child = {k: v for k, v in environment.items() if not k.startswith(left_out)}

@@ -1,4 +1,4 @@
-"""Stops a program in the foreground by signals, or by the end of its parent."""
+"""Stops a foreground program on signals or at the end of its parent."""
 
 import ctypes
 import os
@@ -12,14 +12,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Interrupted(BaseException):
-    """Raised in the main thread by the first signal. Later signals are ignored."""
+    """Raised in the main thread by the first stop signal. Later signals are ignored."""
 
 
 @contextmanager
 def stop_signals(*, parent_pid: int | None = None) -> Iterator[None]:
-    """Turns stop signals into `Interrupted` within the block.
+    """Converts stop signals to `Interrupted` within the block.
 
-    With `parent_pid`, the end of that process counts as SIGTERM. It must be our parent.
+    With `parent_pid`, the end of that process counts as SIGTERM. It must be this process's parent.
     """
     before = {number: signal.signal(number, _interrupt) for number in _STOP}
     try:
@@ -27,7 +27,7 @@ def stop_signals(*, parent_pid: int | None = None) -> Iterator[None]:
             libc = ctypes.CDLL(None, use_errno=True)
             if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):
                 raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-            if os.getppid() != parent_pid:  # it has ended already
+            if os.getppid() != parent_pid:  # the parent has already ended
                 raise Interrupted
         yield
     finally:

@@ -1,18 +1,18 @@
-"""The agent of one process of a pool: a small detached Ray actor that keeps it running.
+"""The agent of one process of a pool: a small detached Ray actor that keeps the process running.
 
-    start or adopt -> running -> (it ended) restarting, after a back-off -> start -> ...
-       |                 `drain` -> (a router of several hosts: notice) -> SIGTERM, at its deadline
-       |                            SIGKILL -> gone
-       `(on its way out already) adopt, SIGTERM, ... or gone at once: it is never started
+  start or adopt -> running -> (it ended) restarting, after a back-off -> start -> ...
+   |                 `drain` -> (a router, with several hosts: notice) -> SIGTERM, at its deadline
+   |                            SIGKILL -> gone
+   `(already unwanted) adopt, SIGTERM, ... or gone at once: it is never started
 
-A node of Ray that is about to end is marked (leave_node.py). Its agents then drain their processes
-and start none. They stay until the node ends, and so nothing else is placed on it.
+A Ray node that is about to end is marked (leave_node.py). Its agents then drain their processes and
+start none. They remain until the node ends, so that Ray places nothing else on it.
 
-The process is not the agent's child: it continues when the agent, the raylet or the whole of Ray
-ends, and an agent that Ray restarts finds it by its record. The controller's file says whether the
-process should run at all, because the agent that got `drain` may be dead. The watch is a thread
-that sleeps in poll(2) and checks every 2 s whether the process is stopped. The agent reports each
-change to the controller, and sends nothing while nothing changes.
+The process is not a child of the agent: it continues if the agent, the raylet or all of Ray ends,
+and a restarted agent finds it by its record. The controller's file says whether the process should
+run at all, because the agent that received `drain` may have ended. The watch is a thread that
+sleeps in poll(2) and checks every 2 s whether the process is stopped. The agent reports each change
+to the controller, and sends nothing while nothing changes.
 """
 
 import logging
@@ -48,22 +48,23 @@ log = logging.getLogger(__name__)
 CONTROLLER_NAME = "pool-controller"
 BACKOFF_FIRST_S = 0.25
 BACKOFF_MAX_S = 30.0
-_LOOK_S = 2.0
+_CHECK_INTERVAL_S = 2.0
 _STOPPED = {True: "is stopped, as by SIGSTOP", False: "goes on"}
-HEALTHY_AFTER_S = 60.0  # the back-off of a process that ran this long begins anew
+HEALTHY_AFTER_S = 60.0  # a process that ran for this long resets its back-off
 
 
 class Agent:
-    """Keeps one process running; the pool controller makes it as actor `member.agent_name`."""
+    """Keeps one process running. The pool controller creates it as the actor
+    `member.agent_name`."""
 
     def __init__(self, spec: ClusterSpec, member: Member) -> None:
         configure_logging(member.agent_name)
         if spec.on_nodes:
             folder = os.environ.get(RUN_FOLDER_VARIABLE, spec.run_folder)
-            own_files.make_folder(Path(folder))  # it says which processes are ours
+            own_files.make_folder(Path(folder))  # it identifies this node's processes
             spec = msgspec.structs.replace(spec, run_folder=folder)
         elif member.host:
-            # The spec is another host's; this host's own is in its run folder.
+            # The argument is the spec of another host; this host's spec is in its run folder.
             spec = read_spec(Path(os.environ[RUN_FOLDER_VARIABLE]))
         self._spec = spec
         self._member = member
@@ -75,20 +76,21 @@ class Agent:
         self._wake_fd = os.eventfd(0)  # readable after `drain`
         self._state: MemberState = "pending"
         self._pid = 0
-        self._num_starts = 0  # restarts: the first start does not count
-        self._was_there = member.state != "pending"  # an earlier agent had started its process
+        self._num_starts = 0  # restarts; the first start does not count
+        # True if an earlier agent had started the process
+        self._was_started = member.state != "pending"
         self._last_line = ""
         self._ending = ""
         self._is_stopped = False
         start_vital("watch", self._run)
 
     def drain(self) -> None:
-        """Ends the process for good; the agent reports `gone` when that is done."""
+        """Ends the process permanently. The agent reports `gone` when it has ended."""
         os.eventfd_write(self._wake_fd, 1)
 
     def status(self) -> tuple[str, MemberState, int, int, str, str, bool]:
-        """Returns the agent's report: (its name, state, pid, number of restarts, last log line and
-        ending of a process that ended, whether the process is stopped)."""
+        """Returns the report of this agent: (agent name, state, pid, number of restarts, last log
+        line and ending of the process that ended, whether the process is stopped)."""
         name = self._member.agent_name
         last = (self._last_line, self._ending)
         return name, self._state, self._pid, self._num_starts, *last, self._is_stopped
@@ -98,7 +100,7 @@ class Agent:
         while True:
             started_at = time.monotonic()
             running = self._find()
-            if self._node_leaves():
+            if self._node_is_ending():
                 self._end_with_node(running)
                 return
             known = self._read_owned()
@@ -106,46 +108,46 @@ class Agent:
                 if running is not None:
                     self._stop(running)
                 else:
-                    self._tell("gone", 0)
+                    self._report("gone", 0)
                 return
-            self._was_there |= known is not None and known.was_there(self._member.agent_name)
+            self._was_started |= known is not None and known.was_started(self._member.agent_name)
             running = running or self._start()
-            self._was_there = True
+            self._was_started = True
             if running is not None:
-                self._tell("running", running.pid)
+                self._report("running", running.pid)
                 if not self._watch(running):
                     self._stop(running)
                     return
-                if self._node_leaves():
+                if self._node_is_ending():
                     continue
             if time.monotonic() - started_at > HEALTHY_AFTER_S:
                 backoff.reset()
-            self._tell("restarting", 0)
+            self._report("restarting", 0)
             if select.select([self._wake_fd], [], [], backoff.next_s())[0]:
-                self._tell("gone", 0)
+                self._report("gone", 0)
                 return
 
-    def _node_leaves(self) -> bool:
+    def _node_is_ending(self) -> bool:
         return self._spec.on_nodes and leave_node.leaves(self._run_folder)
 
     def _end_with_node(self, running: DetachedProcess | None) -> None:
         if running is not None:
             self._stop(running)
         else:
-            self._tell_ended()
+            self._report_ended()
 
     def _watch(self, running: DetachedProcess) -> bool:
-        """Waits until the process ends by itself, and notes how. Returns False on `drain`, and when
+        """Waits until the process ends by itself, and records how. Returns False on `drain` or if
         the node is about to end."""
         oom_kills = endings.oom_kills()
-        while not running.wait(_LOOK_S, self._wake_fd):
-            if select.select([self._wake_fd], [], [], 0)[0] or self._node_leaves():
+        while not running.wait(_CHECK_INTERVAL_S, self._wake_fd):
+            if select.select([self._wake_fd], [], [], 0)[0] or self._node_is_ending():
                 return False
             oom_kills = endings.oom_kills()
             if running.is_stopped != self._is_stopped:
                 self._is_stopped = not self._is_stopped
                 log.warning("%s %s", running.process_id, _STOPPED[self._is_stopped])
-                self._tell("running", running.pid)
+                self._report("running", running.pid)
         self._is_stopped = False
         self._ending = running.ending(oom_kills)
         self._last_line = process.last_line(running.log_path)
@@ -174,7 +176,7 @@ class Agent:
     def _start(self) -> DetachedProcess | None:
         member_id = self._member.member_id
         try:
-            self._num_starts += self._was_there
+            self._num_starts += self._was_started
             environment = process.child_environment(os.environ, self._member.pool)
             environment = with_gpu(environment, self._member.gpu)
             return process.start(member_id, self._command, self._run_folder, environment)
@@ -183,30 +185,31 @@ class Agent:
             return None
 
     def _stop(self, running: DetachedProcess) -> None:
-        self._tell("draining", running.pid)
+        self._report("draining", running.pid)
         if self._member.pool in ROUTER_POOLS and self._member.host:
-            # Its clients can go to routers on other hosts once they see that it leaves.
+            # Its clients can switch to routers on other hosts once they see that it leaves.
             running.send(LEAVE_SIGNAL)
             running.wait(self._spec.leave_notice_s)
         running.stop(self._spec.drain_deadline_s)
         running.close()
-        self._tell_ended()
+        self._report_ended()
 
-    def _tell_ended(self) -> None:
-        """Reports that no process is left. An agent that is gone would make room on its node."""
-        self._tell("draining" if self._node_leaves() else "gone", 0)
+    def _report_ended(self) -> None:
+        """Reports that no process is left. While the node ends, the state is "draining" instead of
+        "gone", because a removed agent would free resources on the node."""
+        self._report("draining" if self._node_is_ending() else "gone", 0)
 
-    def _tell(self, state: MemberState, pid: int) -> None:
+    def _report(self, state: MemberState, pid: int) -> None:
         self._state = state
         self._pid = pid
         try:
             controller = ray.get_actor(CONTROLLER_NAME)
             controller.report.remote(*self.status())
         except (ValueError, ray.exceptions.RayError) as error:
-            # The controller asks every agent when it comes up again.
+            # The controller requests the status of every agent when it restarts.
             log.warning("the pool controller does not hear that this is %s: %s", state, error)
 
 
 def expand(word: str, variables: Mapping[str, str]) -> str:
-    """Replaces $(NAME) by the node's variable of that name, as Kubernetes does in a command."""
+    """Replaces each $(NAME) by the node's environment variable of that name, like Kubernetes."""
     return re.sub(r"\$\((\w+)\)", lambda found: variables.get(found[1], found[0]), word)

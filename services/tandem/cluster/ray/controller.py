@@ -1,16 +1,17 @@
 """The pool controller: a detached Ray actor that owns the wanted size of each pool.
 
-One thread owns all state and takes one event at a time: a scale request (from Redis or by a call),
-an agent's report, an agent found anew. After each it compares wanted with actual (`pools.plan`),
-makes and drains agents, writes its state to its file, and publishes it in Redis. After a restart by
-Ray, it reads the file, finds the agents by their names, and asks each for its status.
+One thread owns all state and handles one event at a time: a scale request (from Redis or a call),
+an agent's report, or a change of the hosts. After each event it compares wanted and actual pools
+(`pools.plan`), creates and drains agents, writes its state to its file, and publishes it in Redis.
+When Ray restarts the actor, it reads the file, finds the agents by name, and requests their status.
 
-If machines can join, the same state is in Redis under the number of this head. The controller acts
-only on state that it could write there. Cut off from Redis, it changes nothing. A controller whose
-number is not the highest any more is superseded and stops for good.
+If machines can join, the same state is in Redis, fenced by the number of this head. The controller
+acts only on state that it has written there; while Redis is unreachable, it changes nothing. Once
+its number is not the highest any more, it stops for good.
 
-On the nodes of a Ray cluster that has an autoscaler, it requests the nodes that wanted sizes need
-(`NodeRequests`). A member that has drained ends its agent, and Ray ends a node without agents.
+On nodes of a Ray cluster with an autoscaler, it requests the nodes that the wanted sizes need
+(`NodeRequests`). After a member has drained, its agent is removed, and Ray ends a node without
+agents.
 """
 
 import logging
@@ -54,12 +55,12 @@ log = logging.getLogger(__name__)
 
 _EVENTS_MAX = 10_000
 _LOST_MAX = 100
-_REPEAT_INTERVAL_S = 20.0  # between equal requests of nodes
-_RETRY_S = 2.0  # between attempts to write the state
+_REPEAT_INTERVAL_S = 20.0  # interval at which an unchanged request of nodes is repeated
+_RETRY_S = 2.0  # pause between attempts to write the state
 
 
 class PoolController:
-    """Owns the pools of one cluster; `start_controller` makes it."""
+    """Owns the pools of one cluster. `start_controller` creates it."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         configure_logging(CONTROLLER_NAME)
@@ -84,7 +85,7 @@ class PoolController:
         start_vital("pools", self._run)
 
     def scale(self, sizes: object) -> None:
-        """Sets the wanted sizes of these pools. Raises BadRequest with the allowed sizes."""
+        """Sets the wanted sizes of these pools. Raises BadRequest that names the allowed sizes."""
         checked = {p: size for p, size in check_sizes(sizes).items() if p in self._spec.pools}
         self._events.put(lambda: self._owned.wanted.update(checked))
 
@@ -98,22 +99,23 @@ class PoolController:
         ending: str = "",
         is_stopped: bool = False,
     ) -> None:
-        """Takes an agent's report about its process."""
-        told = {
+        """Queues an agent's report about its process."""
+        process = {
             "pid": pid,
             "num_starts": num_starts,
             "last_line": last_line,
             "ending": ending,
             "is_stopped": is_stopped,
         }
-        self._events.put(lambda: self._take_report(agent_name, state, told))
+        self._events.put(lambda: self._take_report(agent_name, state, process))
 
     def state(self) -> dict[str, object]:
-        """Returns the state of all pools in the form of Redis."""
+        """Builds the state of all pools in the form that is published in Redis."""
         return describe(self._owned.wanted, self._owned.members, self._spec.pools, self._waits)
 
     def _read(self) -> Owned | None:
-        """Returns the state that the last controller wrote: the newer of Redis and the file."""
+        """Reads the state that the previous controller wrote: the newer one of Redis and the
+        file."""
         found = [owned.read(self._run_folder), self._shared.read() if self._shared else None]
         return max((f for f in found if f), key=lambda f: f.number, default=None)
 
@@ -123,17 +125,17 @@ class PoolController:
                 self._attach(member)
         self._channel.start()
         if self._shared is not None:
-            self._look()  # the host of the head before may be back, if Ray restarted this actor
-            self._hosts.start(lambda: self._events.put(self._look))
+            self._update_hosts()  # the previous head's host may be back if Ray restarted this actor
+            self._hosts.start(lambda: self._events.put(self._update_hosts))
         while not self._channel.is_superseded:
             is_done = self._reconcile()
             with suppress(queue.Empty):
                 self._events.get(timeout=None if is_done else _RETRY_S)()
         log.warning("the controller of another head owns the pools now")
 
-    def _look(self) -> None:
-        """Updates the hosts that answer and those that want to leave. A Redis that has lost its
-        data gets the state again."""
+    def _update_hosts(self) -> None:
+        """Updates the reachable hosts and those that want to leave. If Redis lost its data, the
+        state is written again."""
         assert self._shared is not None
         self._hosts.update()
         self._leaving = self._shared.leaving()
@@ -141,8 +143,8 @@ class PoolController:
             self._written = b""
 
     def _reconcile(self) -> bool:
-        """Brings the pools towards their wanted sizes. Returns False, and does nothing, if the new
-        state could not be written."""
+        """Moves the pools towards their wanted sizes. Returns False and does nothing if the new
+        state cannot be written."""
         members = self._owned.members
         lost = lose(members, {m.host for m in members if self._hosts.is_lost(m.host)})
         back = revive(members, self._hosts.alive)
@@ -154,8 +156,9 @@ class PoolController:
             msgspec.structs.replace(m, state="draining") if m.ordinal in draining else m
             for m in planned
         ]
-        # Written before an agent is made: an unknown agent could not be drained. Written before an
-        # agent is drained: if it dies, its successor reads here not to start the process again.
+        # The state is written before agents are created, because an unknown agent could not be
+        # drained, and before agents are drained: a restarted agent reads it and does not start the
+        # process again.
         ended = {m.ordinal for m in lost} & {m.ordinal for m in members if self._has_drained(m)}
         kept = _without_oldest_lost([m for m in (*planned, *add) if m.ordinal not in ended])
         if not self._write(Owned(self._owned.wanted, kept, self._spec.number, self._hosts.known())):
@@ -179,8 +182,8 @@ class PoolController:
         return True
 
     def _plan(self, members: list[Member]) -> tuple[list[Member], list[Member]]:
-        """Returns (members to add, members to drain). Measured bandwidths are read only if a member
-        is to be placed and there is a choice of hosts."""
+        """Computes the members to add and to drain. Bandwidths are read only if there is a member
+        to place and a choice of hosts."""
         hosts = self._hosts.usable()
         now = (self._spec, self._owned.wanted, members, hosts, self._leaving)
         add, drain = plan(*now)
@@ -190,7 +193,7 @@ class PoolController:
         return add, drain
 
     def _note_waits(self) -> None:
-        """Updates the reasons of pools that stay smaller than wanted, and logs new ones."""
+        """Updates the reasons of pools that are smaller than wanted, and logs new ones."""
         hosts = self._hosts.usable()
         now = self._owned
         waits = gpu_waits(self._spec, now.wanted, now.members, hosts, self._leaving)
@@ -199,7 +202,7 @@ class PoolController:
         self._waits = waits
 
     def _write(self, new: Owned) -> bool:
-        """Writes the new state. It takes effect, and True is returned, only if that succeeds."""
+        """Writes the new state, and adopts it if that succeeds. Returns False if it does not."""
         encoded = msgspec.json.encode(new)
         if encoded == self._written:
             return True
@@ -222,7 +225,7 @@ class PoolController:
         return True
 
     def _has_drained(self, member: Member) -> bool:
-        """Returns whether a member has ended and only its agent stays, until its node of Ray ends
+        """Says whether a member has ended and only its agent remains until its Ray node ends
         (leave_node.py)."""
         has_ended = member.state == "draining" and not member.pid and member.since > 0
         return self._spec.on_nodes and has_ended
@@ -232,7 +235,7 @@ class PoolController:
             ray.kill(agent)
 
     def _attach(self, member: Member) -> None:
-        """Makes the member's agent, or finds the existing one."""
+        """Creates the member's agent, or connects to the existing one."""
         taken = dict(self._spec.resources(member.pool))
         actor = ray.remote(
             num_cpus=taken.pop("CPU", 0),
@@ -244,16 +247,18 @@ class PoolController:
         )(Agent)
         agent = actor.options(name=member.agent_name, get_if_exists=True).remote(self._spec, member)
         self._agents[member.agent_name] = agent
-        if member.pid or member.leaves:  # it may be an existing agent, which does not report now
-            threading.Thread(target=self._ask, args=(agent,), daemon=True).start()
+        if member.pid or member.leaves:  # an existing agent does not report by itself
+            threading.Thread(target=self._request_status, args=(agent,), daemon=True).start()
 
-    def _ask(self, agent: Any) -> None:
+    def _request_status(self, agent: Any) -> None:
         try:
             self.report(*ray.get(agent.status.remote(), timeout=30))
         except ray.exceptions.RayError as error:
             log.warning("an agent does not answer, it will report when it is up: %s", error)
 
-    def _take_report(self, agent_name: str, state: MemberState, told: Mapping[str, object]) -> None:
+    def _take_report(
+        self, agent_name: str, state: MemberState, process: Mapping[str, object]
+    ) -> None:
         member = next((m for m in self._owned.members if m.agent_name == agent_name), None)
         if member is None or member.state == "lost":
             return
@@ -263,12 +268,12 @@ class PoolController:
             log.info("%s is gone", member.member_id)
             return
         if member.leaves and state != "draining":
-            # The agent was started again by Ray and does not know that it was draining.
+            # Ray restarted the agent, which does not know that it was draining.
             self._agents[agent_name].drain.remote()
             state = "draining"
-        if (member.state, member.pid) != (state, told["pid"]):
-            told = {**told, "since": time.time()}
-        self._replace(member, state=state, **told)
+        if (member.state, member.pid) != (state, process["pid"]):
+            process = {**process, "since": time.time()}
+        self._replace(member, state=state, **process)
 
     def _replace(self, member: Member, **changes: object) -> None:
         at = self._owned.members.index(member)
@@ -276,24 +281,24 @@ class PoolController:
 
 
 class NodeRequests:
-    """Requests nodes from Ray's autoscaler by the resources that they must have.
+    """Requests nodes from Ray's autoscaler by the resources that they need.
 
-    Ray keeps the last request; each new one replaces it. The same request is repeated at intervals,
-    because a fresh head knows none.
+    Ray keeps only the last request. An unchanged request is repeated at intervals, because a new
+    head has none.
     """
 
     def __init__(self) -> None:
-        self._told: list[tuple[dict[str, float], dict[str, str]]] = []
-        self._told_at = -_REPEAT_INTERVAL_S
+        self._last_bundles: list[tuple[dict[str, float], dict[str, str]]] = []
+        self._requested_at = -_REPEAT_INTERVAL_S
 
     def request(self, bundles: Sequence[tuple[dict[str, float], dict[str, str]]]) -> None:
-        """Requests nodes with room for all bundles, each (resources, labels of its node). If Ray's
-        head does not answer, the next call tries again."""
+        """Requests nodes for all bundles of (resources, labels of the node). If Ray's head does not
+        answer, the next call tries again."""
         bundles = list(bundles)
         now = time.monotonic()
-        if bundles == self._told and now - self._told_at < _REPEAT_INTERVAL_S:
+        if bundles == self._last_bundles and now - self._requested_at < _REPEAT_INTERVAL_S:
             return
-        if bundles != self._told:
+        if bundles != self._last_bundles:
             log.info("Ray's autoscaler is asked for room for %d processes", len(bundles))
         try:
             request_resources(
@@ -303,27 +308,29 @@ class NodeRequests:
         except (ray.exceptions.RayError, RuntimeError, OSError) as error:
             log.warning("Ray's autoscaler cannot be asked for nodes: %s", error)
             return
-        self._told = bundles
-        self._told_at = now
+        self._last_bundles = bundles
+        self._requested_at = now
 
 
 def _on_host(spec: ClusterSpec, host_id: str) -> dict[str, str] | None:
-    """Returns Ray's label selector for a host's node; None if there is only one machine."""
+    """Builds Ray's label selector for the node of a host; None if there is only one machine."""
     label = NODE_LABEL if spec.on_nodes else HOST_LABEL
     return {label: host_id} if host_id else None
 
 
 def _without_oldest_lost(members: list[Member]) -> list[Member]:
-    """Drops the oldest lost members beyond a bound: they must not add up if hosts stay away."""
+    """Drops the oldest lost members beyond _LOST_MAX, which limits the list if hosts never
+    return."""
     lost = sorted((m for m in members if m.state == "lost"), key=lambda m: m.ordinal)
     forgotten = {m.ordinal for m in lost[:-_LOST_MAX]}
     return [m for m in members if m.ordinal not in forgotten]
 
 
 def start_controller(spec: ClusterSpec) -> Any:
-    """Makes the cluster's controller and returns its handle. The caller must be connected to Ray.
+    """Creates the cluster's controller and returns its handle. The caller must be connected to Ray.
 
-    Ray stores arguments, so the controller takes Redis's URL from its node's environment.
+    Ray stores arguments, so the controller reads Redis's URL, a secret, from its node's
+    environment.
     """
     actor = ray.remote(
         num_cpus=0,

@@ -1,12 +1,11 @@
-"""The program that starts one machine's Ray: a head with the pool controller, or a joining node.
+"""Starts Ray on one machine: a head with the pool controller, or a node that joins a head.
 
-    python -m tandem.cluster.ray.head RUN_FOLDER [NODE]
+  python -m tandem.cluster.ray.head RUN_FOLDER [NODE]
 
-NODE is a `RayNode` as JSON; by default a head on free ports of 127.0.0.1. A head starts GCS and
-raylet with a token and prints the line `LISTENING`. Then it reads a `ClusterSpec` as JSON from
-standard input (which may come later than the start) and makes the pool controller. A node starts a
-raylet. At last the program prints one line of JSON (`HeadStarted`) and ends; the processes that it
-started stay.
+NODE is a `RayNode` as JSON; by default a head on free ports of 127.0.0.1. For a head, the program
+starts GCS and raylet, prints the line `LISTENING`, reads a `ClusterSpec` as JSON from standard
+input (which may be sent later) and creates the pool controller. For a node, it starts a raylet. At
+the end it prints one line of JSON (`HeadStarted`) and exits; the processes that it started remain.
 """
 
 import sys
@@ -49,5 +48,5 @@ def main(run_folder: Path, node: RayNode) -> None:
 
 
 if __name__ == "__main__":
-    told = sys.argv[2] if len(sys.argv) > 2 else "{}"
-    main(Path(sys.argv[1]), msgspec.json.decode(told, type=RayNode))
+    node_json = sys.argv[2] if len(sys.argv) > 2 else "{}"
+    main(Path(sys.argv[1]), msgspec.json.decode(node_json, type=RayNode))

@@ -1,12 +1,12 @@
-"""The process of Ray's head: its owner starts it, sends it the spec, kills it and starts another.
+"""The owner of Ray's head: starts it, sends it the spec, kills it and starts another one.
 
-    start --> `is_listening` --spec told--> `started` (with the controller; the process itself ends)
-      ^                                         |
-      `--- GCS or raylet ended: what is left of this head is ended, too, before there is another
+  start --> `is_listening` --spec sent--> `started` (with the controller; the process itself exits)
+   ^                                         |
+   `--- GCS or raylet ended: the rest of this head is killed before another one is started
 
-Without its GCS the rest of Ray lives for another minute, with controller and agents. Beside
-those of a fresh head they would take its scale requests and start processes a second time. All
-processes of Ray here share the session of the process that started them; `end` ends this session.
+Without its GCS the rest of Ray lives for another minute, including controller and agents. In
+parallel with those of a new head, they would take its scale requests and start processes twice. All
+Ray processes share the session of the process that started them; `end` kills this session.
 """
 
 import select
@@ -25,71 +25,72 @@ from tandem.cluster.ray.node import LISTENING, HeadStarted, RayNode, head_enviro
 
 
 class HeadProcess:
-    """Runs one head at a time: `start` ends the rest of the one before."""
+    """Runs one head at a time. `start` kills the remains of the previous one."""
 
     def __init__(
         self, run_folder: Path, environment: Mapping[str, str], node: RayNode | None = None
     ) -> None:
-        """`environment` has the cluster's variables."""
+        """Prepares a head or node. `environment` has the cluster's variables."""
         self._run_folder = run_folder
         self._node = node or RayNode()
         self._log = run_folder / "ray_head.log"
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
-        self.is_listening = False  # whether GCS and raylet are up, as `started` last saw it
+        self.is_listening = False  # True once GCS and raylet are up; updated by `started`
 
     @property
     def pid(self) -> int:
-        """Id of the process that starts the head; also the session id of all that it started."""
+        """Pid of the process that starts the head, and session id of all processes that it
+        starts."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def is_started(self) -> bool:
-        """Returns whether there is a head, or one that is being started."""
+        """True if a head or node is running or starting."""
         return self._process is not None
 
     def join(self, head_address: str) -> None:
-        """Starts a node of another host's head instead, and returns at once."""
+        """Starts a node that joins the head of another host. Returns immediately."""
         self._start(msgspec.structs.replace(self._node, head_address=head_address))
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.close()
 
     def start(self, spec: ClusterSpec | None = None) -> None:
-        """Starts a head and returns at once. Without `spec` it waits for `tell`."""
+        """Starts a head and returns immediately. Without `spec`, the head waits for `send_spec`."""
         self._start(self._node)
         if spec is not None:
-            self.tell(spec)
+            self.send_spec(spec)
 
     def _start(self, node: RayNode) -> None:
         self.end()
         self.is_listening = False
         module = "tandem.cluster.ray.head"
-        told = msgspec.json.encode(node).decode()
+        node_json = msgspec.json.encode(node).decode()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(self._run_folder), told],
+                [sys.executable, "-m", module, str(self._run_folder), node_json],
                 env=head_environment(self._environment, self._run_folder, node),
                 cwd=self._run_folder,
-                bufsize=0,  # else `select` would miss a second line
+                bufsize=0,  # Unbuffered, because `select` would miss a buffered second line.
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
             )
 
-    def tell(self, spec: ClusterSpec) -> None:
-        """Sends the starting head the spec, from which it makes the pool controller. Does nothing
-        if it has ended already; `started` then raises the reason."""
+    def send_spec(self, spec: ClusterSpec) -> None:
+        """Sends the spec to the starting head, which then creates the pool controller. Does nothing
+        if the process has already ended; `started` then raises the reason."""
         assert self._process is not None
         assert self._process.stdin is not None
         with suppress(BrokenPipeError), self._process.stdin as stdin:
             stdin.write(msgspec.json.encode(spec))
 
     def started(self, timeout_s: float = 0.0) -> HeadStarted | None:
-        """Returns the head's data once it is up, else None. Raises ConfigError if it has failed.
-        `timeout_s` is for each of its lines."""
+        """Returns the head's data once it is up, else None. Raises ConfigError if the start failed.
+        Waits up to `timeout_s` for each line of output."""
         assert self._process is not None
         assert self._process.stdout is not None
         while select.select([self._process.stdout], [], [], timeout_s)[0]:
@@ -101,7 +102,8 @@ class HeadProcess:
         return None
 
     def end(self) -> None:
-        """Kills the whole head at once: its agents would restart stopped processes."""
+        """Kills all processes of the head together, because its agents would restart stopped
+        processes."""
         if self._process is None:
             return
         guardian.end_session(self._process.pid)

@@ -1,16 +1,16 @@
 """The hosts that the pool controller may use, from Ray's list of nodes.
 
-    joined -> alive -> (Ray says that its node is dead) silent -> lost after `LOST_AFTER_S`
-                ^---------------- its node is back ------'-----------------'
+  joined -> alive -> (Ray reports its node as dead) silent -> lost after `LOST_AFTER_S`
+             ^---------------- its node is back ------'-----------------'
 
-A silent host gets no new members and keeps those it has, because a restarted raylet is back in a
-moment. A fresh head gives all hosts `FIRST_JOIN_S` to join it, except the host of the head before,
-which was silent for the whole time of a lease. Members can be placed on an expected host already:
-their agents start when it joins. Otherwise a replacement would go to the hosts that join first, and
-move again when all have joined.
+A silent host gets no new members and keeps its existing ones, because a restarted raylet is back
+soon. A new head gives all hosts `FIRST_JOIN_S` to join it, except the host of the previous head,
+which was silent for a whole lease. Members can already be placed on an expected host; their agents
+start when it joins. Otherwise replacements would go to the hosts that join first, and move again
+after all have joined.
 
-If Ray starts and ends its nodes itself, each living node of Ray is a host. Its id is Ray's, and a
-restarted node is another host.
+If Ray starts and ends its nodes itself, each alive Ray node is a host, with Ray's node id. A
+restarted node is a different host.
 """
 
 import logging
@@ -33,12 +33,12 @@ FIRST_JOIN_S = 20.0
 
 
 class HostWatch:
-    """Follows the hosts. `alive` has those that answer, by their ids."""
+    """Tracks the hosts. `alive` has the reachable ones by id."""
 
     def __init__(
         self, own: Host | None, host_before: str = "", expected: Iterable[Host] = ()
     ) -> None:
-        """Without `own` all nodes of Ray are hosts. `expected` are those of the head before."""
+        """Without `own`, all Ray nodes are hosts. `expected` has the hosts of the previous head."""
         self._label = NODE_LABEL if own is None else HOST_LABEL
         self._own = {} if own is None else {own.host_id: own}
         self._host_before = host_before
@@ -48,7 +48,7 @@ class HostWatch:
         self._started_at = time.monotonic()
 
     def is_lost(self, host_id: str) -> bool:
-        """Returns whether a host has been silent so long that its members are placed elsewhere."""
+        """Says whether a host has been silent for so long that its members are placed elsewhere."""
         if host_id in self.alive:
             return False
         if host_id not in self._seen_at:
@@ -57,11 +57,11 @@ class HostWatch:
         return time.monotonic() - self._seen_at[host_id] > LOST_AFTER_S
 
     def known(self) -> list[Host]:
-        """Returns the hosts that are not lost."""
+        """Lists the hosts that are not lost."""
         return [host for host in self._known.values() if not self.is_lost(host.host_id)]
 
     def usable(self) -> list[Host]:
-        """Returns the hosts that take members: those that answer or are expected."""
+        """Lists the hosts that can take members: alive ones and expected ones."""
         return [
             host
             for host in self.known()
@@ -69,7 +69,8 @@ class HostWatch:
         ]
 
     def start(self, changed: Callable[[], None]) -> None:
-        """Calls `changed` every second, from a thread of its own: the owner then calls `update`."""
+        """Calls `changed` every INTERVAL_S from a thread. The owner then calls `update` in its own
+        thread."""
 
         def tick() -> None:
             while True:
@@ -79,7 +80,7 @@ class HostWatch:
         threading.Thread(target=tick, name="hosts", daemon=True).start()
 
     def update(self) -> None:
-        """Reads Ray's nodes. Without an answer nothing changes."""
+        """Reads Ray's nodes. Changes nothing if Ray does not answer."""
         with suppress(ray.exceptions.RayError, RuntimeError):
             self._take(ray.nodes())
 

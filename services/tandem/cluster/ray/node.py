@@ -1,8 +1,8 @@
-"""One machine's Ray with few processes: a head or a joining node.
+"""Starts one machine's Ray with few processes: a head or a joining node.
 
 `ray start` would also start a dashboard server, an autoscaler monitor and a client server, and
-listen on the machine's outer address. This file therefore uses Ray's own class Node. It is not
-public, so this file may have to change with Ray.
+listen on the machine's external address. This module uses Ray's class Node instead, which is not
+public, so it may have to change with new versions of Ray.
 """
 
 import secrets
@@ -17,19 +17,19 @@ from tandem.common.config.cluster import RUN_FOLDER_VARIABLE, Pool
 from tandem.common.pool_sizes import POOL_SIZE_MAX
 
 NAMESPACE = "tandem"
-LISTENING = b"listening\n"  # the line that a started head prints
-_OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; Tandem stores nothing there
+LISTENING = b"listening\n"  # printed by a starting head once GCS and raylet are up
+_OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; Tandem stores nothing in it
 
 LOOPBACK = "127.0.0.1"
 HOST_LABEL = "tandem-host"
-NODE_LABEL = "ray.io/node-id"  # Ray sets it on each of its nodes
+NODE_LABEL = "ray.io/node-id"  # set by Ray on each of its nodes
 CORES_LABEL = "tandem-cores"
 GPUS_LABEL = "tandem-gpus"
 _TOKEN_FILE = "ray.token"
 _NUM_ACTOR_PORTS = 200
-_FIRST_ACTOR_PORT = 20  # after the first port of the cluster
+_FIRST_ACTOR_PORT = 20  # offset from the first port of the cluster
 
-# Idle cost on a small machine: an actor 0.6% of a core by default, 0.4% with these.
+# With these settings an idle actor uses 0.4% of a core on a small machine, instead of 0.6%.
 _QUIET = {
     "RAY_enable_metrics_collection": "0",
     "RAY_enable_timeline": "0",
@@ -46,19 +46,20 @@ _QUIET = {
     "RAY_task_events_report_interval_ms": "0",
 }
 
-# Ray's memory monitor and, by a score of 1000, Linux's OOM killer would end Tandem's agents first
-# when memory is short. An agent has 40 MB: its end frees nothing, and it is started again at once.
+# When memory is short, Ray's memory monitor, and Linux's OOM killer because of a score of 1000,
+# would end Tandem's agents first. An agent has 40 MB and is restarted at once, so that frees
+# nothing.
 _SPARE_AGENTS = {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_oom_score_adjustment": "0"}
 
-# Ray's actors have a niceness of 15 by default, and what agents start would inherit it: a worker
-# that was started again would get a thirtieth of the time of one that the launcher started.
+# Ray's actors have a niceness of 15 by default, which processes started by agents would inherit: a
+# restarted worker would get a thirtieth of the CPU time of one started by the launcher.
 _KEEP_PRIORITY = {"RAY_worker_niceness": "0"}
 
-# Without CPUs for tasks, Ray would start a node's agents one after another. On a busy machine that
-# takes several times as long.
+# Without CPUs for tasks, Ray starts a node's agents one after another, which takes several times as
+# long on a busy machine.
 _START_TOGETHER = {"RAY_worker_maximum_startup_concurrency": "8"}
 
-# A host that is gone is seen in some 10 s. A raylet that was only slow is started again.
+# A lost host is detected in about 10 s. A raylet that was only slow is restarted.
 _SEE_LOSS = {
     "RAY_health_check_initial_delay_ms": "5000",
     "RAY_health_check_period_ms": "2000",
@@ -72,12 +73,12 @@ class RayNode(msgspec.Struct, frozen=True):
 
     address: str = LOOPBACK
     host_id: str = ""
-    cores: str = ""  # as `shown_cores` writes them
+    cores: str = ""  # format of `shown_cores`
     num_gpus: int = 0
     labels: dict[str, str] = {}
     first_port: int = 0
-    head_address: str = ""  # of the GCS to join; empty: this is the head
-    tls_dir: str = ""  # folder with ca.crt, tls.crt and tls.key; empty: clear text
+    head_address: str = ""  # address of the GCS to join; empty: this is the head
+    tls_dir: str = ""  # folder with ca.crt, tls.crt and tls.key; empty: plain text
 
     @property
     def gcs_port(self) -> int:
@@ -90,7 +91,7 @@ class RayNode(msgspec.Struct, frozen=True):
 
     @property
     def ports(self) -> dict[str, int]:
-        """Returns Ray's names of its listeners, and their ports where they are named."""
+        """Ray's parameter names of its listeners, and their ports as far as they are fixed."""
         if not self.first_port:
             return {"gcs_server_port": 0}
         first = self.first_port
@@ -102,7 +103,7 @@ class RayNode(msgspec.Struct, frozen=True):
             "metrics_export_port": first + 5,
             "metrics_agent_port": first + 6,
             "dashboard_agent_listen_port": first + 7,
-            "dashboard_port": first + 9,  # no process listens there
+            "dashboard_port": first + 9,  # no process listens on it
             "min_worker_port": first + _FIRST_ACTOR_PORT,
             "max_worker_port": first + _FIRST_ACTOR_PORT + _NUM_ACTOR_PORTS - 1,
         }
@@ -116,7 +117,7 @@ class RayNode(msgspec.Struct, frozen=True):
 
 class HeadStarted(msgspec.Struct, frozen=True):
     address: str
-    pids: dict[str, int]  # gcs_server and raylet
+    pids: dict[str, int]  # has gcs_server and raylet
     head_s: float
     controller_s: float
 
@@ -124,7 +125,8 @@ class HeadStarted(msgspec.Struct, frozen=True):
 def head_environment(
     environment: Mapping[str, str], run_folder: Path, node: RayNode | None = None
 ) -> dict[str, str]:
-    """Returns the environment of a machine's Ray. A head of a single machine gets a new token."""
+    """Builds the environment of a machine's Ray. For a head of a single machine, writes a new
+    token."""
     node = node or RayNode()
     if not node.host_id:
         write_ray_token(run_folder, secrets.token_hex(32))
@@ -140,15 +142,15 @@ def head_environment(
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(run_folder / _TOKEN_FILE),
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Everything on the loopback address, where Ray would take the machine's outer one.
+        # Listen only on loopback; by default Ray uses the machine's external address.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1" if node.address != LOOPBACK else "0",
-        # Agents hand their environment to workers, which must see the host's GPUs (gpus.py).
+        # Workers inherit the agents' environment and must see the host's GPUs (gpus.py).
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
 
 
 def write_ray_token(run_folder: Path, token: str) -> None:
-    """Writes the token of Ray's calls, which all hosts of a cluster share."""
+    """Writes the token of Ray's RPCs, which all hosts of a cluster share."""
     path = run_folder / _TOKEN_FILE
     path.touch(mode=0o600)
     path.write_text(token)
@@ -167,7 +169,7 @@ def _tls_environment(node: RayNode) -> dict[str, str]:
 
 
 def shown_cores(cores: Sequence[int]) -> str:
-    """Returns cores as ranges in the form of a label, such as 0-3_8-11; at most 63 characters."""
+    """Formats cores as ranges for a label value, such as 0-3_8-11; at most 63 characters."""
     ranges: list[list[int]] = []
     for core in cores:
         if ranges and core == ranges[-1][1] + 1:
@@ -184,14 +186,14 @@ def shown_cores(cores: Sequence[int]) -> str:
 
 
 def read_cores(text: str) -> list[int]:
-    """Returns the cores that `shown_cores` wrote."""
+    """Parses the format of `shown_cores`."""
     pairs = [part.split("-") for part in text.split("_") if part]
     return [core for first, last in pairs for core in range(int(first), int(last) + 1)]
 
 
 def start_head(temp_dir: Path, node: RayNode | None = None) -> tuple[str, dict[str, int]]:
-    """Starts a head, or joins the node's. Returns (address of the GCS, pids of what it started).
-    They outlive this process."""
+    """Starts a head, or joins the node's head. Returns the address of the GCS and the pids of the
+    started processes, which outlive this process."""
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
@@ -204,7 +206,8 @@ def start_head(temp_dir: Path, node: RayNode | None = None) -> tuple[str, dict[s
     ports = node.ports
     if not is_head:
         del ports["gcs_server_port"]
-    sockets = Path(tempfile.mkdtemp(prefix="ray-"))  # `temp_dir` may be too deep for their paths
+    # `temp_dir` may be too long for the paths of sockets
+    sockets = Path(tempfile.mkdtemp(prefix="ray-"))
     params = RayParams(
         node_ip_address=node.address,
         gcs_address=node.head_address or None,

@@ -1,15 +1,15 @@
-"""One host's part in Ray if machines can join: the head while it holds the lease, else a node.
+"""One host's role in Ray if machines can join: head while it holds the lease, else node.
 
-    apart --the lease names an address--> node --its raylet ends, or a new number--> node ...
-      |                                     |
-      `--no lease, and it may lead: take it-'--> starting --GCS, raylet, controller up--> head
-                                                    ^--- one of them ends: a new number ---|
-    head --Redis knows a higher number--> apart
+  apart --the lease has an address--> node --its raylet ends, or a new number--> node ...
+   |                                    |
+   `--no lease, and it may lead: take -'--> starting --GCS, raylet, controller up--> head
+                           ^--- one of them ends: a new number ---|
+  head --Redis has a higher number--> apart
 
 `tick` is called about every `RENEW_INTERVAL_S`. Other hosts join a head as soon as its GCS and
-raylet are up, while its controller still starts. The end of a head or a node ends its agents; their
-processes continue, and the next agents adopt them. While Redis is lost, nothing changes: a head
-that cannot renew its lease continues, and its controller changes nothing (controller.py).
+raylet are up, while its controller still starts. If a head or a node ends, its agents end; their
+processes continue, and the next agents adopt them. While Redis is unreachable, nothing changes: a
+head that cannot renew its lease continues, and its controller changes nothing (controller.py).
 """
 
 import logging
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class RayHost:
-    """Owns the host's Ray processes; `say` reports changes to the operator."""
+    """Owns the host's Ray processes. `say` reports changes to the operator."""
 
     def __init__(
         self,
@@ -49,21 +49,21 @@ class RayHost:
         self._may_lead = may_lead
         self._say = say
         self._spec: ClusterSpec | None = None
-        self._number = 0  # of the head that this host runs or has joined
+        self._number = 0  # fencing number of the head that this host runs or has joined
         self._leads = False
         self._up: HeadStarted | None = None
         self._ends = EndWatch()
         self._ended = False
         self._redis_lost = False
-        self._host_before = ""  # of the last head that held the lease
+        self._host_before = ""  # host of the last head that held the lease
 
     @property
     def is_up(self) -> bool:
         return self._up is not None
 
-    def lead_first(self) -> int:
-        """Takes the lease of a cluster that has no head yet, and returns the number under which the
-        caller starts the head. Raises what `store.client.UNREACHABLE` lists."""
+    def become_first_head(self) -> int:
+        """Takes the lease of a cluster without a head. Returns the fencing number with which the
+        caller starts the head. Raises the exceptions in `store.client.UNREACHABLE`."""
         number = self._lease.take()
         assert number, "the cluster is new"
         self._leads = True
@@ -71,11 +71,11 @@ class RayHost:
         return number
 
     def take_spec(self, spec: ClusterSpec) -> None:
-        """Sets the spec of this host's processes. Without it the host does not lead."""
+        """Sets the spec of this host's processes. Without it the host cannot become the head."""
         self._spec = spec
 
     def take_started(self, started: HeadStarted) -> None:
-        """Begins to watch Ray's processes, which are up."""
+        """Starts to watch the Ray processes that were started."""
         self._up = started
         for name, pid in started.pids.items():
             self._ends.add(name, pid)
@@ -115,7 +115,7 @@ class RayHost:
             self._follow(head)
 
     def _has_ended(self) -> bool:
-        """Returns whether Ray's processes have ended or could not be started."""
+        """Says whether Ray's processes have ended or could not be started."""
         if not self._process.is_started:
             return True
         if self._up is None:

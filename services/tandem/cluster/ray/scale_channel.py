@@ -1,13 +1,13 @@
-"""The pool controller's side of Redis: scale requests come in, the pools' state goes out.
+"""Connects the pool controller to Redis: reads scale requests and publishes the state of the pools.
 
-    {tandem:CLUSTER}:scale   LIST of JSON sizes, LPUSHed by routers, taken by BRPOP; of requests
-                             that waited for a controller only the newest sizes count
-    {tandem:CLUSTER}:pools   STRING, JSON of `pool_state.describe`, written on each change, and
-                             again whenever BRPOP returns, in case Redis has lost it
-    {tandem:CLUSTER}:controller  the heartbeat of store/control_state.py, as often
+  {tandem:CLUSTER}:scale   LIST of JSON sizes, LPUSHed by routers, taken by BRPOP; of requests
+                           that waited for a controller only the newest sizes count
+  {tandem:CLUSTER}:pools   STRING, JSON of `pool_state.describe`, written on each change, and
+                           whenever BRPOP returns, in case Redis has lost it
+  {tandem:CLUSTER}:controller  the heartbeat of store/control_state.py, written at the same times
 
-Routers send their requests here, so they need no Ray. While Redis is lost, routers can neither
-send requests nor read the state. The channel tries again, and the controller does not notice.
+Routers send requests through Redis, so they do not need Ray. While Redis is unreachable, they can
+neither send requests nor read the state; the channel retries, and the controller continues.
 """
 
 import json
@@ -40,7 +40,7 @@ _TAKE_MAX = 1000
 
 
 class ScaleChannel:
-    """Calls `on_sizes`, in a thread of its own, with valid sizes."""
+    """Calls `on_sizes` with valid sizes, in its own thread."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ScaleChannel:
         *,
         number: int = 0,
     ) -> None:
-        """`number` is that of the controller's head; 0 on a single machine."""
+        """`number` is the fencing number of the controller's head; 0 on a single machine."""
         self._cluster_id = cluster_id
         self._number = number
         self.is_superseded = False
@@ -65,7 +65,7 @@ class ScaleChannel:
         start_vital("scale-requests", self._run)
 
     def publish(self, state: dict[str, object]) -> None:
-        """Writes the state now, or as soon as Redis is back."""
+        """Writes the state now, or as soon as Redis is reachable."""
         self._state = state
         try:
             if not self._write():
@@ -74,12 +74,12 @@ class ScaleChannel:
             self._note_lost(error)
 
     def supersede(self) -> None:
-        """Ends the channel: the requests belong to the controller of a later head."""
+        """Ends the channel, because a later head's controller handles the requests now."""
         self.is_superseded = True
 
     def _run(self) -> None:
-        # The next write says whether these requests belong to a later head. If so it gets them
-        # back, but none so old that it may have done newer ones since.
+        # The next write tells whether these requests belong to a later head. If so they are pushed
+        # back, unless they are so old that the later head may have handled newer ones.
         taken: list[bytes | str] = []
         taken_at = 0.0
         while taken or not self.is_superseded:
@@ -105,12 +105,12 @@ class ScaleChannel:
     def _waiting(self) -> Sequence[bytes | str]:
         try:
             taken = self._redis.rpop(self._requests, _TAKE_MAX)
-        except UNREACHABLE:  # the next call then fails, too
+        except UNREACHABLE:  # the next call fails, too
             return ()
         return taken if isinstance(taken, list) else ()
 
     def _take(self, bodies: Sequence[bytes | str]) -> None:
-        """Merges requests, oldest first, and passes the sizes on."""
+        """Merges requests, oldest first, and passes the sizes to `on_sizes`."""
         sizes: dict[Pool, int] = {}
         for body in bodies:
             try:
@@ -121,7 +121,8 @@ class ScaleChannel:
             self._on_sizes(sizes)
 
     def _write(self) -> bool:
-        """Writes the state, if there is one. Returns False if there is a later head."""
+        """Writes the heartbeat, and the state if there is one. Returns False if there is a later
+        head."""
         self._num_beats += 1
         beat = ControllerBeat(os.getpid(), self._num_beats, self._number)
         values: dict[str, bytes | str] = {CONTROLLER_KEY: msgspec.json.encode(beat)}
@@ -135,7 +136,7 @@ class ScaleChannel:
 
     @cached_property
     def _redis(self) -> SyncClient:
-        """The client, made on first use, because a client of a Redis Cluster connects at once."""
+        """Created on first use, because a client of a Redis Cluster connects immediately."""
         reply_timeout_s = _TAKE_TIMEOUT_S + REPLY_TIMEOUT_S
         return connect_blocking(self._redis_url, reply_timeout_s=reply_timeout_s)
 

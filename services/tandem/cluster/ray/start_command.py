@@ -1,10 +1,10 @@
-"""`ray start` without Ray's client server.
+"""Runs `ray start` without Ray's client server.
 
-    python -m tandem.cluster.ray.start_command start --head ...
+  python -m tandem.cluster.ray.start_command start --head ...
 
 The client server listens on port 10001 of the node's address and runs code for every caller with
-Ray's token. No option of `ray start` turns it off (a port of 0 is refused). Ray leaves it out only
-if gRPC for Python is missing, so this program makes `ray start` believe that it is missing.
+Ray's token. `ray start` has no option to disable it (port 0 is refused) and omits it only if gRPC
+for Python is missing, so this program reports it as missing.
 """
 
 from ray.scripts import scripts

@@ -1,6 +1,6 @@
-"""A thread that its actor cannot do without: when it fails, the actor's process ends.
+"""A thread that an actor cannot work without: if it fails, the actor's process exits.
 
-Ray then restarts the actor. An actor without its thread would answer Ray for ever and do nothing.
+Ray then restarts the actor. Otherwise the actor would still answer Ray but do nothing.
 """
 
 import logging
@@ -12,11 +12,12 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 _EXIT_STATUS = 1
-_PAUSE_S = 1.0  # before the end, because the next thread may fail at once, too
+_PAUSE_S = 1.0  # pause before the exit, because the next thread may fail immediately, too
 
 
 def start_vital(name: str, run: Callable[[], None]) -> None:
-    """Starts `run` in a daemon thread. The process continues if it returns, ends if it raises."""
+    """Runs `run` in a daemon thread. If it raises, the process exits; if it returns, the process
+    continues."""
 
     def watched() -> None:
         try:

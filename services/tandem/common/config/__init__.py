@@ -1,6 +1,7 @@
-"""Settings of every process: frozen dataclasses, composed per role, checked once at start.
+"""Settings of every process: frozen dataclasses, composed for each role and checked once at
+startup.
 
-Command lines and the Helm chart set these; nothing mutates them afterwards. A field is an option of
-its program unless it is a `Constant`: `options.py`. Secrets (the URL of Redis, the cluster's token)
-come from the environment, so that no process list shows them.
+They are set by command lines and the Helm chart. A field is an option of its program unless it is a
+`Constant` (`options.py`). Secrets (Redis's URL, the cluster's token) come from the environment, so
+that process lists do not show them.
 """

@@ -1,4 +1,4 @@
-"""Settings of a router's admin listener: the cluster, keys, audit, metrics and the page `/`."""
+"""Settings of a router's admin listener."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of how a model's answers are read."""
+"""Settings for sampling defaults and for parsing a model's output."""
 
 from __future__ import annotations
 

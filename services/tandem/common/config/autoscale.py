@@ -53,21 +53,22 @@ class AutoscaleConfig(Options):
     """Seconds between two decisions."""
     idle_s: Seconds = 40.0
     """Seconds without a request, after which pools get their smallest size at once. 0: off."""
-    history_s: Constant[float] = 600.0  # period of the load from which forecasts are made
-    # quantile of ten-second loads to carry; shorter bursts may queue
+    history_s: Constant[float] = 600.0  # period of load samples used for forecasts
+    # quantile of ten-second loads to provide for; shorter bursts may queue
     load_quantile: Constant[float] = 0.7
-    slo_quantile: Constant[float] = 0.95  # quantile of latencies that must be within the limits
-    utilization: Constant[float] = 0.9  # share of a worker's time to use at that load
-    kv_use_max: Constant[float] = 0.85  # largest use of a decode worker's KV pool
-    # A smaller pool must need less than this share of its capacity. 0.8 shrinks later, with fewer
-    # changes and misses for 6% more worker-hours (docs/autoscaler.md).
+    # quantile of latencies that must be within the service levels
+    slo_quantile: Constant[float] = 0.95
+    utilization: Constant[float] = 0.9  # target share of a worker's time at that load
+    kv_use_max: Constant[float] = 0.85  # largest allowed use of a decode worker's KV pool
+    # Pools are not made smaller than the largest wanted size within this period.
     down_window_s: Constant[float] = 600.0
-    # A smaller pool must be asked less than this share of what it carries. 0.8 shrinks later: fewer
-    # changes and misses for 6% more worker-hours (docs/autoscaler.md).
+    # A smaller pool must need less than this share of its capacity. With 0.8 pools shrink later:
+    # fewer changes and service-level misses for 6% more worker-hours (docs/autoscaler.md).
     down_margin: Constant[float] = 1.0
-    down_interval_s: Constant[float] = 60.0  # pause between two steps down
-    step_down: Constant[float] = 0.25  # share of the pool to remove at once, at least one worker
-    reversal_s: Constant[float] = 600.0  # at most one change of direction in this period
+    down_interval_s: Constant[float] = 60.0  # shortest time between two scale-downs
+    # share of the pool to remove in one step, at least one worker
+    step_down: Constant[float] = 0.25
+    reversal_s: Constant[float] = 600.0  # at most one change of direction within this period
 
     def check_together(self) -> None:
         for pool in ("prefill", "decode"):

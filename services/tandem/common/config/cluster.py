@@ -1,4 +1,4 @@
-"""Settings that every process of one cluster shares. Its secrets come from the environment."""
+"""Settings that all processes of a cluster share, and its environment variables."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from tandem.common.options import arguments
 from tandem.errors import ConfigError
 
 Role = Literal["prefill", "decode"]
-# The pool "grpc" has routers that serve the public gRPC API only: one on each host with a router.
+# The pool "grpc" has routers that serve only the public gRPC API, one on each host with a router.
 Pool = Literal["router", "grpc", "prefill", "decode"]
 SIZED_POOLS: tuple[Pool, ...] = ("router", "prefill", "decode")  # pools whose size operators set
 ROUTER_POOLS: tuple[Pool, ...] = ("router", "grpc")
 REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
-# URLs of the users of each kind. A launcher passes a process its own one as REDIS_URL_VARIABLE.
+# prefix of the URLs for each kind's Redis user; a launcher sets REDIS_URL_VARIABLE of a process to
+# its own
 REDIS_URL_OF_KIND = "TANDEM_REDIS_URL_OF_"
 TOKEN_VARIABLE = "TANDEM_CLUSTER_TOKEN"
-API_KEY_VARIABLE = "TANDEM_API_KEY"  # for the person at the command line; no process gets it
+API_KEY_VARIABLE = "TANDEM_API_KEY"  # for operators' commands; not passed on to other processes
 CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
-# Announces a router's end: it continues to serve but is no longer ready.
+# Announces a router's end: it continues to serve but reports that it is not ready.
 LEAVE_SIGNAL = signal.SIGUSR1
-RUN_FOLDER_VARIABLE = "TANDEM_RUN_FOLDER"  # by which Ray's agents find the settings of their host
+RUN_FOLDER_VARIABLE = "TANDEM_RUN_FOLDER"  # lets Ray's agents find the settings of their host
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +39,13 @@ class ClusterConfig:
     """URL of Redis, with its password."""
     token: Annotated[str, Parameter(env_var=TOKEN_VARIABLE)] = field(repr=False)
     """Token with which calls between the cluster's processes authenticate."""
-    record_ttl_s: float = 5.0  # a worker with an older record is dead
+    record_ttl_s: float = 5.0  # a worker with an older record counts as dead
     record_interval_s: float = 1.0
 
     @classmethod
     def from_environment(cls) -> ClusterConfig:
         """Reads the settings from the environment. Raises ConfigError that names a missing
-        variable.
-        """
+        variable."""
         values: dict[str, Any] = {}
         for argument in arguments(cls):
             for variable in argument.parameter.env_var or ():

@@ -39,7 +39,8 @@ ADAPTER_NAME = r"[A-Za-z0-9._:/-]{1,128}"
 
 
 def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
-    """Reads `NAME=PATH,...`, from one text or several. Raises ConfigError."""
+    """Parses NAME=PATH,... from one or several texts to absolute paths by name. Raises
+    ConfigError."""
     found: dict[str, str] = {}
     for entry in filter(None, ",".join(texts).split(",")):
         name, _, path = entry.partition("=")

@@ -18,7 +18,7 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]+):(\d{1,5})")
 
 
 def parse_objectives(text: str) -> dict[str, int]:
-    """`chat=10,batch=-1` as priorities by name. Raises ConfigError."""
+    """Parses NAME=PRIORITY,... such as chat=10,batch=-1. Raises ConfigError."""
     found: dict[str, int] = {}
     for entry in filter(None, text.split(",")):
         match = _OBJECTIVE.fullmatch(entry)
@@ -51,7 +51,7 @@ class GatewayOptions(Options):
 
     @property
     def is_router(self) -> bool:
-        """It is true for a router of clients, and false for a picker and a front."""
+        """True for a router of clients; False for an endpoint picker and a front."""
         return not (self.endpoint_picker or self.front_of)
 
     def check_together(self) -> None:
@@ -63,7 +63,7 @@ class GatewayOptions(Options):
             self.picker_address()
 
     def picker_address(self) -> tuple[str, int]:
-        """Returns the host and the port of an endpoint picker. Raises ConfigError."""
+        """Host and port of the endpoint picker. Raises ConfigError if the option is malformed."""
         match = _ADDRESS.fullmatch(self.endpoint_picker)
         if match is None or int(match[2]) > 65535:
             raise ConfigError(

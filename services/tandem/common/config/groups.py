@@ -1,4 +1,4 @@
-"""Groups of options, and the annotations that several programs share."""
+"""Groups of options, and annotations shared by several programs."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from tandem.common.options import (
 from tandem.errors import ConfigError
 
 _Http = Parameter(group=HTTP)
-# service account's folder in a pod
+# folder of the service account in a pod
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9.:\[\]-]+")
 _SCALE_OBJECT = re.compile(r"(\w+)=((?:statefulsets|deployments)/[a-z0-9]([-a-z0-9.]*[a-z0-9])?)")
@@ -69,7 +69,7 @@ class AddressConfig(Options):
 
 
 def parse_scale_objects(text: str) -> dict[str, str]:
-    """`prefill=statefulsets/NAME,router=deployments/NAME` by pool. Raises ConfigError."""
+    """Parses POOL=RESOURCE/NAME,... such as prefill=statefulsets/NAME. Raises ConfigError."""
     found: dict[str, str] = {}
     for entry in filter(None, text.split(",")):
         match = _SCALE_OBJECT.fullmatch(entry)
@@ -148,7 +148,8 @@ class RouterOptions(AdmissionOptions):
     """Name of the router."""
     tls_dir: TlsDir = ""
     tls: PublicTls = field(default_factory=PublicTls)
-    # Pool -> RESOURCE/NAME in this pod's namespace; on Kubernetes its scale is the pool's size.
+    # Pool -> RESOURCE/NAME in this pod's namespace. On Kubernetes the size of a pool is the scale
+    # of that object.
     scale_objects: Annotated[
         Mapping[str, str],
         Own,
@@ -187,7 +188,7 @@ class RouterOptions(AdmissionOptions):
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     gateway: GatewayOptions = field(default_factory=GatewayOptions)
     body_bytes_max: Constant[Positive] = 4 << 20
-    # while a pool is empty; the same number may wait for tenants' turns
+    # limit of requests that wait for an empty pool, and of those that wait for their tenant's turn
     hold_requests_max: Constant[Positive] = 256
     request_deadline_s: Constant[float] = 600.0
     service_account: Constant[str] = SERVICE_ACCOUNT  # folder with the service account's token
@@ -208,21 +209,21 @@ class RouterOptions(AdmissionOptions):
 
     @property
     def has_leaking_port(self) -> bool:
-        """Returns whether clients can reach only a gRPC port.
+        """True if clients can reach only a gRPC port.
 
-        Such a process may have to end because of its memory: gRPC's core never frees the tables of
-        some headers (HPACK).
+        Such a process may have to restart because of its memory: gRPC's core never frees the tables
+        of some headers (HPACK).
         """
         return self.api == "grpc" or bool(self.gateway.endpoint_picker)
 
     @property
     def connections_per_address_max(self) -> int:
-        """The largest number of connections of one address: as set, or half of all."""
+        """Largest number of connections of one address: the option, or half of all."""
         return self.addresses.connections_per_address or max(1, self.connections_max // 2)
 
     @property
     def requests_per_address_max(self) -> int:
-        """The largest number of unanswered requests of one address: as set, or half of all."""
+        """Largest number of unanswered requests of one address: the option, or half of all."""
         return self.addresses.requests_per_address or max(1, self.connections_max // 2)
 
 

@@ -1,4 +1,4 @@
-"""Settings of encryption, and the names in the certificates of a cluster's processes."""
+"""Settings of TLS, and the names in the certificates of a cluster's processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem.common.config.groups import HTTP, Own
 from tandem.common.options import Options, Text
 from tandem.errors import ConfigError
 
-# kind of process; unlike a worker's role, it does not change
+# kind of process; unlike a worker's role it never changes
 Kind = Literal["router", "worker", "controller"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -23,7 +23,7 @@ TlsDir = Annotated[
 
 
 def certificate_name(kind: Kind, cluster_id: str) -> str:
-    """Returns the DNS name in the certificates of one kind of a cluster's processes."""
+    """DNS name in the certificates of a cluster's processes of this kind."""
     return f"{kind}.{cluster_id}.tandem".lower()
 
 

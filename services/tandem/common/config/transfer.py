@@ -1,4 +1,4 @@
-"""Settings of how KV blocks travel to a worker."""
+"""Settings for the transfer of KV blocks between workers."""
 
 from __future__ import annotations
 
@@ -54,19 +54,20 @@ class TransferConfig(Options):
     warm_blocks: Count = 0
     """Number of KV blocks that a new worker imports from its peers. 0: it starts cold."""
     connect_deadline_s: Constant[float] = 5.0
-    # interval of a producer's heartbeats on a lease's stream
+    # interval of a producer's heartbeats on the stream of a lease
     heartbeat_interval_s: Constant[float] = 0.5
     release_deadline_s: Constant[float] = 5.0
-    # with more quarantined blocks, no pull starts until the agent is replaced
+    # above this number of quarantined blocks, no pull starts until the agent is replaced
     quarantine_blocks_max: Constant[int] = 256
-    leases_max: Constant[int] = 256  # open leases of one producer; further ones are refused
+    # limit of open leases of one producer; further ones are refused
+    leases_max: Constant[int] = 256
     leases_per_consumer_max: Constant[int] = 128
-    # of this consumer; half of it for one peer
+    # limit for this consumer; half of it for each peer
     pull_bytes_in_flight_max: Constant[Positive] = 256 << 20
-    # share of the pool in finished blocks that are not released
+    # largest share of the pool for finished blocks that are not released
     leased_blocks_max_share: Constant[float] = 0.9
 
     @property
     def verify_every(self) -> int:
-        """Interval of blocks whose checksums are compared; 0: none are."""
+        """Compare the checksum of every Nth pulled block; 0: of none."""
         return {"off": 0, "sample": 16, "all": 1}[self.verify_blocks]

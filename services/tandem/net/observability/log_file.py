@@ -1,10 +1,10 @@
-"""The file that standard output and error of a process of `tandem up` go to: it has a largest size.
+"""The log file of a process of `tandem up`, rotated at a maximum size.
 
-    ID.log -> ID.log.1 (the one before is dropped), and a new ID.log
+  ID.log -> ID.log.1 (the previous one is deleted), and a new ID.log
 
-The process that was started with the file renames it; processes that it started, its engine for
-one, find that the name is another file's and follow. What native code prints goes along, because
-the descriptors themselves are replaced.
+The process that was started with the file rotates it. Its child processes, such as the engine,
+detect that the file was renamed and reopen it. The file descriptors of standard output and error
+are replaced, so output of native code is included.
 """
 
 import logging
@@ -19,28 +19,27 @@ from typing import Self
 
 from tandem.errors import BadRequest
 
-FILE_VARIABLE = "TANDEM_LOG_FILE"  # set by whoever started the process with this file
+FILE_VARIABLE = "TANDEM_LOG_FILE"  # set by the process that started this one with the file
 BYTES_MAX = 32 << 20
 NO_FILE = "its log is no file of its own; on Kubernetes, `kubectl logs POD` prints a pod's"
-PIECE_BYTES_MAX = 256 << 10  # that a reader gets at once
+PIECE_BYTES_MAX = 256 << 10  # limit for one read
 
 
 def older(path: Path) -> Path:
-    """Returns where the lines before those of a log are, if it has been renamed."""
+    """Path to which a log is renamed when it is rotated."""
     return path.with_name(f"{path.name}.1")
 
 
 @dataclass(frozen=True, slots=True)
 class LogPosition:
-    """A reader's place in a log: a file by its inode, and an offset in it. 0: at the start."""
+    """A position in a log: the inode of a file and an offset in it. Inode 0 is the start."""
 
     inode: int = 0
     offset: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Returns the place of a text that `str` made; an empty text is the start. Raises
-        BadRequest."""
+        """Parses the format of `str`; an empty text is the start. Raises BadRequest."""
         if not text:
             return cls()
         if not (found := re.fullmatch(r"(\d{1,20})-(\d{1,18})", text, re.ASCII)):
@@ -55,15 +54,15 @@ class LogPosition:
 def read_piece(
     path: Path, after: LogPosition, bytes_max: int = PIECE_BYTES_MAX
 ) -> tuple[bytes, LogPosition]:
-    """Returns what a log has after a place, and where that ends. It has no bytes if there is no
-    more yet, and whole lines if there is more than `bytes_max`.
+    """Reads a log from a position. Returns the bytes and the position after them: b"" if there are
+    none yet, complete lines if there are more than `bytes_max`.
 
-    A log that was renamed since is read to its end, then the new one. If the file of the place is
-    gone, the log is read from the start.
+    If the log was rotated meanwhile, the old file is read to its end, then the new one. If the file
+    of the position no longer exists, the log is read from the start.
     """
     with ExitStack() as stack:
         opened: dict[int, BufferedReader] = {}
-        for name in (path, older(path)):  # in this order, a log that is renamed now is found
+        for name in (path, older(path)):  # this order does not miss a concurrent rename
             with suppress(FileNotFoundError):
                 file = stack.enter_context(name.open("rb"))
                 opened.setdefault(os.fstat(file.fileno()).st_ino, file)
@@ -87,7 +86,7 @@ def read_piece(
 
 
 class LogFileHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to standard error; before each record it looks at the file behind it."""
+    """Logs to standard error, and rotates the file behind it if necessary."""
 
     def __init__(self, path: Path, bytes_max: int = BYTES_MAX) -> None:
         super().__init__()
@@ -96,7 +95,7 @@ class LogFileHandler(logging.StreamHandler):  # type: ignore[type-arg]
         self._renames = os.getsid(0) == os.getpid()
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):  # such as a full disk: the old file goes on
+        with suppress(OSError):  # for example a full disk: keep the old file
             self._keep_small()
         super().emit(record)
 
@@ -112,6 +111,7 @@ class LogFileHandler(logging.StreamHandler):  # type: ignore[type-arg]
                 self._path.rename(older(self._path))
         file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         for descriptor in (1, 2):
-            if os.path.samestat(os.fstat(descriptor), ours):  # and no pipe, for example
+            # skips descriptors of pipes and other files
+            if os.path.samestat(os.fstat(descriptor), ours):
                 os.dup2(file, descriptor)
         os.close(file)

@@ -1,11 +1,11 @@
-"""Logs: one line an event, to standard error, under the name of the process.
+"""Logging: one line for each event, to standard error, with the name of the process.
 
-TANDEM_LOG_LEVEL chooses the level, TANDEM_LOG_FORMAT `text` or `json`: then a line is one object,
-with `request_id` where it is about a request, and whatever else was given as `extra`; of a
-callable what it returns, which costs nothing where lines are text. No text from outside can write a
-line of its own, or reach a terminal that shows the log: `printable` escapes what is not printable,
-and the lines of a traceback are indented. Processes that a process starts, its engine for one,
-inherit both variables. SIGUSR2 has a process write the stack of each of its threads.
+TANDEM_LOG_LEVEL sets the level, TANDEM_LOG_FORMAT `text` or `json`. A JSON line is one object with
+`request_id` if it is about a request, and all other fields given as `extra`; callables in `extra`
+are called only for JSON. Text from outside cannot start a new line or send control codes to a
+terminal: `printable` escapes what is not printable, and the lines of a traceback are indented.
+Child processes, such as the engine, inherit both variables. On SIGUSR2 a process writes the stacks
+of all its threads.
 """
 
 import faulthandler
@@ -26,12 +26,13 @@ from tandem.net.observability.log_file import FILE_VARIABLE, LogFileHandler
 
 LEVEL_VARIABLE = "TANDEM_LOG_LEVEL"
 FORMAT_VARIABLE = "TANDEM_LOG_FORMAT"
-STACKS_SIGNAL = signal.SIGUSR2  # a process writes where each of its threads is
+STACKS_SIGNAL = signal.SIGUSR2  # makes a process write the stacks of its threads
 _JSON_NAMES = {"asctime": "time", "levelname": "level", "name": "logger", "exc_info": "exception"}
 
 
 def configure_logging(process: str) -> None:
-    """`process` names this process in each line, such as `decode-0/io`. Raises ConfigError."""
+    """Configures logging of this process, which each line names as `process`, for example
+    `decode-0/io`. Raises ConfigError."""
     path = os.environ.get(FILE_VARIABLE)
     handler = LogFileHandler(Path(path)) if path else logging.StreamHandler(sys.stderr)
     handler.setFormatter(_formatter(process))
@@ -39,23 +40,24 @@ def configure_logging(process: str) -> None:
     if level not in logging.getLevelNamesMapping():
         raise ConfigError(f"{LEVEL_VARIABLE} is {level!r}; it must be a level, such as DEBUG")
     logging.basicConfig(handlers=[handler], level=level, force=True)
-    faulthandler.enable(file=2)  # a crash in native code says where each thread was
-    faulthandler.register(STACKS_SIGNAL, file=2)  # so does a process that hangs, when asked
+    faulthandler.enable(file=2)  # writes the stacks of all threads if native code crashes
+    # writes them on STACKS_SIGNAL, for a process that hangs
+    faulthandler.register(STACKS_SIGNAL, file=2)
     for noisy in ("httpx", "httpcore", "httpx2", "httpcore2", "asyncio", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 def about(sequence_id: str) -> dict[str, str]:
-    """The `extra` of a line about a sequence: its request, as `request_id`.
+    """Builds the `extra` of a log line about a sequence, with the id of its request.
 
-    Sequence ids are `REQUEST#ATTEMPT` where it decodes and `REQUEST#LEASE` where it is prefilled.
+    Sequence ids are `REQUEST#ATTEMPT` in decode workers and `REQUEST#LEASE` in prefill workers.
     """
     request_id = sequence_id.rpartition("#")[0]
     return {"request_id": request_id} if request_id else {}
 
 
 class _TextFormatter(logging.Formatter):
-    """One line an event; the lines of a traceback or a stack follow it, indented."""
+    """Formats an event as one line, followed by the indented lines of a traceback or stack."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         record.message = printable(record.message)
@@ -73,7 +75,8 @@ def _indented(text: str) -> str:
 
 
 class _JsonFormatter(MsgspecFormatter):
-    """Fields: time (RFC 3339, UTC), level, process, logger, message, exception, and the extras."""
+    """Formats an event as JSON: time (RFC 3339, UTC), level, process, logger, message, exception
+    and extras."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)

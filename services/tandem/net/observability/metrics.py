@@ -1,6 +1,6 @@
-"""Metrics are declared here as tables; routers and workers share buckets and gauges.
+"""Declares metrics as tables. Routers and workers share the histogram buckets.
 
-A class declares its metrics as a table, and each object of it has its own:
+A class declares its metrics, and each instance registers its own:
 
 class Requests(MetricSet):
     ended = counter("tandem_requests", "Requests by outcome", "outcome")
@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 
-# vLLM's, in seconds, so that dashboards can compare.
+# vLLM's buckets in seconds, so that dashboards can compare.
 _FAST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 TTFT_S = (*_FAST_S, 20, 40, 80, 160, 640)
 ITL_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -27,7 +27,7 @@ M = TypeVar("M", bound=MetricWrapperBase)
 
 @dataclass(frozen=True)
 class Declared(Generic[M]):
-    """A metric of a MetricSet, which replaces it by one that is registered."""
+    """A declared metric of a MetricSet. Instances replace it by a registered metric."""
 
     kind: type[M]
     name: str
@@ -53,7 +53,7 @@ def gauge(name: str, text: str, *labels: str) -> Declared[Gauge]:
 
 
 def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Declared[Histogram]:
-    """`buckets` are upper bounds, in the unit that the name ends with."""
+    """Declares a histogram. `buckets` are upper bounds in the unit at the end of the name."""
     return Declared(Histogram, name, text, labels, {"buckets": buckets})
 
 
@@ -63,7 +63,8 @@ class MetricSet:
     def __init__(
         self, registry: CollectorRegistry, common: Mapping[str, str] | None = None
     ) -> None:
-        """`common` are labels of every metric. One that has no others has them set already."""
+        """`common` has labels of every metric. A metric without other labels has them set
+        already."""
         for name, declared in vars(type(self)).items():
             if isinstance(declared, Declared):
                 setattr(self, name, declared.register(registry, common or {}))
@@ -72,7 +73,8 @@ class MetricSet:
 def gauges(
     name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
 ) -> GaugeMetricFamily:
-    """A family of gauges; each row has the values of the labels and that of the gauge."""
+    """Builds a family of gauges. Each row has the values of the labels and the value of the
+    gauge."""
     family = GaugeMetricFamily(name, text, labels=labels)
     for values, value in rows:
         family.add_metric(values, value)

@@ -1,8 +1,9 @@
-"""OpenTelemetry's variables decide whether traces and metrics are sent over OTLP, and how.
+"""Reads OpenTelemetry's environment variables: whether and how traces and metrics are sent over
+OTLP.
 
-A signal is off unless OTEL_EXPORTER_OTLP_ENDPOINT, or its own variable of that kind, is set; and
-with OTEL_SDK_DISABLED=true, or OTEL_TRACES_EXPORTER or OTEL_METRICS_EXPORTER set to `none`.
-Source: OpenTelemetry's "Environment Variable Specification".
+A signal is on if OTEL_EXPORTER_OTLP_ENDPOINT or the signal's own endpoint variable is set.
+OTEL_SDK_DISABLED=true, and OTEL_TRACES_EXPORTER or OTEL_METRICS_EXPORTER set to `none`, turn it
+off. Source: OpenTelemetry's "Environment Variable Specification".
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ Protocol = Literal["grpc", "http/protobuf"]
 _ENDPOINT, _PROTOCOL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL"
 
 
-def is_asked_for(signal: Signal) -> bool:
-    """Returns whether the environment asks for `signal`."""
+def is_enabled(signal: Signal) -> bool:
+    """Says whether the environment enables this signal."""
     if _variable("OTEL_SDK_DISABLED").lower() == "true":
         return False
     if _variable(f"OTEL_{signal}_EXPORTER").lower() == "none":
@@ -34,7 +35,7 @@ def is_asked_for(signal: Signal) -> bool:
 
 
 def protocol(signal: Signal) -> Protocol:
-    """Returns the protocol that the environment names. Raises ConfigError if there is none such."""
+    """Reads the protocol of a signal. Raises ConfigError if it is unknown."""
     named = _variable(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL") or _variable(_PROTOCOL) or "grpc"
     for known in get_args(Protocol):
         if named == known:
@@ -43,8 +44,8 @@ def protocol(signal: Signal) -> Protocol:
 
 
 def make_resource(service: str, instance: str) -> Resource:
-    """Makes what all signals of a process say of it. `service` is its name, unless
-    OTEL_SERVICE_NAME is set."""
+    """Builds the resource attributes for all signals of a process. OTEL_SERVICE_NAME overrides
+    `service`."""
     from opentelemetry.sdk.resources import Resource
 
     named = _variable("OTEL_SERVICE_NAME") or service
@@ -53,7 +54,7 @@ def make_resource(service: str, instance: str) -> Resource:
 
 @contextmanager
 def needs_sdk(what: str) -> Iterator[None]:
-    """Raises ConfigError where OpenTelemetry's SDK is not installed."""
+    """Converts the ImportError of a missing OpenTelemetry SDK to ConfigError."""
     try:
         yield
     except ImportError as error:
@@ -64,7 +65,7 @@ def needs_sdk(what: str) -> Iterator[None]:
 
 
 def close_within(shutdown: Callable[[], object]) -> None:
-    """Sends what is left, for at most `CLOSE_S`: the process ends."""
+    """Calls `shutdown`, which sends the remaining data, and waits at most CLOSE_S for it."""
     closing = threading.Thread(target=shutdown, daemon=True)
     closing.start()
     closing.join(CLOSE_S)

@@ -1,16 +1,16 @@
-"""OpenTelemetry traces: one for each request over router, decode and prefill worker.
+"""OpenTelemetry traces: one for each request across router, decode and prefill worker.
 
-Off unless OpenTelemetry's variables ask for them (otlp.py): else its SDK is not loaded, and every
-request has `NO_SPAN`, on the API's no-op tracer. When they are on, its variables choose protocol,
-headers, sampler, limits and names.
+Tracing is off unless OpenTelemetry's variables enable it (otlp.py). Then the SDK is not loaded, and
+every request has `NO_SPAN` with the API's no-op tracer. If it is on, OpenTelemetry's variables set
+protocol, headers, sampler, limits and names.
 
-    begin (a process takes the request) --> stage, stage, ... (told once they are over) --> end
+  begin (a process takes the request) --> stage, stage, ... (added after they ended) --> end
 
-A span's `headers` (W3C Trace Context) travel with the request to the next process, whose span
-becomes its child. Times are `time.monotonic()` seconds. Spans leave in a thread of their own, from
-a bounded queue: a collector that is slow or gone loses spans and holds up no request.
+A span's `headers` (W3C Trace Context) are passed with the request to the next process, whose span
+becomes its child. Times are `time.monotonic()` seconds. Spans are sent by a thread from a bounded
+queue: with a slow or missing collector spans are lost, but requests are not delayed.
 
-Names and attributes: OpenTelemetry's semantic conventions for generative AI.
+Names and attributes follow OpenTelemetry's semantic conventions for generative AI.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from tandem.net.observability.otlp import (
     close_within,
-    is_asked_for,
+    is_enabled,
     make_resource,
     needs_sdk,
     protocol,
@@ -48,10 +48,10 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class RequestSpan:
-    """A request inside one process.
+    """The span of a request in one process.
 
-    `headers` make the next process' span a child of this one, and `trace_id` is 32 hexadecimal
-    digits; both are empty where the request is not traced.
+    `headers` make the next process's span a child of this one; `trace_id` has 32 hexadecimal
+    digits. Both are empty if the request is not traced.
     """
 
     def __init__(self, tracer: Tracer, span: Span) -> None:
@@ -66,7 +66,8 @@ class RequestSpan:
     def stage(
         self, name: str, began_s: float, ended_s: float, attributes: Attributes = _NONE
     ) -> None:
-        """A stage that is over; nothing when a time is 0, because it did not come to it."""
+        """Adds a span for a stage that has ended. Does nothing if a time is 0: the stage was not
+        reached."""
         if not (began_s and ended_s and self.trace_id):
             return
         span = self._tracer.start_span(
@@ -89,14 +90,14 @@ NO_SPAN = RequestSpan(NoOpTracer(), INVALID_SPAN)
 
 
 class Tracing:
-    """One process' traces; without a provider they are off."""
+    """The tracing of one process. It is off without a provider."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("tandem") if provider is not None else NoOpTracer()
 
     def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> RequestSpan:
-        """A span from now on, a child of what `headers` name, if they do."""
+        """Starts a span, as a child of the trace context in `headers` if there is one."""
         if self._provider is None:
             return NO_SPAN
         parent = _PROPAGATOR.extract(headers)
@@ -105,7 +106,7 @@ class Tracing:
         return RequestSpan(self._tracer, span)
 
     def close(self) -> None:
-        """Sends what is left, for a bounded time."""
+        """Sends the remaining spans, for at most CLOSE_S."""
         if self._provider is not None:
             close_within(self._provider.shutdown)
 
@@ -114,17 +115,18 @@ NO_TRACING = Tracing()
 
 
 def make_tracing(service: str, instance: str) -> Tracing:
-    """Makes the tracing that the environment asks for. Raises ConfigError if it is not installed.
+    """Creates the tracing that the environment enables. Raises ConfigError if the SDK is not
+    installed.
 
     `service` and `instance` name the process (`make_resource`).
     """
-    if not is_asked_for("TRACES"):
+    if not is_enabled("TRACES"):
         return NO_TRACING
     with needs_sdk("traces"):
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        # By itself it would flush for half a minute when a process exits and no collector answers.
+        # By default the SDK flushes for half a minute at exit if no collector answers.
         provider = TracerProvider(resource=make_resource(service, instance), shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(_exporter()))
         return Tracing(provider)

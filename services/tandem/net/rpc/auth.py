@@ -1,8 +1,8 @@
-"""Checks who calls a worker: holders of the cluster's token, each kind of process its own methods.
+"""Authenticates calls of a worker by the cluster's token, and authorizes them by kind of process.
 
-Both are checked before the body of a call is read. gRPC reads it when the handler asks, and a
-handler of streams, which is what refuses, never does: a stranger's message costs a flow-control
-window at most. On the wire there is no difference between a stream of one message and one message.
+Both checks precede the read of a call's body. gRPC reads the body when the handler requests it, and
+refusals are stream handlers, which never do: an unauthorized message costs at most a flow-control
+window. On the wire, a stream of one message equals a single message.
 """
 
 import hmac
@@ -17,9 +17,9 @@ from tandem.common.config.tls import Kind, certificate_name
 _HEADER = "authorization"
 _REFUSAL = "the cluster's token is missing or wrong"
 _WRONG_KIND = "this call is not for the kind of process that the certificate names"
-_NAMES = "x509_subject_alternative_name"  # of the peer, in gRPC's authentication context
+_NAMES = "x509_subject_alternative_name"  # key of the peer's names in gRPC's authentication context
 
-# Of tandem.v1.Worker. A method that is not here has no caller.
+# Methods of tandem.v1.Worker. A method that is missing here can be called by no process.
 CALLERS: dict[str, Kind] = {
     "AddAdapter": "router",
     "Decode": "router",
@@ -41,12 +41,12 @@ CALLERS: dict[str, Kind] = {
 
 
 def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """Metadata for a call on the private data plane."""
+    """Builds the metadata for calls between the cluster's processes."""
     return ((_HEADER, f"Bearer {token}"),)
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Answers UNAUTHENTICATED to calls without the cluster's token."""
+    """Refuses calls without the cluster's token (UNAUTHENTICATED)."""
 
     def __init__(self, token: str) -> None:
         self._expected = f"Bearer {token}".encode()
@@ -64,7 +64,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 class KindInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Answers PERMISSION_DENIED to calls from a process whose certificate is of another kind."""
+    """Refuses calls from processes whose certificate is of another kind (PERMISSION_DENIED)."""
 
     def __init__(self, cluster_id: str, callers: Mapping[str, Kind] = CALLERS) -> None:
         self._names = {
@@ -88,7 +88,8 @@ async def _refuse(_: Any, context: Any) -> None:
 
 
 def _checked(handler: Any, name: bytes) -> Any:
-    """Returns the handler for peers with this name, as a stream: the body is read after that."""
+    """Wraps a handler, so that it serves only peers with this name. It becomes a stream handler,
+    which reads the body after the check."""
     serve = (
         handler.stream_stream or handler.unary_stream or handler.stream_unary or handler.unary_unary
     )

@@ -1,8 +1,8 @@
-"""The message BlockBytes as it goes over the wire, made and read without a protobuf object.
+"""Encodes and decodes the message BlockBytes without protobuf objects.
 
-protobuf in Python copies a field's bytes when it is set and when it is read. A message of one
-`bytes` field is its tag, its length and the bytes: so one copy makes it, and none reads it. Who
-sends and who reads may each do it either way, it is the same message.
+Python's protobuf copies a field's bytes when it is set and when it is read. The encoding of a
+message with one `bytes` field is its tag, its length and the bytes, so encoding takes one copy and
+decoding none. The format is that of protobuf, so both sides may also use protobuf.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,7 +16,7 @@ _TAG = b"\x0a"  # field 1, length-delimited
 
 
 def encode(parts: Sequence[bytes | memoryview]) -> bytes:
-    """The message whose `data` is the parts, one after another."""
+    """Encodes a message whose `data` is the concatenation of the parts."""
     length = sum(len(part) for part in parts)
     header = bytearray(_TAG)
     while length > 0x7F:
@@ -27,9 +27,9 @@ def encode(parts: Sequence[bytes | memoryview]) -> bytes:
 
 
 def decode(message: bytes) -> memoryview:
-    """`data` of a message, in place. Raises ValueError when it is no such message."""
+    """Finds `data` in a message, without a copy. Raises ValueError if the message is malformed."""
     if not message:
-        return memoryview(b"")  # proto3 leaves an empty field out
+        return memoryview(b"")  # proto3 omits an empty field
     if message[:1] != _TAG:
         raise ValueError("not a BlockBytes message")
     length = shift = 0
@@ -49,7 +49,7 @@ def decode(message: bytes) -> memoryview:
 
 
 class EncodedByHandler(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Lets the handlers of the two calls yield messages that `encode` made."""
+    """Lets the handlers of both methods yield messages that `encode` built."""
 
     async def intercept_service(
         self,

@@ -1,7 +1,7 @@
-"""A certificate, its key and the roots that are trusted, read again when their files change.
+"""A certificate with its key and trusted roots, reloaded when the files change.
 
-The files are looked at when a connection is made: no task watches them. Files that do not fit each
-other, such as a new certificate beside the old key, leave the last good ones in use.
+The files are checked for each new connection; no task watches them. If they do not match, such as a
+new certificate and the old key, the last valid ones remain in use.
 """
 
 import logging
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """PEM texts that were on the disk together, and a server's context of them."""
+    """PEM texts that were read together, and a TLS server context made from them."""
 
     chain: bytes
     key: bytes = field(repr=False)
@@ -26,33 +26,33 @@ class Certificate:
 
 
 class CertificateFiles:
-    """The files of one certificate. Safe for threads."""
+    """The files of one certificate. Thread-safe."""
 
     def __init__(self, chain: Path, key: Path, roots: Path | None = None) -> None:
         """Raises ConfigError if the files cannot be used."""
         self._paths = [chain, key] if roots is None else [chain, key, roots]
         self._lock = threading.Lock()
         try:
-            self._stamp = self._look()
+            self._stamp = self._stamps()
             self._certificate = self._read()
         except (OSError, ValueError) as error:
             raise ConfigError(f"the certificate {chain} cannot be used: {error}") from None
 
     @classmethod
     def in_folder(cls, folder: str) -> "CertificateFiles":
-        """The files of a folder, under the names that cert-manager gives them."""
+        """Uses the files of a folder with the names that cert-manager gives them."""
         path = Path(folder)
         return cls(path / "tls.crt", path / "tls.key", path / "ca.crt")
 
     def current(self) -> Certificate:
-        """Returns the same object until the files change."""
+        """Returns the current certificate; the same object until the files change."""
         with self._lock:
-            stamp = self._look()
+            stamp = self._stamps()
             if stamp == self._stamp:
                 return self._certificate
             try:
                 read = self._read()
-                if self._look() != stamp:  # they change right now: the next caller looks again
+                if self._stamps() != stamp:  # the files are changing; the next call checks again
                     return self._certificate
                 self._certificate = read
                 log.info("the certificate %s was read again", self._paths[0])
@@ -61,12 +61,12 @@ class CertificateFiles:
             self._stamp = stamp
             return self._certificate
 
-    def _look(self) -> list[tuple[int, ...]]:
-        """Identifies what the files hold now."""
+    def _stamps(self) -> list[tuple[int, ...]]:
+        """Identifies the current versions of the files."""
         return [_identity(path) for path in self._paths]
 
     def _read(self) -> Certificate:
-        """Raises OSError (ssl.SSLError is one) or ValueError if the files do not fit each other."""
+        """Raises OSError (including ssl.SSLError) or ValueError if the files do not match."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self._paths[0], self._paths[1])
         texts = [path.read_bytes() for path in self._paths]

@@ -1,4 +1,4 @@
-"""Channels that are closed under their calls, and closed without waiting for them."""
+"""Helpers for channels that are closed while calls are open, or without waiting."""
 
 import asyncio
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from tandem.errors import TandemError
 
 @contextmanager
 def foreign_cancellation_raises(error: TandemError) -> Iterator[None]:
-    """Raises `error` when what is awaited inside was cancelled, and not the task that awaits it.
+    """Raises `error` if the awaited call was cancelled, but not the task that awaits it.
 
-    gRPC cancels the caller of a call whose channel is closed.
+    gRPC cancels the callers of open calls when their channel is closed.
     """
     try:
         yield
@@ -24,6 +24,6 @@ def foreign_cancellation_raises(error: TandemError) -> Iterator[None]:
 
 
 def close_soon(channel: grpc.aio.Channel) -> None:
-    """Closes a channel from code that cannot wait for it."""
+    """Closes a channel from code that cannot await it."""
     closing = asyncio.ensure_future(channel.close(None))
     closing.add_done_callback(lambda task: task.cancelled() or task.exception())

@@ -1,4 +1,4 @@
-"""Failures of a call as its gRPC status: what callers act on, without a traceback in the log."""
+"""Converts exceptions of handlers to gRPC statuses, without tracebacks in the log."""
 
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -13,22 +13,22 @@ from tandem.errors import BadRequest, DeadlineExceeded, TandemError
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
-    """Ends the call with the error's code and message; trailers say when to come again."""
+    """Ends the call with the error's code and message. Trailers have the time until a retry."""
     trailers: tuple[tuple[str, str], ...] = (("tandem-code", error.code), *error.headers.items())
     if error.retry_after_s is not None:
         after_s = error.retry_after_whole_s
-        # The second is what gRPC's own retry policies heed (gRFC A6).
+        # gRPC's own retry policies use the second one (gRFC A6).
         trailers += (("retry-after", f"{after_s}"), ("grpc-retry-pushback-ms", f"{after_s}000"))
     await context.abort(getattr(grpc.StatusCode, error.grpc_code), error.message, trailers)
     raise AssertionError("abort raises")
 
 
 class FailureInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Ends a call by the TandemError or TimeoutError that its handler raises. Handlers that are
-    coroutines and stream their answer report their own.
+    """Ends a call with the TandemError or TimeoutError raised by its handler. Streaming handlers
+    that are coroutines report errors themselves.
 
-    It also parses the messages. gRPC would answer bytes that are no message with UNKNOWN, and log a
-    traceback, before any code of ours ran.
+    It also parses the messages. gRPC itself would answer malformed bytes with UNKNOWN and log a
+    traceback before any code of ours ran.
     """
 
     async def intercept_service(
@@ -89,7 +89,7 @@ async def _reporting(
 
 
 def _parsed(handler: Any, body: bytes, method: str) -> Any:
-    """Returns the message. Raises BadRequest."""
+    """Parses the message. Raises BadRequest if it is malformed."""
     parse = handler.request_deserializer
     try:
         return parse(body) if parse else body
@@ -99,9 +99,9 @@ def _parsed(handler: Any, body: bytes, method: str) -> Any:
         ) from None
 
 
-def _calm(record: logging.LogRecord) -> bool:
-    """A send that failed because the peer's connection is gone is no error of the server's, and
-    neither is a malformed message to a stream of gRPC's own services."""
+def _lower_level(record: logging.LogRecord) -> bool:
+    """Lowers the level of records about lost peers and malformed messages: they are not errors of
+    the server."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, grpc.aio.InternalError | DecodeError):
         record.levelno = logging.INFO
@@ -110,8 +110,8 @@ def _calm(record: logging.LogRecord) -> bool:
     return True
 
 
-def log_lost_peers_calmly() -> None:
-    """Keeps gRPC from logging a peer's fault as an error with a traceback: a peer that went amid a
-    message, whose call is cancelled and reports it, or one that sent bytes that are no message.
-    May be called any number of times."""
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_calm)
+def quiet_peer_faults() -> None:
+    """Keeps gRPC from logging faults of peers as errors with a traceback: a peer that disconnected
+    in the middle of a message (its cancelled call reports that), or one that sent malformed bytes.
+    May be called repeatedly."""
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_lower_level)

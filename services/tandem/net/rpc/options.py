@@ -1,11 +1,12 @@
-"""Options of gRPC channels and servers. The defaults ping after hours, or end the connection."""
+"""Options of gRPC channels and servers. gRPC's defaults ping only after hours, or end the
+connection."""
 
 MESSAGE_BYTES_MAX = 64 << 20
 
 _PINGS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # A process that is stopped answers no ping, but its kernel acknowledges what is sent to it.
+    # A stopped process answers no ping, although its kernel acknowledges what is sent to it.
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -21,7 +22,7 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # A restarted worker on the same address must not inherit a channel that is backing off.
+    # A channel to a restarted worker at the same address must not share an old channel's back-off.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 SERVER_OPTIONS: list[tuple[str, int]] = [

@@ -1,9 +1,9 @@
-"""Channels to the cluster's workers, and their server: mutual TLS, where there are certificates.
+"""Channels to the cluster's workers, and the port of their server, with mutual TLS if configured.
 
-    files change -> calls that start go to a new channel; the old one closes after its last call
+  files change -> new calls use a new channel; the old one is closed after its last call
 
-A client accepts only a certificate with the name of a worker of its own cluster, before it sends
-anything: neither the cluster's token nor a prompt reaches another peer.
+A client accepts only a certificate that names a worker of its own cluster, and checks it before it
+sends anything: neither the cluster's token nor a prompt reaches another peer.
 """
 
 from collections.abc import Callable
@@ -20,23 +20,24 @@ from tandem.net.rpc.options import CHANNEL_OPTIONS
 
 
 class PeerCalls:
-    """Opens channels to workers; `metadata` goes with each call."""
+    """Opens channels to workers. `metadata` must be passed with each call."""
 
     def __init__(self, cluster_id: str, token: str, tls_dir: str = "") -> None:
-        """Raises ConfigError for a folder without a usable certificate."""
+        """Raises ConfigError if the folder has no usable certificate."""
         self.metadata = token_metadata(token)
         self._worker_name = certificate_name("worker", cluster_id)
         self._files = CertificateFiles.in_folder(tls_dir) if tls_dir else None
 
     def open(self, address: str) -> grpc.aio.Channel:
-        """Returns a channel. It connects on first use."""
+        """Opens a channel, which connects on first use."""
         if self._files is None:
             return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         return cast(grpc.aio.Channel, RenewedChannel(address, self._files, self._worker_name))
 
 
 class RenewedChannel:
-    """A channel whose new calls use the current certificate. It has what Tandem needs of one."""
+    """A channel whose new calls use the current certificate. It implements the methods that Tandem
+    uses."""
 
     def __init__(self, address: str, files: CertificateFiles, peer_name: str) -> None:
         self._address = address
@@ -98,7 +99,7 @@ class RenewedChannel:
 
 
 class _Opened:
-    """A channel of one certificate, with the number of its calls."""
+    """A channel that uses one certificate, and the number of its open calls."""
 
     def __init__(self, channel: grpc.aio.Channel, certificate: Certificate) -> None:
         self.channel = channel
@@ -124,16 +125,14 @@ class _Opened:
 
 
 def add_port(server: grpc.aio.Server, address: str, files: CertificateFiles | None) -> int:
-    """Binds a server. With roots among the files a client must have a certificate, too.
-
-    Raises RuntimeError if the address cannot be bound.
-    """
+    """Adds a port to a server. If the files include roots, clients need a certificate, too."""
     if files is None:
         return server.add_insecure_port(address)
     served = files.current()
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        """Returns what changed, if anything; gRPC asks in a thread before each handshake."""
+        """Returns a changed certificate, else None. gRPC calls this in a thread before each
+        handshake."""
         nonlocal served
         if (certificate := files.current()) is served:
             return None
@@ -142,7 +141,7 @@ def add_port(server: grpc.aio.Server, address: str, files: CertificateFiles | No
 
     credentials = grpc.dynamic_ssl_server_credentials(
         _configuration(served),
-        fetch,  # type: ignore[arg-type]  # grpc-stubs does not know that it may return None
+        fetch,  # type: ignore[arg-type]  # the stubs do not allow None
         require_client_authentication=served.roots is not None,
     )
     return server.add_secure_port(address, credentials)

@@ -1,1 +1,1 @@
-"""API keys say who may do what, and how a router learns of them. Knows no HTTP and no gRPC."""
+"""API keys: which calls they allow, and how a router loads them. Independent of HTTP and gRPC."""

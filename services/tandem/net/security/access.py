@@ -1,9 +1,9 @@
-"""Decides whose call it is and whether it may be made, for HTTP and gRPC alike. Pure.
+"""Decides which key a call uses and whether the call is allowed, for both HTTP and gRPC.
 
-A cluster without any key is open where its router listens on loopback, or was told so. As soon as
-there is a key (a revoked one counts), every call of a client needs one. Operators' calls and
-metrics need none where the admin listener is on loopback: whoever may log in to that machine may
-operate the cluster. Each listener of a router has an `Access` of its own.
+A cluster without keys is open if the router listens on loopback or has --allow-anonymous. As soon
+as a key exists (even a revoked one), every call of a client needs one. Operators' calls and metrics
+need none if the admin listener is on loopback: users of that machine may operate the cluster. Each
+listener of a router has its own `Access`.
 """
 
 import functools
@@ -28,7 +28,7 @@ _SCHEME = "bearer"
 
 
 class Access:
-    """The rules of one listener: its router's keys, and what is open without any."""
+    """The access rules of one listener: the router's keys, and what is open without them."""
 
     def __init__(
         self,
@@ -47,10 +47,10 @@ class Access:
         self._is_open = is_loopback or allows_anonymous
 
     def check(self, need: Need, authorization: list[str], *, now: float) -> KeyRecord | None:
-        """Returns the key of a call; None where it needs no key.
+        """Returns the key of a call; None if the call needs no key.
 
-        `authorization` has the values of that header. Raises Unauthenticated, Forbidden and
-        KeysUnknown.
+        `authorization` has the values of that header; `now` is in seconds since the epoch. Raises
+        Unauthenticated, Forbidden and KeysUnknown.
         """
         is_admin = need in ("operator", "metrics")
         if need == "nothing" or (is_admin and self._is_loopback and not authorization):
@@ -65,7 +65,8 @@ class Access:
         return record
 
     def claimed(self, authorization: list[str]) -> KeyRecord | None:
-        """Returns the record that a refused call's key names, whatever its secret; for the log."""
+        """Finds the record of the key in a refused call, without checking its secret. It is for
+        logs only."""
         try:
             key_id, _ = parse_key(_bearer(authorization))
         except Unauthenticated:
@@ -73,9 +74,10 @@ class Access:
         return self._ring.records.get(key_id)
 
     def check_start(self) -> None:
-        """Raises ConfigError if the router would serve strangers and nobody has said that it may.
+        """Raises ConfigError if the router would be open on a public address without
+        --allow-anonymous.
 
-        While the keys are not known the router may start: it lets nobody in.
+        A router that could not read the keys may start, because it refuses all calls.
         """
         if self._ring.synced_at is not None and not self._ring.records and not self._is_open:
             raise ConfigError(
@@ -86,20 +88,21 @@ class Access:
 
 
 class FailureThrottle:
-    """Delays the answers to an address that goes on sending keys that do not work."""
+    """Delays responses to an address that repeatedly sends invalid keys."""
 
-    FREE = 5  # failures a minute that cost nothing
+    FREE = 5  # failures per minute without a delay
     DELAY_MAX_S = 2.0
     _WINDOW_S = 60.0
-    _ADDRESSES_MAX = 4096  # the one that failed longest ago is forgotten first
+    _ADDRESSES_MAX = 4096  # beyond this number the address with the oldest failure is dropped
 
     def __init__(self) -> None:
         self._failures: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def fail(self, address: str, now: float) -> float:
-        """Counts a failure. Returns the seconds by which to delay its answer."""
+        """Counts a failure at `now` (monotonic seconds). Returns the delay of its response in
+        seconds."""
         count, at = self._failures.pop(address, (0.0, now))
-        # The count leaks away within the window, so that an old mistake is forgiven.
+        # The count decays over the window, so that old failures expire.
         count = max(0.0, count - self.FREE * (now - at) / self._WINDOW_S) + 1
         self._failures[address] = (count, now)
         if len(self._failures) > self._ADDRESSES_MAX:
@@ -109,7 +112,7 @@ class FailureThrottle:
 
 
 def _bearer(authorization: list[str]) -> str:
-    """The key that the header carries (RFC 6750)."""
+    """Extracts the key from the header (RFC 6750). Raises Unauthenticated."""
     if not authorization:
         raise Unauthenticated("the call needs an API key: send Authorization: Bearer KEY")
     scheme, _, key = authorization[0].partition(" ")
@@ -120,7 +123,7 @@ def _bearer(authorization: list[str]) -> str:
 
 @functools.lru_cache(maxsize=64)
 def is_loopback(name: str) -> bool:
-    """Returns whether a name or an address is this machine's own."""
+    """Says whether a name or an address is loopback."""
     if name == "localhost":
         return True
     try:

@@ -1,11 +1,11 @@
-"""The audit trail of a cluster: who changed what, and which calls were refused, at all routers.
+"""The audit trail of a cluster: changes and refused calls at all routers.
 
-    {tandem:CLUSTER}:audit:changes   STREAM, sizes, roles, drains and keys; field `entry` is JSON
-    {tandem:CLUSTER}:audit:refusals  STREAM, calls without a working key or beyond their role
+  {tandem:CLUSTER}:audit:changes   STREAM, sizes, roles, drains and keys; field `entry` is JSON
+  {tandem:CLUSTER}:audit:refusals  STREAM, calls without a valid key or beyond their role
 
-There are two streams because a flood of refused calls would push every change out of one. Each
-keeps the last `ENTRIES_MAX` entries, and at times a few more. Who adds an entry also logs it. Texts
-of clients are made printable.
+There are two streams, so that a flood of refused calls does not evict the changes. Each keeps about
+the last `ENTRIES_MAX` entries. The caller of `add_*` also logs the entry. Texts from clients are
+made printable.
 """
 
 import time
@@ -24,7 +24,7 @@ Kind = Literal["changes", "refusals"]
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """The sender of a call. A refused call's key is the one that it claims to have."""
+    """The sender of a call. For a refused call, the key is the one that it claimed."""
 
     address: str
     key_id: str = ""
@@ -35,7 +35,8 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One change or refused call. `outcome` is done, or the code of the error that `why` tells."""
+    """One change or refused call. `outcome` is "done" or an error code; `why` is the error's
+    message."""
 
     at: float  # seconds since the epoch
     router_id: str
@@ -48,7 +49,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AuditTrail:
-    """The trail as one router writes and reads it; `run` writes what was added."""
+    """The audit trail as one router writes and reads it. `run` writes the added entries."""
 
     def __init__(self, redis: Client, cluster_id: str, *, router_id: str) -> None:
         kinds: tuple[Kind, ...] = ("changes", "refusals")
@@ -60,7 +61,7 @@ class AuditTrail:
     def add_change(
         self, who: Caller, what: str, before: str, after: str, error: TandemError | None = None
     ) -> None:
-        """Adds a change that was made, or tried: then `error` says why it was not."""
+        """Adds a change, or with `error` a failed attempt to change."""
         entry = self._entry(who, what, error)
         states = {"before": printable(before), "after": printable(after)}
         self._journal.add("changes", msgspec.structs.replace(entry, **states))
@@ -69,16 +70,17 @@ class AuditTrail:
         self._journal.add("refusals", self._entry(who, what, error))
 
     async def run(self) -> None:
-        """Writes entries to Redis until it is cancelled; then those that still wait, if it can."""
+        """Writes entries to Redis until it is cancelled, and then the remaining ones if
+        possible."""
         await self._journal.run()
 
     async def read(self, num_max: int) -> list[AuditEntry]:
-        """Returns the last entries of all routers, the newest first. Raises NotNow."""
+        """Reads the last entries of all routers, newest first. Raises NotNow."""
         found = [entry for kind in self._kinds for entry in await self.read_kind(kind, num_max)]
         return sorted(found, key=lambda entry: entry.at, reverse=True)[:num_max]
 
     async def read_kind(self, kind: Kind, num_max: int) -> list[AuditEntry]:
-        """Returns the last entries of one kind, the newest first. Raises NotNow."""
+        """Reads the last entries of one kind, newest first. Raises NotNow."""
         return await self._journal.read(kind, num_max, _decode)
 
     def _entry(self, who: Caller, what: str, error: TandemError | None) -> AuditEntry:

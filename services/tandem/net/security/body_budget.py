@@ -1,15 +1,15 @@
-"""A bound on the bytes of request bodies that are not parsed yet, together and by address.
+"""Limits the bytes of unparsed request bodies, in total and for each client address.
 
-    chunk --take--> charged --parsed, refused, late, or its client gone--> released
-                       `--silent, or of the address with the most bytes--> revoked, which releases
+  chunk --take--> charged --parsed, refused, late, or client disconnected--> released
+                    `--silent, or of the address with the most bytes--> revoked, which releases
 
-Nothing waits for room. A body that does not fit is refused, unless others give way to it:
+Bodies never wait. A body that does not fit is refused, unless others can be revoked for it:
 
-- of its own address, if that has its share: bodies that were silent for a second;
-- of the address with the most bytes, if the process has its share: the longest silent body.
+- of the same address, if that is at its limit: bodies without data for a second;
+- of the address with the most bytes, if the process is at its limit: the one without data longest.
 
-So unfinished bodies of one address can keep out neither other addresses nor complete bodies of the
-same one. Knows no HTTP and no gRPC.
+So unfinished bodies of one address can block neither other addresses nor complete bodies of the
+same address. This module is independent of HTTP and gRPC.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 
 from tandem.errors import BodiesFull, TooManyRequests
 
-_SILENT_S = 1.0  # after which a body gives way to another one of its address
+_SILENT_S = 1.0  # A body without data for this long can be revoked for another one of its address.
 _RETRY_AFTER_S = 1.0
 
 
 @dataclass(slots=True)
 class _Held:
-    """The charged bodies of one address, the longest silent first."""
+    """The charged bodies of one address, in the order of their last data, oldest first."""
 
     num_bytes: int = 0
     bodies: dict[Body, None] = field(default_factory=dict)
@@ -39,10 +39,10 @@ class _Held:
 
 
 class BodyBudget:
-    """State that the listeners of one process share."""
+    """The budget that the listeners of one process share."""
 
     def __init__(self, bytes_max: int = 256 << 20, bytes_of_address_max: int = 0) -> None:
-        """An address may have half of all bytes, unless another bound is given."""
+        """Without `bytes_of_address_max`, an address may have half of all bytes."""
         self.num_bytes = 0
         self._bytes_max = bytes_max
         self._of_address_max = bytes_of_address_max or bytes_max // 2
@@ -52,9 +52,9 @@ class BodyBudget:
     def body(
         self, address: str, revoke: Callable[[], None], *, free_bytes: int = 0
     ) -> Iterator[Body]:
-        """Yields the account of one body, and releases it at the end. `revoke` is called if it has
-        to give way; it wakes the reader, which calls `check`. The first `free_bytes` cost nothing.
-        """
+        """Yields the account of one body and releases it at the end. `revoke` is called when the
+        body is revoked; it should wake the reader, which then calls `check`. The first `free_bytes`
+        are not charged."""
         body = Body(self, address, revoke, free_bytes)
         try:
             yield body
@@ -62,7 +62,8 @@ class BodyBudget:
             self.release(body)
 
     def charge(self, body: Body, num_bytes: int) -> None:
-        """Raises TooManyRequests if the address has its share, and BodiesFull."""
+        """Charges bytes to a body. Raises TooManyRequests if its address is at its limit, and
+        BodiesFull if the process is."""
         now = time.monotonic()
         held = self._held.get(body.address) or _Held()
         while held.num_bytes + num_bytes > self._of_address_max:
@@ -89,7 +90,7 @@ class BodyBudget:
         self._held[body.address] = held
 
     def release(self, body: Body) -> None:
-        """Takes the body's charge back; a second time nothing happens."""
+        """Releases what the body was charged. Repeated calls have no effect."""
         held = self._held.get(body.address)
         if held is None or body not in held.bodies:
             return
@@ -121,7 +122,7 @@ class Body:
         self._free_left = free_bytes
 
     def take(self, num_bytes: int) -> None:
-        """Charges bytes that arrived. Raises BodiesFull and TooManyRequests."""
+        """Charges bytes that have arrived. Raises BodiesFull and TooManyRequests."""
         self.check()
         free = min(self._free_left, num_bytes)
         self._free_left -= free
@@ -129,12 +130,12 @@ class Body:
             self._budget.charge(self, num_bytes - free)
 
     def check(self) -> None:
-        """Raises BodiesFull if the body had to give way."""
+        """Raises BodiesFull if the body was revoked."""
         if self.is_revoked:
             raise _full()
 
     def release(self) -> None:
-        """Ends the charge before the end of the account."""
+        """Releases the charged bytes before the account ends."""
         self._budget.release(self)
 
 

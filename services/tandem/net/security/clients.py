@@ -1,8 +1,8 @@
-"""The addresses that clients come from: whose request it is, and how many are unanswered. Pure.
+"""Client addresses: determines the address of a request, and counts its open requests.
 
-A proxy hides its clients. One that is trusted names them in `X-Forwarded-For`; from anyone else the
-header is a client's own word and is ignored. An IPv6 client is its /64 network, since one host
-has all addresses of it.
+A proxy hides its clients. A trusted one adds their addresses to `X-Forwarded-For`; the header of
+any other sender is ignored. IPv6 clients are grouped by /64 network, because one host can use all
+of its addresses.
 """
 
 import contextlib
@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tandem.errors import TooManyRequests
 
-_HOPS_MAX = 16  # entries of a header that are looked at
+_HOPS_MAX = 16  # number of entries read from the end of the header
 _RETRY_AFTER_S = 1.0
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Clients:
-    """The addresses of a router's clients. `requests_max` is the bound of each."""
+    """The client addresses of a router. `requests_max` limits the open requests of each."""
 
     def __init__(self, trusted_proxies: Iterable[str] = (), *, requests_max: int = 1 << 30) -> None:
         self._proxies = [ipaddress.ip_network(proxy) for proxy in trusted_proxies]
@@ -27,15 +27,12 @@ class Clients:
         self._num_requests: Counter[str] = Counter()
 
     def is_proxy(self, peer: str) -> bool:
-        """Returns whether a connection's other end is a trusted proxy."""
+        """Says whether the peer of a connection is a trusted proxy."""
         address = _parse(peer)
         return address is not None and self._is_proxy(address)
 
     def address(self, peer: str, forwarded: Sequence[str] = ()) -> str:
-        """Returns the client's address: the last one on the way that is no trusted proxy.
-
-        `forwarded` has the values of `X-Forwarded-For`.
-        """
+        """Determines the client's address: the last hop that is not a trusted proxy."""
         found = _parse(peer)
         if found is None:
             return peer
@@ -51,7 +48,7 @@ class Clients:
 
     @contextlib.contextmanager
     def request(self, address: str) -> Iterator[None]:
-        """Counts a request while it is unanswered. Raises TooManyRequests."""
+        """Counts a request as open for the duration of the context. Raises TooManyRequests."""
         if self._num_requests[address] >= self._requests_max:
             raise TooManyRequests(
                 f"{self._requests_max} requests of your address have no answer yet; more are not "
@@ -71,7 +68,8 @@ class Clients:
 
 
 def _parse(text: str) -> _Address | None:
-    """Reads an address, also as proxies write one with its port; None for anything else."""
+    """Parses an address, which may have a port as some proxies write it. Returns None if it is
+    malformed."""
     text = text.strip()
     if text.startswith("["):
         text = text[1:].partition("]")[0]

@@ -1,8 +1,8 @@
-"""The keys that one router knows, and the answer to "whose request is this?". Pure.
+"""The API keys that one router has, and authentication with them.
 
-A ring never forgets a version: whatever Redis, another router or a file tells it is merged, and the
-newer record of each key stays. It remembers when it last learned the whole truth, because a router
-that is cut off goes on with the keys that it has.
+Records from Redis, other routers and a file are merged, and the newer record of each key is kept.
+The ring stores when it was last in sync, because a router that is cut off continues with the keys
+that it has.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,10 +13,11 @@ from tandem.net.security.keys import KeyRecord, check_secret, parse_key
 
 
 class KeyRing:
-    """Records by key id. `synced_at` is None until all keys were read once."""
+    """Records by key id. `synced_at` (seconds since the epoch) is None until all keys were read
+    once."""
 
     def __init__(self, *, age_max_s: float = 0.0) -> None:
-        """`age_max_s`: keys not confirmed for so many seconds are refused; 0 for never."""
+        """Keys are refused if they were not confirmed for `age_max_s` seconds; 0: never."""
         self._records: dict[str, KeyRecord] = {}
         self._age_max_s = age_max_s
         self.synced_at: float | None = None
@@ -27,7 +28,8 @@ class KeyRing:
         return MappingProxyType(self._records)
 
     def merge(self, records: Iterable[KeyRecord], *, now: float) -> list[KeyRecord]:
-        """Takes newer records in. Returns the ring's own records that are newer than given ones."""
+        """Merges records that are newer than the ring's. Returns the ring's records that are newer
+        than the given ones."""
         behind = []
         for record in records:
             known = self._records.get(record.key_id)
@@ -42,11 +44,12 @@ class KeyRing:
         return behind
 
     def is_limited(self, tenant: str) -> bool:
-        """Returns whether any key of the tenant has limits that need its counts."""
+        """Says whether any key of the tenant has limits that need usage counts."""
         return tenant in self._limited
 
     def authenticate(self, bearer: str, *, now: float) -> KeyRecord:
-        """Returns the record of a key. Raises Unauthenticated, KeysUnknown."""
+        """Finds the record of a key and checks its secret. Raises Unauthenticated and
+        KeysUnknown."""
         self.check_fresh(now)
         key_id, secret = parse_key(bearer)
         record = self._records.get(key_id)
@@ -56,7 +59,7 @@ class KeyRing:
         return record
 
     def check_fresh(self, now: float) -> None:
-        """Raises KeysUnknown while no key was ever read, or for too long."""
+        """Raises KeysUnknown if keys were never read, or not for `age_max_s`."""
         if self.synced_at is None:
             raise KeysUnknown(
                 "this router has not read the API keys yet; try again", retry_after_s=1.0

@@ -1,15 +1,16 @@
-"""Keeps a router's keys true, and carries out what an operator asks of them.
+"""Keeps a router's keys up to date, and carries out operators' changes.
 
-    Redis --each second, if anything changed or it may lack something; each minute--> ring
-    file (a Kubernetes Secret) --when it changed-->                 ring
-    another router's call, signed with the routers' secret -->      ring
-    ring --records that Redis lacks, or has older-->                Redis
+  Redis --each second if anything changed or may be missing; each minute--> ring
+  file (a Kubernetes Secret) --when it changed-->                           ring
+  another router's call, signed with the routers' secret -->                ring
+  ring --records that are missing or older in Redis-->                      Redis
 
-So a key that is revoked while Redis is away is written there later, and an old dump of Redis brings
-nothing back. A change goes to every router that is known, by a call, beside Redis.
+So a key that is revoked while Redis is unreachable is written there later, and restoring an old
+dump of Redis restores no key. Each change is also sent to every known router by a call.
 
-The routers' secret is made of the cluster's token and the routers' user of Redis. A worker has the
-token and another user, so it cannot sign. Who has the routers' user may write records to Redis.
+The routers' secret is derived from the cluster's token and the routers' Redis user. A worker has
+the token but another user, so it cannot sign. Anyone with the routers' user can write records to
+Redis.
 """
 
 import asyncio
@@ -40,14 +41,15 @@ from tandem.net.store.url import parse
 log = logging.getLogger(__name__)
 
 REFRESH_S = 1.0
-REREAD_S = 60.0  # even where nothing seems to have changed: an old dump has the same number
+# also read if the change counter is equal, because a restored dump may have the same value
+REREAD_S = 60.0
 RECORDS_PATH = "/v1/keys/records"
 SIGNATURE_HEADER = "x-tandem-signature"
 CALL_DEADLINE_S = 1.5
 
 
 class Revocation(msgspec.Struct, frozen=True):
-    """A revocation says who confirmed it. A text is empty, or says why there is no confirmation."""
+    """The result of a revocation. Each text is empty if confirmed, else the reason why not."""
 
     key_id: str
     redis: str
@@ -55,7 +57,7 @@ class Revocation(msgspec.Struct, frozen=True):
 
 
 class KeyService:
-    """The keys of one router; `run` keeps them true."""
+    """The keys of one router. `run` keeps them up to date."""
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class KeyService:
         file: str,
         tls: CertificateFiles | None = None,
     ) -> None:
-        """`tls` is the certificate that all routers have, if they speak TLS."""
+        """`tls` is the certificate that all routers share, if they use TLS."""
         self._tls = tls
         self.ring = ring
         self._secret = _routers_secret(cluster)
@@ -78,12 +80,14 @@ class KeyService:
         self._file_time = 0.0
         self._routers: dict[str, str] = {}
         self._changes = b""
-        self._is_behind = True  # Redis and the ring may differ, whatever the number of changes
+        # True if Redis and the ring may differ although the change counter is equal
+        self._is_behind = True
         self._read_at = 0.0
         self._is_away = False
 
     async def run(self, own_url: str) -> None:
-        """Refreshes the ring until it is cancelled; then takes the router off the registry."""
+        """Refreshes the ring until it is cancelled, and then removes the router from the
+        registry."""
         try:
             while True:
                 await self.refresh(own_url)
@@ -95,8 +99,8 @@ class KeyService:
                 log.info("Redis is away: this router's entry there stays for an hour")
 
     async def refresh(self, own_url: str) -> None:
-        """Reads what changed. A router without a URL is not told of changes: it reads them only.
-        Raises ConfigError for a file of keys that cannot be read."""
+        """Reads what changed. A router without `own_url` gets no calls about changes and only
+        reads. Raises ConfigError if the file of keys cannot be read."""
         now = time.time()
         self._read_file(now)
         try:
@@ -108,7 +112,8 @@ class KeyService:
             if self._is_behind or is_due or changes != self._changes:
                 self._is_behind = False
                 await self._reconcile(now)
-                # The number from before: what changed while it read is read in the next second.
+                # The counter from before the read, so that concurrent changes are read in the next
+                # second.
                 self._changes = changes
                 self._read_at = now
         except UNREACHABLE as error:
@@ -122,13 +127,15 @@ class KeyService:
     async def create(
         self, tenant: str, role: Role, *, expires_at: float = 0.0, limits: Limits = NO_LIMITS
     ) -> NewKey:
-        """Raises KeysUnknown while Redis is away: a key must be known to all routers."""
+        """Creates a key. Raises KeysUnknown while Redis is unreachable, because all routers must
+        know the key."""
         key = keys.create(tenant, role, now=time.time(), expires_at=expires_at, limits=limits)
         await self._write(key.record)
         return key
 
     async def rotate(self, key_id: str, *, grace_s: float) -> NewKey:
-        """Raises KeyNotFound, KeysUnknown and NotNow, as where the key is revoked."""
+        """Gives a key a new secret; the old one remains valid for `grace_s` seconds. Raises
+        KeyNotFound, KeysUnknown, and NotNow if the key is revoked or was just changed."""
         record = self._find(key_id)
         if record.revoked_at:
             raise NotNow(f"the key {key_id} is revoked; create another one")
@@ -146,23 +153,25 @@ class KeyService:
         return updated
 
     async def revoke(self, key_id: str) -> Revocation:
-        """Revokes a key here, in Redis and at each known router. Raises KeyNotFound."""
+        """Revokes a key in this router, in Redis and in all known routers. Raises KeyNotFound."""
         record = self._find(key_id)
         tombstone = record if record.revoked_at else keys.revoke(record, now=time.time())
         self.ring.merge([tombstone], now=time.time())
-        told = asyncio.gather(*(self._tell(url, tombstone) for url in self._others.values()))
+        sending = asyncio.gather(
+            *(self._send_record(url, tombstone) for url in self._others.values())
+        )
         try:
             await self._store.put(tombstone)
             redis = ""
         except UNREACHABLE as error:
             self._is_behind = True
             redis = f"Redis is away, and is written when it is back: {error!r}"
-        routers = dict(zip(self._others, await told, strict=True))
+        routers = dict(zip(self._others, await sending, strict=True))
         return Revocation(key_id, redis, {self._router_id: "", **routers})
 
     def take(self, body: bytes, signature: str) -> list[KeyRecord]:
-        """Takes records from another router. Returns those that changed the ring. Raises
-        Unauthenticated, or KeysUnknown if they are unreadable."""
+        """Merges records from another router. Returns those that changed the ring. Raises
+        Unauthenticated for a wrong signature, and KeysUnknown if the records cannot be decoded."""
         if not hmac.compare_digest(self._sign(body).encode(), signature.encode()):
             raise Unauthenticated("the signature is not of a router of this cluster")
         try:
@@ -170,12 +179,12 @@ class KeyService:
         except UNREADABLE as error:
             raise KeysUnknown(f"the records are of another version of Tandem: {error}") from None
         self.ring.merge(records, now=time.time())
-        self._is_behind = True  # the other router may have lost Redis
+        self._is_behind = True  # the other router may be unable to reach Redis
         return [record for record in records if self.ring.records.get(record.key_id) is record]
 
     @property
     def num_routers(self) -> int:
-        """Number of routers that are known, this one included."""
+        """The number of known routers, including this one."""
         return max(1, len(self._routers))
 
     @property
@@ -198,10 +207,10 @@ class KeyService:
         if not written:
             raise NotNow(f"the key {record.key_id} was changed just now; look at it again")
         self.ring.merge([record], now=time.time())
-        await asyncio.gather(*(self._tell(url, record) for url in self._others.values()))
+        await asyncio.gather(*(self._send_record(url, record) for url in self._others.values()))
 
-    async def _tell(self, url: str, record: KeyRecord) -> str:
-        """Sends a record to another router. Returns why it did not confirm; empty if it did."""
+    async def _send_record(self, url: str, record: KeyRecord) -> str:
+        """Sends a record to another router. Returns why it was not confirmed; empty if it was."""
         body = msgspec.json.encode([record])
         headers = {SIGNATURE_HEADER: self._sign(body), "content-type": "application/json"}
         try:
@@ -214,7 +223,8 @@ class KeyService:
         return "" if reply.is_success else f"{url} answers {reply.status_code}: {reply.text[:200]}"
 
     def _verify(self) -> ssl.SSLContext | bool:
-        """Trusts this router's own certificate: its name is not the address of another router."""
+        """Trusts exactly this router's own certificate, without checking the host name, because the
+        certificate does not name the addresses of routers."""
         if self._tls is None:
             return True
         own, end, _ = self._tls.current().chain.decode().partition("-----END CERTIFICATE-----")
@@ -224,11 +234,11 @@ class KeyService:
         return context
 
     async def _reconcile(self, now: float) -> None:
-        """Takes what Redis has, and writes there what the ring has and Redis has not."""
+        """Merges the records in Redis, and writes back those that are missing or older there."""
         found = await self._store.read()
         behind = self.ring.merge(found, now=now)
-        there = {record.key_id for record in found}
-        behind += [r for key_id, r in self.ring.records.items() if key_id not in there]
+        in_redis = {record.key_id for record in found}
+        behind += [r for key_id, r in self.ring.records.items() if key_id not in in_redis]
         for record in behind:
             await self._store.put(record)
         if old := [r.key_id for r in found if r.is_forgettable(now)]:
@@ -243,7 +253,7 @@ class KeyService:
                 return
             records = msgspec.json.decode(self._file.read_bytes(), type=list[KeyRecord])
         except (OSError, *UNREADABLE) as error:
-            if self._file_time:  # it was good before: a Secret that is being replaced
+            if self._file_time:  # the file was valid before; it may be being replaced
                 log.warning("the file of API keys cannot be read, known keys stay: %s", error)
                 return
             raise ConfigError(f"the keys file {self._file} cannot be read: {error}") from None
@@ -256,14 +266,14 @@ class KeyService:
 
 
 def _routers_secret(cluster: ClusterConfig) -> bytes:
-    """Returns the secret that all routers of a cluster have, and no worker."""
+    """Derives the secret that all routers of a cluster have, but no worker."""
     options = parse(cluster.redis_url).options
     user = f"tandem routers\0{options.get('username') or ''}\0{options.get('password') or ''}"
     return hmac.digest(cluster.token.encode(), user.encode(), "sha256")
 
 
 def listed(records: Sequence[KeyRecord], now: float) -> list[dict[str, object]]:
-    """The keys as an operator sees them: without digests."""
+    """Formats the keys for an operator, without digests."""
     shown = ("key_id", "tenant", "role", "version", "created_at", "expires_at", "revoked_at")
     return [
         {name: getattr(r, name) for name in shown}

@@ -1,8 +1,8 @@
-"""The keys in Redis: one hash of a cluster, a field for each key. Errors of redis-py pass through.
+"""The keys in Redis: a hash with a field for each key. Exceptions of redis-py are not caught.
 
 {tandem:CLUSTER}:keys          key id -> the record as JSON
-{tandem:CLUSTER}:keys:changes  a number that grows with each change, from a random one on: a Redis
-                               that lost its data comes to no number that it had before
+{tandem:CLUSTER}:keys:changes  counter that grows with each change and starts at a random number, so
+                              that after a loss of data it never repeats an earlier value
 """
 
 import logging
@@ -17,11 +17,10 @@ from tandem.net.store.script import Script
 
 log = logging.getLogger(__name__)
 
-# KEYS: 1 the hash of records, 2 the number of changes.
-# ARGV: 1 key id, 2 version, 3 record, 4 whether it is a tombstone (1 or 0), 5 the number of changes
-# to begin with.
-# Writes the record unless that of the key has a higher version, or this one; a tombstone also takes
-# the place of a live record of its version. Returns 1 if it was written, else 0.
+# KEYS: 1 the hash of records, 2 the change counter. ARGV: 1 key id, 2 version, 3 record, 4 whether
+# it is a tombstone (1 or 0), 5 the initial value of the counter. Writes the record unless the
+# stored one has the same or a higher version; a tombstone also replaces a live record of the same
+# version. Returns 1 if it was written, else 0.
 _PUT = """
 local old = redis.call('HGET', KEYS[1], ARGV[1])
 if old then
@@ -39,7 +38,7 @@ return 1
 
 
 class KeyStore:
-    """Reads and writes the records of one cluster's keys."""
+    """Reads and writes the key records of one cluster."""
 
     def __init__(self, redis: Client, cluster_id: str) -> None:
         self._redis = redis
@@ -48,16 +47,16 @@ class KeyStore:
         self._put = Script(_PUT)
 
     async def num_changes(self) -> bytes:
-        """Returns a value that is another one after each change; empty if there was none."""
+        """Reads the change counter; b"" if there was no change yet."""
         return await self._redis.get(self._changes) or b""  # type: ignore[return-value]
 
     async def read(self) -> list[KeyRecord]:
-        """Returns all records. One that cannot be read is left out and logged."""
+        """Reads all records. Records that cannot be decoded are skipped and logged."""
         found = await self._redis.hgetall(self._records)
         return [r for r in map(_decode, found.values()) if r is not None]
 
     async def put(self, record: KeyRecord) -> bool:
-        """Writes a record; returns False if Redis has a newer one, or this one."""
+        """Writes a record. Returns False if Redis has the same or a newer version."""
         keys = [self._records, self._changes]
         text = msgspec.json.encode(record)
         is_tombstone = int(bool(record.revoked_at))

@@ -1,15 +1,15 @@
-"""API keys: their text, their records, and which of two records is the newer one. Pure.
+"""API keys: their text, their records, and which of two records is newer. All functions are pure.
 
-A key is `tandem-ID-SECRET`. Its record holds only a SHA-256 of the secret, which has 256 random
-bits: no slower hash would make it harder to guess.
+A key is `tandem-ID-SECRET`. Its record has only the SHA-256 of the secret; as the secret has 256
+random bits, a slower hash would not make it harder to guess.
 
-    created (version 1) --rotate--> version n+1, the old secret works until `previous_until`
-                        --update--> version n+1, with other limits
-                        --revoke--> version n+1, a tombstone: the key never works again
+  created (version 1) --rotate--> version n+1, the old secret works until `previous_until`
+                      --update--> version n+1, with other limits
+                      --revoke--> version n+1, a tombstone: the key never works again
 
-The higher version wins wherever two records of a key meet, so an old record that comes back (from a
-dump of Redis, or a router that was cut off) brings no key back. For that, tombstones stay until 30
-days after the key's expiry, and for ever for a key without one.
+Of two records of a key, the higher version wins, so an old record that reappears (from a dump of
+Redis, or a router that was cut off) does not restore a key. For this purpose tombstones are kept
+until 30 days after the key's expiry, and forever if the key has none.
 """
 
 import hashlib
@@ -25,30 +25,31 @@ from tandem.net.security.limits import NO_LIMITS, Limits
 Role = Literal["user", "operator", "metrics"]
 
 KEY_PREFIX = "tandem"
-TOMBSTONE_S = 30 * 24 * 3600.0  # after the key's expiry
+TOMBSTONE_S = 30 * 24 * 3600.0  # time after the key's expiry
 _ID_BYTES = 6
 _SECRET_BYTES = 32
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A key as it is stored. Times are seconds since the epoch; 0 is never."""
+    """A key as stored. Times are in seconds since the epoch; 0 means never."""
 
     key_id: str
     version: int
     tenant: str
     role: Role
-    digest: str  # SHA-256 of the secret, in hexadecimal
+    digest: str  # SHA-256 of the secret, hexadecimal
     created_at: float
     expires_at: float = 0.0
-    previous_digest: str = ""  # of the secret before the last rotation
+    previous_digest: str = ""  # digest of the secret before the last rotation
     previous_until: float = 0.0
     revoked_at: float = 0.0
     limits: Limits = NO_LIMITS
 
     def supersedes(self, other: "KeyRecord | None") -> bool:
-        """Returns whether this record wins over another of the same key.
+        """Says whether this record wins over another one of the same key.
 
-        Two changes at once may make the same version: the revocation wins, then the later text.
+        Concurrent changes may have the same version. Then a revocation wins, else the higher
+        digest.
         """
         return other is None or self._order > other._order
 
@@ -58,12 +59,13 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return "expired" if self.expires_at and now >= self.expires_at else "valid"
 
     def is_forgettable(self, now: float) -> bool:
-        """Returns whether no older record of the key could work any more."""
+        """Says whether the record can be deleted: older records of the key have expired long
+        ago."""
         return bool(self.expires_at) and now >= self.expires_at + TOMBSTONE_S
 
     @property
     def is_counted(self) -> bool:
-        """True if the key's limits need the counts of its tenant."""
+        """True if the key's limits need usage counts of its tenant."""
         return self.limits.are_counted and not self.revoked_at
 
     @property
@@ -72,7 +74,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class NewKey(msgspec.Struct, frozen=True):
-    """A record and the text of its key, which nobody can read again."""
+    """A record together with the text of its key, which is not stored anywhere."""
 
     text: str
     record: KeyRecord
@@ -97,7 +99,7 @@ def create(
 
 
 def rotate(record: KeyRecord, *, now: float, grace_s: float) -> NewKey:
-    """A new secret for a key. The present one works for another `grace_s` seconds."""
+    """Creates a new secret for a key. The current one remains valid for `grace_s` seconds."""
     secret = _new_secret()
     rotated = msgspec.structs.replace(
         record,
@@ -110,12 +112,12 @@ def rotate(record: KeyRecord, *, now: float, grace_s: float) -> NewKey:
 
 
 def update(record: KeyRecord, limits: Limits) -> KeyRecord:
-    """The record of a key with other limits. Its secrets stay as they are."""
+    """Creates the next version of a record with other limits."""
     return msgspec.structs.replace(record, version=record.version + 1, limits=limits)
 
 
 def revoke(record: KeyRecord, *, now: float) -> KeyRecord:
-    """The tombstone of a key. It holds no digest."""
+    """Creates the tombstone of a key. It has no digests."""
     return msgspec.structs.replace(
         record,
         version=record.version + 1,
@@ -127,7 +129,7 @@ def revoke(record: KeyRecord, *, now: float) -> KeyRecord:
 
 
 def parse_key(text: str) -> tuple[str, str]:
-    """The id and the secret of a key. Raises Unauthenticated if the text is no key."""
+    """Splits a key into id and secret. Raises Unauthenticated if the text is not a key."""
     prefix, _, rest = text.partition("-")
     key_id, _, secret = rest.partition("-")
     if prefix != KEY_PREFIX or not key_id or not secret:
@@ -138,9 +140,10 @@ def parse_key(text: str) -> tuple[str, str]:
 
 
 def check_secret(record: KeyRecord, secret: str, *, now: float) -> None:
-    """Raises Unauthenticated unless the secret is the key's and the key is valid.
+    """Raises Unauthenticated unless the secret is correct and the key is valid.
 
-    Only a sender that knows a secret learns that its key has expired. A revoked key is as unknown.
+    Only senders with the correct secret get the message that the key has expired. A revoked key is
+    reported as unknown.
     """
     given = _digest(secret)
     is_current = hmac.compare_digest(given, record.digest)

@@ -1,4 +1,4 @@
-"""The limits that an API key's record sets. Pure."""
+"""The limits in the record of an API key."""
 
 from typing import Annotated, Any
 
@@ -7,7 +7,7 @@ import msgspec
 from tandem.common.retention import PRIORITY_MAX, WEIGHT_DEFAULT
 from tandem.errors import BadRequest
 
-COUNT_MAX = 10**12  # Redis' scripts count exactly up to 2^53
+COUNT_MAX = 10**12  # Lua scripts in Redis count exactly up to 2^53
 WEIGHT_MAX = 10_000
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
@@ -16,9 +16,9 @@ _Weight = Annotated[int, msgspec.Meta(ge=1, le=WEIGHT_MAX)]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The limits of a key. 0 is no limit.
+    """The limits of a key; 0 means no limit.
 
-    The first three are compared with what the key's tenant uses, over all its keys and routers.
+    The first three are compared with the usage of the key's tenant, over all its keys and routers.
     """
 
     requests_per_minute: _Count = 0
@@ -26,12 +26,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_concurrent: _Count = 0
     max_prompt_tokens: _Count = 0
     max_completion_tokens: _Count = 0
-    max_kv_priority: _Priority = 0  # higher ones count as this one
-    weight: _Weight = WEIGHT_DEFAULT  # of the tenant's turns, where tenants take turns
+    max_kv_priority: _Priority = 0  # higher priorities are reduced to this one
+    weight: _Weight = WEIGHT_DEFAULT  # share of turns relative to other tenants
 
     @property
     def are_counted(self) -> bool:
-        """True if a request must be compared with what its tenant uses."""
+        """True if requests must be compared with the usage of their tenant."""
         return bool(self.requests_per_minute or self.tokens_per_minute or self.max_concurrent)
 
 
@@ -39,7 +39,7 @@ NO_LIMITS = Limits()
 
 
 def changed(limits: Limits, changes: dict[str, Any]) -> Limits:
-    """Returns the limits with some of them changed, by name. Raises BadRequest."""
+    """Applies changes by name. Raises BadRequest for an unknown limit or an invalid value."""
     if unknown := set(changes) - set(Limits.__struct_fields__):
         raise BadRequest(
             f"there is no limit {min(unknown)[:80]!r}; limits are "

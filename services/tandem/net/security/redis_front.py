@@ -1,10 +1,10 @@
-"""`tandem redis-front`: a TLS port in front of a Redis server, whose wheel is built without TLS.
+"""`tandem redis-front`: a TLS port in front of a Redis server that was built without TLS.
 
-    accepted --handshake, name of a router, worker or controller--> joined with the Unix socket
-       `-> closed: too late, no such certificate, or no place
+  accepted --handshake, name of a router, worker or controller--> connected to the Unix socket
+   `-> closed: too late, no valid certificate, or too many connections
 
-Each handshake takes the certificate of that moment, so a renewed one needs no restart. What passes
-is not read: the users and passwords are the server's.
+Each handshake uses the certificate that is current at that moment, so renewal needs no restart.
+Traffic is forwarded without parsing: users and passwords are checked by the server.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _BACKLOG = 512
 
 
 class _Side(asyncio.Protocol):
-    """One connection of a pair. It hands on to the other what comes, and waits while that is full.
+    """One connection of a pair. It forwards received bytes to the other one, with backpressure.
 
-    It reads nothing until `join`.
+    It reads nothing until `join` is called.
     """
 
     transport: asyncio.Transport
@@ -68,10 +68,11 @@ class _Side(asyncio.Protocol):
 
 
 class RedisFront:
-    """The port; `run` serves until it is cancelled."""
+    """The TLS port. `run` serves until it is cancelled."""
 
     def __init__(self, options: RedisFrontOptions) -> None:
-        """Raises ConfigError for a folder without a usable certificate, and for a taken port."""
+        """Binds the port. Raises ConfigError if the folder has no usable certificate or the port is
+        taken."""
         self._options = options
         self._files = CertificateFiles.in_folder(options.tls_dir)
         self._names = {certificate_name(kind, options.cluster_id) for kind in KINDS}
@@ -86,7 +87,7 @@ class RedisFront:
         self.port = int(self._listener.getsockname()[1])
 
     async def run(self) -> None:
-        """Accepts connections. They end with the event loop."""
+        """Accepts connections until it is cancelled."""
         loop = asyncio.get_running_loop()
         tasks: set[asyncio.Task[None]] = set()
         with self._listener:
@@ -116,7 +117,7 @@ class RedisFront:
                 return
             _, server = await loop.create_unix_connection(_Side, self._options.socket)
         except (OSError, TimeoutError) as error:  # ssl.SSLError is an OSError
-            # A TCP probe, such as kubelet's every 2 s, leaves without a handshake.
+            # TCP probes, such as kubelet's every 2 s, disconnect without a handshake.
             probe = isinstance(error, ConnectionResetError) and not hasattr(client, "transport")
             level = logging.DEBUG if probe else logging.INFO
             log.log(level, "a connection of %s ended before it was joined: %r", address, error)
@@ -128,7 +129,7 @@ class RedisFront:
 
 
 class _Client(_Side):
-    """A client's connection, which is counted while it is open."""
+    """A client's connection, counted while it is open."""
 
     def __init__(self, front: RedisFront) -> None:
         self._front = front
@@ -143,7 +144,7 @@ class _Client(_Side):
 
 
 def _names_of(transport: asyncio.Transport) -> set[str]:
-    """Returns the DNS names in the certificate of the peer."""
+    """Lists the DNS names in the peer's certificate."""
     certificate = transport.get_extra_info("peercert") or {}
     return {value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"}
 
@@ -159,7 +160,7 @@ async def _run(options: RedisFrontOptions) -> None:
 
 
 def main() -> int:
-    """Exit status 2 for wrong settings, 0 after SIGTERM."""
+    """Runs the program. Returns exit status 2 for invalid settings, 0 after SIGTERM."""
     from tandem.common.options import read
     from tandem.net.observability.logs import configure_logging
 

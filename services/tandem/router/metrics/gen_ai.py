@@ -16,7 +16,7 @@ from opentelemetry.metrics import MeterProvider, NoOpMeterProvider
 
 from tandem.net.observability.otlp import (
     close_within,
-    is_asked_for,
+    is_enabled,
     make_resource,
     needs_sdk,
     protocol,
@@ -116,7 +116,7 @@ def make_gen_ai_metrics(service: str, instance: str) -> GenAiMetrics:
 
     `service` and `instance` name the process (`make_resource`).
     """
-    if not is_asked_for("METRICS"):
+    if not is_enabled("METRICS"):
         return NO_GEN_AI_METRICS
     with needs_sdk("metrics"):
         from opentelemetry.sdk.metrics import MeterProvider as SdkMeterProvider

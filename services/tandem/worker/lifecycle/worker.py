@@ -28,7 +28,7 @@ from tandem.net.observability.traces import make_tracing
 from tandem.net.rpc.auth import KindInterceptor, TokenInterceptor
 from tandem.net.rpc.block_bytes import EncodedByHandler
 from tandem.net.rpc.certificates import CertificateFiles
-from tandem.net.rpc.failures import FailureInterceptor, log_lost_peers_calmly
+from tandem.net.rpc.failures import FailureInterceptor, quiet_peer_faults
 from tandem.net.rpc.options import SERVER_OPTIONS
 from tandem.net.rpc.peer_calls import add_port
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
@@ -266,7 +266,7 @@ class Worker:
 
     def _listen(self) -> grpc.aio.Server:
         """Returns a server that is bound to its port; it serves once it is started."""
-        log_lost_peers_calmly()
+        quiet_peer_faults()
         cluster = self.config.cluster
         tls_dir = self.config.tls_dir
         server = grpc.aio.server(

@@ -13,7 +13,7 @@ class Waiting:
     def __init__(self) -> None:
         self.is_open = True
 
-    def give_way(self) -> None:
+    def close_now(self) -> None:
         self.is_open = False
 
 

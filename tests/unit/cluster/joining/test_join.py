@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from tandem.cluster.joining import call
-from tandem.cluster.joining.call import ask_to_join
+from tandem.cluster.joining.call import request_join
 from tandem.cluster.joining.protocol import JoinReply
 from tandem.cluster.joining.server import JoinServer
 from tandem.cluster.launch.certificates import Authority, host_folder, write_host_certificates
@@ -58,7 +58,7 @@ def server(tmp_path: Path, authority: Authority) -> Iterator[JoinServer]:
 
 def ask(server: JoinServer, sha256: str, token: str = TOKEN) -> tuple[JoinReply, str]:
     port = server.port
-    return ask_to_join(HERE, port, token=token, ca_sha256=sha256, own_address="")
+    return request_join(HERE, port, token=token, ca_sha256=sha256, own_address="")
 
 
 def test_the_right_digest_and_token_get_the_reply(server: JoinServer, authority: Authority) -> None:
@@ -73,7 +73,7 @@ def test_another_authority_is_refused_before_the_token_is_sent(
     def sent(*_: object) -> None:
         raise AssertionError("the token was sent")
 
-    monkeypatch.setattr(call, "_ask", sent)
+    monkeypatch.setattr(call, "_send_request", sent)
     with pytest.raises(ConfigError, match="The token was not sent"):
         ask(server, Authority("c").sha256)
 

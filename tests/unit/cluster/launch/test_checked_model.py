@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.cluster.launch.checked_model import model_here
+from tandem.cluster.launch.checked_model import find_local_model
 from tandem.cluster.launch.options import LaunchOptions
 from tandem.common.config.engine import EngineOptions
 from tandem.errors import ConfigError
@@ -37,13 +37,13 @@ def with_adapter(path: Path) -> dict[str, Any]:
 def test_a_model_and_its_adapters_pass(folder: Path, tmp_path: Path) -> None:
     config = make_tiny_model("llama", tmp_path / "model")[0].config
     write_adapter(tmp_path / "adapter", config, r=8)
-    model = model_here(options(folder, **with_adapter(tmp_path / "adapter")))
+    model = find_local_model(options(folder, **with_adapter(tmp_path / "adapter")))
     assert model is not None
     assert model.path == folder
 
 
 def test_what_may_have_to_be_downloaded_is_left_for_later() -> None:
-    assert model_here(options("some/model")) is None
+    assert find_local_model(options("some/model")) is None
 
 
 def with_keys(**keys: Any) -> Callable[[Path], None]:
@@ -94,7 +94,7 @@ def with_tokens(number: int) -> Callable[[Path], None]:
 
 def test_an_added_token_without_an_embedding_is_none_of_the_vocabulary(folder: Path) -> None:
     with_tokens(202)(folder)  # the last that has an embedding
-    assert model_here(options(folder)) is not None
+    assert find_local_model(options(folder)) is not None
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_folder_with_something_wrong(
 ) -> None:
     change(folder)
     with pytest.raises(ConfigError, match=named) as raised:
-        model_here(options(folder))
+        find_local_model(options(folder))
     assert str(folder) in raised.value.message
     assert len(raised.value.message.splitlines()) == 1
 
@@ -153,31 +153,31 @@ def test_scales_of_kv_are_checked_if_they_will_be_read(folder: Path) -> None:
         (scales, "lacks"),
     ):
         save_file(stored | wrong, file, metadata={"format": "pt"})
-        assert model_here(options(folder)) is not None
+        assert find_local_model(options(folder)) is not None
         with pytest.raises(ConfigError, match=named) as raised:
-            model_here(options(folder, kv_dtype="fp8_e4m3"))
+            find_local_model(options(folder, kv_dtype="fp8_e4m3"))
         assert str(folder) in raised.value.message
 
 
 def test_adapters_with_something_wrong(folder: Path, tmp_path: Path) -> None:
-    model = model_here(options(folder))
+    model = find_local_model(options(folder))
     assert model is not None
     write_adapter(tmp_path / "wide", model.config, r=16)
     with pytest.raises(ConfigError, match=r"--lora mine: .*rank is 16; max-lora-rank allows at mo"):
-        model_here(options(folder, **with_adapter(tmp_path / "wide")))
+        find_local_model(options(folder, **with_adapter(tmp_path / "wide")))
     elsewhere = options(folder, **with_adapter(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"--lora mine: .*none has no adapter_config\.json"):
-        model_here(elsewhere)
-    assert model_here(replace(elsewhere, listen="10.0.0.1")) is not None
+        find_local_model(elsewhere)
+    assert find_local_model(replace(elsewhere, listen="10.0.0.1")) is not None
 
 
 def test_settings_that_the_model_cannot_have(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max-model-len 600 is not within 1 to 512"):
-        model_here(options(folder, max_model_len=600))
+        find_local_model(options(folder, max_model_len=600))
     latent = make_tiny_model("deepseek-v3", tmp_path / "latent")[0].path
-    assert model_here(options(latent)) is not None
+    assert find_local_model(options(latent)) is not None
     with pytest.raises(ConfigError, match="KV dtype int4 is not supported with latent attention"):
-        model_here(options(latent, kv_dtype="int4"))
+        find_local_model(options(latent, kv_dtype="int4"))
 
 
 @pytest.mark.parametrize(
@@ -203,6 +203,6 @@ def test_gguf_files_of_other_kinds(
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(ConfigError, match=rf"a\.gguf: {named}"):
-        model_here(options(tmp_path / "a.gguf"))
+        find_local_model(options(tmp_path / "a.gguf"))
     with pytest.raises(ConfigError, match=r"has no config\.json \(name the file .*a\.gguf\)"):
-        model_here(options(tmp_path))
+        find_local_model(options(tmp_path))

@@ -59,7 +59,7 @@ class Shelf(HostStorage):
 
 def num_copied(pool: BlockPool) -> int:
     """Returns the number of unreferenced blocks that a tier has as well."""
-    return pool._cached.num(Copy.WHOLE)
+    return pool._cached.num(Copy.COMPLETE)
 
 
 class Rig:

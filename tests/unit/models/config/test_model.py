@@ -172,7 +172,8 @@ QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "num_hidde
     ],
 )
 def test_a_window_of_all_layers(changes, window):
-    assert ModelConfig.from_hf(llama(**changes), None).sliding_window == window
+    config = ModelConfig.from_hf(llama(**changes), None)
+    assert {layer.window for layer in config.layers} == {window}
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,7 @@ def test_gemma_3():
     changes = GEMMA3 | {"rope_scaling": scaling, "rope_local_base_freq": 300.0}
     config = ModelConfig.from_hf(llama(**changes, sliding_window_pattern=2), None)
     assert [layer.rope.theta for layer in config.layers] == [300.0, 500000.0] * 2
-    assert config.sliding_window is None
+    assert [layer.window for layer in config.layers] == [64, None] * 2
     assert config.max_model_len == 512  # which has the scaling in it
     assert (config.head_dim, config.tie_word_embeddings) == (256, True)
     assert (config.multipliers.embedding, config.attention_scale) == (8.0, 1 / 16)
@@ -292,7 +293,8 @@ def test_gpt_oss():
     ],
 )
 def test_windows_beside_experts(changes, window):
-    assert ModelConfig.from_hf(llama(**changes), None).sliding_window == window
+    config = ModelConfig.from_hf(llama(**changes), None)
+    assert {layer.window for layer in config.layers} == {window}
 
 
 def test_granite():

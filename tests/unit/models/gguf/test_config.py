@@ -124,10 +124,11 @@ def test_the_table_of_llama_3_is_read_back_as_its_parameters(tmp_path, tiny_gguf
 def test_a_window(tmp_path, tiny_gguf, architecture, name):
     window = {"attention.sliding_window": 128}
     config = convert(tmp_path, tiny_gguf, architecture=architecture, keys=window)
-    assert (config.architecture, config.sliding_window) == (name, 128)
+    assert config.architecture == name
+    assert {layer.window for layer in config.layers} == {128}
     window = {"attention.sliding_window": 512}  # as long as the context
     config = convert(tmp_path, tiny_gguf, architecture=architecture, keys=window)
-    assert config.sliding_window is None
+    assert {layer.window for layer in config.layers} == {None}
 
 
 def test_tables_of_longrope_are_those_of_phi3(tmp_path, tiny_gguf):

@@ -1,4 +1,4 @@
-// The charts of the last 15 minutes, with uPlot. One chart is drawn in a frame.
+// Charts of the last 15 minutes, with uPlot. At most one chart is drawn in each animation frame.
 
 import {byId, color, make, setText} from "./dom.js";
 import {state} from "./feed.js";
@@ -6,7 +6,7 @@ import {state} from "./feed.js";
 const SPAN_S = 900;
 const number = digits => value => value.toFixed(digits);
 const percent = value => `${(100 * value).toFixed(0)}%`;
-// Title, how a value is written, and lines: column, name, color.
+// Title, formatter of values, and lines: column, name, color.
 const CHARTS = [
   ["Requests a second", number(1), [["requests_per_s", "ended", "pull"]]],
   ["Time to first token, ms", number(0), [["ttft_p50_ms", "median", "pull"], ["ttft_p95_ms", "95%", "move"]]],

@@ -1,4 +1,4 @@
-// Small helpers for the document. Text is set as text, never as HTML.
+// Helpers that build document nodes. Text is always set as text, never as HTML.
 
 export const byId = id => document.getElementById(id);
 

@@ -1,4 +1,4 @@
-// The live feed: server-sent events over fetch, because EventSource can send no key.
+// The live feed: server-sent events over fetch, because EventSource cannot send a key.
 
 import {byNumber} from "./dom.js";
 import {askForKey, headers, message, watchKey} from "./operator.js";
@@ -7,13 +7,13 @@ const RETRY_FIRST_MS = 500, RETRY_MAX_MS = 10000;
 const SILENCE_MAX_MS = 15000; // an event comes each second; a network that is cut ends no stream
 const SAMPLES_MAX = 180;
 
-// What the page knows. `came` is when the last event came, by this machine's clock.
+// The state of the page. `came` is when the last event arrived, by this machine's clock.
 export const state = {
   head: null, workers: new Map(), requests: new Map(), events: [],
   samples: [], sampleColumns: [], workerColumns: [], stepS: 5, now: 0, came: 0, error: "",
 };
 
-// Objects that are made in this way share one shape; a worker's row comes each second.
+// Objects created this way share one hidden class; a worker's row arrives every second.
 function object(columns, values) {
   const made = {};
   for (let i = 0; i < columns.length; i++) made[columns[i]] = values[i];
@@ -33,8 +33,8 @@ function remove(id) {
   if (state.workers.delete(id)) order = order.filter(other => other !== id);
 }
 
-// Returns the ids of workers by pool and number. Only what changed is sorted in: comparing names of
-// a thousand workers takes longer than to show them.
+// Lists the ids of workers by pool and number. Only changed ids are sorted in: comparing the names
+// of a thousand workers takes longer than drawing them.
 export function ordered() {
   const pool = id => state.workers.get(id).pool;
   if (!isSorted) order.sort((a, b) => (pool(a) === pool(b) ? byNumber(a, b) : pool(a) < pool(b) ? -1 : 1));
@@ -42,7 +42,7 @@ export function ordered() {
   return order;
 }
 
-// Takes an event into the state; returns which parts changed.
+// Applies an event to the state; returns the parts that changed.
 export function take(kind, data) {
   const changed = new Set(["now"]);
   state.now = data.now;
@@ -71,7 +71,7 @@ export function take(kind, data) {
   return changed;
 }
 
-// Yields {kind, data} of a stream of server-sent events.
+// Yields {kind, data} for each event of a stream of server-sent events.
 export async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
@@ -90,7 +90,8 @@ export async function* events(body) {
   }
 }
 
-// Follows the feed for ever. `show(changed, flows)` is called for each event, `tell()` for an error.
+// Reads the feed and reconnects forever. Calls `show(changed, flows)` for each event and `tell()` for
+// an error.
 export function follow(show, tell) {
   let retryMs = RETRY_FIRST_MS, wake = () => {};
   const run = async () => {

@@ -46,8 +46,8 @@ function showAge() {
   wasStale = isStale;
 }
 
-// Parts that are to be shown anew. Each has a task of its own, so that none is long; one that
-// returns a function has more to do, in a task of its own again.
+// Parts to redraw. Each one gets its own task, so that no task is long; a part that returns a
+// function has more to draw, which gets another task.
 const parts = new Map();
 const PARTS = {
   head: () => { showHead(); showFacts(); showPools(); showCurl(); },

@@ -1,4 +1,4 @@
-// The operator's key, and calls that change something. The key stays in this tab's sessionStorage.
+// The operator's key, and calls that change the cluster. The key stays in this tab's sessionStorage.
 
 import {byId} from "./dom.js";
 
@@ -9,7 +9,7 @@ export const headers = () => {
   return key ? {Authorization: `Bearer ${key}`} : {};
 };
 
-// Sends JSON to a path below the page's own. Throws an Error with the router's message.
+// Posts JSON to a path relative to the page. Throws an Error with the router's message.
 export async function post(path, body, signal) {
   const answer = await fetch(path, {
     method: "POST",
@@ -29,7 +29,7 @@ export async function message(answer) {
   }
 }
 
-// Asks before a change; resolves to whether it is to be made.
+// Asks for confirmation of a change; resolves to true if it is confirmed.
 export function sure(text, yes) {
   const dialog = byId("sure");
   byId("sure-text").textContent = text;
@@ -40,7 +40,7 @@ export function sure(text, yes) {
     dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), {once: true}));
 }
 
-// Makes a change and says how it went.
+// Makes a change and shows its result.
 export async function change(path, body, done) {
   const told = byId("told");
   told.className = "";
@@ -54,7 +54,7 @@ export async function change(path, body, done) {
   }
 }
 
-// A wrong key is not sent again and again: the router counts failures.
+// A wrong key is not sent repeatedly, because the router counts failures.
 export function askForKey() {
   sessionStorage.removeItem(STORED);
   byId("signed-in").hidden = true;

@@ -1,4 +1,4 @@
-// The picture: routers, prefill and decode workers on a canvas, with blocks and streams on their way.
+// The picture: routers, prefill and decode workers on a canvas, with moving blocks and streams.
 
 import {byId, color} from "./dom.js";
 import {ordered, state} from "./feed.js";
@@ -10,10 +10,10 @@ const still = matchMedia("(prefers-reduced-motion: reduce)");
 const FLOWS_MAX = 40; // that one event launches
 const DRAWN_AT_ONCE = 200; // workers; the rest in a task of its own
 const SHARES = [[.02, .15], [.24, .52], [.64, .92]]; // of the width, for each column
-// The workers are on one canvas, what moves is on another one above it.
+// Workers are drawn on one canvas, moving dots on a second one above it.
 let box, canvas, context, above, colors = {}, places = new Map(), particles = [], isRunning = false;
 let drawn = {key: "", tones: new Map()}, last = [], members = [];
-// The member that is drawn next, and how many this pass has left. An event starts a new pass, which
+// The member to draw next, and the number left in this pass. An event starts a new pass, which
 // continues from that member, so the last workers are drawn even if no pass ever ends.
 let next = 0, left = 0;
 let size = {width: 0, height: 0}; // of the box: to ask it would lay out the page at once
@@ -109,7 +109,7 @@ function drawBase() {
   return drawSome;
 }
 
-// Draws some workers as they are by now; returns what draws the others.
+// Draws some workers in their current state; returns a function that draws the others.
 function drawSome() {
   for (const end = Math.max(0, left - DRAWN_AT_ONCE); left > end; left--) {
     const [id, worker] = members[next];
@@ -134,7 +134,7 @@ function ends(source, target) {
   return {a, b, middle: {x: (a.x + b.x) / 2 + bow, y: (a.y + b.y) / 2}};
 }
 
-// Sets blocks and streams off: [kind, source, target, number].
+// Starts the animation of blocks and streams: [kind, source, target, number].
 export function launch(flows) {
   const now = performance.now();
   for (const [kind, source, target, number] of flows.toSorted((a, b) => b[3] - a[3]).slice(0, FLOWS_MAX)) {
@@ -183,7 +183,7 @@ function describe() {
   return `Workers: ${known}. Lately ${sum("pull")} blocks were pulled and ${sum("move")} streams moved.`;
 }
 
-// Draws the frame of the picture; returns what draws its workers, in several tasks.
+// Draws the background; returns a function that draws the workers in several tasks.
 export function showPicture() {
   box.setAttribute("aria-label", describe());
   return drawBase();

@@ -1,4 +1,4 @@
-// The table of workers and the pools, with what an operator may change.
+// The tables of workers and pools, with controls for operators.
 
 import {byId, count, make, row, setText} from "./dom.js";
 import {ordered, state} from "./feed.js";
@@ -29,7 +29,7 @@ function found() {
 const NAMES = ["name", "role", "state", "running", "waiting", "leases", "pulls", "kv", "transports", "host", "tools"];
 const NUMBERS = ["running", "waiting", "leases", "pulls"];
 
-// Rows are made once and filled anew: a worker's numbers change each second.
+// Rows are created once and updated, because a worker's numbers change every second.
 function makeRow() {
   const cells = Object.fromEntries(NAMES.map(name => [name, make("td", undefined, NUMBERS.includes(name) ? "n" : "")]));
   const tools = ["role", "drain"].map(() => make("button"));
@@ -55,7 +55,7 @@ function showLevel(level, share, text) {
   level.part.style.width = `${Math.min(100, Math.round(100 * share))}%`;
 }
 
-// A store has no end: of its blocks a worker remembers so many.
+// A store has no size limit; this is the number of its blocks that a worker remembers.
 const tierText = (name, held, total, share) =>
   name === "store" ? `store ${count(held)} known` : `${name} ${Math.round(100 * share)}% of ${count(total)}`;
 
@@ -107,7 +107,7 @@ export function showWorkers() {
   byId("workers-on").disabled = first + shown.length >= all.length;
 }
 
-// The row of a pool is made once, so that a size that is being typed stays.
+// The row of a pool is created once, so that a size being typed is kept.
 export function showPools() {
   const box = byId("pools");
   for (const [name, pool] of Object.entries(state.head.pools)) {
@@ -121,7 +121,7 @@ export function showPools() {
       size.value = pool.wanted ?? pool.running ?? 0;
       label.append(size);
       form.append(label, make("button", "Scale"), make("span", "", "muted"));
-      // The gRPC replicas follow the routers: nobody sets their number.
+      // The number of gRPC replicas follows the routers and cannot be set.
       if (name === "grpc") form.replaceChildren(make("span", "grpc: "), make("span", "", "muted"));
       form.addEventListener("submit", event => scale(event, name, size));
       box.append(form);
@@ -132,7 +132,7 @@ export function showPools() {
   showAutoscale();
 }
 
-// The autoscaler's last sizes and the reasons; the figures that they came from are the line's title.
+// The autoscaler's last decisions with their reasons; the figures behind them are in the tooltip.
 function showAutoscale() {
   const {mode = "off", decisions = []} = state.head.autoscale, line = byId("autoscale");
   const short = decisions.map(each => each.why.split(";")[0]).join("; ");

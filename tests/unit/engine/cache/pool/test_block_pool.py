@@ -124,7 +124,7 @@ def test_evicts_what_no_write_waits_for_first_and_what_is_being_written_never() 
         pool.start_write(block)
         pool.end_write(block, has_copy=has_copy)
     pool.start_write(3)
-    assert (pool.num_available, pool._cached.num(Copy.WHOLE)) == (6, 2)
+    assert (pool.num_available, pool._cached.num(Copy.COMPLETE)) == (6, 2)
     taken: list[int] = []
     for expected, num_dropped in (
         ([5, 6], 0),  # free
