@@ -23,7 +23,8 @@ class Progress:
 
     def take(self, num_tokens: int) -> SequenceSlice:
         """Takes the next `num_tokens` tokens, or the remaining ones if there are fewer."""
-        first, self.done = self.done, min(self.done + num_tokens, len(self.token_ids))
+        first = self.done
+        self.done = min(self.done + num_tokens, len(self.token_ids))
         return SequenceSlice(
             list(self.token_ids[first : self.done]),
             self.done,

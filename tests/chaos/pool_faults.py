@@ -127,7 +127,8 @@ class Crashes(Striker):
 
     async def _cut(self, fault: Fault) -> None:
         """Cuts the network of one of the workers that are not at home."""
-        network, places = self._cluster.network, self._cluster.places
+        network = self._cluster.network
+        places = self._cluster.places
         assert network is not None
         worker_id = self._rng.choice(sorted(places))
         self._note(fault, worker_id)
@@ -188,7 +189,8 @@ class Orders(Striker):
         return worker.worker_id not in agents or (now is not None and now.pid != worker.pid)
 
     async def _flip(self, fault: Fault, worker: KeptWorker) -> None:
-        away, back = "prefill", "decode"
+        away = "prefill"
+        back = "decode"
         if worker.role == "prefill":
             away, back = back, away
         if await flip(self._cluster, worker.worker_id, away):

@@ -78,7 +78,8 @@ OUTAGES = (
     Fault("kill head", 10),
 )
 PAUSE_S = 3.0  # between two faults of one sort, at most
-NUM_PREFIXES, NUM_EACH = 24, 9
+NUM_PREFIXES = 24
+NUM_EACH = 9
 LEAVES_WITHIN_S = 1.0
 SHARE_OF_LONG = 0.2
 BOUND_S = 300.0  # of one request
@@ -255,7 +256,8 @@ def memory_lines(slices: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]
         if len(values) < len(slices) / 2 or len(values) < 3:  # such as a process that is seldom
             continue
         slope, error = (x / HOUR_S for x in slope_per_hour(here, values))
-        first, last = values[0], values[-1]
+        first = values[0]
+        last = values[-1]
         lines[kind] = {
             "first": first,
             "last": last,
@@ -268,7 +270,8 @@ def memory_lines(slices: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]
 
 async def run(cluster: KeptCluster, prompts: list[Prompt], arguments: Options) -> None:
     stop = asyncio.Event()
-    loop, this = asyncio.get_running_loop(), asyncio.current_task()
+    loop = asyncio.get_running_loop()
+    this = asyncio.current_task()
     assert this is not None
 
     def interrupt() -> None:

@@ -122,7 +122,8 @@ class Options:
 
 
 def main(options: Options = Options()) -> None:
-    report, networks = Report(options.output), words(options.networks)
+    report = Report(options.output)
+    networks = words(options.networks)
     cells: list[Cell] = []
     for name in networks:
         with running(NETWORKS[name], options.transport) as cluster:
@@ -174,7 +175,8 @@ def measure(cluster: LocalCluster, name: str, lengths: list[int], repeats: int) 
         for cell in cells:
             take_turn(cluster, cell)
             last = {way: f"{found[-1].second_token_s:.3f} s" for way, found in cell.samples.items()}
-            state, choice = "warm" if cell.cached else "cold", cell.samples["chosen"][-1].transport
+            state = "warm" if cell.cached else "cold"
+            choice = cell.samples["chosen"][-1].transport
             print(name, cell.num_tokens, state, last, "chose", choice, flush=True)
     return cells
 
@@ -233,7 +235,8 @@ def ask(
     stream = worker.stub().Decode(
         iter(commands.get, None), metadata=token_metadata(worker.token), timeout=give_up_s
     )
-    sample, times = Sample(), []
+    sample = Sample()
+    times = []
     began = time.perf_counter()
     try:
         for update in (update for message in stream for update in message.sequences):

@@ -29,7 +29,9 @@ from tests.harness.chart import Object, chart, load_objects, values_of
 ROOT = Path(__file__).parents[2]
 # languages of fenced blocks: commands, Python programs (run by tests/service/test_wheel.py), and
 # everything else
-SHELL, PYTHON, OUTPUT = "sh", "python", "text"
+SHELL = "sh"
+PYTHON = "python"
+OUTPUT = "text"
 _OF_CLUSTER = ("status", "scale", "drain", "reset-prefix-cache", "index")
 _SOURCES = ("services", "kernels", "benchmarks", "tests")
 

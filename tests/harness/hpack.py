@@ -19,7 +19,8 @@ _FIELDS = {
     b"te": b"trailers",
     b"content-type": b"application/grpc",
 }
-_VALUE_BYTES, _NUM_REFERENCES = 3000, 12_000
+_VALUE_BYTES = 3000
+_NUM_REFERENCES = 12_000
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -59,7 +60,8 @@ def hostile_headers(number: int) -> bytes:
 def hpack_attack(port: int, *, is_over: Callable[[], bool], num_frames_max: int) -> Iterator[None]:
     """Runs two connections that send hostile frames and reconnect, until `is_over()`, a limit on
     the number of frames, or the end of the block."""
-    ended, left = threading.Event(), iter(range(num_frames_max))
+    ended = threading.Event()
+    left = iter(range(num_frames_max))
 
     def flood() -> None:
         with socket.create_connection(("127.0.0.1", port), timeout=1) as sock:

@@ -27,9 +27,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 # from linux/if_tun.h and linux/virtio_net.h
-_TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
-_IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
-_TUN_F_CSUM, _TUN_F_TSO4 = 0x01, 0x02
+_TUNSETIFF = 0x400454CA
+_TUNSETOFFLOAD = 0x400454D0
+_IFF_TUN = 0x0001
+_IFF_NO_PI = 0x1000
+_IFF_VNET_HDR = 0x4000
+_TUN_F_CSUM = 0x01
+_TUN_F_TSO4 = 0x02
 _VNET_HEADER_BYTES = 10
 # destination address in an IPv4 packet
 _DESTINATION = slice(_VNET_HEADER_BYTES + 16, _VNET_HEADER_BYTES + 20)
@@ -123,7 +127,8 @@ class Hub:
             number = packet[_DESTINATION][-1] - 1 if packet[_VNET_HEADER_BYTES] >> 4 == 4 else -1
             if not 0 <= number < len(self.devices):
                 continue
-            target, size = self.devices[number], len(packet) - _VNET_HEADER_BYTES
+            target = self.devices[number]
+            size = len(packet) - _VNET_HEADER_BYTES
             sent_at = device.up.arrival(time.monotonic(), size)
             arrives_at = None if sent_at is None else target.down.arrival(sent_at, size)
             if arrives_at is not None:

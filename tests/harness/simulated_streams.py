@@ -89,7 +89,8 @@ class Call:
     def consumer_crashed(self, *, reachable: bool) -> None:
         """Simulates the crash of the consumer's process: its system reports it, or only a ping
         detects it."""
-        was_open, self._consumer_ended = not self._consumer_ended, True
+        was_open = not self._consumer_ended
+        self._consumer_ended = True
         if was_open and reachable:
             self._send_to_producer(_CLOSE)
 
@@ -236,7 +237,8 @@ class PeersOf:
         return peer
 
     def get_now(self, worker_id: str, epoch: str, address: str) -> Any:
-        producer, consumer = self._nodes[worker_id], self._nodes[self._consumer_id]
+        producer = self._nodes[worker_id]
+        consumer = self._nodes[self._consumer_id]
         if producer.epoch != epoch:
             return None
         consumer.consumer.connect(producer.peer_id, producer.peer_id.encode(), producer.remote_pool)

@@ -141,7 +141,9 @@ class Surfaces:
     def watch(self, words: Words, sizes: dict[Path, int], alerts: set[str]) -> Seen:
         """Watches for at most 10 s, until each surface has named the cause. `sizes` and `alerts`
         are from before the fault."""
-        seen, began, since = Seen(), time.monotonic(), time.time() - 1.0
+        seen = Seen()
+        began = time.monotonic()
+        since = time.time() - 1.0
         wanted = {"page", "status", "log", *(["alert"] if self._prometheus else [])}
         while (now := time.monotonic() - began) < NAMED_WITHIN_S and wanted - seen.found.keys():
             looks = {

@@ -39,10 +39,8 @@ class TransferChecks:
 
     def _kv_of(self, node: Node, token_ids: Iterable[int], group: int) -> list[list[int]]:
         """The KV of the tokens' blocks in one group; the last block may be partial."""
-        values, size = (
-            group_values(list(token_ids), self.windows[group]),
-            node.engine.layout.block_size,
-        )
+        values = group_values(list(token_ids), self.windows[group])
+        size = node.engine.layout.block_size
         return [values[at : at + size] for at in range(0, len(values), size)]
 
     def _check_cluster(self) -> None:
@@ -98,7 +96,9 @@ class TransferChecks:
         assert held <= leased | leaving | own, "blocks are held for a stream that is closed"
 
     def _check_lent(self, stream: Stream) -> None:
-        node, lease_id, opening = stream.producer, stream.lease_id, stream.opening
+        node = stream.producer
+        lease_id = stream.lease_id
+        opening = stream.opening
         engine = node.engine
         assert opening is not None
         tables = BlockTables()
@@ -121,10 +121,12 @@ class TransferChecks:
 
     def _places_in_transfer(self, stream: Stream) -> list[tuple[int, int]]:
         """Groups and indices of the blocks that the consumer wants, in order."""
-        opening, layout = stream.opening, stream.producer.engine.layout
+        opening = stream.opening
+        layout = stream.producer.engine.layout
         if stream.start is not None:
             num_tokens = len(stream.start.input.token_ids)
-            end, depth = layout.blocks_of(num_tokens), (num_tokens - 1) // layout.block_size
+            end = layout.blocks_of(num_tokens)
+            depth = (num_tokens - 1) // layout.block_size
         else:
             assert stream.hold is not None
             end = depth = len(stream.hold.block_hashes)
@@ -139,7 +141,8 @@ class TransferChecks:
     def _holds_kv_of(self, node: Node, tables: BlockTables, token_ids: list[int]) -> bool:
         """Says whether the tables have the KV of these tokens, as far as they have blocks."""
         for group in range(len(self.windows)):
-            first, wanted = tables.firsts[group], self._kv_of(node, token_ids, group)
+            first = tables.firsts[group]
+            wanted = self._kv_of(node, token_ids, group)
             found = node.runner.blocks(group, tables.ids[group][first : len(wanted)])
             for values, kv in zip(found, wanted[first:], strict=True):
                 if values[: len(kv)] != kv:
@@ -229,7 +232,8 @@ class TransferChecks:
             if not read.is_seen:
                 read.is_seen = True
                 sequences = node.engine._sequences.values()
-                ids, wanted = node.engine._kv.global_ids, set(blocks)
+                ids = node.engine._kv.global_ids
+                wanted = set(blocks)
                 owner = next((s for s in sequences if wanted <= set(ids(s.tables))), None)
                 read.owner = owner
             found.append((read, (node, owner, blocks)))

@@ -69,7 +69,8 @@ def _make_request(prompt: list[int]) -> ParityRequest:
 def _check(model: PreTrainedModel, sent: ParityRequest, answer: Answer) -> None:
     """Checks that tokens and log probabilities equal transformers'."""
     assert_as_transformers(model, sent, answer)
-    prompt, made = sent[1]["prompt"], answer["choices"][0]["token_ids"]
+    prompt = sent[1]["prompt"]
+    made = answer["choices"][0]["token_ids"]
     with torch.no_grad():
         logits = model(torch.tensor([prompt + made])).logits[0, len(prompt) - 1 : -1]
     assert len(made) == _NUM_TOKENS

@@ -66,10 +66,8 @@ def test_each_way(
     model = str(tmp_path / "model")
     make_random_model(tmp_path / "model", family)
     made = engine_tokens(model, _PROMPTS, kv_dtype=kv_dtype, max_tokens=_NUM_TOKENS)
-    expected, sent = (
-        [[tokens] * 2 for tokens in made],
-        [_make_request(prompt) for prompt in _PROMPTS],
-    )
+    expected = [[tokens] * 2 for tokens in made]
+    sent = [_make_request(prompt) for prompt in _PROMPTS]
     more = ("--kv-dtype", kv_dtype)
     with start_ways(redis_server, tmp_path, model, *more, names=names) as ways:
         with all_disturbed(ways):

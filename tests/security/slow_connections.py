@@ -67,7 +67,8 @@ async def measure_kinds(router: RouterProcess, arguments: Options) -> list[dict[
         beside = await ask(http_port, arguments.seconds)
         await asyncio.to_thread(attack.__exit__, None, None, None)
         await asyncio.sleep(DEPARTURE_S)
-        before, quiet = quiet, await ask(http_port, arguments.seconds)
+        before = quiet
+        quiet = await ask(http_port, arguments.seconds)
         row = {
             "kind": name,
             "p50_ms": beside.percentile_ms(0.5),

@@ -46,7 +46,9 @@ from tests.harness.scripted_worker import Say, ScriptedWorker, saying
 MINUTE_S = 60.0
 RPM = 30
 COMPLETION = 5  # tokens that every request really gets
-PROMPT, LARGE_PROMPT, LARGE_EVERY = 10, 150, 25
+PROMPT = 10
+LARGE_PROMPT = 150
+LARGE_EVERY = 25
 TPM = 450
 # by tenant: the limits of its key, and its requests per second
 TENANTS: dict[str, tuple[dict[str, int], float]] = {
@@ -79,7 +81,8 @@ class Admitted:
 
 def watch(limiter: Limiter, admitted: list[Admitted]) -> None:
     """Records what a limiter admits and settles."""
-    take, settle = limiter._take, limiter.settle
+    take = limiter._take
+    settle = limiter.settle
     found: dict[LimitReservation, Admitted] = {}
 
     def noted_take(tenant: Any, request: LimitRequest) -> LimitReservation:
@@ -115,7 +118,8 @@ class TenantLoad:
 
     async def _ask(self, http: httpx.AsyncClient, tenant: str, seconds: float) -> None:
         _, pace = TENANTS[tenant]
-        end, open_ones = time.monotonic() + seconds, set()
+        end = time.monotonic() + seconds
+        open_ones = set()
         for number in itertools.count():
             due = end - seconds + number / pace
             if due >= end:

@@ -21,7 +21,8 @@ KINDS_TRIED = ("partial-header", "keep-alive", "grpc-idle")
 SECONDS = 1.2
 # The long form, tests/security/slow_connections.py, requires 1.5 times. On a machine whose cores
 # are shared, a second may contain unrelated pauses.
-RATIO_MAX, PAUSE_MS = 1.5, 250.0
+RATIO_MAX = 1.5
+PAUSE_MS = 250.0
 TIMES_MAX = 3
 
 

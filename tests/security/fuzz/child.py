@@ -92,7 +92,8 @@ class ParserProcess:
     def _wait(self, failures: list[str]) -> int | str:
         """Waits for the end of the batch. Returns the memory of the child, or why the batch did not
         end."""
-        seen, since = 0, time.monotonic()
+        seen = 0
+        since = time.monotonic()
         while True:
             try:
                 if self._pipe.poll(0.2):
@@ -104,13 +105,15 @@ class ParserProcess:
                 self._process.join()
                 return f"the process ended with {self._process.exitcode}"
             if (num_given := self._num_given.value) != seen or not seen:
-                seen, since = num_given, time.monotonic()
+                seen = num_given
+                since = time.monotonic()
             elif time.monotonic() - since > self._hang_s:
                 return f"no end within {self._hang_s:g} s"
 
 
 def _serve(make_targets: Targets, folder: Path, pipe: Connection, num_given: Any) -> None:
-    targets, memory = make_targets(folder), _PeakMemory()
+    targets = make_targets(folder)
+    memory = _PeakMemory()
     while True:
         batch = _Batch(*pipe.recv())
         target = targets[batch.name]
@@ -145,7 +148,8 @@ class _PeakMemory:
 
     def growth_bytes(self) -> int:
         """The growth of the peak since the last call."""
-        before, self._known = self._known, self._bytes()
+        before = self._known
+        self._known = self._bytes()
         return self._known - before
 
     def _bytes(self) -> int:

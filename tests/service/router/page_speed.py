@@ -59,7 +59,8 @@ def measure(browser: Any, url: str, pid: int, seconds: float) -> tuple[float, di
     browser.start_tracing(page=page, categories=_TRACED)
     page.goto(url)
     page.wait_for_selector("#workers tbody tr")
-    before, began = cpu_s(pid), time.monotonic()
+    before = cpu_s(pid)
+    began = time.monotonic()
     page.wait_for_timeout(seconds * 1000)
     share = (cpu_s(pid) - before) / (time.monotonic() - began)
     long = page.evaluate("({tasks: window.longTasks, frames: window.longFrames})")
@@ -117,7 +118,8 @@ def main(options: Options = Options()) -> None:
                 executable_path="/usr/bin/chromium", args=["--no-sandbox"]
             )
             for _ in range(options.repeats):
-                before, began = cpu_s(server.pid), time.monotonic()
+                before = cpu_s(server.pid)
+                began = time.monotonic()
                 time.sleep(options.seconds)
                 closed.append((cpu_s(server.pid) - before) / (time.monotonic() - began))
                 url = f"http://127.0.0.1:{options.port}/"

@@ -97,7 +97,8 @@ async def test_a_consumer_that_is_killed_is_no_error_of_the_producer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     quiet_peer_faults()
-    producer, server = _Endless(), grpc.aio.server()
+    producer = _Endless()
+    server = grpc.aio.server()
     add_WorkerServicer_to_server(producer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
