@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import torch
 
-from tandem.models.gguf.tensors import Blocks, BlocksType, ZeroedType
+from tandem.models.gguf.tensors import GgufBlocks, BlocksType, ZeroedType
 
 TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 ZEROED = ("Q4_Z32", "Q4_Z64")  # in no GGUF file
@@ -28,7 +28,9 @@ _SCALES: dict[str, dict[int, float]] = {
 }
 
 
-def random_blocks(name: str, num_out: int, num_in: int, seed: int = 0, size: float = 1.0) -> Blocks:
+def random_blocks(
+    name: str, num_out: int, num_in: int, seed: int = 0, size: float = 1.0
+) -> GgufBlocks:
     """Creates weights of about size / sqrt(num_in), in blocks of otherwise random bits."""
     chance = np.random.default_rng(seed)
     block_type: BlocksType
@@ -50,4 +52,4 @@ def random_blocks(name: str, num_out: int, num_in: int, seed: int = 0, size: flo
         )
     if name in ZEROED:
         blocks[:, 2] %= 17
-    return Blocks(torch.from_numpy(blocks.reshape(num_out, -1)), block_type, (num_out, num_in))
+    return GgufBlocks(torch.from_numpy(blocks.reshape(num_out, -1)), block_type, (num_out, num_in))

@@ -15,7 +15,7 @@ from tandem.engine.tiers.device.blocks import BlocksInPlace, DeviceBlocks, HostP
 from tandem.engine.tiers.device.cuda import CudaDevice
 from tandem.engine.tiers.device.staged_blocks import StagedBlocks
 from tandem.engine.tiers.host import HostStorage
-from tandem.engine.tiers.jobs import Load, Part, Target, Write, write_all
+from tandem.engine.tiers.jobs import Load, LoadPart, Target, Write, write_all
 from tandem.engine.tiers.storage import Entry
 from tandem_kernels.kv_cache import KvPool
 from tandem_kernels.sampling import Draw
@@ -51,7 +51,7 @@ class HostTier:
     def load(self, first: int) -> None:
         """Copies them in, to blocks from `first` on."""
         parts = [
-            Part(0, self._storage, slot, slot.to_bytes(16, "little"), first + slot)
+            LoadPart(0, self._storage, slot, slot.to_bytes(16, "little"), first + slot)
             for slot in range(self._num_blocks)
         ]
         load = Load(

@@ -41,7 +41,7 @@ class AdapterRunner(Protocol):
     def drop_adapter(self, digest: str) -> None: ...
 
 
-class AdapterState(Enum):
+class AdapterSlotState(Enum):
     LOADED = "loaded"
     LOADING = "loading"  # its files are being read
     NO_SLOT = "no_slot"  # all slots are in use
@@ -103,7 +103,7 @@ class AdapterSlots:
         if (failed := self._failed.get(adapter.digest)) is not None:
             raise failed[1]
 
-    def request(self, adapter: Adapter, in_use: Callable[[], Collection[str]]) -> AdapterState:
+    def request(self, adapter: Adapter, in_use: Callable[[], Collection[str]]) -> AdapterSlotState:
         """Returns the state of an adapter, and starts to read it if a slot is free or idle.
 
         `in_use` returns the digests of the adapters that must not be evicted.
@@ -111,13 +111,13 @@ class AdapterSlots:
         digest = adapter.digest
         if digest in self._loaded:
             self._loaded.move_to_end(digest)
-            return AdapterState.LOADED
+            return AdapterSlotState.LOADED
         if digest in self._reading:
-            return AdapterState.LOADING
+            return AdapterSlotState.LOADING
         if len(self._loaded) + len(self._reading) >= self._num_slots and not self._evict(in_use()):
-            return AdapterState.NO_SLOT
+            return AdapterSlotState.NO_SLOT
         self._reading[digest] = adapter, self._thread.submit(self._read, adapter)
-        return AdapterState.LOADING
+        return AdapterSlotState.LOADING
 
     def _read(self, adapter: Adapter) -> Any:
         with hang_limit(READ_DEADLINE_S):

@@ -21,7 +21,7 @@ _ROOT_UNKNOWN = b""  # hashes come without the root of their chain, and nothing 
 
 
 @dataclass(slots=True)
-class Chain:
+class PeerChain:
     """Blocks of a chain that a peer reads. If the chain is imported, blocks from
     `num_cached_blocks` on are filled by a pull."""
 
@@ -38,7 +38,7 @@ class PeerBlocks:
         """`pending` receives the blocks of each new chain."""
         self._kv = kv
         self._pending = pending
-        self._chains: dict[str, Chain] = {}
+        self._chains: dict[str, PeerChain] = {}
 
     def __contains__(self, sequence_id: str) -> bool:
         return sequence_id in self._chains
@@ -87,11 +87,11 @@ class PeerBlocks:
 
     def _take(
         self, sequence_id: str, block_hashes: list[bytes], depth: int, *, is_imported: bool
-    ) -> Chain:
+    ) -> PeerChain:
         num_tokens = len(block_hashes) * self._kv.layout.block_size
         tables = self._kv.reserve(block_hashes, depth, num_tokens=num_tokens, resume=num_tokens)
         assert tables is not None, "its free blocks were counted"
-        chain = self._chains[sequence_id] = Chain(tables, block_hashes, depth, is_imported)
+        chain = self._chains[sequence_id] = PeerChain(tables, block_hashes, depth, is_imported)
         return chain
 
     def commit(self, sequence_id: str, num_blocks: int, unsafe_blocks: Collection[int]) -> None:

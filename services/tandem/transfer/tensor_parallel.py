@@ -77,7 +77,7 @@ class ParallelLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardPart:
     """A byte range that is contiguous on both sides. Offsets start at each rank's pool."""
 
     producer_offset: int
@@ -90,7 +90,7 @@ class RankRead:
     """The byte ranges to read from one producer rank, in block order."""
 
     producer_rank: int
-    parts: tuple[Part, ...]
+    parts: tuple[ShardPart, ...]
 
 
 def descriptors(
@@ -131,18 +131,18 @@ def _parts(
     producer_head: int,
     local_head: int,
     num_heads: int,
-) -> Iterator[Part]:
+) -> Iterator[ShardPart]:
     head_bytes = producer.head_bytes
     for producer_id, local_id in zip(blocks.producer_ids, blocks.local_ids, strict=True):
-        yield Part(
+        yield ShardPart(
             producer.offset(producer_id) + producer_head * head_bytes,
             local.offset(local_id) + local_head * head_bytes,
             num_heads * head_bytes,
         )
 
 
-def _merged(parts: Iterator[Part]) -> list[Part]:
-    merged: list[Part] = []
+def _merged(parts: Iterator[ShardPart]) -> list[ShardPart]:
+    merged: list[ShardPart] = []
     for part in parts:
         last = merged[-1] if merged else None
         if (

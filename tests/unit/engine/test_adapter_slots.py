@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tandem.common.adapter import Adapter
-from tandem.engine.adapter_slots import FAILED_S, AdapterSlots, AdapterState
+from tandem.engine.adapter_slots import FAILED_S, AdapterSlots, AdapterSlotState
 from tandem.engine.engine import Engine
 from tandem.engine.types import Mode, SequenceSpec
 from tandem.errors import AdapterUnavailable
@@ -130,7 +130,7 @@ def test_one_that_cannot_be_read_ends_its_sequences_and_is_refused_for_a_while()
 def test_it_is_tried_again_later() -> None:
     now = 0.0
     slots = AdapterSlots(ToyRunner(block_size=4), num_slots=1, rank_max=8, clock=lambda: now)
-    assert slots.request(MISSING, set) is AdapterState.LOADING
+    assert slots.request(MISSING, set) is AdapterSlotState.LOADING
     give_up_at = time.monotonic() + WAIT_S
     while not slots.has_results:
         assert time.monotonic() < give_up_at

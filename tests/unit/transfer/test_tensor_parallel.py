@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from tandem.common.dtypes import RotatedKey
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.errors import Incompatible
-from tandem.transfer.tensor_parallel import BlockPairs, ParallelLayout, Part, RankRead, descriptors
+from tandem.transfer.tensor_parallel import (
+    BlockPairs,
+    ParallelLayout,
+    RankRead,
+    ShardPart,
+    descriptors,
+)
 from tests.harness.tensor_parallel_ranks import expected_pools, rank_pools, whole_model
 
 WHOLE = BlockLayout(6, 4, 2, 2, 3, "bfloat16")  # a head of a block: 48 bytes
@@ -90,18 +96,18 @@ def test_equal_degrees_read_their_own_rank_in_runs_of_blocks() -> None:
     blocks = BlockPairs([3, 4, 0], [1, 2, 3])
     block = 2 * HEAD_BYTES
     assert descriptors(layout(2), layout(2), blocks, local_rank=1) == [
-        RankRead(1, (Part(3 * block, block, 2 * block), Part(0, 3 * block, block)))
+        RankRead(1, (ShardPart(3 * block, block, 2 * block), ShardPart(0, 3 * block, block)))
     ]
 
 
 def test_a_smaller_degree_gathers_and_a_larger_one_takes_its_share() -> None:
     blocks = BlockPairs([5], [2])
     assert descriptors(layout(2), layout(1), blocks, local_rank=0) == [
-        RankRead(0, (Part(5 * 96, 2 * 192, 96),)),
-        RankRead(1, (Part(5 * 96, 2 * 192 + 96, 96),)),
+        RankRead(0, (ShardPart(5 * 96, 2 * 192, 96),)),
+        RankRead(1, (ShardPart(5 * 96, 2 * 192 + 96, 96),)),
     ]
     assert descriptors(layout(2), layout(4), blocks, local_rank=3) == [
-        RankRead(1, (Part(5 * 96 + 48, 2 * 48, 48),))
+        RankRead(1, (ShardPart(5 * 96 + 48, 2 * 48, 48),))
     ]
 
 
@@ -109,8 +115,8 @@ def test_three_ranks_read_what_six_heads_on_two_ranks_share() -> None:
     two, three = layout(2, num_kv_heads=6), layout(3, num_kv_heads=6)
     reads = descriptors(two, three, BlockPairs([0], [0]), local_rank=1)
     assert reads == [
-        RankRead(0, (Part(2 * HEAD_BYTES, 0, HEAD_BYTES),)),
-        RankRead(1, (Part(0, HEAD_BYTES, HEAD_BYTES),)),
+        RankRead(0, (ShardPart(2 * HEAD_BYTES, 0, HEAD_BYTES),)),
+        RankRead(1, (ShardPart(0, HEAD_BYTES, HEAD_BYTES),)),
     ]
 
 
@@ -136,8 +142,8 @@ def test_latents_are_on_every_rank_whole_and_are_read_in_turn(rotated: RotatedKe
             RankRead(
                 rank % 2,
                 (
-                    Part(5 * block_bytes, 0, block_bytes),
-                    Part(block_bytes, 3 * block_bytes, 2 * block_bytes),
+                    ShardPart(5 * block_bytes, 0, block_bytes),
+                    ShardPart(block_bytes, 3 * block_bytes, 2 * block_bytes),
                 ),
             )
         ]

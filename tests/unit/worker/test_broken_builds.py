@@ -16,7 +16,7 @@ import pytest
 
 from tandem.engine.sequence import Status
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.transfer.grpc.reservations import Reservation
+from tandem.transfer.grpc.reservations import PoolReservation
 from tandem.transfer.grpc.transport import GrpcTransport
 from tandem.transfer.protocol import BlockPull
 from tandem.worker.engine_process import messages
@@ -97,7 +97,7 @@ def write_by_grpc_after_cancel(patches: ExitStack) -> None:
         return await asyncio.shield(asyncio.ensure_future(pull(self, blocks)))
 
     patches.enter_context(patch.object(GrpcTransport, "pull", detached))
-    patches.enter_context(patch.object(Reservation, "check", lambda *arguments: None))
+    patches.enter_context(patch.object(PoolReservation, "check", lambda *arguments: None))
 
 
 def reads_land_late(machine: TransferMachine) -> None:

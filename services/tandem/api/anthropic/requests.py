@@ -225,7 +225,7 @@ def _check_tool(tool: object) -> object:
     return tool
 
 
-class ToolChoice(_Part):
+class AnthropicToolChoice(_Part):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool = False
@@ -335,7 +335,7 @@ class CountTokensBody(Strict):
     tools: list[Annotated[Tool, BeforeValidator(_check_tool)]] = Field(
         [], description=_ALLOWED["tools"]
     )
-    tool_choice: ToolChoice | None = Field(None, description=_ALLOWED["tool_choice"])
+    tool_choice: AnthropicToolChoice | None = Field(None, description=_ALLOWED["tool_choice"])
     thinking: Thinking | None = Field(None, description=_ALLOWED["thinking"])
     output_config: OutputConfig | None = Field(None, description=_ALLOWED["output_config"])
     output_format: OutputFormat | None = Field(None, description=_ALLOWED["output_format"])

@@ -76,7 +76,7 @@ class BudgetField(Strict):
         return None if self.kv_budget is None else KvBudget(**self.kv_budget.model_dump())
 
 
-class TextPart(BaseModel):
+class ChatTextPart(BaseModel):
     """It ignores further keys, as a message does: some clients mark parts for a cache."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -113,7 +113,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     role: str
-    content: Annotated[str | list[TextPart] | None, BeforeValidator(_refuse_other_parts)] = None
+    content: Annotated[str | list[ChatTextPart] | None, BeforeValidator(_refuse_other_parts)] = None
     name: str | None = None
     tool_calls: list[SentToolCall] | None = None
     tool_call_id: str | None = None

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 
-class Part(BaseModel):
+class ContentPart(BaseModel):
     """A part of a body. It ignores unknown keys, because clients send items back as received."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -40,21 +40,21 @@ def _as_texts(content: object) -> object:
     return content
 
 
-class TextPart(Part):
+class ResponseTextPart(ContentPart):
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-_Texts = Annotated[list[TextPart], BeforeValidator(_as_texts)]
+_Texts = Annotated[list[ResponseTextPart], BeforeValidator(_as_texts)]
 
 
-class MessageItem(Part):
+class MessageItem(ContentPart):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: _Texts
 
 
-class FunctionCallItem(Part):
+class FunctionCallItem(ContentPart):
     """A call of an earlier response."""
 
     type: Literal["function_call"]
@@ -63,17 +63,17 @@ class FunctionCallItem(Part):
     arguments: str
 
 
-class FunctionCallOutputItem(Part):
+class FunctionCallOutputItem(ContentPart):
     type: Literal["function_call_output"]
     call_id: str
     output: _Texts
 
 
-class ReasoningPart(Part):
+class ReasoningPart(ContentPart):
     text: str
 
 
-class ReasoningItem(Part):
+class ReasoningItem(ContentPart):
     """Reasoning of an earlier response. `encrypted_content` of other servers says nothing here."""
 
     type: Literal["reasoning"]
@@ -149,6 +149,6 @@ def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
     return messages
 
 
-def _parts(texts: Sequence[TextPart]) -> list[dict[str, Any]]:
+def _parts(texts: Sequence[ResponseTextPart]) -> list[dict[str, Any]]:
     """Converts text parts to chat content."""
     return [{"type": "text", "text": part.text} for part in texts]

@@ -15,7 +15,7 @@ from tandem.api.openai.fields import UnusedFields
 from tandem.api.openai.parsed import ParsedRequest
 from tandem.api.openai.requests import parse_chat
 from tandem.api.openai.structured import StreamOptions, Strict
-from tandem.api.responses.items import Items, Part, to_messages
+from tandem.api.responses.items import ContentPart, Items, to_messages
 from tandem.common.printable import shorten
 from tandem.common.retention import PRIORITY_DEFAULT
 from tandem.common.sampling_params import LOGPROBS_MAX
@@ -117,7 +117,7 @@ def _is_chosen(tool: dict[str, Any], choice: object) -> bool:
     ]
 
 
-class FunctionTool(Part):
+class FunctionTool(ContentPart):
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -132,12 +132,12 @@ class FunctionTool(Part):
         }
 
 
-class FunctionChoice(Part):
+class FunctionChoice(ContentPart):
     type: Literal["function"]
     name: str
 
 
-class TextFormat(Part):
+class TextFormat(ContentPart):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -155,12 +155,12 @@ class TextFormat(Part):
         return self.model_dump(by_alias=True, exclude_none=True, **more)
 
 
-class TextOptions(Part):
+class TextOptions(ContentPart):
     format: TextFormat = TextFormat(type="text", schema=None)
     verbosity: Literal["medium"] | None = None  # templates have none
 
 
-class Reasoning(Part):
+class Reasoning(ContentPart):
     """`summary` has no effect: the reasoning itself is in the answer."""
 
     effort: str | None = None

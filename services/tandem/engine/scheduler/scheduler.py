@@ -35,7 +35,7 @@ from operator import attrgetter
 from tandem.common.perf_model.predict import beside_decode
 from tandem.common.perf_model.rates import WorkerRates
 from tandem.common.perf_model.step_time import StepTimeModel, StepWork
-from tandem.engine.adapter_slots import AdapterSlots, AdapterState
+from tandem.engine.adapter_slots import AdapterSlots, AdapterSlotState
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.scheduler.chunking import Link, lag_after, next_chunk, tail_chunk
 from tandem.engine.scheduler.deadlines import Deadlines
@@ -298,9 +298,9 @@ class Scheduler:
                 return sequence
             if not is_full:
                 state = self._adapters.request(adapter, self._adapters_in_use)
-                if state is AdapterState.LOADED:
+                if state is AdapterSlotState.LOADED:
                     return sequence
-                is_full = state is AdapterState.NO_SLOT
+                is_full = state is AdapterSlotState.NO_SLOT
         return None
 
     def _awaits_blocks(self, sequence: Sequence) -> bool:

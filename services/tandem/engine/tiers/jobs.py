@@ -112,7 +112,7 @@ def _call_all(calls: Iterable[Callable[[], None]]) -> None:
         raise errors[0]
 
 
-class Part(NamedTuple):
+class LoadPart(NamedTuple):
     """One block of a load."""
 
     tier: int
@@ -154,7 +154,7 @@ class Load:
 
     sequence_id: str
     chain: Sequence[bytes]  # hashes of the prompt's blocks, up to the last one to load
-    parts: list[Part]  # ordered by tier, the fastest first, and within a tier by chain index
+    parts: list[LoadPart]  # ordered by tier, the fastest first, and within a tier by chain index
     # The slots that are referenced until the end, by (tier, group).
     tables: dict[tuple[int, int], list[int]]
     share: float  # average bytes of a part, as a fraction of the bytes of one block in every group
@@ -171,7 +171,7 @@ class Load:
     # number of last parts that are loaded or being read
     num_begun: int = field(default=0, init=False)
     num_read: int = field(default=0, init=False)  # number of last parts that are loaded
-    failed: Part | None = field(default=None, init=False)
+    failed: LoadPart | None = field(default=None, init=False)
     # Its sequence is gone, so it starts no more reads.
     is_cancelled: bool = field(default=False, init=False)
     ends: dict[int, int] = field(init=False)  # by tier: the index + 1 of its last part
@@ -247,7 +247,7 @@ class Load:
         return self.first_block + max(self.num_spared, self.num_taken)
 
     @property
-    def unsafe_parts(self) -> list[Part]:
+    def unsafe_parts(self) -> list[LoadPart]:
         """Parts whose blocks may be written until the load has ended."""
         return self.parts[self.num_taken :]
 
@@ -259,7 +259,7 @@ class Load:
         return dict(Counter(names.values()))
 
     @property
-    def parts_read(self) -> list[Part]:
+    def parts_read(self) -> list[LoadPart]:
         return self.parts[len(self.parts) - self.num_read :]
 
     def _read_tier(self) -> int | None:
@@ -280,7 +280,7 @@ class Load:
         is_left = self.num_free > self.num_taken and not self.is_cancelled
         return self.parts[self.num_free - 1].tier if is_left else None
 
-    def _begin(self, first: int) -> Part | None:
+    def _begin(self, first: int) -> LoadPart | None:
         """Returns the next part to read; None if it would be before the part at index `first`."""
         with self._lock:
             if self.is_cancelled or self.num_free <= max(self.num_taken, first):
@@ -288,7 +288,7 @@ class Load:
             self.num_begun += 1
             return self.parts[-self.num_begun]
 
-    def _read(self, part: Part, end_read: Callable[[Bytes], None]) -> bool:
+    def _read(self, part: LoadPart, end_read: Callable[[Bytes], None]) -> bool:
         started = self.clock()
         try:
             channel = self.channels[part.group][part.tier]

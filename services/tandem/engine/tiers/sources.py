@@ -16,7 +16,7 @@ from tandem.common.perf_model.soonest import TierReach
 from tandem.engine.cache.block_table import UnfilledBlock
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.cache.pool.block_pool import BlockPool
-from tandem.engine.tiers.jobs import Part
+from tandem.engine.tiers.jobs import LoadPart
 from tandem.engine.tiers.tier import Tier
 
 Tables = dict[tuple[int, int], list[int]]
@@ -59,12 +59,12 @@ class Sources:
 
     def find_parts(
         self, block_hashes: Sequence[bytes], wanted: Sequence[UnfilledBlock], tiers: Sequence[Tier]
-    ) -> tuple[list[Part], Tables]:
+    ) -> tuple[list[LoadPart], Tables]:
         """Returns the parts of a load, the fastest tier's first, and the slots referenced for it.
 
         Each wanted block must be in a tier. Tiers outside `tiers` provide only what these lack.
         """
-        parts: list[Part] = []
+        parts: list[LoadPart] = []
         tables: Tables = {}
         numbers = range(len(self._layout.groups))
         rest = [[block for block in wanted if block.group == number] for number in numbers]
@@ -161,10 +161,10 @@ def _parts(
     block_hashes: Sequence[bytes],
     wanted: Sequence[UnfilledBlock],
     slots: Sequence[int],
-) -> list[Part]:
+) -> list[LoadPart]:
     """Returns the parts of a load that fill a group's blocks from these slots of a tier."""
     storage = tier.groups[group].storage
     return [
-        Part(tier.number, storage, slot, block_hashes[index], block_id, index, group)
+        LoadPart(tier.number, storage, slot, block_hashes[index], block_id, index, group)
         for slot, (_, index, block_id) in zip(slots, wanted, strict=True)
     ]

@@ -28,7 +28,7 @@ from tandem.engine.cache.pool.block import Copy
 from tandem.engine.cache.pool.block_pool import BlockPool
 from tandem.engine.tiers.device.blocks import DeviceBlocks
 from tandem.engine.tiers.io_thread import IoThread, JobThread
-from tandem.engine.tiers.jobs import Load, Part
+from tandem.engine.tiers.jobs import Load, LoadPart
 from tandem.engine.tiers.object_store.lookups import Lookups
 from tandem.engine.tiers.sources import Sources
 from tandem.engine.tiers.tier import Tier, is_held
@@ -326,7 +326,7 @@ class Tiers:
         if load.failed is not None:
             self._drop_chain(load, load.failed)
 
-    def _drop_chain(self, load: Load, failed: Part) -> None:
+    def _drop_chain(self, load: Load, failed: LoadPart) -> None:
         """Handles a block that could not be read: the copies of its chain in this tier, up to it,
         count as bad.
 

@@ -40,7 +40,7 @@ BlocksType: TypeAlias = gguf.GGMLQuantizationType | ZeroedType
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class GgufBlocks:
     """A tensor in GGUF's format: rows of quantized blocks, or of unquantized numbers."""
 
     data: torch.Tensor  # uint8 [rows, bytes of a row]
@@ -59,22 +59,22 @@ class Blocks:
         """Returns `data` with rows in Hugging Face's order."""
         return unpermute(self.data, self.num_heads) if self.num_heads else self.data
 
-    def matrices(self) -> list[Blocks]:
+    def matrices(self) -> list[GgufBlocks]:
         """Splits a 3-dimensional tensor into its matrices, as views of the same memory."""
         num, *shape = self.shape
         return [replace(self, data=each, shape=tuple(shape)) for each in self.data.chunk(num)]
 
-    def in_order(self, rows: torch.Tensor) -> Blocks:
+    def in_order(self, rows: torch.Tensor) -> GgufBlocks:
         """Returns a copy of the rows with the indices `rows`, counted in Hugging Face's order."""
         shape = len(rows), self.shape[-1]
         return replace(self, data=self.rows()[rows], shape=shape, num_heads=0)
 
-    def between(self, first: int, end: int) -> Blocks:
+    def between(self, first: int, end: int) -> GgufBlocks:
         """Returns the rows from `first` to before `end`, in stored order, as a view of the same
         memory."""
         return replace(self, data=self.data[first:end], shape=(end - first, self.shape[-1]))
 
-    def to(self, device: torch.device) -> Blocks:
+    def to(self, device: torch.device) -> GgufBlocks:
         """Copies the tensor to a device, with rows in Hugging Face's order."""
         return replace(self, data=self.rows().to(device), num_heads=0)
 
@@ -120,7 +120,7 @@ def can_widen(block_type: BlocksType) -> bool:
     return block_type in TYPES
 
 
-def read_tensors(files: Sequence[Path], config: ModelConfig) -> dict[str, Blocks]:
+def read_tensors(files: Sequence[Path], config: ModelConfig) -> dict[str, GgufBlocks]:
     """Returns a model's tensors by their Hugging Face names. A file stays mapped while one of its
     tensors exists.
 
@@ -151,7 +151,7 @@ def _map(file: Path) -> torch.Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def _blocks(data: torch.Tensor, stored: StoredTensor, config: ModelConfig) -> Blocks:
+def _blocks(data: torch.Tensor, stored: StoredTensor, config: ModelConfig) -> GgufBlocks:
     num_heads = num_permuted_heads(stored.name, config)
     if num_heads and stored.shape[0] % (2 * num_heads):
         raise UnsupportedModel(
@@ -160,4 +160,4 @@ def _blocks(data: torch.Tensor, stored: StoredTensor, config: ModelConfig) -> Bl
     num_rows = stored.shape[0] if num_heads else math.prod(stored.shape[:-1])
     rows = data[stored.begin : stored.end].view(num_rows, -1)
     offset = stored_offset(stored.name, config.architecture)
-    return Blocks(rows, stored.type, stored.shape, offset, num_heads)
+    return GgufBlocks(rows, stored.type, stored.shape, offset, num_heads)

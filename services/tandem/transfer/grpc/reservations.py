@@ -1,8 +1,8 @@
 """Write access of the I/O process to the KV pool, for blocks that arrive over gRPC.
 
-A write needs an open `Reservation`, which says that the blocks belong to a sequence. The link to
-the engine ends a sequence's reservations when it sends the command that gives up the blocks. Both
-run on one event loop, so no write can follow that command.
+A write needs an open `PoolReservation`, which says that the blocks belong to a sequence. The link
+to the engine ends a sequence's reservations when it sends the command that gives up the blocks.
+Both run on one event loop, so no write can follow that command.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ Blocks = Sequence[bytes | memoryview]
 
 
 @dataclass(slots=True, eq=False)
-class Reservation:
+class PoolReservation:
     """Blocks of one sequence that one pull may fill."""
 
     sequence_id: str
@@ -37,17 +37,17 @@ class Reservations:
     """The open reservations of each sequence."""
 
     def __init__(self) -> None:
-        self._open: dict[str, list[Reservation]] = {}
+        self._open: dict[str, list[PoolReservation]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._open.values()))
 
-    def open(self, sequence_id: str, block_ids: Sequence[int]) -> Reservation:
-        reservation = Reservation(sequence_id, block_ids)
+    def open(self, sequence_id: str, block_ids: Sequence[int]) -> PoolReservation:
+        reservation = PoolReservation(sequence_id, block_ids)
         self._open.setdefault(sequence_id, []).append(reservation)
         return reservation
 
-    def close(self, reservation: Reservation) -> None:
+    def close(self, reservation: PoolReservation) -> None:
         """Closes a reservation whose pull is over. May be called more than once."""
         reservation.is_open = False
         of_sequence = self._open.get(reservation.sequence_id, [])
@@ -72,7 +72,7 @@ class PoolView(Protocol):
         await.
         """
 
-    def write(self, into: Reservation, first: int, data: memoryview) -> None:
+    def write(self, into: PoolReservation, first: int, data: memoryview) -> None:
         """Writes whole blocks, starting at index `first` of the reservation. Raises LeaseLost."""
 
 

@@ -18,7 +18,7 @@ from tandem.net.rpc.block_bytes import FETCH_BLOCKS, PROBE, decode
 from tandem.net.rpc.channels import close_soon, foreign_cancellation_raises
 from tandem.net.rpc.peer_calls import PeerCalls
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.transfer.grpc.reservations import PoolOwner, Reservation
+from tandem.transfer.grpc.reservations import PoolOwner, PoolReservation
 from tandem.transfer.protocol import PROBE_BYTES, BlockPull
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class GrpcTransport:
         size = -(-num_blocks // max(1, min(STREAMS_MAX, wanted, num_blocks)))
         return [range(first, min(first + size, num_blocks)) for first in range(0, num_blocks, size)]
 
-    async def _receive(self, call: Any, blocks: Reservation, part: range) -> None:
+    async def _receive(self, call: Any, blocks: PoolReservation, part: range) -> None:
         """Writes the call's messages into the pool as they arrive."""
         first = part.start
         pool = self._owner.pool

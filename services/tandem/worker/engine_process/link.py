@@ -26,7 +26,7 @@ from tandem.engine.cache.layout.pool_memory import create_shared, map_shared
 from tandem.errors import ConfigError, Incompatible, InternalError, WorkerLost, from_code
 from tandem.net.observability.logs import STACKS_SIGNAL
 from tandem.net.socket_folder import make_socket_folder
-from tandem.transfer.grpc.reservations import Blocks, PoolView, Reservation, Reservations
+from tandem.transfer.grpc.reservations import Blocks, PoolView, PoolReservation, Reservations
 from tandem.transfer.nixl import messages as transfer
 from tandem.transfer.protocol import BlockPull
 from tandem.worker.engine_process import messages
@@ -369,6 +369,6 @@ class PoolThroughEngine:
             at += size
         return blocks
 
-    def write(self, into: Reservation, first: int, data: memoryview) -> None:
+    def write(self, into: PoolReservation, first: int, data: memoryview) -> None:
         block_ids = list(targets(into, first, data, self.spans))
         self._link.send(messages.StoreBytes(into.sequence_id, block_ids), data)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.errors import InternalError, LeaseLost
-from tandem.transfer.grpc.reservations import Blocks, Reservation
+from tandem.transfer.grpc.reservations import Blocks, PoolReservation
 
 
 class MappedPool:
@@ -25,7 +25,7 @@ class MappedPool:
     async def read(self, sequence_id: str, block_ids: Sequence[int]) -> Blocks:
         return [self._block(block_id) for block_id in block_ids]
 
-    def write(self, into: Reservation, first: int, data: memoryview) -> None:
+    def write(self, into: PoolReservation, first: int, data: memoryview) -> None:
         at = 0
         for block_id in targets(into, first, data, self.spans):
             block = self._block(block_id)
@@ -39,7 +39,9 @@ class MappedPool:
             raise InternalError(str(error)) from error
 
 
-def targets(into: Reservation, first: int, data: memoryview, spans: BlockSpans) -> Sequence[int]:
+def targets(
+    into: PoolReservation, first: int, data: memoryview, spans: BlockSpans
+) -> Sequence[int]:
     """Returns the blocks that `data` fills. Raises LeaseLost if it may not be written."""
     block_ids = into.block_ids[first:]
     num_blocks = spans.count(block_ids, len(data))

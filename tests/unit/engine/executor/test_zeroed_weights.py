@@ -17,7 +17,7 @@ from tandem.engine.executor.native.decoder import NativeDecoder
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.executor.weights.decoder_weights import LayerWeights, Linear, Mlp, ModelWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
-from tandem.models.gguf.tensors import Blocks
+from tandem.models.gguf.tensors import GgufBlocks
 from tandem.models.source import read_folder
 from tandem_kernels.native.library import Kind
 from tests.model_engines import make_runner
@@ -39,7 +39,7 @@ SIZES = {
 }
 
 
-def only_the_output(shape: native_shapes.Shape, output: Blocks) -> ModelWeights:
+def only_the_output(shape: native_shapes.Shape, output: GgufBlocks) -> ModelWeights:
     """A model whose layers add nothing, and whose token is 1 at the input of its number."""
     made = native_shapes.random_weights(shape)
 

@@ -15,7 +15,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.tiers.device.blocks import Event, HostPages
 from tandem.engine.tiers.device.staged_blocks import StagedBlocks, Stream
 from tandem.engine.tiers.host import HostStorage
-from tandem.engine.tiers.jobs import Load, Part
+from tandem.engine.tiers.jobs import Load, LoadPart
 from tandem.engine.tiers.storage import Bytes, Entry
 from tandem.engine.tiers.tier import LoadRate
 from tandem.engine.tiers.tiers import STALL_S
@@ -173,7 +173,7 @@ def test_a_load_that_ends_early_has_made_the_copies_that_it_began(fails: bool) -
     load = Load(
         sequence_id="",
         chain=(),
-        parts=[Part(0, reads, slot, bytes(16), slot) for slot in range(4)],
+        parts=[LoadPart(0, reads, slot, bytes(16), slot) for slot in range(4)],
         tables={},
         share=1.0,
         num_spared=0,

@@ -7,7 +7,7 @@ import transformers
 from tandem.errors import UnsupportedModel
 from tandem.models.gguf.export import export
 from tandem.models.gguf.names import hf_name
-from tandem.models.gguf.tensors import Blocks, is_packed, read_tensors, unpermute
+from tandem.models.gguf.tensors import GgufBlocks, is_packed, read_tensors, unpermute
 from tandem.models.source import resolve
 from tests.random_blocks import TYPES, random_blocks
 
@@ -93,7 +93,7 @@ def test_blocks_are_widened_as_the_gguf_package_does(name):
 def test_types_that_the_kernels_do_not_know_are_widened_by_the_gguf_package():
     kind = gguf.GGMLQuantizationType.TQ2_0
     data = np.random.default_rng(0).integers(0, 60, (2, 66), np.uint8)
-    blocks = Blocks(torch.from_numpy(data), kind, (2, 256))
+    blocks = GgufBlocks(torch.from_numpy(data), kind, (2, 256))
     assert not is_packed(blocks.type)
     assert np.array_equal(blocks.numbers().numpy(), gguf.dequantize(data, kind), equal_nan=True)
 

@@ -23,7 +23,7 @@ from tandem.engine.executor.weights.decoder_weights import (
 from tandem.engine.executor.weights.released_memory import FilePages, release_freed_memory
 from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.config.latent import Latent as LatentSizes
-from tandem.models.gguf.tensors import Blocks
+from tandem.models.gguf.tensors import GgufBlocks
 from tandem_kernels.native.library import (
     PANEL,
     Kind,
@@ -113,7 +113,7 @@ class Packer:
 
         In the paired kinds, panels of gates and of ups alternate (decoder.h).
         """
-        kind = None if isinstance(parts[0].blocks, Blocks) else self._kind_of(parts[0])
+        kind = None if isinstance(parts[0].blocks, GgufBlocks) else self._kind_of(parts[0])
         if kind not in (Kind.BF16_PAIRS, Kind.F8_PAIRS):
             return self.matrix(parts)
         biases = [part.bias for part in parts if part.bias is not None]
@@ -223,14 +223,14 @@ class Packer:
         panels = self._huge_pages.zeros(self._library.quantized_bytes((num_out, num_in), kind))
         first_output = 0
         for part in parts:
-            assert isinstance(part.blocks, Blocks)
+            assert isinstance(part.blocks, GgufBlocks)
             rows = part.blocks.rows()
             self._library.pack_blocks(
                 rows.data_ptr(), part.blocks.type, (len(rows), num_in), first_output, panels
             )
             first_output += len(rows)
         self._drop(parts)
-        order = parts[0].blocks.order if isinstance(parts[0].blocks, Blocks) else None
+        order = parts[0].blocks.order if isinstance(parts[0].blocks, GgufBlocks) else None
         self._kept += [rest, order]
         return Matrix(
             panels=address(panels),
@@ -253,7 +253,7 @@ class Packer:
 
     def _form_of_blocks(self, part: Linear) -> tuple[Kind, bytes]:
         """Returns the packed kind of a matrix, and the order of its inputs."""
-        assert isinstance(part.blocks, Blocks)
+        assert isinstance(part.blocks, GgufBlocks)
         kind = self._library.kind_of_blocks(part.blocks.type)
         assert kind is not None
         order = part.blocks.order

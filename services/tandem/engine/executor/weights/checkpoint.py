@@ -15,9 +15,9 @@ from tandem.models.checkpoint.weight_shapes import EMBEDDING, OUTPUT
 from tandem.models.config.model import ModelConfig
 from tandem.models.config.text_part import names_in_model
 from tandem.models.files import naming
-from tandem.models.gguf.tensors import Blocks, read_tensors
+from tandem.models.gguf.tensors import GgufBlocks, read_tensors
 
-Stored = Mapping[str, torch.Tensor | Blocks | Coded | Mxfp4]
+Stored = Mapping[str, torch.Tensor | GgufBlocks | Coded | Mxfp4]
 
 
 def map_files(files: Sequence[Path], config: ModelConfig) -> Stored:
@@ -62,7 +62,9 @@ def check_tied(stored: Stored) -> None:
         )
 
 
-def _parts_of(matrix: torch.Tensor | Blocks | Coded | Mxfp4 | None) -> Mapping[str, torch.Tensor]:
+def _parts_of(
+    matrix: torch.Tensor | GgufBlocks | Coded | Mxfp4 | None,
+) -> Mapping[str, torch.Tensor]:
     """Returns the tensors of a matrix by kind. Empty for GGUF, because a GGUF file stores a tied
     matrix only once."""
     if isinstance(matrix, Coded):

@@ -10,12 +10,12 @@ import torch
 from tandem.engine.executor.weights.released_memory import FilePages
 from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
-from tandem.models.gguf.tensors import Blocks
+from tandem.models.gguf.tensors import GgufBlocks
 
 # transformers ignores rms_norm_eps in the norms of latents.
 LATENT_NORM_EPS = 1e-6
 
-Quantized = Blocks | Fp8 | PackedGroups
+Quantized = GgufBlocks | Fp8 | PackedGroups
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from tandem.engine.executor.weights.decoder_weights import ExpertWeights, Linear
 from tandem.engine.executor.weights.tensors_by_name import TensorsByName
 from tandem.models.checkpoint.expert_names import ExpertNames, bias_of
 from tandem.models.config.experts import Experts
-from tandem.models.gguf.tensors import Blocks
+from tandem.models.gguf.tensors import GgufBlocks
 
 Parts = list[tuple[Linear, ...]]  # the parts of each expert's matrix
 
@@ -80,7 +80,7 @@ def _gates_first(gate_up: Linear) -> Linear:
     bias = _sorted(gate_up.bias)
     if gate_up.blocks is None:
         return Linear(_sorted(gate_up.weight), bias)
-    assert isinstance(gate_up.blocks, Blocks)
+    assert isinstance(gate_up.blocks, GgufBlocks)
     for of_expert in gate_up.blocks.matrices():
         of_expert.data.copy_(_sorted(of_expert.data.unsqueeze(0)).squeeze(0))
     return replace(gate_up, bias=bias)
@@ -95,7 +95,7 @@ def _one_by_one(stack: Linear) -> Parts:
     """Returns the matrix of each expert as views of one tensor for all experts."""
     num = len(stack.weight)
     biases = [None] * num if stack.bias is None else stack.bias
-    blocks = stack.blocks.matrices() if isinstance(stack.blocks, Blocks) else [None] * num
+    blocks = stack.blocks.matrices() if isinstance(stack.blocks, GgufBlocks) else [None] * num
     return [(Linear(*each),) for each in zip(stack.weight, biases, blocks, strict=True)]
 
 

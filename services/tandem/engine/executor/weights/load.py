@@ -44,7 +44,7 @@ from tandem.models.config.latent import Latent
 from tandem.models.config.layers import LayerSpec
 from tandem.models.config.model import ModelConfig
 from tandem.models.files import naming
-from tandem.models.gguf.tensors import Blocks
+from tandem.models.gguf.tensors import GgufBlocks
 
 # Is called with the number of bytes loaded so far and the number of all bytes.
 OnProgress = Callable[[int, int], None]
@@ -101,7 +101,7 @@ def load_weights(
 
 def _is_read_by_rows(embedding: Quantized | None) -> bool:
     """Returns whether the native kernels can look up rows of such an embedding."""
-    if isinstance(embedding, Blocks):
+    if isinstance(embedding, GgufBlocks):
         return embedding.order is None
     return not isinstance(embedding, Fp8)
 

@@ -17,7 +17,7 @@ import gguf
 import torch
 
 from tandem.models.checkpoint.expert_names import MXFP4_BLOCK
-from tandem.models.gguf.tensors import Blocks
+from tandem.models.gguf.tensors import GgufBlocks
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
@@ -50,7 +50,7 @@ class Mxfp4:
             expert.copy_(torch.ldexp(numbers[_one_by_one(codes).long()], exponents))
         return out.flatten(-2)
 
-    def blocks(self) -> Blocks:
+    def blocks(self) -> GgufBlocks:
         """Returns the same matrices in the layout of GGUF files."""
         num, num_out, num_in = self.shape
         data = torch.empty((*self.codes.shape[:-1], 1 + MXFP4_BLOCK // 2), dtype=torch.uint8)
@@ -59,7 +59,7 @@ class Mxfp4:
             expert[..., 0] = scales
             expert[..., 1:] = first | last << 4
         kind = gguf.GGMLQuantizationType.MXFP4
-        return Blocks(data.view(num * num_out, -1), kind, (num, num_out, num_in))
+        return GgufBlocks(data.view(num * num_out, -1), kind, (num, num_out, num_in))
 
 
 def join_mxfp4(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | Mxfp4]:

@@ -18,7 +18,7 @@ from tandem.engine.executor.weights.released_memory import FilePages, release_fr
 from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem.models.checkpoint.quantized.tensors import Coded
-from tandem.models.gguf.tensors import Blocks, can_widen, is_packed
+from tandem.models.gguf.tensors import GgufBlocks, can_widen, is_packed
 
 # The kernels for which matrices stay quantized; empty: all are dequantized.
 KeptFor = Literal["", "native", "torch", "triton"]
@@ -133,30 +133,30 @@ class TensorsByName:
             return None
         return self._native(name, stored) if self._kept_for == "native" else self._moved(stored)
 
-    def _moved(self, stored: Blocks | Coded | Mxfp4) -> Quantized | None:
+    def _moved(self, stored: GgufBlocks | Coded | Mxfp4) -> Quantized | None:
         """Returns a quantized matrix on the device, without loss, for kernels that dequantize it
         themselves."""
-        if isinstance(stored, Blocks) and not can_widen(stored.type):
+        if isinstance(stored, GgufBlocks) and not can_widen(stored.type):
             return None
         quantized: Quantized
         if isinstance(stored, Coded):
             quantized = stored.packed()
         else:
-            quantized = stored if isinstance(stored, Blocks) else stored.blocks()
+            quantized = stored if isinstance(stored, GgufBlocks) else stored.blocks()
             if self._kept_for == "triton" and len(stored.shape) == 2:
                 quantized = PackedGroups.of_blocks(quantized) or quantized
         moved = quantized.to(self._device)
-        parts = (stored.data,) if isinstance(stored, Blocks) else stored.parts
+        parts = (stored.data,) if isinstance(stored, GgufBlocks) else stored.parts
         if all(moved.data.data_ptr() != part.data_ptr() for part in parts):
             for part in parts:
                 self._pages.drop(part)
             release_freed_memory()
         return moved
 
-    def _native(self, name: str, stored: Blocks | Coded | Mxfp4) -> Blocks | Fp8 | None:
+    def _native(self, name: str, stored: GgufBlocks | Coded | Mxfp4) -> GgufBlocks | Fp8 | None:
         """Returns a matrix that the native kernels multiply in quantized form; None if they
         cannot."""
-        if isinstance(stored, Blocks):
+        if isinstance(stored, GgufBlocks):
             return stored if is_packed(stored.type) else None
         blocks = stored.blocks()
         if blocks is None:
@@ -182,7 +182,7 @@ class TensorsByName:
         stored = self._stored[name]
         if isinstance(stored, torch.Tensor):
             self._pages.drop(stored)
-        elif isinstance(stored, Blocks):
+        elif isinstance(stored, GgufBlocks):
             self._pages.drop(stored.data)
         else:
             for part in stored.parts:

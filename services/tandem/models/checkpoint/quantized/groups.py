@@ -20,7 +20,7 @@ import gguf
 import torch
 
 from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
-from tandem.models.gguf.tensors import Blocks, BlocksType, ZeroedType
+from tandem.models.gguf.tensors import GgufBlocks, BlocksType, ZeroedType
 
 BLOCK = 32
 _ZEROED_MOST = 64  # inputs in the larger block type with a zero point
@@ -40,7 +40,7 @@ class QuantizedGroups:
         zeros = self._per_input(self.zeros).short()
         return (self.numbers.short() - zeros) * self._per_input(self.scales)
 
-    def blocks(self) -> Blocks | None:
+    def blocks(self) -> GgufBlocks | None:
         """Converts to GGUF blocks with exactly the same values; returns None if that is
         impossible."""
         num_out, num_in = self.numbers.shape
@@ -97,9 +97,9 @@ class QuantizedGroups:
 
     def _of_type(
         self, kind: BlocksType, *parts: torch.Tensor, order: torch.Tensor | None = None
-    ) -> Blocks:
+    ) -> GgufBlocks:
         data = torch.cat(parts, -1).flatten(1)
-        return Blocks(data, kind, tuple(self.numbers.shape), order=order)
+        return GgufBlocks(data, kind, tuple(self.numbers.shape), order=order)
 
 
 def _halves(numbers: torch.Tensor) -> torch.Tensor:

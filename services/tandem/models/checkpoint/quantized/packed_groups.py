@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tandem.models.gguf.tensors import Blocks
+from tandem.models.gguf.tensors import GgufBlocks
 
 BLOCK = 32  # inputs of a GGUF block
 _SHUFFLED_AT_ONCE = 1 << 16  # Elements per pass on a CPU, to limit temporary memory.
@@ -53,7 +53,7 @@ class PackedGroups:
         return cls(data, _narrowed(scales).contiguous(), zeros, None, group_of_input)
 
     @classmethod
-    def of_blocks(cls, blocks: Blocks) -> PackedGroups | None:
+    def of_blocks(cls, blocks: GgufBlocks) -> PackedGroups | None:
         """Converts GGUF blocks with the same values; returns None for block types that are not
         supported (only Q8_0, Q4_0 and Q4_1 are)."""
         parts = _PARTS.get(blocks.type.name)

@@ -18,7 +18,7 @@ from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.checkpoint.quantized.groups import QuantizedGroups
 from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem.models.config.quantization_scheme import Quantization, Scheme
-from tandem.models.gguf.tensors import Blocks
+from tandem.models.gguf.tensors import GgufBlocks
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of number i in a word, in nibbles
 _FLOAT8 = torch.float8_e4m3fn
@@ -73,7 +73,7 @@ class Coded:
         """Returns the dequantized matrix, float32 [out, in]."""
         return self._fp8().numbers() if self.scheme.is_float else self._groups().values()
 
-    def blocks(self) -> Blocks | Fp8 | None:
+    def blocks(self) -> GgufBlocks | Fp8 | None:
         """Returns the matrix in the format of the native kernels, with exactly the same values;
         None if no block type represents them."""
         return self._fp8() if self.scheme.is_float else self._groups().blocks()
