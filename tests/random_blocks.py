@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import torch
 
-from tandem.models.gguf.tensors import GgufBlocks, BlocksType, ZeroedType
+from tandem.models.gguf.tensors import BlocksType, GgufBlocks, ZeroedType
 
 TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 ZEROED = ("Q4_Z32", "Q4_Z64")  # in no GGUF file

@@ -26,7 +26,7 @@ from tandem.engine.cache.layout.pool_memory import create_shared, map_shared
 from tandem.errors import ConfigError, Incompatible, InternalError, WorkerLost, from_code
 from tandem.net.observability.logs import STACKS_SIGNAL
 from tandem.net.socket_folder import make_socket_folder
-from tandem.transfer.grpc.reservations import Blocks, PoolView, PoolReservation, Reservations
+from tandem.transfer.grpc.reservations import Blocks, PoolReservation, PoolView, Reservations
 from tandem.transfer.nixl import messages as transfer
 from tandem.transfer.protocol import BlockPull
 from tandem.worker.engine_process import messages

@@ -20,7 +20,7 @@ import gguf
 import torch
 
 from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
-from tandem.models.gguf.tensors import GgufBlocks, BlocksType, ZeroedType
+from tandem.models.gguf.tensors import BlocksType, GgufBlocks, ZeroedType
 
 BLOCK = 32
 _ZEROED_MOST = 64  # inputs in the larger block type with a zero point
