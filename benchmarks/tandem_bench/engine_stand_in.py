@@ -18,6 +18,7 @@ from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.types import (
+    EngineStats,
     FinalBlocks,
     Mode,
     Prefilled,
@@ -89,6 +90,9 @@ class StandInEngine:
 
     def load(self) -> WorkerLoad:
         return WorkerLoad(num_pulls=len(self._tables), blocks_total=self.layout.num_blocks)
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
 
     def unquarantine(self, block_ids: list[int]) -> None:
         pass

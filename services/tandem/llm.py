@@ -374,12 +374,14 @@ class LLM:
             None,
         ).token_ids
         pool_tokens = self._engine.pool_tokens
-        limit = request.completion_limit(len(token_ids), max_model_len, pool_tokens=pool_tokens)
+        max_tokens = request.resolved_max_tokens(
+            len(token_ids), max_model_len, pool_tokens=pool_tokens
+        )
         form = wanted_form(self._answers, request, token_ids)
         return prepare_request(
             request,
             token_ids,
-            limit=limit,
+            max_tokens=max_tokens,
             vocab_size=vocab_size,
             eos_token_ids=self._tokenizer.eos_token_ids,
             bad_words=spell(self._tokenizer, request.sampling.bad_words or ()),

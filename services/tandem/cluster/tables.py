@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.common.config.cluster import ROUTER_POOLS
+from tandem.common.kv_tiers import SHARED_TIERS
 
 _LOAD_COLUMNS = ("worker", "role", "state", "up", "running", "waiting", "queued", "KV")
 _TIERS = "KV in tiers"
@@ -216,12 +217,12 @@ def _rates(rates: Mapping[str, float] | None) -> str:
 
 
 def _tier(tier: Mapping[str, Any]) -> str:
-    """Formats the fill of a tier. A store has no size limit, so the number of blocks that the
-    worker remembers is shown."""
+    """Formats how full a tier is. A tier that workers share has no size limit, so the number of
+    blocks that the worker remembers is shown."""
     held = tier["blocks_held"]
     total = tier["blocks_total"]
-    if tier["name"] == "store":
-        return f"store {held} known"
+    if tier["name"] in SHARED_TIERS:
+        return f"{tier['name']} {held} known"
     return f"{tier['name']} {held / total if total else 0:.0%} of {total}"
 
 

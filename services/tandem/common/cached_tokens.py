@@ -7,7 +7,8 @@ import msgspec
 
 class CachedTokens(msgspec.Struct, frozen=True):
     """Counts of a prompt's first tokens. The parts follow each other in the prompt, in this
-    order.
+    order: first the tiers of the worker, the fastest first, then other workers. The messages of the
+    same name in proto/ have the same fields under numbers of their own.
     """
 
     device: int = 0  # in the KV pool of a worker that serves the request

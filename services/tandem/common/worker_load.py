@@ -119,7 +119,7 @@ class TierUse(msgspec.Struct, frozen=True):
     remember, and `blocks_held` the number that it remembers.
     """
 
-    name: str  # host, disk or store
+    name: str  # the name of one of KV_TIERS
     blocks_total: int
     blocks_held: int
     blocks_damaged: int = 0  # recently failed to be read

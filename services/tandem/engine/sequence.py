@@ -506,7 +506,8 @@ def finish_reason(spec: SequenceSpec, token_ids: list[int], max_model_len: int) 
     sampling = spec.sampling
     if num_output_tokens and token_ids[-1] in (sampling.stop_token_ids or ()):
         return "stop"
-    max_tokens = sampling.max_tokens or max_model_len
+    # None: only the context bounds the answer; a router always sets a number.
+    max_tokens = max_model_len if sampling.max_tokens is None else sampling.max_tokens
     if num_output_tokens >= max_tokens or len(token_ids) >= max_model_len:
         return "length"
     return ""

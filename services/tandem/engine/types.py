@@ -174,7 +174,7 @@ class AdapterStats(msgspec.Struct, frozen=True):
 class TierStats(msgspec.Struct, frozen=True):
     """A tier below the pool: the blocks that it holds, and what it has done since the start."""
 
-    name: str  # host or disk
+    name: str  # the name of one of KV_TIERS
     blocks_total: int
     blocks_held: int
     blocks_written: int
@@ -187,7 +187,7 @@ class TierStats(msgspec.Struct, frozen=True):
 class PinStats(msgspec.Struct, frozen=True):
     """The pins of a place, once there were any."""
 
-    place: str  # device, host or disk
+    place: str  # device, or the name of one of KV_TIERS
     blocks: int  # that are pinned now
     fates: dict[str, int] = {}  # blocks since the start, by what became of their pins
 

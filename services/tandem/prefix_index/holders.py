@@ -4,7 +4,7 @@
     decode-0#host    its tier in host memory
     decode-0#disk    its tier on disk
     decode-0#store   the blocks of the object store that it knows
-    #store           the object store for every worker; not in the tree, see `with_store`
+    #store           the object store for every worker; not in the tree, see `with_shared_tiers`
 
 Each holder has its own slot and log. A tier holds whole prefixes, as a pool does, so its entries
 are prefix-closed. A worker's depth over several holders (device and host; device, host and disk) is
@@ -13,7 +13,7 @@ the largest of their depths. A reader without support for tiers sees a tier as a
 
 from collections.abc import Mapping
 
-from tandem.common.kv_tiers import STORE
+from tandem.common.kv_tiers import SHARED_TIERS
 
 MARK = "#"  # separator; worker ids do not contain it
 
@@ -32,13 +32,18 @@ def source_of(worker_id: str, tier: str) -> str:
     """Returns the name under which a look-up reports the blocks that a worker can load from a
     tier.
     """
-    return MARK + STORE if tier == STORE else holder_of(worker_id, tier)
+    return MARK + tier if tier in SHARED_TIERS else holder_of(worker_id, tier)
 
 
-def with_store(matches: Mapping[str, int]) -> dict[str, int]:
-    """Adds "#store" to a look-up's matches, with the largest depth of any worker's "#store".
+def with_shared_tiers(matches: Mapping[str, int]) -> dict[str, int]:
+    """Adds a holder for each tier that all workers share, such as "#store", to a look-up's matches.
 
-    A block that one worker knows to be in the object store is there for all workers.
+    Its depth is the largest of any worker's holder of that tier ("decode-0#store"): a block that
+    one worker knows to be in the object store is there for all workers.
     """
-    known = [depth for holder, depth in matches.items() if holder.endswith(MARK + STORE)]
-    return {**matches, MARK + STORE: max(known)} if known else dict(matches)
+    found = dict(matches)
+    for tier in SHARED_TIERS:
+        depths = [depth for holder, depth in matches.items() if holder.endswith(MARK + tier)]
+        if depths:
+            found[MARK + tier] = max(depths)
+    return found

@@ -99,7 +99,7 @@ def _check_status(error: TandemError) -> None:
 def _check_requests(*requests: ClientRequest) -> None:
     for request in requests:
         request.check_against(vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
-        request.completion_limit(5, MAX_MODEL_LEN)
+        request.resolved_max_tokens(5, MAX_MODEL_LEN)
 
 
 class GrpcMessages:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tandem.common.cached_tokens import CachedTokens
 
-COUNTS = st.builds(CachedTokens, *[st.integers(0, 100)] * 4)
+COUNTS = st.builds(CachedTokens, *[st.integers(0, 100)] * len(CachedTokens.__struct_fields__))
 
 
 @given(COUNTS, st.integers(0, 500))

@@ -8,7 +8,7 @@ from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.engine import EngineConfig
 from tandem.common.config.worker import WorkerConfig
 from tandem.errors import ConfigError
-from tandem.prefix_index.holders import holder_of, source_of, with_store, worker_of
+from tandem.prefix_index.holders import holder_of, source_of, with_shared_tiers, worker_of
 from tandem.prefix_index.memory import MemoryIndex
 from tests.unit.prefix_index.test_prefix_index import chain
 
@@ -21,8 +21,8 @@ def test_names() -> None:
 
 def test_what_one_worker_knows_of_the_store_counts_for_all() -> None:
     found = {"a": 9, "a#disk": 8, "a#store": 3, "b#store": 7}
-    assert with_store(found) == {**found, "#store": 7}
-    assert with_store({"a": 9, "a#disk": 8}) == {"a": 9, "a#disk": 8}
+    assert with_shared_tiers(found) == {**found, "#store": 7}
+    assert with_shared_tiers({"a": 9, "a#disk": 8}) == {"a": 9, "a#disk": 8}
     assert (source_of("a", "store"), source_of("a", "disk")) == ("#store", "a#disk")
 
 

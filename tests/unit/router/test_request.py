@@ -123,25 +123,27 @@ def test_another_model_is_named() -> None:
 
 def test_completion_limit() -> None:
     request = ClientRequest(prompt="x")
-    assert request.completion_limit(4, 10) == 6
-    assert client_request(prompt="x", default_max_tokens=3).completion_limit(4, 10) == 3
-    assert client_request(prompt="x", default_max_tokens=16).completion_limit(4, 10) == 6
+    assert request.resolved_max_tokens(4, 10) == 6
+    assert client_request(prompt="x", default_max_tokens=3).resolved_max_tokens(4, 10) == 3
+    assert client_request(prompt="x", default_max_tokens=16).resolved_max_tokens(4, 10) == 6
     exact = client_request(prompt="x", max_tokens=6)
-    assert exact.completion_limit(4, 10) == 6
+    assert exact.resolved_max_tokens(4, 10) == 6
     with pytest.raises(ContextTooLong, match="must be at most 5") as raised:
-        exact.completion_limit(5, 10)
+        exact.resolved_max_tokens(5, 10)
     assert raised.value.param == "max_tokens"
     with pytest.raises(ContextTooLong, match="at most 9"):
-        request.completion_limit(10, 10)
+        request.resolved_max_tokens(10, 10)
     with pytest.raises(BadRequest, match="without any token"):
-        request.completion_limit(0, 10)
+        request.resolved_max_tokens(0, 10)
 
 
 def test_a_completion_without_a_limit_leaves_room_in_the_pool() -> None:
     request = ClientRequest(prompt="a")
-    assert request.completion_limit(10, 100, pool_tokens=64) == 54
-    assert request.completion_limit(70, 100, pool_tokens=64) == 1  # the worker says it never fits
-    assert request.completion_limit(10, 100) == 90
+    assert request.resolved_max_tokens(10, 100, pool_tokens=64) == 54
+    assert (
+        request.resolved_max_tokens(70, 100, pool_tokens=64) == 1
+    )  # the worker says it never fits
+    assert request.resolved_max_tokens(10, 100) == 90
 
 
 def test_tiny_temperatures_are_raised_and_zero_stays_greedy() -> None:
@@ -181,10 +183,10 @@ def test_a_default_that_no_request_may_have_is_refused(name: str, value: object)
 def test_a_key_bounds_prompts_and_completions() -> None:
     limits = Limits(max_prompt_tokens=50, max_completion_tokens=20, tokens_per_minute=60)
     named = partial(client_request, prompt="x", limits=limits)
-    assert named().completion_limit(10, 1000) == 20
-    assert named().completion_limit(45, 1000) == 15
-    assert named(default_max_tokens=16).completion_limit(10, 1000) == 16
-    assert named(max_tokens=20).completion_limit(40, 1000) == 20
+    assert named().resolved_max_tokens(10, 1000) == 20
+    assert named().resolved_max_tokens(45, 1000) == 15
+    assert named(default_max_tokens=16).resolved_max_tokens(10, 1000) == 16
+    assert named(max_tokens=20).resolved_max_tokens(40, 1000) == 20
     for request, prompt, word in (
         (named(), 51, "at most 50"),
         (named(max_tokens=21), 10, "at most 20"),
@@ -192,23 +194,23 @@ def test_a_key_bounds_prompts_and_completions() -> None:
         (named(max_tokens=1, limits=Limits(tokens_per_minute=30)), 30, "at most 29"),
     ):
         with pytest.raises(OverKeyLimit, match=word):
-            request.completion_limit(prompt, 1000)
+            request.resolved_max_tokens(prompt, 1000)
 
 
 def test_a_key_bounds_all_completions_together() -> None:
     named = partial(client_request, prompt="x", n=4)
     of_one = Limits(max_completion_tokens=20)
     of_all = Limits(tokens_per_minute=60)
-    assert named(limits=of_one).completion_limit(10, 1000) == 5
-    assert named(limits=of_all).completion_limit(20, 1000) == 10
-    assert named(limits=of_all, best_of=8).completion_limit(20, 1000) == 5
+    assert named(limits=of_one).resolved_max_tokens(10, 1000) == 5
+    assert named(limits=of_all).resolved_max_tokens(20, 1000) == 10
+    assert named(limits=of_all, best_of=8).resolved_max_tokens(20, 1000) == 5
     for request, prompt, says in (
         (named(max_tokens=6, limits=of_one), 10, "max_tokens is 6; it must be at most 5"),
         (named(limits=of_all), 57, "n is 4; it must be at most 3"),
         (named(limits=of_all, best_of=8), 53, "best_of is 8; it must be at most 7"),
     ):
         with pytest.raises(OverKeyLimit, match=says):
-            request.completion_limit(prompt, 1000)
+            request.resolved_max_tokens(prompt, 1000)
 
 
 def test_beams_are_refused_with_fields_that_they_do_not_follow() -> None:
@@ -257,19 +259,19 @@ def test_numbers_of_completions_out_of_range_are_refused(fields: dict[str, Any],
 
 
 def test_no_tokens_are_only_for_an_echo_which_no_chat_has() -> None:
-    assert client_request("x", max_tokens=0, echo=True).completion_limit(3, 10) == 0
+    assert client_request("x", max_tokens=0, echo=True).resolved_max_tokens(3, 10) == 0
     with pytest.raises(BadRequest) as raised:
         client_request(Conversation((Message("user", "x"),)), max_tokens=0, echo=True)
     assert raised.value.param == "max_tokens"
 
 
 def test_min_tokens_are_at_most_max_tokens_or_its_default() -> None:
-    assert client_request("x", min_tokens=5, max_tokens=5).completion_limit(3, 10) == 5
+    assert client_request("x", min_tokens=5, max_tokens=5).resolved_max_tokens(3, 10) == 5
     with pytest.raises(BadRequest) as raised:
         client_request("x", min_tokens=5, max_tokens=4)
     assert raised.value.param == "min_tokens"
     with pytest.raises(BadRequest) as raised:
-        client_request("x", min_tokens=5).completion_limit(6, 10)
+        client_request("x", min_tokens=5).resolved_max_tokens(6, 10)
     assert raised.value.param == "min_tokens"
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tandem.common.perf_model.predict import prefill_seconds
 from tandem.common.perf_model.rates import PairRate, TierRate, WindowBytes, WorkerRates
-from tandem.prefix_index.holders import source_of, with_store
+from tandem.prefix_index.holders import source_of, with_shared_tiers
 from tandem.router.placement.choose import Placement, choose
 from tandem.router.placement.costs import Work, WorkerSnapshot, reuse
 from tests.unit.router.snapshots import decode_cost, prefill_cost
@@ -57,7 +57,7 @@ def test_of_windows_only_the_last_blocks_are_priced() -> None:
 
 def test_what_is_in_the_store_is_loaded_wherever_there_is_room() -> None:
     """Each worker that has the store, at the price that it measured itself."""
-    found = with_store({"gone#store": 240})
+    found = with_shared_tiers({"gone#store": 240})
     near = worker("a", rates=rates(("store", 1e-3)))
     far = worker("b", rates=rates(("store", 5e-3)))
     without = worker("c", rates=rates(("disk", 1e-3)))

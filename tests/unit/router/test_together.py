@@ -16,7 +16,7 @@ CHAT = Conversation((Message("user", "x"),))
 
 
 def limited(request: ClientRequest, prompt: int, limit: int, most: int = 1000) -> int:
-    return BodyRequests(logprobs_max=most).limit_logprobs(request, prompt, limit)
+    return BodyRequests(logprobs_max=most).reserve_logprobs(request, prompt, limit)
 
 
 @pytest.mark.parametrize(
@@ -65,10 +65,10 @@ def test_a_completion_without_a_limit_gets_what_fits() -> None:
 def test_prompts_of_one_body_share_the_bound() -> None:
     together = BodyRequests(3, logprobs_max=1000)
     request = client_request("x", prompt_logprobs=3)
-    assert together.limit_logprobs(request, 125, 5) == 5
-    assert together.limit_logprobs(request, 125, 5) == 5
+    assert together.reserve_logprobs(request, 125, 5) == 5
+    assert together.reserve_logprobs(request, 125, 5) == 5
     with pytest.raises(BadRequest, match="would have 1004 "):
-        together.limit_logprobs(request, 1, 5)
+        together.reserve_logprobs(request, 1, 5)
 
 
 async def test_requests_begin_when_all_are_prepared() -> None:

@@ -1,6 +1,6 @@
 """Bodies of OpenAI's completions and chat completions, and their way into ClientRequests.
 
-pydantic checks types here; ranges are checked in one place for HTTP and gRPC, in `request`.
+pydantic checks types here. `SamplingParams` and `ClientRequest` check ranges, for all APIs.
 """
 
 from collections.abc import Mapping
@@ -371,7 +371,7 @@ def parse_completion(body: dict[str, Any], request_id: str) -> ParsedRequest:
     if num_sequences > CHOICES_MAX:
         name = "n" if requests[0].num_sequences == parsed.n else "best_of"
         raise refusal(name, why=f"{requests[0].num_sequences} for each of {len(requests)} prompts")
-    return _told(parsed, request_id, *requests)
+    return _parsed_request(parsed, request_id, *requests)
 
 
 def parse_chat(body: dict[str, Any], request_id: str) -> ParsedRequest:
@@ -384,10 +384,10 @@ def parse_chat(body: dict[str, Any], request_id: str) -> ParsedRequest:
             "only one of max_tokens and max_completion_tokens may be sent", param="max_tokens"
         )
     request = parsed.to_request(parsed.to_conversation(), request_id)
-    return _told(parsed, request_id, request)
+    return _parsed_request(parsed, request_id, request)
 
 
-def _told(body: _Body, request_id: str, *requests: ClientRequest) -> ParsedRequest:
+def _parsed_request(body: _Body, request_id: str, *requests: ClientRequest) -> ParsedRequest:
     options = body.stream_options or StreamOptions()
     return ParsedRequest(
         request_id=request_id,

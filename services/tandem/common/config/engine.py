@@ -159,10 +159,10 @@ class EngineOptions(Options):
     def check_together(self) -> None:
         if self.numerics == "invariant" and "bfloat16" in (self.dtype, self.kv_dtype):
             raise ConfigError("numerics=invariant computes in float32; use dtype auto or float32")
-        if self.kv_key_file and not (self.kv_disk_path or self.kv_store_url):
-            raise ConfigError(
-                "kv-key-file is set without kv-disk-path and kv-store-url, so it encrypts nothing"
-            )
+        sealed = [tier.option for tier in KV_TIERS if tier.is_sealed]
+        if self.kv_key_file and not any(getattr(self, option) for option in sealed):
+            names = " and ".join(map(option_name, sealed))
+            raise ConfigError(f"kv-key-file is set without {names}, so it encrypts nothing")
         for name in ("kv_store_endpoint", "kv_store_region", "kv_store_credentials"):
             if getattr(self, name) and not self.kv_store_url:
                 raise ConfigError(f"{option_name(name)} is set without kv-store-url")

@@ -27,7 +27,7 @@ from tandem.ops.simulator.view import View
 from tandem.ops.simulator.workers.make_tiers import make_tiers
 from tandem.ops.simulator.workers.task import Task
 from tandem.ops.simulator.workers.worker import SharedCores, SimulatedWorker
-from tandem.prefix_index.holders import holder_of, with_store
+from tandem.prefix_index.holders import holder_of, with_shared_tiers
 from tandem.prefix_index.memory import MemoryIndex
 from tandem.router.admission.admit import admit
 from tandem.router.admission.calibration import Calibration
@@ -159,7 +159,7 @@ class Simulation:
         work = Work(num_tokens, self.scenario.block_size)
         matches = _run_now(self._index.match(request.hashes))
         if self._has_tiers:
-            matches = with_store(matches)
+            matches = with_shared_tiers(matches)
         self.view.tick()
         while True:
             placement = self._policy(

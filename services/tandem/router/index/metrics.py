@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from tandem.net.observability.metrics import MetricSet, counter, gauges, histogram
 from tandem.net.store.registry import KvCompatibility
 from tandem.prefix_index.audit import TreeStats
-from tandem.prefix_index.holders import with_store
+from tandem.prefix_index.holders import with_shared_tiers
 from tandem.prefix_index.redis import RedisIndex
 
 _LOOKUP_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
@@ -97,6 +97,6 @@ async def counted_match(
         found = await index.match(block_hashes, closed=closed)
         outcome = "hit" if found else "miss"
         metrics.lookup_s.observe(time.perf_counter() - began)
-        return with_store(found)
+        return with_shared_tiers(found)
     finally:
         metrics.lookups.labels(outcome=outcome).inc()

@@ -43,7 +43,7 @@ from tandem.router.workers.returns import Returns
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_Take = Callable[[Job, Work, Placement, dict[str, int]], T]
+_OnPlaced = Callable[[Job, Work, Placement, dict[str, int]], T]
 
 # A request with fewer remaining tokens does not migrate; it ends sooner where it is.
 FINISH_TOKENS = 32
@@ -188,8 +188,9 @@ class Dispatcher:
         """Submits once; None while no decode worker is usable. Raises QueueFull, Overloaded."""
         return await self._place(job, self._send)
 
-    async def _place(self, job: Job, take: _Take[T]) -> T | None:
-        """Returns the result of `take` for a placement; None while no decode worker is usable."""
+    async def _place(self, job: Job, on_placed: _OnPlaced[T]) -> T | None:
+        """Returns what `on_placed` returns for a placement, or None while no decode worker is
+        usable."""
         compatibility = self._view.compatibility()
         block_size = compatibility.block_size if compatibility else 16
         work = work_of(job, block_size, self._metrics.demand.output_tokens_mean)
@@ -215,7 +216,7 @@ class Dispatcher:
                 if placement is None:
                     return None
                 self._admit(job, work, placement)
-                return take(job, work, placement, matches)
+                return on_placed(job, work, placement, matches)
 
     async def _migrate(self, job: Job, old: Attempt) -> Attempt:
         """Migrates the job while `old` still has the blocks; returns the attempt to follow.

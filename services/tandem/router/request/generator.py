@@ -353,8 +353,10 @@ class Generator:
             max_model_len=max_model_len,
         )
         pool_tokens = pool_tokens_of(request, self._view.pool_tokens(), self.config)
-        limit = request.completion_limit(len(token_ids), max_model_len, pool_tokens=pool_tokens)
-        limit = together.limit_logprobs(request, len(token_ids), limit)
+        max_tokens = request.resolved_max_tokens(
+            len(token_ids), max_model_len, pool_tokens=pool_tokens
+        )
+        max_tokens = together.reserve_logprobs(request, len(token_ids), max_tokens)
         bad_words = await model.preparer.bad_words(request)
         grammar = await model.preparer.grammar(
             wanted_form(model.model_format, request, token_ids), request.tenant
@@ -362,7 +364,7 @@ class Generator:
         checked = prepare_request(
             request,
             token_ids,
-            limit=limit,
+            max_tokens=max_tokens,
             vocab_size=vocab_size,
             eos_token_ids=model.tokenizer.eos_token_ids,
             bad_words=bad_words,
@@ -447,18 +449,20 @@ class BodyRequests:
         """Waits until all requests of the body are prepared."""
         await self._all_prepared.wait()
 
-    def limit_logprobs(self, request: ClientRequest, num_prompt_tokens: int, limit: int) -> int:
-        """Counts the log probabilities of a request with at most `limit` completion tokens.
+    def reserve_logprobs(
+        self, request: ClientRequest, num_prompt_tokens: int, max_tokens: int
+    ) -> int:
+        """Counts the log probabilities of a request with at most `max_tokens` completion tokens.
 
-        Returns `limit`, or a smaller one if the client did not set max_tokens. Raises BadRequest.
+        Returns `max_tokens`, or a smaller number if the client set none. Raises BadRequest.
         """
         of_token = request.num_logprobs_kept
         needed = self._num_logprobs + request.num_prompt_logprobs * num_prompt_tokens
-        least = limit
+        least = max_tokens
         if of_token and request.sampling.max_tokens is None:
-            limit = min(limit, (self._logprobs_max - needed) // of_token)
+            max_tokens = min(max_tokens, (self._logprobs_max - needed) // of_token)
             least = max(1, request.sampling.min_tokens)
-        needed += of_token * max(limit, least)
+        needed += of_token * max(max_tokens, least)
         if needed > self._logprobs_max:
             name = "prompt_logprobs" if request.sampling.prompt_logprobs is not None else "logprobs"
             if request.echoes_prompt and request.sampling.logprobs is not None:
@@ -471,4 +475,4 @@ class BodyRequests:
                 param=name,
             )
         self._num_logprobs = needed
-        return limit
+        return max_tokens

@@ -143,15 +143,15 @@ def prepare_request(
     client: ClientRequest,
     token_ids: list[int],
     *,
-    limit: int,
+    max_tokens: int,
     vocab_size: int,
     eos_token_ids: Collection[int],
     bad_words: list[list[int]],
     grammar: str,
     **placed: Any,
 ) -> PreparedRequest:
-    """Returns a checked request whose prompt has `token_ids` and whose answer has at most `limit`
-    tokens. `placed` has the fields that depend on where the request runs."""
+    """Returns the prepared request. Its prompt has `token_ids`, and its answer has at most
+    `max_tokens` tokens. `placed` has the fields that depend on where the request runs."""
     sampling = client.sampling
     seed, logprobs = sampling.seed, sampling.logprobs
     if logprobs is None and client.num_sequences > sampling.n:
@@ -166,7 +166,8 @@ def prepare_request(
         client,
         sampling.resolved(
             seed=secrets.randbits(64) if seed is None else seed % 2**64,
-            max_tokens=max(1, limit),
+            # A worker generates at least one token; an answer that may have none leaves it out.
+            max_tokens=max(1, max_tokens),
             stop_token_ids=sorted(stop_token_ids),
             bad_words_token_ids=[run for run in bad_words if max(run) < vocab_size],
             logprobs=logprobs,
@@ -415,6 +416,7 @@ def submission(
 
 def model_input(request: PreparedRequest, output_token_ids: Sequence[int] = ()) -> pb.SequenceInput:
     """Returns the request as an engine takes it, with the tokens that were made of its answer."""
+    # max_tokens, stop_token_ids and prompt_logprobs come from `request.sampling`.
     return to_message(pb.SequenceInput, request, token_ids=[*request.token_ids, *output_token_ids])
 
 

@@ -34,9 +34,9 @@ _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 Prompt = str | tuple[int, ...] | Conversation
+_UNLIMITED = SamplingParams(max_tokens=None)
 # Sampling fields for which a model may have its own defaults, as in vLLM. Also as in vLLM,
 # `do_sample` has no effect.
-_UNLIMITED = SamplingParams(max_tokens=None)
 MODEL_DEFAULTS = frozenset(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"))
 
 
@@ -164,7 +164,7 @@ class ClientRequest:
         if isinstance(self.prompt, tuple):
             check_token_ids("prompt", self.prompt, vocab_size)
             kept = self.prompt_tokens_max(max_model_len) or len(self.prompt)
-            self.completion_limit(min(kept, len(self.prompt)), max_model_len)
+            self.resolved_max_tokens(min(kept, len(self.prompt)), max_model_len)
         characters = num_characters(self.prompt)
         characters_max = CHARACTERS_PER_TOKEN_MAX * max_model_len
         if characters > characters_max:
@@ -180,7 +180,7 @@ class ClientRequest:
             return self.sampling.truncate_prompt_tokens
         return max(1, max_model_len - max(1, self.sampling.max_tokens or 1))
 
-    def completion_limit(
+    def resolved_max_tokens(
         self, num_prompt_tokens: int, max_model_len: int, *, pool_tokens: int | None = None
     ) -> int:
         """Returns the largest number of completion tokens.

@@ -86,7 +86,7 @@ class TextStream:
         """
         parser = self._parser
         if parser is None:
-            return self._push(token_ids, finish_reason)
+            return self._detokenize(token_ids, finish_reason)
         made: Piece | None = None
         at = 0
         while at < len(token_ids) - 1 and (parser.in_reasoning or parser.may_begin_reasoning):
@@ -100,7 +100,7 @@ class TextStream:
 
     def _counted(self, token_ids: list[int], finish_reason: str, parser: AnswerParser) -> Piece:
         was_reasoning = parser.in_reasoning
-        piece = _split(self._push(token_ids, finish_reason), parser)
+        piece = _split(self._detokenize(token_ids, finish_reason), parser)
         self._num_undecided += len(piece.token_ids)
         if was_reasoning or parser.in_reasoning:
             self._num_reasoning += self._num_undecided
@@ -108,7 +108,7 @@ class TextStream:
             self._num_undecided = 0
         return replace(piece, num_reasoning=self._num_reasoning)
 
-    def _push(self, token_ids: list[int], finish_reason: str) -> Piece:
+    def _detokenize(self, token_ids: list[int], finish_reason: str) -> Piece:
         is_stopped = finish_reason == "stop" and bool(token_ids)
         ended_by = token_ids[-1] if is_stopped and token_ids[-1] in self._stop_token_ids else None
         shown = token_ids[:-1] if is_stopped and not self._shows_stop else token_ids

@@ -19,16 +19,16 @@ class Attempt:
     """A submission and its result. `close` it when its updates are no longer read."""
 
     def __init__(
-        self, worker_id: str, number: int, tokens_max: int, on_close: Callable[[Attempt], None]
+        self, worker_id: str, number: int, tokens_left: int, on_close: Callable[[Attempt], None]
     ) -> None:
-        """`tokens_max` is the largest number of further tokens; `number` identifies its updates."""
+        """`tokens_left` is the largest number of further tokens. `number` identifies updates."""
         self.worker_id = worker_id
         self.failure: TandemError | None = None
         self.is_finished = False  # "stop" or "length" has arrived
         self.is_draining = False  # the worker drains and continues its running sequences
         self.num_lost = 0  # lost prefill workers that the worker last reported
         self._number = number
-        self._tokens_left = tokens_max
+        self._tokens_left = tokens_left
         self._on_close = on_close
         self._updates: deque[pb.SequenceUpdate] = deque()
         self._has_answer = False

@@ -83,7 +83,7 @@ class WorkerClient:
         if not self.is_up:
             raise WorkerLost(f"worker {self.worker_id} is not connected")
         num_output_tokens = len(message.input.token_ids) - message.input.num_prompt_tokens
-        tokens_max = message.input.max_tokens - num_output_tokens
+        tokens_left = message.input.max_tokens - num_output_tokens
         request_id = message.request_id
 
         def on_close(attempt: Attempt) -> None:
@@ -93,7 +93,7 @@ class WorkerClient:
                     cancel = pb.CancelSequence(request_id=request_id)
                     self._send(pb.DecodeCommand(cancel=cancel))
 
-        attempt = Attempt(self.worker_id, message.attempt, tokens_max, on_close)
+        attempt = Attempt(self.worker_id, message.attempt, tokens_left, on_close)
         self._attempts[request_id] = attempt
         self.unreported.append(prefill)
         self._send(pb.DecodeCommand(submit=message))

@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tandem.common.engine_counts import EngineTally
+from tandem.common.kv_tiers import SHARED_TIERS
 from tandem.common.perf_model.rates import PairRate
 from tandem.common.worker_load import TierUse, WorkerLoad
 from tandem.engine.types import EngineStats, StepReport, TierStats
@@ -322,7 +323,7 @@ class TierDamage:
         for tier in tiers:
             num_new = tier.blocks_bad - self._num_bad.get(tier.name, tier.blocks_bad)
             self._num_bad[tier.name] = tier.blocks_bad
-            if num_new and tier.name != "store":
+            if num_new and tier.name not in SHARED_TIERS:
                 self._lately[tier.name] = self.num_blocks(tier.name) + num_new, self._clock()
 
     def num_blocks(self, tier: str) -> int:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 
 from tandem.common.sampling_params import SamplingParams
 from tandem.engine.executor.sampler import next_draw
 from tandem.engine.sequence import Sequence
-from tandem_kernels.sampling import sample
+from tandem_kernels.sampling import Draw, sample
 from tests.engine_driver import make_spec
 
 LOGITS = torch.randn(1, 500, generator=torch.Generator().manual_seed(1))
@@ -37,6 +39,14 @@ def test_a_draw_depends_on_the_seed_and_the_index_in_the_whole_sequence() -> Non
     assert len(set(sample_next(LOGITS.repeat(8, 1), others))) > 1
     seeds = [sequence_of(9, temperature=1.0, seed=seed) for seed in range(8)]
     assert len(set(sample_next(LOGITS.repeat(8, 1), seeds))) > 1
+
+
+def test_a_draw_has_each_sampling_parameter_of_its_name() -> None:
+    names = {field.name for field in fields(Draw)} & {*SamplingParams.__struct_fields__}
+    values = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "seed": 5}
+    assert names == values.keys(), "a value for the new field, which is not its default"
+    draw = next_draw(sequence_of(4, **values))
+    assert {name: getattr(draw, name) for name in names} == values
 
 
 def test_each_row_has_its_own_parameters() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -23,26 +23,30 @@ def check(logits: torch.Tensor, draws: list[Draw], device: torch.device) -> None
     assert sample(logits.to(device), draws).tolist() == reference(logits, draws)
 
 
-@pytest.mark.parametrize(
-    "filters",
-    [
-        {},
-        {"temperature": 0.0},
-        {"temperature": 0.3},
-        {"temperature": 1e-30},
-        {"temperature": 5.0, "top_k": 100},
-        {"top_k": 1},
-        {"top_k": 7},
-        {"top_k": 9999},
-        {"top_p": 0.9},
-        {"top_p": 0.999},
-        {"top_p": 1e-6},
-        {"min_p": 0.05},
-        {"min_p": 1.0},
-        {"top_k": 40, "top_p": 0.7, "min_p": 0.01},
-    ],
-    ids=str,
-)
+FILTERS: list[dict[str, float]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.3},
+    {"temperature": 1e-30},
+    {"temperature": 5.0, "top_k": 100},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 9999},
+    {"top_p": 0.9},
+    {"top_p": 0.999},
+    {"top_p": 1e-6},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_k": 40, "top_p": 0.7, "min_p": 0.01},
+]
+
+
+def test_each_field_of_a_draw_has_a_case() -> None:
+    tried = {name for filters in FILTERS for name in filters}
+    assert tried == {f.name for f in fields(Draw)} - {"seed", "position", "edit"}
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_filters(filters: dict[str, float], device: torch.device) -> None:
     num_rows = 3
     draws = [replace(PLAIN, seed=row, position=row * 7, **filters) for row in range(num_rows)]

@@ -63,6 +63,18 @@ def test_each_field_of_the_wire_is_a_sampling_parameter() -> None:
     assert all(getattr(SAMPLING, name) != getattr(SamplingParams(), name) for name in names)
 
 
+# Sampling parameters on which the router acts alone, and those that another message has.
+OF_ROUTER = {"n", "stop", "ignore_eos", "structured_outputs", "skip_special_tokens"}
+OF_ROUTER |= {"bad_words", "include_stop_str_in_output", "truncate_prompt_tokens", "is_resolved"}
+OF_SEQUENCE = {"max_tokens", "stop_token_ids", "prompt_logprobs"}
+
+
+def test_each_sampling_parameter_is_on_the_wire() -> None:
+    """Without it, a cluster would ignore a parameter on which `LLM` acts."""
+    wire = {field.name for field in pb.Sampling.DESCRIPTOR.fields} | OF_ROUTER | OF_SEQUENCE
+    assert {*SamplingParams.__struct_fields__} - wire == {"bad_words_token_ids"}
+
+
 def test_zeros_of_an_older_router_are_neutral() -> None:
     spec = sequence_spec(
         pb.SequenceInput(token_ids=[1], num_prompt_tokens=1, max_tokens=4),
@@ -89,4 +101,6 @@ def test_a_worker_without_tiers_has_cached_tokens_in_its_pool() -> None:
     cached = CachedTokens(device=1, host=2, peer=4)
     told = pb.Prefilled(cached_tokens=7, cached_by_tier=to_message(pb.CachedTokens, cached))
     assert cached_of(told) == cached
-    assert to_struct(CachedTokens, told.cached_by_tier, disk=3) == CachedTokens(1, 2, 3, 0, 4)
+    assert to_struct(CachedTokens, told.cached_by_tier, disk=3) == CachedTokens(
+        device=1, host=2, disk=3, peer=4
+    )

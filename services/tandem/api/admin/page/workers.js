@@ -6,7 +6,6 @@ import {change, sure} from "./operator.js";
 
 const ROWS_MAX = 40;
 const WELL = new Set(["ready", "draining", "stopped"]), CHANGING = new Set(["loading", "starting", "draining"]);
-const TIERS_MAX = 3; // host, disk, store
 const rows = [];
 let first = 0;
 
@@ -34,8 +33,7 @@ function makeRow() {
   const cells = Object.fromEntries(NAMES.map(name => [name, make("td", undefined, NUMBERS.includes(name) ? "n" : "")]));
   const tools = ["role", "drain"].map(() => make("button"));
   cells.name.className = cells.tools.className = "id";
-  cells.levels = Array.from({length: 1 + TIERS_MAX}, makeLevel); // the pool's first
-  cells.kv.append(...cells.levels.map(level => level.line));
+  cells.levels = []; // of the pool, then of each tier
   cells.tools.append(tools[0], " ", tools[1]);
   for (const tool of tools) tool.type = "button";
   [cells.toRole, cells.drain] = tools;
@@ -68,6 +66,10 @@ function fill(cells, [id, w]) {
   cells.state.className = low ? "bad" : CHANGING.has(w.state) ? "warn" : ill ? "bad" : w.state === "ready" ? "good" : "";
   for (const name of NUMBERS) setText(cells[name], String(w[name]));
   const tiers = w.tiers ?? []; // routers of older versions tell of none
+  while (cells.levels.length <= tiers.length) {
+    cells.levels.push(makeLevel());
+    cells.kv.append(cells.levels.at(-1).line);
+  }
   showLevel(cells.levels[0], w.kv_used_percent / 100, `${w.kv_used_percent}% in use`);
   cells.levels.slice(1).forEach((level, i) => {
     level.line.hidden = i >= tiers.length;

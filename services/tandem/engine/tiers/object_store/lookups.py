@@ -66,7 +66,8 @@ class Lookups:
         layout: KvLayout,
         depth: Callable[[Sequence[bytes]], int],
     ) -> None:
-        """`depth` returns how many first blocks of a chain can be loaded."""
+        """Searches the first of the `tiers` that workers share. `depth` returns how many first
+        blocks of a chain of block hashes can be loaded from any tier."""
         self._layout = layout
         self._depth = depth
         self._tier = next((t for t in tiers if isinstance(t.storage, SharedStorage)), None)
