@@ -1,51 +1,51 @@
 """All errors that cross a component boundary, as one tree of exceptions.
 
-TandemError
-  BadRequest            400  INVALID_ARGUMENT     client's input; says what is allowed
-    ContextTooLong      400  INVALID_ARGUMENT
-    NeverFits           400  INVALID_ARGUMENT     exceeds the entire KV pool
-    OverKeyLimit        400  INVALID_ARGUMENT     exceeds a limit of the API key
-    PreviousResponseNotFound  400  INVALID_ARGUMENT  the response to continue is not kept
-  Unauthenticated       401  UNAUTHENTICATED      no key, or an invalid one
-  Forbidden             403  PERMISSION_DENIED    the key's role does not allow the call
-  ScaleRefused          403  PERMISSION_DENIED    refused by the owner of the pool sizes
-  ForeignPage           403  PERMISSION_DENIED    a browser sent the call for a foreign web page
-  NotPublic             404  NOT_FOUND            the call belongs to the admin port
-  ModelNotFound         404  NOT_FOUND
-  KeyNotFound           404  NOT_FOUND
-  WorkerNotFound        404  NOT_FOUND
-  NotNow                409  FAILED_PRECONDITION  an operator's request cannot be met now
-  RequestNotFound       404  NOT_FOUND            unknown, or no longer recorded
-    ResponseNotFound    404  NOT_FOUND            not kept
-  ThreadNotFound        404  NOT_FOUND            message threads are not kept
-  BodyTooLate           408  DEADLINE_EXCEEDED    the client did not send its body in time
-  BodyTooLarge          413  RESOURCE_EXHAUSTED
-  NotJson               415  INVALID_ARGUMENT     the call needs Content-Type: application/json
-  QueueFull             429  RESOURCE_EXHAUSTED   a retry may help after `retry_after_s`
-    Overloaded          429  RESOURCE_EXHAUSTED   the predicted TTFT is too long
-    Returned            429  RESOURCE_EXHAUSTED   returned by its worker to the router; internal
-  TooManyRequests       429  RESOURCE_EXHAUSTED   too many open requests of one address
-  RateLimited           429  RESOURCE_EXHAUSTED   a limit of the API key is reached
-  BodiesFull            503  UNAVAILABLE          too many bytes of unparsed bodies
-  NoWorkers             503  UNAVAILABLE          a pool is empty
-  AdapterUnavailable    503  UNAVAILABLE          a worker cannot load the request's adapter
-  CompilerBusy          503  UNAVAILABLE          the request's grammar cannot be checked now
-  KeysUnknown           503  UNAVAILABLE          the router could not read the API keys
-  UsageUnknown          503  UNAVAILABLE          usage cannot be read without Redis
-  TokenizerLate         503  UNAVAILABLE          the tokenizer took too long and was killed
-  ScaleAway             503  UNAVAILABLE          the owner of the pool sizes does not answer
-  WorkerLost            503  UNAVAILABLE          the worker ended, hung or is unreachable
-    WorkerLeft          503  UNAVAILABLE          the worker left in order, as announced
-    LeaseLost           503  UNAVAILABLE          lost before release: pulled blocks are invalid
-      ProducerSilent    503  UNAVAILABLE          no heartbeat, or its engine made no step
-      BlockMismatch     503  UNAVAILABLE          a block's checksum differs
-  DeadlineExceeded      504  DEADLINE_EXCEEDED
-  Incompatible          500  FAILED_PRECONDITION  two components that cannot work together
-  MemoryGrown           503  UNAVAILABLE          a process ends to free memory; never sent
-  ConfigError           500  FAILED_PRECONDITION  invalid settings, found at startup
-    UnsupportedModel    500  FAILED_PRECONDITION
-  OperateError          500  INTERNAL             an operator's command failed; never sent
-  InternalError         500  INTERNAL             a bug in Tandem
+    TandemError
+      BadRequest            400  INVALID_ARGUMENT     client's input; says what is allowed
+        ContextTooLong      400  INVALID_ARGUMENT
+        NeverFits           400  INVALID_ARGUMENT     exceeds the entire KV pool
+        OverKeyLimit        400  INVALID_ARGUMENT     exceeds a limit of the API key
+        PreviousResponseNotFound  400  INVALID_ARGUMENT  the response to continue is not kept
+      Unauthenticated       401  UNAUTHENTICATED      no key, or an invalid one
+      Forbidden             403  PERMISSION_DENIED    the key's role does not allow the call
+      ScaleRefused          403  PERMISSION_DENIED    refused by the owner of the pool sizes
+      ForeignPage           403  PERMISSION_DENIED    a browser sent the call for a foreign web page
+      NotPublic             404  NOT_FOUND            the call belongs to the admin port
+      ModelNotFound         404  NOT_FOUND
+      KeyNotFound           404  NOT_FOUND
+      WorkerNotFound        404  NOT_FOUND
+      NotNow                409  FAILED_PRECONDITION  an operator's request cannot be met now
+      RequestNotFound       404  NOT_FOUND            unknown, or no longer recorded
+        ResponseNotFound    404  NOT_FOUND            not kept
+      ThreadNotFound        404  NOT_FOUND            message threads are not kept
+      BodyTooLate           408  DEADLINE_EXCEEDED    the client did not send its body in time
+      BodyTooLarge          413  RESOURCE_EXHAUSTED
+      NotJson               415  INVALID_ARGUMENT     the call needs Content-Type: application/json
+      QueueFull             429  RESOURCE_EXHAUSTED   a retry may help after `retry_after_s`
+        Overloaded          429  RESOURCE_EXHAUSTED   the predicted TTFT is too long
+        Returned            429  RESOURCE_EXHAUSTED   returned by its worker to the router; internal
+      TooManyRequests       429  RESOURCE_EXHAUSTED   too many open requests of one address
+      RateLimited           429  RESOURCE_EXHAUSTED   a limit of the API key is reached
+      BodiesFull            503  UNAVAILABLE          too many bytes of unparsed bodies
+      NoWorkers             503  UNAVAILABLE          a pool is empty
+      AdapterUnavailable    503  UNAVAILABLE          a worker cannot load the request's adapter
+      CompilerBusy          503  UNAVAILABLE          the request's grammar cannot be checked now
+      KeysUnknown           503  UNAVAILABLE          the router could not read the API keys
+      UsageUnknown          503  UNAVAILABLE          usage cannot be read without Redis
+      TokenizerLate         503  UNAVAILABLE          the tokenizer took too long and was killed
+      ScaleAway             503  UNAVAILABLE          the owner of the pool sizes does not answer
+      WorkerLost            503  UNAVAILABLE          the worker ended, hung or is unreachable
+        WorkerLeft          503  UNAVAILABLE          the worker left in order, as announced
+        LeaseLost           503  UNAVAILABLE          lost before release: pulled blocks are invalid
+          ProducerSilent    503  UNAVAILABLE          no heartbeat, or its engine made no step
+          BlockMismatch     503  UNAVAILABLE          a block's checksum differs
+      DeadlineExceeded      504  DEADLINE_EXCEEDED
+      Incompatible          500  FAILED_PRECONDITION  two components that cannot work together
+      MemoryGrown           503  UNAVAILABLE          a process ends to free memory; never sent
+      ConfigError           500  FAILED_PRECONDITION  invalid settings, found at startup
+        UnsupportedModel    500  FAILED_PRECONDITION
+      OperateError          500  INTERNAL             an operator's command failed; never sent
+      InternalError         500  INTERNAL             a bug in Tandem
 
 `code` is stable: it is sent between processes and in the field `code` of HTTP errors.
 gRPC codes are given by name, so that this module does not depend on gRPC.

@@ -187,14 +187,14 @@ class Load:
     async def run(self) -> None:
         target = f"127.0.0.1:{self._cluster.grpc_port}"
         async with open_client(self._cluster) as http, grpc.aio.insecure_channel(target) as channel:
-            apis: dict[str, _HttpApi | _GrpcApi] = {
-                "http": _HttpApi(http),
-                "grpc": _GrpcApi(InferenceStub(channel)),
+            apis: dict[str, HttpApi | GrpcApi] = {
+                "http": HttpApi(http),
+                "grpc": GrpcApi(InferenceStub(channel)),
             }
             clients = (self._client(apis) for _ in range(self._num_clients))
             await asyncio.gather(*clients)
 
-    async def _client(self, apis: Mapping[str, _HttpApi | _GrpcApi]) -> None:
+    async def _client(self, apis: Mapping[str, HttpApi | GrpcApi]) -> None:
         # a request that got no token; the router is queried for it after the next one ended
         left: Outcome | None = None
         num_deaths = 0  # number of router deaths when it disconnected
@@ -210,7 +210,7 @@ class Load:
         if left is not None:
             await self._note_heard(apis[left.request.api], left, num_deaths)
 
-    async def _note_heard(self, api: _HttpApi | _GrpcApi, left: Outcome, num_deaths: int) -> None:
+    async def _note_heard(self, api: HttpApi | GrpcApi, left: Outcome, num_deaths: int) -> None:
         """Records whether the router read a request, unless the router died since then."""
         if num_deaths != self._num_deaths:
             return
@@ -224,7 +224,7 @@ class Load:
     def _num_deaths(self) -> int:
         return self._router.num_deaths if self._router is not None else 0
 
-    async def _outcome(self, api: _HttpApi | _GrpcApi, outcome: Outcome) -> Outcome:
+    async def _outcome(self, api: HttpApi | GrpcApi, outcome: Outcome) -> Outcome:
         router = self._router or RouterLife()
         await router.is_up.wait()
         num_deaths = router.num_deaths
@@ -240,7 +240,7 @@ class Load:
             router.num_retries += 1
         return outcome
 
-    async def _ask(self, api: _HttpApi | _GrpcApi, outcome: Outcome) -> None:
+    async def _ask(self, api: HttpApi | GrpcApi, outcome: Outcome) -> None:
         started = time.monotonic()
         leaves_after_s = outcome.request.leaves_after_s
         try:
@@ -253,7 +253,7 @@ class Load:
         outcome.seconds = time.monotonic() - started
 
 
-class _HttpApi:
+class HttpApi:
     """`/v1/completions` of the router."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
@@ -294,7 +294,7 @@ def _note_event(event: dict, outcome: Outcome) -> None:
             outcome.ends.append(choice["finish_reason"])
 
 
-class _GrpcApi:
+class GrpcApi:
     """`Generate` of the router's gRPC replica."""
 
     def __init__(self, stub: InferenceStub) -> None:

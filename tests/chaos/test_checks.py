@@ -103,8 +103,8 @@ async def test_a_router_that_lives_is_asked_what_it_heard(
         return False
 
     monkeypatch.setattr(load, "_ask", ask)
-    monkeypatch.setattr(load_module._HttpApi, "was_heard", was_heard)
-    monkeypatch.setattr(load_module._GrpcApi, "was_heard", was_heard)
+    monkeypatch.setattr(load_module.HttpApi, "was_heard", was_heard)
+    monkeypatch.setattr(load_module.GrpcApi, "was_heard", was_heard)
     await load.run()
     assert [o.was_heard for o in load.outcomes] == [dies, True]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from tandem.common.block_hash import hash_blocks
 from tandem.engine.cache.block_table import BlockTables
 from tandem.engine.sequence import Sequence, Status
+from tandem.transfer.grpc.reservations import PoolReservation
 from tandem.worker.engine_process import messages
-from tandem.worker.engine_process.pool_view import Reservation
 from tandem.worker.engine_process.process import _decoder
 from tests.grouped_toy import Windows, group_values
 from tests.harness.simulated_cluster import Node
@@ -198,7 +198,7 @@ class TransferChecks:
     def _watch_bytes(self, node: Node) -> None:
         write = node.link.pool.write
 
-        def checked(into: Reservation, first: int, data: memoryview) -> None:
+        def checked(into: PoolReservation, first: int, data: memoryview) -> None:
             waiting = [_decoder.decode(frames[0]) for frames in node.socket.received]
             ends = [each for each in waiting if isinstance(each, messages.ENDS_OF_PULLS)]
             is_reported = into.sequence_id in map(messages.sequence_id, ends)

@@ -16,7 +16,7 @@ import pytest
 
 from tandem.net.rpc.tandem.v1 import inference_pb2 as pb
 from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
-from tests.chaos.load import was_heard
+from tests.chaos.load import HttpApi
 from tests.harness.scripted_worker import silent
 from tests.service.router.conftest import RunningRouter, eventually
 
@@ -66,8 +66,8 @@ async def test_each_request_that_was_heard_is_counted_whenever_its_client_leaves
     await leave(router, last, 500 * TURNS)
 
     async def num_heard() -> int:
-        return sum([await was_heard(router.http, name) for name in [*names, last]])
+        return sum([await HttpApi(router.http).was_heard(name) for name in [*names, last]])
 
-    assert await was_heard(router.http, last), "one that stays so long is heard"
+    assert await HttpApi(router.http).was_heard(last), "one that stays so long is heard"
     await eventually(lambda: not router.num_running())
     assert sum(router.outcomes().values()) - num_before == await num_heard()
