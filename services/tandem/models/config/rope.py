@@ -19,7 +19,7 @@ _LOCAL_THETA = 10000.0  # default for layers with a window (Gemma 3)
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Scaling of the RoPE frequencies. Fields after `factor` that a kind does not use are neutral.
+    """Scaling of the RoPE frequencies. Fields that a kind does not use keep their defaults.
 
     linear: positions are divided by `factor`.
     llama3: frequencies with wavelengths above `original_max_position_embeddings / low_freq_factor`
@@ -95,8 +95,9 @@ def read_ropes(
 ) -> dict[str, Rope]:
     """Returns the RoPE parameters by layer kind: full_attention and sliding_attention.
 
-    by_kind: the kinds differ (Gemma 3). Layers with a window use the entry of `rope_parameters` for
-        sliding_attention, or `rope_local_base_freq` without scaling.
+    by_kind: True if the two kinds have different parameters (Gemma 3). Layers with a window then
+        use the entry of `rope_parameters` for sliding_attention, or `rope_local_base_freq` without
+        scaling.
 
     Raises UnsupportedModel naming the field that is not supported.
     """
@@ -142,7 +143,8 @@ def read_rope(config: Mapping[str, Any], *, default_theta: float = 10000.0) -> R
     )
     if partial > 1:
         raise UnsupportedModel(f"partial_rotary_factor is {partial}; it must be at most 1")
-    # Phi-3 has this key at the top level of config.json. As in transformers, that has priority.
+    # Phi-3 has this key at the top level of config.json. As in transformers, the value at the top
+    # level has priority.
     outside = config.get("original_max_position_embeddings")
     if outside is not None:
         parameters["original_max_position_embeddings"] = outside
