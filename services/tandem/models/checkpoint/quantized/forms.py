@@ -16,8 +16,8 @@ awq     qweight                          [in, out / 8]          I32
         qzeros, scales                   as for gptq
 
 Where no type is given, any floating-point type is allowed. The last block of a matrix and the last
-word of weight_zero_point may be incomplete, so their numbers are rounded up. This module does not
-import torch.
+word of weight_zero_point may be incomplete, so the counts of blocks and of these words round up.
+This module does not import torch.
 """
 
 from collections.abc import Mapping
