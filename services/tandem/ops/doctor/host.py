@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check. `cost` and `remedy` describe a lack; both are "" if there is none."""
+    """The result of a check. `cost` (the effect of a lack) and `remedy` are "" if nothing lacks."""
 
     name: str
     found: str

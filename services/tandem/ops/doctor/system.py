@@ -12,10 +12,10 @@ from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.router.workers.troubles import is_disk_full
 from tandem.transfer.nixl.reach import host_identity
 
-_CONNECTIONS = 4096  # default of --connections-max, which applies to HTTP and to gRPC
+_CONNECTIONS = 4096  # default of --connections-max; HTTP and gRPC may each have so many
 _OTHER_FILES = 256
 _SHARED_MIN = 64 << 20
-_KERNEL_MIN = (5, 6)  # for pidfd_open and pidfd_getfd
+_KERNEL_MIN = (5, 6)  # oldest Linux with both pidfd_open and pidfd_getfd
 _CAP_IPC_LOCK = 14
 
 
@@ -76,9 +76,9 @@ def open_files(host: HostFiles) -> Finding:
 
 
 def memlock(host: HostFiles) -> Finding:
-    """Checks the limit on locked memory. It matters for RDMA only: the kernel pins the memory that
-    a device reads."""
-    # No part of Tandem raises the soft limit.
+    """Checks the limit on locked memory. The limit matters only for RDMA, for which the kernel pins
+    the memory that a device reads."""
+    # The soft limit counts, because Tandem does not raise it.
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return Finding("memlock", "unlimited")
