@@ -190,8 +190,8 @@ class SimulateOptions(Options):
 
 
 def read_rates(path: str, block_size: int = BLOCK_SIZE) -> WorkerRates:
-    """Reads a JSON file of rates; returns the default guess if `path` is "". Raises OSError or
-    MsgspecError."""
+    """Reads a JSON file of rates; returns the guess `DEFAULT_RATES` if `path` is "". Raises OSError
+    or MsgspecError."""
     if not path:
         block_bytes = DEFAULT_RATES.block_bytes * block_size // BLOCK_SIZE
         return msgspec.structs.replace(DEFAULT_RATES, block_bytes=block_bytes)
