@@ -42,7 +42,7 @@ def first_line(error: BaseException) -> str:
 
 
 def few(tensors: Sequence[str]) -> str:
-    """Lists the first tensor names for an error message, followed by the number of the others."""
+    """Lists the first few tensor names for an error message, and the number of further names."""
     more = len(tensors) - _NAMES_SHOWN_MAX
     shown = ", ".join(tensors[:_NAMES_SHOWN_MAX])
     return f"{shown} and {more} more tensors" if more > 0 else shown

@@ -43,8 +43,8 @@ class Need:
 def read_memory(
     membership: Path = Path("/proc/self/cgroup"), hierarchy: Path = Path("/sys/fs/cgroup")
 ) -> Memory:
-    """Returns the free memory of the machine, or of the enclosing cgroup (version 2) with the least
-    free memory if that is less."""
+    """Returns the memory of the machine, or that of an enclosing cgroup (version 2): the one with
+    the least free memory."""
     machine = psutil.virtual_memory()
     found = [Memory("this machine", machine.available, machine.total)]
     try:

@@ -1,4 +1,4 @@
-"""Reads the quantization schemes of compressed-tensors, and the modules to which each applies.
+"""Reads `config_groups` of compressed-tensors: quantization schemes, each with its modules.
 
     "config_groups": {NAME: {"targets": [...], "weights": {...}, "format": ...}, ...}
 

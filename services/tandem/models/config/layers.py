@@ -26,7 +26,7 @@ class LayerSpec:
     """The properties of one layer that may differ from other layers."""
 
     rope: Rope
-    # tokens that a token attends to, including itself; None: all previous ones
+    # Number of tokens that a token attends to, including itself; None: all previous tokens.
     window: int | None = None
     experts: Experts | None = None  # None: a dense MLP
 

@@ -85,7 +85,7 @@ class ModelConfig:
     is_fused: bool = False  # Checkpoints store q, k and v as one matrix, and gate and up as one.
     latent: Latent | None = None  # sizes of latent attention; None: grouped-query attention
     num_extra_layers: int = 0  # multi-token prediction layers in the checkpoint, which are not run
-    # The model is the text part of a multimodal checkpoint (text_part.py).
+    # True: the model is the text part of a multimodal checkpoint (text_part.py).
     is_text_part: bool = False
 
     @property
@@ -196,7 +196,7 @@ def read_eos_token_ids(
     """Returns the ids of the tokens that end a sequence, from config.json and
     generation_config.json.
 
-    Raises UnsupportedModel if a value is not a token id or a list of them.
+    Raises UnsupportedModel if a value is neither a token id nor a list of token ids.
     """
     text_config = config.get("text_config")
     nested = text_config if isinstance(text_config, dict) else {}

@@ -1,9 +1,12 @@
 """Reads the text part of a multimodal checkpoint as a model.
 
-config.json nests the config of the text part. Names of tensors have a prefix, which depends on the
-version of transformers or on the model:
+config.json has the config of the text part in `text_config`:
 
-    config.json         {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {...}}
+    {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {...}}
+
+The prefix of tensor names depends on the program that wrote the checkpoint, or on the model:
+
+    name                                                written by, or used for
     language_model.model.layers.0.mlp.up_proj.weight    transformers 4
     model.language_model.layers.0.mlp.up_proj.weight    transformers 5
     model.text_model.layers.0.mlp.up_proj.weight        Idefics and SmolVLM
@@ -178,8 +181,8 @@ def _with_text_part_names(quantization: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_plain_rope(text: dict[str, Any], theta: float) -> dict[str, Any]:
-    """Returns the config with ordinary RoPE in place of M-RoPE. Without images, the three positions
-    of a token in M-RoPE are equal, so both give the same result."""
+    """Returns the config with ordinary RoPE in place of M-RoPE. M-RoPE gives each token three
+    positions. Without images these are equal, so both kinds of RoPE give the same result."""
     plain = {"rope_theta": theta, **text}
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(given := plain.get(key), dict):

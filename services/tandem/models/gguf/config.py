@@ -41,7 +41,7 @@ _GEMMAS = ("gemma2", "gemma3")
 # scale of attention scores follows from hidden size / number of heads instead of the head size.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 _WITH_EXPERTS = ("llama", "qwen3moe", "gpt-oss", "deepseek2")  # With experts, llama is Mixtral.
-# Head sizes that must equal attention.key_length, except with latent attention.
+# Keys of head sizes that must equal attention.key_length, except with latent attention.
 _HEAD_SIZE_KEYS = (
     *("attention.value_length", "rope.dimension_count"),
     *("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"),

@@ -1,8 +1,9 @@
 """Converts a GGUF file to a Hugging Face folder without weights, and caches the folder.
 
-The weights stay in the GGUF file; the folder records the path of that file. Of several copies of
-one GGUF file, the path of the copy that was used last is recorded. A
-conversion is written to a temporary folder and renamed when it is complete, under a file lock. A
+The weights stay in the GGUF file; the folder records the path of that file. If there are several
+copies of the file, the folder records the copy that was used last.
+
+A conversion is written to a temporary folder and renamed when it is complete, under a file lock. A
 second process waits for the lock and finds the result. A process that dies leaves no folder that
 looks complete.
 """
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from tandem.models.gguf.metadata import GgufMetadata
 
 CACHE_DIR_VARIABLE = "TANDEM_CACHE_DIR"
-CONVERSION_FILE = "tandem_conversion.json"  # file in the converted folder that records its source
+CONVERSION_FILE = "tandem_conversion.json"  # file in the folder with the path of the GGUF file
 
 # Part of the cache key. Increment it with every change to the output of a conversion.
 _VERSION = 7

@@ -3,7 +3,7 @@
 The gguf package's reader trusts the counts and lengths in a file, so a wrong one can make it run
 for hours or exhaust memory. It also keeps four numpy views of each string, which takes a gigabyte
 for a large vocabulary. This reader checks each count against the size of the file, which limits
-the time and memory of a read.
+the time and memory of a read. A file consists of:
 
     magic, version, num_tensors, num_keys | keys and values | tensor infos | padding | tensor data
 
@@ -51,8 +51,8 @@ class StoredTensor:
     name: str
     type: gguf.GGMLQuantizationType
     shape: tuple[int, ...]  # in torch's order: the size of a row is last
-    begin: int  # offset in the file, in bytes
-    end: int  # offset after the last byte
+    begin: int  # offset of the first byte in the file
+    end: int  # offset after the last byte in the file
 
 
 @dataclass(frozen=True, slots=True)

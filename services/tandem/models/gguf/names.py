@@ -5,7 +5,7 @@ import re
 from tandem.errors import UnsupportedModel
 from tandem.models.config.model import ModelConfig
 
-# These tensors become part of config.json.
+# Tensors with tables of RoPE frequency divisors. The tables become part of config.json.
 ROPE_FREQS = "rope_freqs.weight"
 ROPE_LONG = "rope_factors_long.weight"
 ROPE_SHORT = "rope_factors_short.weight"
@@ -95,7 +95,7 @@ def gguf_names(name: str, architecture: str) -> list[str]:
 
 
 def _inner(architecture: str) -> dict[str, str]:
-    """Returns the mapping of GGUF to Hugging Face names for the parts of a layer."""
+    """Returns the mapping of GGUF to Hugging Face names for the modules of a layer."""
     return _INNER | {
         part: module
         for family, parts in _NAMES_BY_FAMILY.items()

@@ -231,10 +231,10 @@ def _add_boundaries(
 def _sentence_piece(metadata: GgufMetadata, tokens: Sequence[str]) -> Tokenizer:
     """Makes a tokenizer from the file's pieces and scores, without special tokens.
 
-    llama.cpp repeatedly merges the two neighbours whose result has the highest score
+    llama.cpp repeatedly merges the two neighbours whose concatenation has the highest score
     (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp). This is byte-pair
-    encoding with merges ordered by the score of their result. Raises UnsupportedModel if the file
-    has no scores.
+    encoding with merges ordered by the score of the concatenation. Raises UnsupportedModel if the
+    file has no scores.
     """
     scores = metadata.items("tokenizer.ggml.scores", float, len(tokens))
     if scores is None:

@@ -95,7 +95,7 @@ class GrammarMatcher:
         self.update_job: Future[None] | None = None  # job that computes the next mask; may be done
         self.is_started = False  # True: the job has locked the lexer, or is done.
         self.num_skipped = 0  # steps skipped since the job started
-        self._counted_until = 0.0  # Steps before this time are not counted.
+        self._counted_until = 0.0  # Steps that are skipped before this time are not counted.
         self.cost_s: float | None = None  # CPU time of the last mask
 
     @property

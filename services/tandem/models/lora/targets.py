@@ -1,7 +1,9 @@
 """Finds the matrices of a model that an adapter changes, by PEFT's rules for `target_modules`.
 
-A list contains ends of module names. A string is a regular expression for whole names. `all-linear`
-means every linear layer except the output.
+The value of `target_modules` is one of:
+- a list of ends of module names,
+- a regular expression for whole module names,
+- `all-linear`: every linear layer except the output matrix.
 """
 
 import re

@@ -2,7 +2,8 @@
 
 A character may span several tokens. The bytes of an incomplete character are held until it is
 complete, until it turns out to be invalid (it becomes U+FFFD), or until `flush`. The concatenated
-output equals `Tokenizer.decode` of all ids. The cost per token is constant.
+output equals `Tokenizer.decode` of all ids, with one exception (see `_WindowText`). The cost per
+token is constant.
 """
 
 import codecs

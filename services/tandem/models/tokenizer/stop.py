@@ -15,8 +15,8 @@ class StopStrings:
     """The stop strings of one stream of text. Without stop strings, text passes without delay."""
 
     def __init__(self, stops: Sequence[str], *, is_shown: bool = False) -> None:
-        """`is_shown` includes the stop string in the output. Raises BadRequest for an empty stop
-        string."""
+        """`is_shown`: True if the output includes the stop string. Raises BadRequest for an empty
+        stop string."""
         if not all(stops):
             raise BadRequest("stop strings must not be empty", param="stop")
         self._stops = tuple(stops)

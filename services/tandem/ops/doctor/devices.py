@@ -58,7 +58,7 @@ def _unusable(driver: int | None) -> tuple[str, str]:
 def _cuda_of_torch() -> str:
     """Returns the major version of CUDA that PyTorch is built for, or "cpu"; "" if unknown."""
     build = installed_version("torch").partition("+")[2]
-    if not build:  # The version of PyPI's build has no suffix: one of two packages tells.
+    if not build:  # PyPI's build has no suffix, so the version of its CUDA package is used.
         for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
             if version := installed_version(package):
                 return version.partition(".")[0]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check. `cost` (the effect of a lack) and `remedy` are "" if nothing lacks."""
+    """The result of a check. If the host lacks something, `cost` describes the effect and `remedy`
+    the remedy; otherwise both are ""."""
 
     name: str
     found: str

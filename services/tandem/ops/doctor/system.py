@@ -62,7 +62,8 @@ def shared_memory(host: HostFiles) -> Finding:
 
 
 def open_files(host: HostFiles) -> Finding:
-    """Checks the hard limit on open files. A router raises its soft limit itself."""
+    """Checks the hard limit on open files. The soft limit does not matter, because a router raises
+    it to the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return Finding("open files", "unlimited")
@@ -115,7 +116,7 @@ def run_disk(host: HostFiles) -> Finding:
 
 
 def _disk(name: str, folders: tuple[Path, ...], cost: str, remedy: str) -> Finding:
-    """Checks the fullest disk among those of `folders`, which need not exist yet."""
+    """Checks the fullest of the disks that hold `folders`. The folders need not exist yet."""
     usages = {folder: shutil.disk_usage(_present(folder)) for folder in folders}
     folder, usage = min(usages.items(), key=lambda pair: pair[1].free / max(1, pair[1].total))
     found = f"{usage.free / 1e9:.3g} of {usage.total / 1e9:.3g} GB free in {folder}"

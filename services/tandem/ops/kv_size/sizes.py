@@ -43,7 +43,7 @@ class KvSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFit:
-    """The KV that fits on a device beside the weights of its rank. `free_bytes` is at least 0."""
+    """The KV that fits on a device beside the weights of one rank. `free_bytes` is at least 0."""
 
     dtype: str
     tensor_parallel: int

@@ -108,8 +108,8 @@ class SimulateOptions(Options):
         return names
 
     def shares(self) -> list[float]:
-        """Returns the loads as fractions of the workers' capacity; 0 means as recorded. Raises
-        UsageError."""
+        """Returns the loads as fractions of the workers' capacity; 0 is the load of the trace as
+        recorded. Raises UsageError."""
         return [_read_load(text) for text in ("trace" if self.day else self.loads).split(",")]
 
     def scenario(self) -> Scenario:

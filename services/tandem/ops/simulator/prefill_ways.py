@@ -89,7 +89,7 @@ def exposed_pull_s(
 ) -> float:
     """Returns the exposed time of a decode worker's pull: the seconds from the end of the prefill
     at `source` to the end of the pull. `cached_tokens` is the number of prompt tokens that `source`
-    did not compute. The exposed time is at least the time to pull the last chunk."""
+    had cached or loaded. The exposed time is at least the time to pull the last chunk."""
     rates = scenario.rates
     size = scenario.block_size
     missing = task.num_tokens - task.cached_tokens

@@ -21,7 +21,7 @@ DEFAULT_RATES = WorkerRates(
     block_bytes=BLOCK_SIZE * (128 << 10),
     measured=True,
 )
-# Number of blocks of the object store that a worker keeps track of, as in
+# Number of blocks in the object store that a worker remembers, as `REMEMBERED` in
 # services/tandem/engine/tiers/object_store/storage.py.
 KNOWN_IN_STORE = 65_536
 DEFAULT_PAIR = PairRate("nixl", 2e-3, 20e9)

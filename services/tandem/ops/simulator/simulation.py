@@ -2,7 +2,7 @@
 
 A request arrives, is matched in the prefix index, is placed, and is submitted to its decode worker.
 If the worker refuses the request, the request is placed again without that worker. The next states
-depend on who prefills the prompt:
+depend on the worker that prefills the prompt:
 
   the decode worker:  prefilled --> decoded --> served
   a prefill worker:   memory reserved at the decode worker --> lease opened at the prefill worker
@@ -70,7 +70,7 @@ class Simulation:
 
     @property
     def share_begun(self) -> float:
-        """Fraction of the requests that have arrived, 0 to 1. It may be read by any thread."""
+        """Fraction of the requests that have arrived, 0 to 1. Any thread may read it."""
         return len(self.requests) / max(1, len(self._arrivals))
 
     def run(self) -> None:

@@ -1,4 +1,6 @@
-"""Resizes pools of simulated workers, and counts their worker seconds.
+"""Resizes pools of simulated workers, and counts the worker seconds that are paid for.
+
+States of a worker, with the cause of a transition in the arrow:
 
     off --resize--> starting --cold start--> ready --resize--> draining --idle--> off
 

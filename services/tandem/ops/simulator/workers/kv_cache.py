@@ -1,5 +1,7 @@
 """Tracks the states of a simulated worker's KV blocks. Does no I/O.
 
+States of a block, with the method that causes a transition in the arrow:
+
     free --reserve--> private --store--> cached and held --release--> cached and idle --> evicted
                           `--release--> free
 
@@ -51,8 +53,8 @@ class SimulatedKvCache:
         return [idle.popitem(last=False)[0] for _ in range(len(idle) - room)]
 
     def store(self, block_hashes: Sequence[bytes]) -> list[bytes]:
-        """Turns as many private blocks into cached blocks with these hashes. The blocks stay held.
-        Returns the hashes that were not cached before."""
+        """Turns one private block for each hash into a cached block with that hash. The blocks stay
+        held. Returns the hashes that were not cached before."""
         new = []
         for block_hash in block_hashes:
             if block_hash not in self._held and block_hash not in self._idle:
