@@ -110,8 +110,8 @@ class _MessageKind(NamedTuple):
 class _MessageForm(NamedTuple):
     """One way to pass an assistant's message to a template."""
 
-    # whole: the message is not changed. joined: the content is appended to the reasoning.
-    # split: the tool calls are moved to a second message.
+    # whole: content, reasoning and calls stay separate fields of one message. joined: the content
+    # is appended to the reasoning. split: the tool calls are moved to a second message.
     layout: Literal["whole", "joined", "split"] = "whole"
     # Keys under which the reasoning is passed. (): the reasoning is passed as a part of `content`.
     reasoning_names: tuple[str, ...] = _REASONING_NAMES
@@ -265,8 +265,8 @@ class ChatTemplate:
 
         The default template is in chat_template.jinja, else in `tokenizer_config`, else in
         chat_template.json. A second template for chats with tools is in
-        additional_chat_templates/tool_use.jinja, or beside a default template in JSON. Raises
-        ConfigError naming the file that has an invalid template."""
+        additional_chat_templates/tool_use.jinja, or in the JSON file of the default template.
+        Raises ConfigError naming the file that has an invalid template."""
         own_file = folder / "chat_template.jinja"
         special = read_tokenizer_settings(folder / "special_tokens_map.json")
         tokens = _special_tokens(tokenizer_config, special)

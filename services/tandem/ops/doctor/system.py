@@ -63,7 +63,7 @@ def shared_memory(host: HostFiles) -> Finding:
 
 def open_files(host: HostFiles) -> Finding:
     """Checks the hard limit on open files. The soft limit does not matter, because a router raises
-    it to the hard limit."""
+    it as far as needed."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return Finding("open files", "unlimited")
