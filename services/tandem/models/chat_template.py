@@ -8,11 +8,15 @@ The sandbox limits what a template can access, but not its running time. Each lo
 call and each product therefore checks a deadline, and the results of products and powers have a
 maximum size. Memory is not limited: the process or pod must limit it.
 
-Templates differ in the messages that they expect: a missing content is absent, null or empty;
-reasoning has one of several names; arguments of tool calls are objects or JSON text; content is a
-string or a list of parts. At load, small test chats show which form the template renders
-completely. Each message is then passed in the first such form. The first form that is tried is the
-one that transformers uses.
+Templates expect messages in different forms:
+- A missing content is absent, null or empty.
+- The key of the reasoning has one of several names.
+- Arguments of tool calls are objects or JSON text.
+- Content is a string or a list of parts.
+
+When a template is loaded, small test chats are rendered in each form, starting with the form that
+transformers uses. Messages are then passed in the first form in which the template renders the
+most parts.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ from tandem.models.files import first_line, naming
 from tandem.models.tokenizer_settings import is_token, read_tokenizer_settings
 
 RENDER_S_MAX = 5.0  # Typical conversations take milliseconds.
-# Limits the result of a product or power: bits of a number, or elements of a string or list.
+# Largest result of a product or power: bits of a number, or elements of a string or list.
 _RESULT_SIZE_MAX = 1 << 20
 # A template that receives data of an unexpected type raises ordinary Python errors.
 _PYTHON_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
@@ -86,14 +90,15 @@ class _SmallestChat(NamedTuple):
 
 
 class _MessageKind(NamedTuple):
-    """The combination of parts in an assistant's message."""
+    """Which of content, reasoning and tool calls an assistant's message has."""
 
-    content: str | None  # None or "" as received; "text" for any other content
+    content: str | None  # None, "", or "text" for any other content
     has_reasoning: bool
     has_calls: bool
 
     def message(self, reasoning: str) -> dict[str, Any]:
-        """Returns a test message with these parts; `reasoning` is its reasoning text."""
+        """Returns a test message of this kind. `reasoning` is the text of the reasoning, if the
+        kind has one."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.has_reasoning:
             message[_REASONING_NAMES[0]] = reasoning
@@ -105,14 +110,18 @@ class _MessageKind(NamedTuple):
 class _MessageForm(NamedTuple):
     """One way to pass an assistant's message to a template."""
 
-    # joined: the content is appended to the reasoning. split: the calls are a separate message.
+    # whole: content, reasoning and calls stay separate fields of one message. joined: the content
+    # is appended to the reasoning. split: the tool calls are moved to a second message.
     layout: Literal["whole", "joined", "split"] = "whole"
-    reasoning_names: tuple[str, ...] = _REASONING_NAMES  # (): the reasoning is a content part
-    empty: tuple[str | None, ...] = ()  # one value for a missing content; (): the key is absent
-    has_argument_text: bool = False  # Arguments of calls are JSON text instead of objects.
+    # Keys under which the reasoning is passed. (): the reasoning is passed as a part of `content`.
+    reasoning_names: tuple[str, ...] = _REASONING_NAMES
+    # The value of `content` if the message has no content. (): the key `content` is left out.
+    empty: tuple[str | None, ...] = ()
+    has_argument_text: bool = False  # True: arguments of calls are JSON text. False: objects.
 
     def messages(self, message: _Message) -> list[dict[str, Any]]:
-        """Returns the messages that the template receives for one message, in this form."""
+        """Converts one message to this form. Returns two messages if the layout is "split" and the
+        message has tool calls, else one."""
         given = {name: value for name, value in message.items() if value is not None}
         content = given.pop("content", None)
         calls = given.pop("tool_calls", None)
@@ -155,8 +164,8 @@ class _TemplateTraits(NamedTuple):
     takes_parts: Mapping[str, bool]  # by role: the template renders a list of parts as content
     shows_calls: bool  # The template renders tool calls of earlier answers.
     shows_results: bool  # The template renders the results of tool calls.
-    takes_one_call: bool  # A message with several calls loses some of them, or is refused.
-    # Call ids may have any form; otherwise nine letters and digits, as Mistral requires.
+    takes_one_call: bool  # True: messages with several calls are split into one call each.
+    # True: call ids may have any form. False: nine letters and digits, as Mistral requires.
     takes_all_ids: bool
 
     def chat(self, messages: Sequence[_Message]) -> list[dict[str, Any]]:
@@ -189,8 +198,8 @@ class _TemplateTraits(NamedTuple):
 
 
 def _with_one_call_each(messages: Sequence[_Message]) -> list[_Message]:
-    """Splits messages with several tool calls into messages with one call, each followed by the
-    result of its call."""
+    """Splits each message with several tool calls into messages with one call. The result of a call
+    follows the message with the call."""
     given: list[_Message] = []
     rest = list(messages)
     while rest:
@@ -212,8 +221,8 @@ def _with_one_call_each(messages: Sequence[_Message]) -> list[_Message]:
 
 
 def _with_short_ids(message: _Message) -> _Message:
-    """Returns the message with each call id that is not nine letters and digits replaced by a hash
-    of it in that form."""
+    """Returns the message with call ids of nine letters and digits. An id of another form is
+    replaced by nine hexadecimal digits of the id's hash."""
     changed = dict(message)
     if calls := message.get("tool_calls"):
         changed["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in calls]
@@ -241,7 +250,7 @@ class ChatTemplate:
         that renders the chats with tools."""
         try:
             self._template = _environment().from_string(source)
-        # jinja2 compiles to Python, whose compiler can fail in other ways.
+        # jinja2 generates Python code, so errors of the Python compiler are possible, too.
         except Exception as error:
             raise ConfigError(
                 f"the model's chat template cannot be compiled: {first_line(error)}"
@@ -254,15 +263,17 @@ class ChatTemplate:
     def from_folder(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplate | None:
         """Reads the chat template of a model folder; returns None if it has no template.
 
-        The sources are chat_template.jinja and additional_chat_templates/tool_use.jinja, then
-        `tokenizer_config`, then chat_template.json. Raises ConfigError naming the file that has an
-        invalid template."""
+        The default template is in chat_template.jinja, else in `tokenizer_config`, else in
+        chat_template.json. A second template for chats with tools is in
+        additional_chat_templates/tool_use.jinja, or in the JSON file of the default template.
+        Raises ConfigError naming the file that has an invalid template."""
         own_file = folder / "chat_template.jinja"
         special = read_tokenizer_settings(folder / "special_tokens_map.json")
         tokens = _special_tokens(tokenizer_config, special)
         settings_file = folder / "tokenizer_config.json"
         named = None if own_file.is_file() else tokenizer_config.get("chat_template")
-        if not (named or own_file.is_file()):  # Multimodal models keep their template in this file.
+        if not (named or own_file.is_file()):
+            # Multimodal models keep their template in chat_template.json.
             settings_file = folder / "chat_template.json"
             named = read_tokenizer_settings(settings_file).get("chat_template")
         tool_file = folder / "additional_chat_templates" / "tool_use.jinja"
@@ -277,7 +288,7 @@ class ChatTemplate:
                 template = None
                 if source:
                     template = cls(source, tokens, earlier)
-                    # Computes it now, so that the first request does not wait for it.
+                    # The traits are computed now, so that the first request does not wait for them.
                     _ = template._traits
         return template
 
@@ -365,7 +376,7 @@ class ChatTemplate:
             text = self._render_probe(role, "probedone")
             takes_text[role] = "probedone" in text
             parts = self._render_probe(role, _PROBED_PARTS)
-            # A template that prints the Python list itself prints its quotes as well.
+            # Quotes around a part show that the template prints the list as Python does.
             are_shown = all(p["text"] in parts for p in _PROBED_PARTS)
             takes_parts[role] = are_shown and not any(q + "probedone" in parts for q in "'\"")
         traits = _TemplateTraits(
@@ -387,8 +398,11 @@ class ChatTemplate:
         return traits._replace(takes_all_ids=takes_all)
 
     def _shows_results(self, traits: _TemplateTraits) -> bool:
-        """Returns whether the template renders results after calls, or after text that replaces the
-        calls. A refused result counts as rendered, because it is not dropped silently."""
+        """Returns whether the template renders the result of a tool call. The test chats have the
+        result after a call, and after an answer without calls.
+
+        Also returns True if the template refuses all test chats, because a refused result is not
+        dropped silently."""
         called = [traits.given(_CALLED)] if traits.shows_calls else []
         shown = []
         for before in (*called, [{"role": "assistant", "content": "b"}]):
@@ -440,9 +454,9 @@ class ChatTemplate:
         return "probedcall" in rendered and "probedtwo" in rendered
 
     def _best_form(self, kind: _MessageKind) -> _MessageForm:
-        """Returns the form in which the template renders the most parts of a message; the first one
-        if several are equal. Content is not counted: a template that drops it does so in
-        transformers, too."""
+        """Returns the first form in which the template renders both reasoning and tool calls, or
+        else the most of them. Content is not counted, because a template that drops content does so
+        in transformers, too."""
         best = _MessageForm()
         most = -1
         tried: list[Any] = []
@@ -471,8 +485,8 @@ class ChatTemplate:
             yield _MessageForm(*form)
 
     def _num_shown(self, kind: _MessageKind, form: _MessageForm) -> int:
-        """Counts the parts (reasoning, calls) that the template renders; returns -1 if it refuses
-        the message or prints a null content as text."""
+        """Returns how many of reasoning and tool calls the template renders in this form; -1 if the
+        form is unusable, for example because the template refuses it or prints null as text."""
         given = form.messages(kind.message("probedthought"))
         if kind.has_calls:
             chat = [self._smallest_chat.user, *given, _RESULT]
@@ -523,8 +537,8 @@ class _Clock(threading.local):
         self.late_at = time.monotonic() + RENDER_S_MAX
 
     def check(self) -> str:
-        """Raises TemplateError if the deadline has passed. Returns "", because loops print the
-        result."""
+        """Raises TemplateError if the deadline has passed. Returns "", because the template prints
+        the result in each loop iteration."""
         if time.monotonic() > self.late_at:
             raise jinja2.TemplateError(f"it does not end within {RENDER_S_MAX:g} s")
         return ""
@@ -559,7 +573,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _result_size(operator: str, left: Any, right: Any) -> int:
-    """Estimates the size of the result: bits of a number, or elements of a string or list."""
+    """Estimates the size of the result of `*` or `**`: bits of a number, or elements of a string or
+    list."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length()
         return bits * abs(right) if operator == "**" else bits + right.bit_length()
@@ -607,8 +622,8 @@ def _special_tokens(
 ) -> dict[str, Any]:
     """Returns the special tokens that templates may use.
 
-    As in transformers, tokenizer_config.json has priority if it lists added tokens; otherwise
-    special_tokens_map.json has."""
+    As in transformers, tokenizer_config.json has priority over special_tokens_map.json only if
+    tokenizer_config.json lists added tokens."""
     files = [tokenizer_config, special_map]
     if "added_tokens_decoder" not in tokenizer_config:
         files.reverse()

@@ -1,7 +1,7 @@
-"""Reads a model's JSON files, and turns errors in its files into one line that names the file.
+"""Reads a model's JSON files, and converts errors in a model's files into one-line messages.
 
-A model's file may contain anything. Code that reads it expects certain types, and other types raise
-arbitrary errors of Python or of a library.
+A model's file may contain anything. The code that reads a file expects certain types, so other
+types raise arbitrary errors of Python or of a library. The messages name the file.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from tandem.common.printable import printable
 from tandem.errors import ConfigError, TandemError
 
-_LINE_MAX = 500  # characters of a message, which may quote file contents
+_LINE_MAX = 500  # maximum length of a message, in characters; messages may quote file contents
 _NAMES_SHOWN_MAX = 3
 
 
@@ -42,7 +42,7 @@ def first_line(error: BaseException) -> str:
 
 
 def few(tensors: Sequence[str]) -> str:
-    """Lists the first tensor names for an error message, followed by the number of the others."""
+    """Lists the first few tensor names for an error message, and the number of further names."""
     more = len(tensors) - _NAMES_SHOWN_MAX
     shown = ", ".join(tensors[:_NAMES_SHOWN_MAX])
     return f"{shown} and {more} more tensors" if more > 0 else shown
@@ -71,6 +71,6 @@ def _printable_line(text: str) -> str:
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Returns whether a Rust library panicked. Its error does not derive from Exception, and its
-    class cannot be imported."""
+    """Returns whether the error is a panic of a Rust library. The class of such errors does not
+    derive from Exception and cannot be imported."""
     return type(error).__name__ == "PanicException"

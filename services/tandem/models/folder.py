@@ -15,7 +15,7 @@ class ModelFolder:
     fingerprint: str  # hex
     name: str  # the default served model name
     weight_files: tuple[Path, ...]  # safetensors or GGUF; each tensor is in exactly one file
-    # Parameters in the files; valid for unquantized checkpoints and for GGUF files.
+    # Number of parameters; valid only for unquantized checkpoints and for GGUF files.
     num_weights: int
 
     @property

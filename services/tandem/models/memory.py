@@ -1,7 +1,8 @@
 """Compares the memory that a worker needs with the memory that is free on its machine.
 
-    native kernels   KV pool + packed weights + the largest tensor during its conversion
-    other kernels    KV pool + weights in the compute dtype
+    kernels    memory that a worker needs
+    native     KV pool + packed weights + the largest tensor while it is converted
+    others     KV pool + weights in the compute dtype
 
 Native kernels convert and pack one tensor at a time. Tensors stored in the compute dtype, and
 quantized tensors that stay quantized, are not converted: they are mapped from their file. Mapped
@@ -25,7 +26,7 @@ from tandem.models.shape import num_parameters
 class Memory:
     """The free and total memory of this machine or container."""
 
-    place: str  # name of the machine or container in messages
+    place: str  # "this machine" or "this container", for messages
     free_bytes: int
     total_bytes: int
 
@@ -34,7 +35,7 @@ class Memory:
 class Need:
     """The memory that one worker needs. `weights_bytes` is 0 while the model is unknown."""
 
-    option: str  # the option that sets the pool's size, with its value
+    option: str  # the option that sets the KV pool's size, with the option's value
     pool_bytes: int
     weights_bytes: int
 
@@ -42,8 +43,8 @@ class Need:
 def read_memory(
     membership: Path = Path("/proc/self/cgroup"), hierarchy: Path = Path("/sys/fs/cgroup")
 ) -> Memory:
-    """Returns the free memory of the machine, or of the enclosing cgroup (version 2) with the least
-    free memory if that is less."""
+    """Returns the memory of the machine, or that of an enclosing cgroup (version 2): the one with
+    the least free memory."""
     machine = psutil.virtual_memory()
     found = [Memory("this machine", machine.available, machine.total)]
     try:
@@ -77,8 +78,8 @@ def worker_need(
 ) -> Need:
     """Returns the memory that one worker needs with these settings.
 
-    `dtype` and `kernels` are the engine's choices; if empty, they are what an engine on this
-    machine's CPU chooses. `model` is None while it is unknown."""
+    `dtype` and `kernels` are the engine's choices. If they are empty, the choices of an engine on
+    this machine's CPU are assumed. `model` is None while the model is unknown."""
     dtype = dtype or compute_dtype(config, has_bfloat16=cpu_has_bfloat16())
     if config.num_blocks is None:
         option = f"--kv-memory {config.kv_bytes_max}"
@@ -111,7 +112,7 @@ def worker_need(
         stored_bytes = sum(file.stat().st_size for file in model.weight_files)
         weights_bytes = int(stored_bytes * _growth_max(model, kernels))
         if not model.is_gguf and DTYPE_BYTES[dtype] > DTYPE_BYTES[shape.torch_dtype]:
-            # The embedding and the output matrix, which are rarely quantized.
+            # The embedding and the output matrix are rarely quantized, so they are converted.
             weights_bytes += 2 * shape.vocab_size * shape.hidden_size * DTYPE_BYTES[dtype]
         return Need(option, pool_bytes, weights_bytes)
     if kernels in ("torch", "triton"):
@@ -127,8 +128,9 @@ def keeps_quantized(config: EngineOptions, model: ModelFolder, kernels: str) -> 
     """Returns whether quantized weights stay quantized in memory.
 
     Settings that require other weights (`weights`, `dtype`, exact `numerics`) cause a conversion.
-    Native kernels quantize activations for all quantized weights except fp8, which they expand. The
-    other kernels expand every format.
+    Exact numerics do so only with native kernels and quantized weights other than fp8, because
+    native kernels multiply these weights with quantized activations. Native kernels dequantize fp8
+    weights during the product, and the other kernels dequantize all formats.
     """
     is_quantized = model.is_gguf or model.config.is_mxfp4 or model.config.quantization is not None
     if config.weights != "auto" or not is_quantized:
@@ -142,7 +144,7 @@ def _growth_max(model: ModelFolder, kernels: str) -> float:
     """Returns the largest ratio of the memory of quantized weights to the size of their files."""
     scheme = model.config.quantization
     if kernels in ("torch", "triton"):
-        return 1.06  # One byte of zero point for each 32 inputs.
+        return 1.06  # Each group of 32 inputs gets a zero point of one byte.
     return 1.0 if scheme is None else scheme.growth_max
 
 

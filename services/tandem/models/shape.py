@@ -1,6 +1,6 @@
 """Reads only a model's shape, without weights, tokenizer or conversion.
 
-It accepts what `source.resolve` accepts, and also the path of a config.json.
+A model is named as for `source.resolve`, or by the path of a config.json.
 """
 
 from pathlib import Path

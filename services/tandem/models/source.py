@@ -44,7 +44,7 @@ _HUB_FILES_IGNORED = [
     "original/*",
 ]  # Copies of the same weights in another format.
 _INDEX_FILE = "model.safetensors.index.json"
-_EDGE_BYTES = 1 << 20  # hashed from the start and from the end of each weight file
+_EDGE_BYTES = 1 << 20  # number of bytes hashed at the start and at the end of each weight file
 
 
 def resolve(model: str, *, revision: str = "", cache_dir: Path | None = None) -> ModelFolder:
@@ -100,9 +100,9 @@ def read_folder(
 ) -> ModelFolder:
     """Reads a Hugging Face folder. Raises ConfigError naming the file that is missing.
 
-    `gguf_file` holds the weights of a folder that was converted from GGUF, or is one of several
-    parts; by default the path recorded at the conversion is used. `cache_dir` keeps the
-    tokenizer.json that is made for a folder with another tokenizer format.
+    `gguf_file` has the weights of a folder that was converted from GGUF; of a split model it is any
+    of the files. By default it is the file whose path the conversion recorded. `cache_dir` keeps
+    the tokenizer.json that is made for a folder with another tokenizer format.
     """
     path = weights = path.resolve()
     for file in ("config.json", "tokenizer.json"):
@@ -155,8 +155,9 @@ def read_folder(
 def _text_part_of(config: ModelConfig, files: Sequence[Path]) -> tuple[ModelConfig, int]:
     """Returns the config of a multimodal checkpoint's text part, and its number of parameters.
 
-    The files decide whether the text part has its own output matrix. `tie_word_embeddings` of
-    config.json is unreliable: versions of transformers wrote the value of different parts.
+    Whether the text part has its own output matrix is read from the weight files.
+    `tie_word_embeddings` of config.json is unreliable, because some versions of transformers wrote
+    the value of another part of the model.
     """
     num_weights = 0
     has_output = False
@@ -170,7 +171,7 @@ def _text_part_of(config: ModelConfig, files: Sequence[Path]) -> tuple[ModelConf
 
 
 def _with_converted_tokenizer(path: Path, cache_dir: Path | None) -> Path | None:
-    """Returns a cached copy of the folder that adds the missing tokenizer.json; None if the folder
+    """Returns a cached copy of the folder with the missing tokenizer.json added; None if the folder
     has no tokenizer that can be converted."""
     # Imported here because the import is slow and only such folders need it.
     from tandem.models.tokenizer.ranked_tokens import tokenizer_file, with_tokenizer_json
@@ -257,11 +258,11 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def _fingerprint(path: Path, weights: tuple[Path, ...]) -> str:
-    """Returns the BLAKE2b hash of config, tokenizer, and each weight file's name, size, header and
-    edges, in hex.
+    """Returns the BLAKE2b hash, in hex, of config, tokenizer, and each weight file's name, size,
+    header, first bytes and last bytes.
 
-    It reads a few MiB instead of gigabytes. Two models with equal shapes that differ only in the
-    middle of a weight file have the same fingerprint.
+    Hashing reads a few MiB per file instead of gigabytes. Two models with equal shapes that differ
+    only in the middle of a weight file have the same fingerprint.
     """
     digest = hashlib.blake2b(digest_size=16)
     settings = [path / "config.json", path / "tokenizer.json"]

@@ -11,10 +11,10 @@ from tandem.models.files import naming, read_json_if_any
 def end_token_ids(path: Path) -> tuple[int, ...]:
     """Returns the ids of all tokens that end an answer of the model in the folder `path`.
 
-    They come from generation_config.json, config.json and the tokenizer's own end token. The latter
-    is needed because a fine-tuned model may keep its base model's configs and end turns with
-    another token. Raises ConfigError naming a file that cannot be read, UnsupportedModel for
-    invalid ids.
+    The ids come from generation_config.json, from config.json and from the tokenizer's `eos_token`.
+    The tokenizer's end token is needed because a fine-tuned model may keep its base model's config
+    files and end turns with another token. Raises ConfigError naming a file that cannot be read,
+    UnsupportedModel for invalid ids.
     """
     with naming(path / "config.json"):
         ids = read_eos_token_ids(
@@ -41,15 +41,15 @@ def _end_token_of_tokenizer(path: Path) -> int | None:
 
 
 def _id_of(token: str, file: Path) -> int | None:
-    """Looks up a token's id in a tokenizer.json, among added and ordinary tokens; None if
-    absent."""
+    """Returns the id of an added or ordinary token in a tokenizer.json; None if it has no such
+    token."""
     tokenizer = read_json_if_any(file)
     with naming(file):
         for each in tokenizer.get("added_tokens") or []:
             if each["content"] == token:
                 return int(each["id"])
         vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
-        if isinstance(vocabulary, list):  # Unigram: pairs of piece and score; the index is the id
+        if isinstance(vocabulary, list):  # Unigram: a list of (piece, score), indexed by token id.
             vocabulary = {piece: token_id for token_id, (piece, _) in enumerate(vocabulary)}
         token_id = vocabulary.get(token)
         return token_id if type(token_id) is int else None

@@ -21,10 +21,10 @@ from tandem.models.config.text_part import names_in_model
 from tandem.models.files import few, naming
 from tandem.models.gguf.names import gguf_names
 
-# Old checkpoints store these tables, which can be computed from the config.
+# Tables of RoPE frequencies in old checkpoints. They are ignored: the config determines them.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
-# The source of the config in error messages; for safetensors it is config.json.
+# What error messages call the config of a GGUF file. The config of safetensors is config.json.
 _IN_GGUF = "its header"
 
 
@@ -87,12 +87,12 @@ def _stored_in_gguf(files: Sequence[Path], config: ModelConfig) -> dict[str, _St
 def _forms(
     shapes: Shapes, stored: Mapping[str, TensorHeader], config: ModelConfig
 ) -> dict[str, Form]:
-    """Returns the expected form of each tensor in safetensors files, by its stored name. A
-    quantized matrix is stored as several tensors."""
+    """Returns the allowed shapes and types of each tensor in safetensors files, by the tensor's
+    stored name. A quantized matrix is stored as several tensors."""
     forms: dict[str, Form] = {}
     for name, shape in shapes.items():
         forms |= _forms_of(name, shape, stored, config)
-    if config.tie_word_embeddings:  # Some checkpoints store the tied matrix twice.
+    if config.tie_word_embeddings:  # Some checkpoints store the output matrix all the same.
         again = _forms_of(OUTPUT, shapes[EMBEDDING], stored, config)
         first = _forms_of(EMBEDDING, shapes[EMBEDDING], stored, config)
         if again.keys() & stored.keys() and _parts(again) != _parts(first):

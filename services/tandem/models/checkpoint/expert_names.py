@@ -1,12 +1,16 @@
 """Names and shapes of the experts' tensors in checkpoints, by naming scheme.
 
+Names are relative to the layer. E is the number of an expert, and "inner" is an expert's
+intermediate size.
+
+scheme    name                                          shape                   models, or matrix
 apart     block_sparse_moe.gate.weight                  [experts, hidden]       Mixtral
           block_sparse_moe.experts.E.{w1,w3}.weight     [inner, hidden]         gate and up
           block_sparse_moe.experts.E.w2.weight          [hidden, inner]         down
           mlp.gate.weight, mlp.experts.E.{gate,up,down}_proj.weight             Qwen 3, DeepSeek
           mlp.gate.e_score_correction_bias              [experts]               DeepSeek V3
           mlp.shared_experts.{gate,up,down}_proj.weight                         DeepSeek
-stacked   mlp.gate.weight                               [experts, hidden]       either
+stacked   mlp.gate.weight                               [experts, hidden]       all of the above
           mlp.experts.gate_up_proj                      [experts, 2 inner, hidden]
           mlp.experts.down_proj                         [experts, hidden, inner]
 GGUF      mlp.gate.weight                               [experts, hidden]
@@ -17,8 +21,9 @@ gpt-oss   mlp.router.{weight,bias}                      [experts, hidden], [expe
           mlp.experts.gate_up_proj_bias                 [experts, 2 inner]
           mlp.experts.down_proj                         [experts, inner, hidden]
           mlp.experts.down_proj_bias                    [experts, hidden]
-          in GGUF files: as in the row GGUF, with mlp.experts.{gate,up,down}_proj.bias
-          in MXFP4 (check.py)                           [experts, out, in]
+          In GGUF files: names of the scheme GGUF, and mlp.experts.{gate,up,down}_proj.bias.
+          In MXFP4: the matrices have the shape [experts, out, in]; each is stored as two tensors,
+          `_blocks` and `_scales` (check.py).
 """
 
 from collections.abc import Collection
@@ -32,7 +37,7 @@ from tandem.models.config.model import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
-MXFP4_BLOCK = 32  # numbers that share a scale
+MXFP4_BLOCK = 32  # number of consecutive weights that share a scale
 _STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _OF_GGUF = tuple(f"mlp.experts.{part}_proj.weight" for part in ("gate", "up", "down"))
 _PLACES: dict[ExpertForm, str] = {
@@ -59,7 +64,7 @@ class ExpertNames:
     form: ExpertForm
     is_stacked: bool
     is_mxfp4: bool = False
-    is_gguf: bool = False  # Gate and up are separate stacked tensors.
+    is_gguf: bool = False  # True: gate and up are separate stacked tensors.
 
     @classmethod
     def of(cls, config: ModelConfig, stored: Collection[str]) -> Self:

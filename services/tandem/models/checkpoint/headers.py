@@ -1,6 +1,7 @@
-"""Reads the header of a safetensors file without its data.
+"""Reads the header of a safetensors file, but not the file's data.
 
-    8 bytes: the header's length | a JSON object with type, shape and offsets of each tensor | data
+A file consists of the header's length (8 bytes), the header (a JSON object with the type, shape and
+offsets of each tensor), and the data.
 
 Format: https://github.com/huggingface/safetensors. Files that the safetensors library refuses raise
 ConfigError, which names the file.
@@ -36,7 +37,7 @@ _BITS = {
 class TensorHeader:
     """The type and shape of a tensor in a file's header."""
 
-    dtype: str  # as safetensors names it, such as BF16
+    dtype: str  # name of the type in the file's format, such as BF16
     shape: tuple[int, ...]
 
 
@@ -53,7 +54,7 @@ class Form:
 class Header:
     """The header of a safetensors file."""
 
-    raw: bytes  # its JSON
+    raw: bytes  # the header's JSON as stored
     tensors: Mapping[str, TensorHeader]
 
 

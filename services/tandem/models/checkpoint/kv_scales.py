@@ -1,5 +1,8 @@
-"""Finds a checkpoint's static KV cache scales. Their names are:
+"""Finds a checkpoint's static KV cache scales.
 
+The scales of V are named like those of K, with v in place of k:
+
+name of the scale of K                      used by
 model.layers.N.self_attn.k_scale            compressed-tensors
 model.layers.N.self_attn.k_proj.k_scale     ModelOpt
 model.layers.N.self_attn.qkv_proj.k_scale   checkpoints that store Q, K and V as one matrix

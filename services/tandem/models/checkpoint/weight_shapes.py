@@ -1,6 +1,7 @@
 """Derives the names and shapes of a model's tensors from its config.
 
-The tensors of latent attention are:
+The tensors of latent attention are listed below. "plain" and "rope" are the numbers of elements of
+a head's query that are not rotated and that are rotated, "value" is the size of a head's value.
 
 self_attn.q_proj.weight                     [heads * (plain + rope), hidden]    if q rank is None
 self_attn.q_a_proj.weight, .bias            [q rank, hidden]                    otherwise
@@ -26,7 +27,7 @@ from tandem.models.config.model import ModelConfig
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
-# By the position of the norms: the field of LayerWeights -> the name in checkpoints.
+# Position of the norms in a layer -> field of LayerWeights -> name of the norm in checkpoints.
 NORMS = {
     "before": {
         "attention_norm": "input_layernorm",
@@ -74,8 +75,8 @@ def _num_experts(config: ModelConfig) -> int:
 
 
 def _attention_shapes(config: ModelConfig, layer: str, stored: Collection[str]) -> Shapes:
-    """Returns the shapes of a layer's attention and norms. `layer` is its name, as in
-    model.layers.0."""
+    """Returns the shapes of a layer's attention and norms. `layer` is the name of the layer, such
+    as model.layers.0."""
     hidden = config.hidden_size
     head_dim = config.head_dim
     norms: Shapes = {f"{name}.weight": (hidden,) for name in NORMS[config.norms].values()}

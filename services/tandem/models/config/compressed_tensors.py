@@ -1,4 +1,4 @@
-"""Reads `config_groups` of compressed-tensors: schemes, and the modules to which they apply.
+"""Reads `config_groups` of compressed-tensors: quantization schemes, each with its modules.
 
     "config_groups": {NAME: {"targets": [...], "weights": {...}, "format": ...}, ...}
 
@@ -25,7 +25,8 @@ BLOCK = [128, 128]
 GROUP_SIZES = (32, 64, 128)
 _ALL = "Linear"
 _PATTERN = "re:"
-# More repetitions could make a failing match take exponential time.
+# Patterns with more than _REPEATS_MAX repetitions, or with a repeated group, are refused, because a
+# failing match could take exponential time.
 _REPEATS = re.compile(r"[*+{]")
 _REPEATS_MAX = 6
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
@@ -36,7 +37,7 @@ _FORMATS: Mapping[str, tuple[Coding, str, tuple[int, ...]]] = {
     "int-quantized": ("scaled", "int", (8,)),
     "pack-quantized": ("packed", "int", (4, 8)),
 }
-_STRATEGIES = {  # Format name -> the parts of a matrix that may share a scale.
+_STRATEGIES = {  # Format name -> allowed `strategy`: the part of a matrix that shares a scale.
     "float-quantized": ("tensor", "channel", "block"),
     "int-quantized": ("tensor", "channel"),
     "pack-quantized": ("group", "channel"),

@@ -19,11 +19,12 @@ class ExpertGroups:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of one layer: a router chooses `top_k` of them for each token and sums their
-    outputs, weighted.
+    """The experts of one layer. A router chooses `top_k` experts for each token; the result is the
+    weighted sum of the outputs of these experts.
 
     The weights are the softmax of the router's logits, over all experts or over the chosen ones.
-    With `is_corrected` they are the sigmoids of the logits. Either may be normalized to sum to 1.
+    With `is_corrected` the weights are the sigmoids of the logits. Both kinds of weights may be
+    normalized to sum to 1.
     """
 
     num: int
@@ -31,9 +32,9 @@ class Experts:
     inner: int  # intermediate size of each expert
     is_normalized: bool  # A token's weights sum to 1 before `scale` is applied.
     has_biases: bool = False  # The router and all products of the experts have biases.
-    is_corrected: bool = False  # Experts are ranked by sigmoid plus a learned bias.
+    is_corrected: bool = False  # Experts are ranked by sigmoid(logit) plus a learned bias.
     groups: ExpertGroups | None = None
-    scale: float = 1.0  # factor on the weights
+    scale: float = 1.0  # factor on the weights of the chosen experts
     shared_inner: int = 0  # intermediate size of the shared experts together; 0: no shared experts
 
 

@@ -66,7 +66,7 @@ class Family:
     has_caps: logits and attention scores may be soft-capped (`final_logit_softcapping` and
         `attn_logit_softcapping`).
     refuses: keys that must be absent, null or false.
-    demands: keys with the values that they may have; absent is allowed, too.
+    demands: keys that must be absent or have one of the listed values.
     defaults: values of keys that are absent from config.json.
     """
 

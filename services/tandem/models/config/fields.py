@@ -12,7 +12,7 @@ from tandem.errors import UnsupportedModel
 
 
 def size(config: Mapping[str, Any], name: str) -> int:
-    """Returns a required positive integer. Raises UnsupportedModel."""
+    """Returns the field `name`, a required positive integer. Raises UnsupportedModel."""
     value = config.get(name)
     if type(value) is not int or value < 1:
         raise UnsupportedModel(f"{name} is {value!r:.80}; it must be a positive integer")
@@ -20,13 +20,14 @@ def size(config: Mapping[str, Any], name: str) -> int:
 
 
 def optional_size(config: Mapping[str, Any], name: str, default: int) -> int:
-    """Returns a positive integer; `default` if it is absent or null. Raises UnsupportedModel."""
+    """Returns a positive integer; `default` if the field is absent or null. Raises
+    UnsupportedModel for any other value."""
     return default if config.get(name) is None else size(config, name)
 
 
 def number(config: Mapping[str, Any], name: str, default: float) -> float:
-    """Returns a positive number; `default` if it is absent. Raises UnsupportedModel, also for
-    null."""
+    """Returns a positive number; `default` if the field is absent. Raises UnsupportedModel for any
+    other value, including null."""
     value = config.get(name, default)
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise UnsupportedModel(f"{name} is {value!r:.80}; it must be a number > 0")
@@ -34,12 +35,14 @@ def number(config: Mapping[str, Any], name: str, default: float) -> float:
 
 
 def optional_number(config: Mapping[str, Any], name: str, default: float) -> float:
-    """Returns a positive number; `default` if it is absent or null. Raises UnsupportedModel."""
+    """Returns a positive number; `default` if the field is absent or null. Raises UnsupportedModel
+    for any other value."""
     return default if config.get(name) is None else number(config, name, default)
 
 
 def flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """Returns a boolean; `default` if it is absent or null. Raises UnsupportedModel."""
+    """Returns a boolean; `default` if the field is absent or null. Raises UnsupportedModel for any
+    other value."""
     value = config.get(name)
     if value is None:
         return default

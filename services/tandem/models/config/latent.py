@@ -31,7 +31,7 @@ class Latent:
     value_dim: int  # size of a head's value
     # Size of the latent from which queries are computed; None: from the hidden state directly.
     q_rank: int | None
-    has_pairs: bool  # Two elements that are rotated together are stored side by side.
+    has_pairs: bool  # True: two elements that RoPE rotates together are stored side by side.
     scale: float  # factor on the attention scores
 
     @property
@@ -51,8 +51,8 @@ class Latent:
 
 
 def read_latent(config: Mapping[str, Any], family: Family) -> Latent | None:
-    """Returns the sizes; None for a family without latent attention. Raises UnsupportedModel naming
-    the field that is not supported."""
+    """Returns the sizes of latent attention; None for a family without it. Raises UnsupportedModel
+    naming the field that is not supported."""
     if not family.is_latent:
         return None
     heads = config.get("num_attention_heads")

@@ -26,7 +26,7 @@ class LayerSpec:
     """The properties of one layer that may differ from other layers."""
 
     rope: Rope
-    # tokens that a token attends to, including itself; None: all previous ones
+    # Number of tokens that a token attends to, including itself; None: all previous tokens.
     window: int | None = None
     experts: Experts | None = None  # None: a dense MLP
 
@@ -63,7 +63,7 @@ def _have_rope(config: Mapping[str, Any], family: Family, num_layers: int) -> li
     """Returns, for each layer, whether it applies RoPE."""
     if not family.has_no_rope_layers:
         return [True] * num_layers
-    given = config.get("no_rope_layers")  # 1: the layer has RoPE
+    given = config.get("no_rope_layers")  # one number a layer; 1: the layer has RoPE
     if given is not None:
         have_rope = _one_per_layer(given, "no_rope_layers", num_layers)
         if any(each not in (0, 1) for each in have_rope):
@@ -99,8 +99,8 @@ def _have_window(config: Mapping[str, Any], family: Family, have_rope: list[bool
 
 
 def _check_layer_types(config: Mapping[str, Any], slide: Sequence[bool]) -> None:
-    """Raises UnsupportedModel if `layer_types` contradicts the keys from which `slide` was
-    derived."""
+    """Raises UnsupportedModel if `layer_types` contradicts `slide`. `slide` says which layers have
+    a sliding window, according to other keys of the config."""
     kinds = config.get("layer_types")
     if kinds is None:
         return

@@ -41,8 +41,8 @@ class Multipliers:
 
 @dataclass(frozen=True, slots=True)
 class GateClamp:
-    """Clamped SwiGLU of gpt-oss: g * sigmoid(alpha * g) * (u + 1), with the gate g clamped to at
-    most `limit` and the up projection u to [-limit, limit]."""
+    """Clamped SwiGLU of gpt-oss: g * sigmoid(alpha * g) * (u + 1). The gate g is clamped to at most
+    `limit`, and the up projection u is clamped to [-limit, limit]."""
 
     alpha: float
     limit: float
@@ -85,7 +85,7 @@ class ModelConfig:
     is_fused: bool = False  # Checkpoints store q, k and v as one matrix, and gate and up as one.
     latent: Latent | None = None  # sizes of latent attention; None: grouped-query attention
     num_extra_layers: int = 0  # multi-token prediction layers in the checkpoint, which are not run
-    # The model is the text part of a multimodal checkpoint (text_part.py).
+    # True: the model is the text part of a multimodal checkpoint (text_part.py).
     is_text_part: bool = False
 
     @property
@@ -108,9 +108,9 @@ class ModelConfig:
     def for_contexts(self, max_model_len: int) -> ModelConfig:
         """Returns the config for serving contexts of at most `max_model_len` tokens.
 
-        It matters for longrope only. transformers chooses its short or long factors by the length
-        of each call. Cached keys cannot change, so the maximum context decides for all
-        sequences."""
+        The maximum matters only for RoPE scaling of the kind longrope, which has short and long
+        factors. transformers chooses between them by the length of each call. Here, cached keys
+        cannot change, so the maximum context decides for all sequences."""
         layers = tuple(
             replace(layer, rope=layer.rope.for_contexts(max_model_len)) for layer in self.layers
         )
@@ -193,9 +193,10 @@ class ModelConfig:
 def read_eos_token_ids(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None
 ) -> tuple[int, ...]:
-    """Returns the ids of the tokens that end a sequence, from both files.
+    """Returns the ids of the tokens that end a sequence, from config.json and
+    generation_config.json.
 
-    Raises UnsupportedModel if a value is not a token id or a list of them.
+    Raises UnsupportedModel if a value is neither a token id nor a list of token ids.
     """
     text_config = config.get("text_config")
     nested = text_config if isinstance(text_config, dict) else {}
@@ -257,7 +258,7 @@ def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _has_own_quantization(config: Mapping[str, Any], family: Family) -> bool:
-    """Returns whether a checkpoint has the quantization that only its family supports."""
+    """Returns whether the checkpoint's `quant_method` is the one that only this family may have."""
     quantization = config.get("quantization_config")
     if not family.quantization or not isinstance(quantization, dict):
         return False

@@ -10,9 +10,10 @@ NAME = "quantization_config"
 
 
 def demand(given: Any, key: str, allowed: tuple[Any, ...], name: str = "") -> Any:
-    """Returns `given[key]`. Raises UnsupportedModel listing the allowed values if it has another
-    value or `given` is not an object. `name` is the field's name in the message (default:
-    `key`)."""
+    """Returns `given[key]`. `name` is the field's name in the error message (default: `key`).
+
+    Raises UnsupportedModel listing the allowed values if `given[key]` is not allowed or `given` is
+    not an object."""
     value = given.get(key) if isinstance(given, dict) else given
     # Types are compared because True == 1. A set would not work: lists are unhashable.
     if not any(value == each and type(value) is type(each) for each in allowed):
@@ -29,5 +30,5 @@ def demand_object(value: Any, name: str) -> dict[str, Any]:
 
 
 def refusal(name: str, value: Any, what_may_be: str) -> UnsupportedModel:
-    """Makes the error for a value that is not supported; `what_may_be` says what is."""
+    """Makes the error for a value that is not supported; `what_may_be` says what is supported."""
     return UnsupportedModel(f"{NAME}: {name} is {value!r:.80}; {what_may_be}")

@@ -24,16 +24,18 @@ class Scheme:
     coding: Coding
     bits: int
     is_float: bool = False
-    group_size: int = 0  # inputs that share a scale; 0: a whole row or the whole matrix
-    block: tuple[int, int] | None = None  # outputs and inputs that share a scale
+    # Number of inputs that share a scale; 0: a whole row or the whole matrix shares one.
+    group_size: int = 0
+    block: tuple[int, int] | None = None  # (outputs, inputs) that share a scale; None: no blocks
     zero_offset: int = 0  # added to the stored zero points
-    has_zeros: bool = False  # for "packed"; False: the zero point is the middle of the range
+    # Only for "packed". True: zero points are stored. False: each is the middle of the range.
+    has_zeros: bool = False
 
     @property
     def growth_max(self) -> float:
-        """Largest ratio of a matrix's size after repacking to its size in the file. Integers are
-        repacked into blocks of 32 or 64 inputs with a scale and a zero point each; fp8 gets scales
-        per output."""
+        """Largest ratio of a matrix's size after repacking to the size in the file. Integers are
+        repacked into blocks of 32 or 64 inputs, each with a scale and a zero point. fp8 matrices
+        get separate scales for each output."""
         if self.is_float:
             return 1.04
         return 4.5 / 4 if self.bits == 4 else 8.5 / 8
@@ -49,7 +51,7 @@ class Quantization:
 
     default: Scheme | None = None  # None: other modules are not quantized
     by_name: Mapping[str, Scheme] = field(default_factory=dict)
-    # matched at the start of a name; the first match wins
+    # Patterns are matched at the start of a module's name, and the first match wins.
     by_pattern: tuple[tuple[re.Pattern[str], Scheme], ...] = ()
 
     def of(self, module: str) -> Scheme | None:
@@ -67,7 +69,7 @@ class Quantization:
 
     @property
     def growth_max(self) -> float:
-        """Largest ratio of the matrices' size after repacking to their size in the files."""
+        """Largest ratio of the size of any matrix after repacking to its size in the files."""
         return max(scheme.growth_max for scheme in self._schemes())
 
     def _schemes(self) -> Iterator[Scheme]:

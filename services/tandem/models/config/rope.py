@@ -19,7 +19,7 @@ _LOCAL_THETA = 10000.0  # default for layers with a window (Gemma 3)
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Scaling of the RoPE frequencies. Fields after `factor` that a kind does not use are neutral.
+    """Scaling of the RoPE frequencies. Fields that a kind does not use keep their defaults.
 
     linear: positions are divided by `factor`.
     llama3: frequencies with wavelengths above `original_max_position_embeddings / low_freq_factor`
@@ -28,8 +28,9 @@ class RopeScaling:
         interpolated.
     yarn: frequencies that turn more than `beta_fast` times in the original context are kept, those
         that turn less than `beta_slow` times are divided by `factor`, and those between are
-        blended. With `truncate` the borders are rounded outwards to whole dimensions. cos and sin
-        are multiplied by `attention_factor` (https://arxiv.org/abs/2309.00071).
+        blended. With `truncate` the ends of the blended range are rounded outwards to whole
+        dimensions. cos and sin are multiplied by `attention_factor`
+        (https://arxiv.org/abs/2309.00071).
     longrope: each frequency is divided by its own factor, from `short_factors` if the maximum
         context is at most the original one, else from `long_factors`. cos and sin are multiplied by
         `attention_factor` (https://arxiv.org/abs/2402.13753).
@@ -67,7 +68,7 @@ class Rope:
     theta: float | None  # None: the layer has no RoPE (NoPE)
     scaling: RopeScaling | None = None
     rotary_share: float = 1.0  # fraction of each head that is rotated, from its first element
-    is_long: bool = False  # longrope uses `long_factors`
+    is_long: bool = False  # True: longrope uses `long_factors`.
 
     def for_contexts(self, max_model_len: int) -> "Rope":
         """Returns the parameters for contexts of at most `max_model_len` tokens."""
@@ -95,8 +96,9 @@ def read_ropes(
 ) -> dict[str, Rope]:
     """Returns the RoPE parameters by layer kind: full_attention and sliding_attention.
 
-    by_kind: the kinds differ (Gemma 3). Layers with a window use the entry of `rope_parameters` for
-        sliding_attention, or `rope_local_base_freq` without scaling.
+    by_kind: True if the two kinds have different parameters (Gemma 3). Layers with a window then
+        use the entry of `rope_parameters` for sliding_attention, or `rope_local_base_freq` without
+        scaling.
 
     Raises UnsupportedModel naming the field that is not supported.
     """
@@ -127,8 +129,8 @@ def read_ropes(
 
 
 def read_rope(config: Mapping[str, Any], *, default_theta: float = 10000.0) -> Rope:
-    """Returns the RoPE parameters of a config.json in which all layers have the same. Raises
-    UnsupportedModel."""
+    """Returns the RoPE parameters of a config.json in which all layers have the same parameters.
+    Raises UnsupportedModel."""
     parameters = rope_parameters(config)
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedModel(
@@ -142,7 +144,8 @@ def read_rope(config: Mapping[str, Any], *, default_theta: float = 10000.0) -> R
     )
     if partial > 1:
         raise UnsupportedModel(f"partial_rotary_factor is {partial}; it must be at most 1")
-    # Phi-3 has this key at the top level of config.json. As in transformers, that has priority.
+    # Phi-3 has this key at the top level of config.json. As in transformers, the value at the top
+    # level has priority.
     outside = config.get("original_max_position_embeddings")
     if outside is not None:
         parameters["original_max_position_embeddings"] = outside

@@ -1,14 +1,20 @@
 """Reads the text part of a multimodal checkpoint as a model.
 
-    config.json         {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {...}}
+config.json has the config of the text part in `text_config`:
+
+    {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {...}}
+
+The prefix of tensor names depends on the program that wrote the checkpoint, or on the model:
+
+    name                                                written by, or used for
     language_model.model.layers.0.mlp.up_proj.weight    transformers 4
     model.language_model.layers.0.mlp.up_proj.weight    transformers 5
     model.text_model.layers.0.mlp.up_proj.weight        Idefics and SmolVLM
     model.layers.0.mlp.up_proj.weight                   Qwen 2 VL
 
-An architecture is listed if its results for a prompt without images are exactly those of its text
-part. Others do not qualify: PaliGemma's prompt tokens attend to later tokens, and BLIP needs an
-image. Images, audio and the tensors for them are ignored.
+An architecture is supported if its results for a prompt without images are exactly those of its
+text part. Not supported are, for example, PaliGemma, whose prompt tokens attend to later tokens,
+and BLIP, which needs an image. Images, audio and the tensors for them are ignored.
 """
 
 from __future__ import annotations
@@ -56,7 +62,7 @@ _DEFAULT_KINDS: Mapping[str, str] = {
     "VipLlava": "llama",
     "Voxtral": "llama",
 }
-# Text parts that equal another architecture when a prompt has no images.
+# model_type of a text part -> model_type with the same results for prompts without images.
 _PLAIN_KINDS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 _SIZE_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -152,8 +158,8 @@ def text_name(name: str) -> str | None:
 
 
 def _is_tied(config: Mapping[str, Any], part: Mapping[str, Any]) -> Any:
-    """Returns `tie_word_embeddings` from either config, because versions of transformers write it
-    to one or the other."""
+    """Returns `tie_word_embeddings`. Depending on the version of transformers, the field is in
+    `config`, the outer config, or in `part`, the text part's config."""
     said = [each.get("tie_word_embeddings") for each in (part, config)]
     said = [each for each in said if each is not None]
     return True if True in said else next(iter(said), None)
@@ -175,8 +181,8 @@ def _with_text_part_names(quantization: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_plain_rope(text: dict[str, Any], theta: float) -> dict[str, Any]:
-    """Returns the config with ordinary RoPE in place of M-RoPE. Without images, the three positions
-    of a token in M-RoPE are equal, so both give the same result."""
+    """Returns the config with ordinary RoPE in place of M-RoPE. M-RoPE gives each token three
+    positions. Without images these are equal, so both kinds of RoPE give the same result."""
     plain = {"rope_theta": theta, **text}
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(given := plain.get(key), dict):

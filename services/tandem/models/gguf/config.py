@@ -37,11 +37,11 @@ ARCHITECTURES = {
     "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
 }
 _GEMMAS = ("gemma2", "gemma3")
-# Numbers of layers of Gemma 2 27B and Gemma 3 27B. These two scale attention scores by the hidden
-# size per head.
+# Number of layers by which Gemma 2 27B and Gemma 3 27B are recognized. In these two models, the
+# scale of attention scores follows from hidden size / number of heads instead of the head size.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 _WITH_EXPERTS = ("llama", "qwen3moe", "gpt-oss", "deepseek2")  # With experts, llama is Mixtral.
-# Head sizes that must equal attention.key_length, except with latent attention.
+# Keys of head sizes that must equal attention.key_length, except with latent attention.
 _HEAD_SIZE_KEYS = (
     *("attention.value_length", "rope.dimension_count"),
     *("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"),
@@ -110,7 +110,7 @@ def hf_config(
     if metadata.architecture == "phi3":
         more |= _phi3(metadata, head_dim=head_dim)
     if metadata.architecture == "gpt-oss" and config["rope_scaling"] is None:
-        # The default for gpt-oss in transformers is YaRN.
+        # Without this entry, transformers would use its default for gpt-oss, which is YaRN.
         config["rope_scaling"] = {"rope_type": "default"}
     if metadata.architecture in _GEMMAS:
         more = _gemma(metadata, head_dim=head_dim, wide=hidden_size // num_heads)
@@ -133,7 +133,7 @@ def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
         ids["eos_token_id"] = eos if len(eos) > 1 else eos[0]
     for name, ours in _SAMPLING.items():
         if (value := metadata.get(f"general.sampling.{name}")) is not None:
-            # The file stores float32: 0.7 would become 0.699999988.
+            # Values are rounded because the file stores float32, in which 0.7 is 0.699999988.
             ids[ours] = round(value, 6) if isinstance(value, float) else value
     return ids
 

@@ -1,7 +1,9 @@
 """Converts a GGUF file to a Hugging Face folder without weights, and caches the folder.
 
-The weights stay in the GGUF file; the folder records the path of the copy that was used last. A
-conversion is written to a temporary folder and renamed when it is complete, under a file lock. A
+The weights stay in the GGUF file; the folder records the path of that file. If there are several
+copies of the file, the folder records the copy that was used last.
+
+A conversion is written to a temporary folder and renamed when it is complete, under a file lock. A
 second process waits for the lock and finds the result. A process that dies leaves no folder that
 looks complete.
 """
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from tandem.models.gguf.metadata import GgufMetadata
 
 CACHE_DIR_VARIABLE = "TANDEM_CACHE_DIR"
-CONVERSION_FILE = "tandem_conversion.json"  # file in the converted folder that records its source
+CONVERSION_FILE = "tandem_conversion.json"  # file in the folder with the path of the GGUF file
 
 # Part of the cache key. Increment it with every change to the output of a conversion.
 _VERSION = 7
@@ -39,10 +41,10 @@ _QUANTIZATION = re.compile(r"[.-](I?Q\d\w*|T?Q\d\w*|MXFP4\w*|BF16|F16|F32|FP16|F
 
 
 def converted_folder(gguf_file: Path, *, cache_dir: Path | None = None) -> Path:
-    """Returns the Hugging Face folder of a GGUF model. Converts it, which takes seconds, unless it
-    is cached.
+    """Returns the Hugging Face folder of a GGUF model. If the folder is not cached, the model is
+    converted, which takes seconds.
 
-    `gguf_file` may be one part of a split model. `cache_dir` defaults to `cache_root()`. Raises
+    `gguf_file` may be any file of a split model. `cache_dir` defaults to `cache_root()`. Raises
     UnsupportedModel if the model cannot be converted, ConfigError if the file is not a valid GGUF
     file.
     """
@@ -55,8 +57,8 @@ def converted_folder(gguf_file: Path, *, cache_dir: Path | None = None) -> Path:
 def keep_conversion(place: Path, source: Path, convert: Callable[[Path], None]) -> Path:
     """Returns the cache folder `place`. If it does not exist, `convert` is called to fill it.
 
-    `source` is the file to convert. If the folder was made from another copy of it, the folder's
-    record is changed to this copy."""
+    `source` is the file to convert. If the folder was made from another copy of that file, the path
+    that the folder records is changed to `source`."""
     if place.is_dir() and _source(place) == str(source.resolve()):
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -104,8 +106,9 @@ def gguf_config(gguf_file: Path) -> ModelConfig:
 
 
 def _place(files: Sequence[Path], cache_dir: Path | None) -> Path:
-    # The key is a hash of the contents, so all copies of a file share one conversion. Files of
-    # equal size differ in their first bytes (metadata) or in their last ones (weights).
+    # The key is a hash of the size, the first bytes and the last bytes, so all copies of a file
+    # share one conversion. Different files of equal size differ in the first bytes (metadata) or in
+    # the last bytes (weights).
     digest = hashlib.blake2b(str(_VERSION).encode(), digest_size=8)
     for file in files:
         size = file.stat().st_size
@@ -122,7 +125,8 @@ def _source(folder: Path) -> str:
 
 
 def _set_source(folder: Path, source: Path) -> None:
-    """Records the file that holds the weights. The copy recorded before may have been deleted."""
+    """Records the path of the file that holds the weights. The file that was recorded before may
+    have been deleted."""
     conversion = json.loads((folder / CONVERSION_FILE).read_text())
     changed = folder / f"{CONVERSION_FILE}.changed"
     write_json(changed, conversion | {"source": str(source.resolve())})

@@ -30,10 +30,10 @@ def deepseek_config(metadata: GgufMetadata) -> dict[str, Any]:
 
 
 def latent_rope(metadata: GgufMetadata) -> dict[str, Any]:
-    """Returns `mscale` and `mscale_all_dim` for `rope_scaling`; {} if the file does not scale.
+    """Returns `mscale` and `mscale_all_dim` for `rope_scaling`; {} if the file has neither.
 
-    The file stores mscale_all_dim / 10. It has no mscale, which equals mscale_all_dim in all
-    published models. Raises UnsupportedModel for a negative value.
+    GGUF files store mscale_all_dim / 10 and do not store mscale. In all published models, mscale
+    equals mscale_all_dim. Raises UnsupportedModel for a negative value.
     """
     key = "rope.scaling.yarn_log_multiplier"
     mscale = round(10 * metadata.number(key, 0.0), 6)
@@ -65,7 +65,7 @@ def _latent(metadata: GgufMetadata) -> dict[str, Any]:
         "qk_nope_head_dim": query - rope,
         "qk_rope_head_dim": rope,
         "v_head_dim": value,
-        "head_dim": rope,  # In transformers, head_dim of these models is the rotated size.
+        "head_dim": rope,  # In transformers, head_dim of these models is the size of the RoPE part.
         "rope_interleave": True,
     }
 
@@ -73,7 +73,8 @@ def _latent(metadata: GgufMetadata) -> dict[str, Any]:
 def _head_sizes(metadata: GgufMetadata, *, kv_rank: int, rope: int) -> tuple[int, int]:
     """Returns the size of a head's key, including the rotated part, and the size of its value.
 
-    Newer files state them in `*_length_mla`, and use `*_length` for the sizes of a token's KV.
+    Newer files store both sizes under `*_length_mla`, and use `*_length` for the sizes of a token's
+    KV.
     """
     parts = ("key", "value")
     usual = [metadata.size(f"attention.{part}_length", None) for part in parts]
@@ -124,7 +125,7 @@ def _experts(metadata: GgufMetadata) -> dict[str, Any]:
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
         }
-    if is_normalized:  # Implementations disagree: transformers ignores it, others do not.
+    if is_normalized:  # Refused, because transformers ignores this key and others do not.
         raise _refusal(metadata, "expert_weights_norm", is_normalized, "False, with softmax")
     has_groups = groups[0] > 1
     return config | {

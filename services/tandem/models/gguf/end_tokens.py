@@ -1,8 +1,8 @@
 """Finds the tokens of a GGUF model that end an answer.
 
-They are the end tokens that the file names, and tokens that are recognized by their text. The
-second are needed because converters name only one end token: `<eos>` for an instruction-tuned
-Gemma, whose turns end with `<end_of_turn>`. The texts and the exceptions are llama.cpp's
+End tokens are those that the file names, and others that this module recognizes by their text.
+Recognition by text is needed because converters name only one end token: they name `<eos>` for an
+instruction-tuned Gemma, whose turns end with `<end_of_turn>`. Texts and exceptions are llama.cpp's
 (special_eog_ids in https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp).
 """
 
@@ -17,8 +17,8 @@ USER_DEFINED = 4
 UNUSED = 5
 
 _NAMED = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-# Ordinary text does not contain these, so they are end tokens even if the converter did not mark
-# them as control tokens.
+# Texts of end tokens. Ordinary text does not contain them, so tokens with these texts end an answer
+# even if the converter did not mark them as control tokens.
 _ENDS = frozenset(
     (
         *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "<|end|>"),
@@ -26,7 +26,8 @@ _ENDS = frozenset(
         *("<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|tool_response>"),
     )
 )
-# Ordinary text may contain these: `</s>` is also an HTML tag, for which Gemma has a token.
+# Texts of tokens that end an answer only if they are marked as control tokens. Ordinary text may
+# contain these: `</s>` is also an HTML tag, for which Gemma has a token.
 _ENDS_IF_CONTROL = frozenset(
     (
         *("</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~["),
@@ -46,7 +47,7 @@ _WITH_MESSAGES = (
 
 
 def token_types(metadata: GgufMetadata) -> list[int]:
-    """Returns the type of each token. End tokens that are recognized by their text become
+    """Returns the type of each token. The type of a token whose text is in `_ENDS` is always
     CONTROL."""
     tokens = metadata.tokens()
     types = metadata.items("tokenizer.ggml.token_type", int, len(tokens))

@@ -11,8 +11,8 @@ from tandem.models.gguf.tensors import read_tensors
 
 
 def export(model: ModelFolder, folder: Path) -> Path:
-    """Writes float32 safetensors and the model's JSON files to `folder`, and returns it. Does
-    nothing if the folder exists."""
+    """Writes float32 safetensors and the model's JSON files to `folder`. Writes nothing if the
+    folder exists. Returns `folder`."""
     if folder.is_dir():
         return folder
     unfinished = folder.with_name(folder.name + ".unfinished")

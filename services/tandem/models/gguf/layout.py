@@ -2,8 +2,8 @@
 
 The gguf package's reader trusts the counts and lengths in a file, so a wrong one can make it run
 for hours or exhaust memory. It also keeps four numpy views of each string, which takes a gigabyte
-for a large vocabulary. This reader checks each count against the size of the file, which bounds
-time and memory.
+for a large vocabulary. This reader checks each count against the size of the file, which limits
+the time and memory of a read. A file consists of:
 
     magic, version, num_tensors, num_keys | keys and values | tensor infos | padding | tensor data
 
@@ -31,7 +31,8 @@ _ALIGNMENT_KEY = "general.alignment"
 _KEYS_MAX = 1 << 16
 _TENSORS_MAX = 1 << 16
 _DIMS_MAX = 4
-# Limits all arrays of a file together; the largest vocabularies with merges have 1.5 million items.
+# Maximum number of items in all arrays of a file; the largest vocabularies with merges have 1.5
+# million items.
 _ITEMS_MAX = 1 << 22
 
 _UINT32 = 4
@@ -50,8 +51,8 @@ class StoredTensor:
     name: str
     type: gguf.GGMLQuantizationType
     shape: tuple[int, ...]  # in torch's order: the size of a row is last
-    begin: int  # offset in the file, in bytes
-    end: int  # offset after the last byte
+    begin: int  # offset of the first byte in the file
+    end: int  # offset after the last byte in the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +73,10 @@ def read_layout(path: Path) -> Layout:
 
 
 def read_parts(files: Sequence[Path]) -> Layout:
-    """Reads a model's files: the keys of the first and the tensors of all.
+    """Reads the files of a split model. Keys come from the first file, tensor headers from all.
 
-    Raises ConfigError naming a file that is truncated or invalid, or whose part number does not
-    match its name."""
+    Raises ConfigError naming a file that is truncated or invalid, or in which the part number
+    differs from the number in the file's name."""
     layouts = [read_layout(file) for file in files]
     for number, (file, layout) in enumerate(zip(files, layouts, strict=True)):
         with naming(file):

@@ -71,8 +71,8 @@ class GgufMetadata:
         return value
 
     def special_ids(self, **keys: str) -> dict[str, int]:
-        """Returns the ids of special tokens. `keys` maps result names to special tokens, such as
-        bos_token_id="bos"; tokens that the file does not name are left out."""
+        """Returns the ids of special tokens. `keys` maps names in the result to special tokens, as
+        in bos_token_id="bos". Special tokens that the file does not have are left out."""
         found = {name: self.token_id(special_key(key)) for name, key in keys.items()}
         return {name: token_id for name, token_id in found.items() if token_id is not None}
 
@@ -92,11 +92,11 @@ class GgufMetadata:
         return value
 
     def size(self, key: str, default: Any = _MISSING) -> Any:
-        """Reads a positive integer with the architecture's prefix."""
+        """Reads a positive integer from a key with the architecture's prefix."""
         return self._of_model(key, default, _is_size, "a positive integer")
 
     def count(self, key: str, default: Any = _MISSING) -> Any:
-        """Reads an integer from 0 on with the architecture's prefix."""
+        """Reads an integer of at least 0 from a key with the architecture's prefix."""
         return self._of_model(key, default, _is_count, "an integer from 0 on")
 
     def number(self, key: str, default: Any = _MISSING) -> Any:

@@ -5,7 +5,7 @@ import re
 from tandem.errors import UnsupportedModel
 from tandem.models.config.model import ModelConfig
 
-# These tensors become part of config.json.
+# Tensors with tables of RoPE frequency divisors. The tables become part of config.json.
 ROPE_FREQS = "rope_freqs.weight"
 ROPE_LONG = "rope_factors_long.weight"
 ROPE_SHORT = "rope_factors_short.weight"
@@ -53,7 +53,7 @@ _DEEPSEEK = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "exp_probs_b": _CORRECTION,
 }
-# Names that differ, by the start of the Hugging Face class name.
+# Names that differ from `_INNER`, by the start of the Hugging Face class name.
 _NAMES_BY_FAMILY = {
     "Gemma": {"ffn_norm": "pre_feedforward_layernorm"},
     "Phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
@@ -95,7 +95,7 @@ def gguf_names(name: str, architecture: str) -> list[str]:
 
 
 def _inner(architecture: str) -> dict[str, str]:
-    """Returns the mapping of GGUF to Hugging Face names for the parts of a layer."""
+    """Returns the mapping of GGUF to Hugging Face names for the modules of a layer."""
     return _INNER | {
         part: module
         for family, parts in _NAMES_BY_FAMILY.items()
@@ -105,8 +105,8 @@ def _inner(architecture: str) -> dict[str, str]:
 
 
 def stored_offset(name: str, architecture: str) -> float:
-    """Returns the number that GGUF files add to a tensor: 1 for Gemma's norm weights, else 0.
-    Hugging Face files store these weights without it."""
+    """Returns the number that GGUF files add to the values of a tensor: 1 for Gemma's norm weights,
+    else 0. Hugging Face files store norm weights without this number."""
     return float(_is_gemma(architecture) and name.split(".")[-2].endswith("norm"))
 
 
@@ -115,7 +115,7 @@ def _is_gemma(architecture: str) -> bool:
 
 
 def num_permuted_heads(name: str, config: ModelConfig) -> int:
-    """Returns the number of heads of a tensor whose rows need `unpermute`; 0 if it does not."""
+    """Returns the number of heads if the rows of the tensor need `unpermute`; 0 otherwise."""
     if config.architecture not in _PERMUTED:
         return 0
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_kv_heads}

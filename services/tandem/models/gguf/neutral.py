@@ -1,8 +1,8 @@
 """Checks GGUF keys that are not read but would change results.
 
-config.py reads the keys that its architectures use. A file may have further keys, such as an
-attention scale for another kind of model. Each must have a neutral value, which changes nothing;
-any other value raises UnsupportedModel.
+config.py reads the keys that the supported architectures use. A file may have further keys, such as
+an attention scale for another kind of model. Each further key must have a neutral value, which
+changes nothing. Any other value raises UnsupportedModel.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "swin_norm": (False,),
     "use_parallel_residual": (False,),
 }
-# Exceptions by architecture: None if the key is read by another module, else its allowed values.
+# Exceptions by architecture. None: another module reads the key. Tuple: allowed values of the key.
 _READ: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
     "deepseek2": dict.fromkeys(
         (

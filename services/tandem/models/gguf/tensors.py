@@ -29,8 +29,8 @@ _DENSE = {
 
 
 class ZeroedType(IntEnum):
-    """Block types with a zero point for 32 or 64 inputs. They do not exist in GGUF files; other
-    checkpoints are converted to them."""
+    """Block types that have a zero point for each block of 32 or 64 inputs. GGUF files do not have
+    these types; quantized matrices of other checkpoints are converted to them."""
 
     Q4_Z32 = Q4_Z32
     Q4_Z64 = Q4_Z64
@@ -47,8 +47,11 @@ class GgufBlocks:
     type: BlocksType
     shape: tuple[int, ...]  # shape in numbers, not in bytes
     offset: float = 0.0  # subtracted from unquantized numbers
-    num_heads: int = 0  # heads whose rows are in llama.cpp's order; 0: rows are in order
-    order: torch.Tensor | None = None  # int32, the input at each position of a row; None: in order
+    # Number of heads, if the rows of each head are in llama.cpp's order (see `unpermute`). 0: rows
+    # are in Hugging Face's order.
+    num_heads: int = 0
+    # int32 [in], the number of the input at each position of a row; None: inputs are in order.
+    order: torch.Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype | None:

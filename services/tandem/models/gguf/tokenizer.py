@@ -2,7 +2,7 @@
 
 Supported are byte-level BPE (tokenizer.ggml.model = gpt2) and SentencePiece (llama). Byte-level BPE
 needs one of the pre-tokenizers listed in this module: a guessed one would silently give wrong
-tokens. Their names and rules are llama.cpp's
+tokens. The names and rules of pre-tokenizers are llama.cpp's
 (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp).
 """
 
@@ -27,7 +27,9 @@ from tandem.models.gguf.end_tokens import CONTROL, UNUSED, USER_DEFINED, token_t
 from tandem.models.gguf.metadata import GgufMetadata, special_key
 
 _SPACE = "▁"
-_PIECE_MAX = 1024  # characters; the time to find a piece's merges grows quadratically
+# Maximum length of a piece in characters. The time to find a piece's merges grows with the square
+# of the length.
+_PIECE_MAX = 1024
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -45,7 +47,7 @@ _GPT_4O = (
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# tekken (Mistral): words as in o200k_base, but without suffixes such as 's; digits are single.
+# tekken (Mistral): words as in o200k_base, but without suffixes such as 's. Digits are split apart.
 _TEKKEN = (
     rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -60,7 +62,8 @@ _KIMI_K2 = (
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# DeepSeek: cased letters, except those of some scripts, such as Georgian lower-case letters.
+# DeepSeek: upper-case, lower-case and title-case letters, except those of some scripts, such as
+# Georgian lower-case letters.
 _CASED = (
     r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10c7}-\x{10ff}\x{1c80}-\x{1c8f}\x{2d00}-\x{2d2d}"
     r"\x{a790}-\x{a7ff}\x{ab30}-\x{ab6f}\x{10570}-\x{105bf}\x{10d50}-\x{10d8f}\x{16e40}-\x{16eff}"
@@ -228,10 +231,10 @@ def _add_boundaries(
 def _sentence_piece(metadata: GgufMetadata, tokens: Sequence[str]) -> Tokenizer:
     """Makes a tokenizer from the file's pieces and scores, without special tokens.
 
-    llama.cpp repeatedly merges the two neighbours whose result has the highest score
+    llama.cpp repeatedly merges the two neighbours whose concatenation has the highest score
     (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp). This is byte-pair
-    encoding with merges ordered by the score of their result. Raises UnsupportedModel if the file
-    has no scores.
+    encoding with merges ordered by the score of the concatenation. Raises UnsupportedModel if the
+    file has no scores.
     """
     scores = metadata.items("tokenizer.ggml.scores", float, len(tokens))
     if scores is None:
@@ -272,8 +275,8 @@ def _sentence_piece(metadata: GgufMetadata, tokens: Sequence[str]) -> Tokenizer:
 
 
 def _sentence_piece_merges(vocab: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Returns all pairs of pieces whose concatenation is a piece, ordered by the score of the
-    result (highest first), then by its length (longest first)."""
+    """Returns all pairs of pieces whose concatenation is a piece. The pairs are ordered by the
+    concatenation's score (highest first), then by its length (longest first)."""
     found = [
         (-scores[token_id], -len(piece), token_id, cut, piece)
         for piece, token_id in vocab.items()

@@ -17,9 +17,10 @@ from tokenizers import Tokenizer
 from tandem.errors import BadRequest
 from tandem.models.folder import ModelFolder
 
-# Memory: all sequences of a grammar share its lexer, which takes at most about 40 MB.
-# Time: a mask takes longer with more parser items, quadratically with the items in a row, which an
-# ambiguous grammar adds for each token. These limits allow 10 ms, llguidance's defaults 0.5 s.
+# Memory: all sequences with one grammar share a lexer, which takes at most about 40 MB.
+# Time: the time for a mask grows with the number of parser items, and with the square of the number
+# of items in one row of the parser. An ambiguous grammar adds items to a row with each token. With
+# these limits a mask takes up to 10 ms; with llguidance's defaults it takes up to 0.5 s.
 # An object needs four items in a row for each optional property.
 _LIMITS = LLParserLimits(
     max_items_in_row=800,
@@ -34,14 +35,15 @@ _LIMITS = LLParserLimits(
 _SPECIAL = b"\xff"
 # llguidance's notation for special tokens in byte strings
 _SPECIAL_TOKEN = re.compile(rb"\xff\[(\d+)\]")
-# llguidance tokenizes the complete forced text for each forced token, and holds the GIL.
+# Only this many bytes of a forced text are tokenized. llguidance would tokenize the complete text
+# again for each forced token, and hold the GIL meanwhile.
 _FORCED_BYTES_MAX = 256
 
 
 @dataclass(slots=True)
 class GrammarCompiler:
-    """Compiles grammars for one model. It reads the tokenizer at the first use or by `load`. It is
-    safe to share between threads."""
+    """Compiles grammars for one model. The tokenizer is read at the first use or by `load`. Threads
+    may share a compiler."""
 
     tokenizer_file: Path
     vocab_size: int  # number of the model's logits
@@ -61,7 +63,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._vocabulary(), text, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise BadRequest(matcher.get_error())
-        matcher.compute_ff_bytes()  # Copies inherit this result.
+        matcher.compute_ff_bytes()  # The matcher caches the result, and its copies inherit it.
         return matcher
 
     def check(self, text: str) -> str:
@@ -70,9 +72,9 @@ class GrammarCompiler:
             matcher = self.compile(text)
         except BadRequest as error:
             return error.message
-        # The check continues after the text that the grammar forces at its start, such as a brace.
-        # Forced special tokens, which are marked by a byte that is invalid in UTF-8, are not
-        # followed.
+        # If the grammar forces a text at its start, such as a brace, the check continues after that
+        # text. A forced text with special tokens (marked by the byte `_SPECIAL`, which is invalid
+        # in UTF-8) is not consumed.
         begins = matcher.compute_ff_bytes()
         if begins and _SPECIAL not in begins:
             text = begins.decode(errors="ignore")

@@ -1,29 +1,29 @@
 """Tracks the completions that have a grammar, and computes the mask of each next token.
 
-    compile threads  text -> compiled grammar, cached; a sequence is admitted when it is compiled
-    mask threads     while the model computes a step: consume the tokens of the last step, then
-                     compute the mask, one bit for each token of the vocabulary
+Two kinds of threads do the work:
+- Compile threads compile grammar texts. Compiled grammars are cached. The engine admits a sequence
+  when the sequence's grammar is compiled.
+- Mask threads work while the model computes a step. A mask thread passes the tokens of the last
+  step to the matcher of a sequence, then computes the sequence's mask: one bit for each token of
+  the vocabulary.
 
-A step waits at most `MASK_WAIT_S` for its masks. A sequence whose mask is late samples no token in
-the step:
+A step waits at most `MASK_WAIT_S` for the masks of its sequences. A sequence whose mask is late
+samples no token in the step: it skips the step. It computes its last token again in the first step
+for which the mask is ready. A late mask therefore delays the sequence but does not change the
+sampled tokens. A sequence ends with an error if it skips more than `SKIPS_MAX` steps while one mask
+is computed. If the last mask of a sequence was slow, the next mask is computed before the sequence
+joins a step, so other sequences do not wait.
 
-    the model computes ---> mask is ready --> a token is sampled
-                       `--> mask is late ---> the sequence computes its last token again in the
-                                              first step for which the mask is ready
+There is one mask thread for sequences with fast masks, one for new sequences and one for sequences
+with slow masks. Short and long grammars have one compile thread each. Slow work therefore does not
+delay fast work. A mask thread that needs too long for one mask is replaced. All matchers of a
+grammar share one lexer, which a lock protects.
 
-A late mask delays its sequence but does not change its tokens. A sequence ends with an error if it
-skips more than `SKIPS_MAX` steps while one mask is computed. If the last mask of a sequence was
-slow, its next mask is computed before the sequence joins a step, so other sequences do not wait.
-
-Sequences with fast masks, new sequences and sequences with slow masks have one thread each, and so
-have short and long grammars. Slow ones therefore do not delay the others. A thread that one mask
-occupies for too long is replaced. Matchers of one grammar share its lexer, which is locked.
-
-If the grammar allows only one text, its usual tokens are forced, and no other tokenization of the
-text is allowed. The engine may append forced tokens without a model step.
+Where the grammar allows only one text, the tokens of the text's usual tokenization are forced, and
+no other tokenization is allowed. The engine may append forced tokens without a model step.
 
 All threads run without the GIL most of the time. A matcher fails if its work exceeds llguidance's
-limits or a token is not allowed. It stays failed, and the engine ends its sequence.
+limits or a token is not allowed. A failed matcher stays failed, and the engine ends its sequence.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from tandem.models.grammars.compiler import GrammarCompiler
 log = logging.getLogger(__name__)
 
 GRAMMARS_MAX = 32  # Compiled grammars in the cache; each takes at most 40 MB, usually far less.
-GRAMMAR_BYTES_MAX = 1 << 20  # Limits the cached grammars' texts together.
-LONG_TEXT_BYTES = 16 << 10  # Longer grammars may take seconds to compile.
-MASK_WAIT_S = 0.02  # counted from the start of a step; the model computes at the same time
-SLOW_MASK_S = 0.002  # CPU time; ordinary masks take 0.1 ms, the first of a grammar 10 ms
-FORCED_SEARCH_S = 0.005  # per step, on the engine's thread
+GRAMMAR_BYTES_MAX = 1 << 20  # maximum total size of the texts of cached grammars
+LONG_TEXT_BYTES = 16 << 10  # Longer texts have their own compile thread: they may take seconds.
+MASK_WAIT_S = 0.02  # longest wait, from the start of a step; the model computes at the same time
+SLOW_MASK_S = 0.002  # A mask that takes more CPU time is slow. Ordinary masks take 0.1 ms.
+FORCED_SEARCH_S = 0.005  # time per step in which the engine's thread may search forced tokens
 SKIPS_MAX = 10
 # Skipped steps within this time count as one: the first mask may take longer than ten short steps.
 SKIP_S = 0.05
@@ -64,7 +64,7 @@ Mask = npt.NDArray[np.int32]
 @dataclass(slots=True)
 class _Compiled:
     matcher: Future[LLMatcher]  # resolves to a matcher in the grammar's initial state
-    # guards the lexer that its matchers share
+    # Held while a thread uses the lexer, which all matchers of the grammar share.
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_broken: bool = False  # A matcher failed, so the shared lexer may be invalid.
 
@@ -86,16 +86,16 @@ class GrammarMatcher:
         self._matcher: LLMatcher | None = None
         self._num_consumed = 0
         self._token_ids = list(token_ids)
-        # llguidance's masks cover its own vocabulary, in whole 32-bit words.
+        # A mask has one bit for each logit of the model. llguidance's vocabulary may be larger.
         self._vocab_size = masks.vocab_size
         self.mask: Mask = np.zeros(-(-self._vocab_size // 32), np.int32)
-        # the only token that `mask` allows, if the grammar forces it
+        # The only token that `mask` allows, if the grammar forces a token.
         self.forced: int | None = None
         self.error = ""
-        self.update_job: Future[None] | None = None  # computes the next mask; may be done
-        self.is_started = False  # The job has locked the lexer, or is done.
+        self.update_job: Future[None] | None = None  # job that computes the next mask; may be done
+        self.is_started = False  # True: the job has locked the lexer, or is done.
         self.num_skipped = 0  # steps skipped since the job started
-        self._counted_until = 0.0  # Steps before this time are not counted.
+        self._counted_until = 0.0  # Steps that are skipped before this time are not counted.
         self.cost_s: float | None = None  # CPU time of the last mask
 
     @property
@@ -105,8 +105,8 @@ class GrammarMatcher:
 
     @property
     def is_slow(self) -> bool:
-        """True if the last mask was slow. The next one is then computed before the sequence joins a
-        step."""
+        """True if the last mask was slow. The next mask is then computed before the sequence joins
+        a step."""
         return self.cost_s is not None and self.cost_s > SLOW_MASK_S
 
     @property
@@ -137,9 +137,9 @@ class GrammarMatcher:
         return f"the form of its next token took more than {SKIPS_MAX} steps to compute"
 
     def find_forced(self) -> int | None:
-        """Returns the next token if the grammar forces it; None if it does not, or if the search
-        might delay the engine."""
-        # It does not wait for the lexer, which a late mask of the same grammar may hold.
+        """Returns the next token if the grammar forces one. Returns None if the grammar allows
+        several tokens, or if the search might delay the engine."""
+        # The lock is not awaited: a mask thread that uses the same grammar may hold it for long.
         if self.is_slow or not self._masks.may_search or not self._compiled.lock.acquire(False):
             return None
         started = time.perf_counter()
@@ -202,15 +202,15 @@ class GrammarMatcher:
 
 
 class _MaskThread:
-    """A thread that computes masks in order. If one mask takes too long, a new thread takes over
-    the remaining jobs, and the old one ends after its mask."""
+    """A thread that computes masks in order. If one mask takes more than `patience_s`, a new thread
+    takes over the remaining jobs, and the old thread ends after the mask."""
 
     def __init__(self, name: str, patience_s: float) -> None:
         self._name = name
         self._patience_s = patience_s
         self._jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._since = inf  # start of the current job
+        self._since = inf  # time at which the current job started; inf: no job runs
 
     def submit(self, function: Callable[[], None]) -> Future[None]:
         if self._thread is None:
@@ -241,7 +241,7 @@ class _MaskThread:
                 job.set_result(None)
             if self._thread is thread:
                 self._since = inf
-            # References would keep the grammars of a closed engine alive.
+            # While the thread waits, these references would keep grammars of a closed engine alive.
             del next_job, job, function
 
 
@@ -267,8 +267,8 @@ class GrammarMasks:
         self.search_s = 0.0  # time spent on forced tokens since the last step began
 
     def matcher(self, text: str, token_ids: list[int]) -> GrammarMatcher | None:
-        """Returns a matcher for a completion with these tokens so far; None if `text` is empty. Its
-        grammar may not be compiled yet. Raises BadRequest if the engine has no compiler."""
+        """Returns a matcher for a completion with these tokens so far; None if `text` is empty. The
+        grammar may still be compiling. Raises BadRequest if the engine has no compiler."""
         if not text:
             return None
         if self._compiler is None:
@@ -305,7 +305,8 @@ class GrammarMasks:
         self.search_s = 0.0
 
     def wait(self, until: float = inf) -> None:
-        """Waits for the masks of `start`, at most until `until` (a time of `perf_counter`)."""
+        """Waits for the masks that `start` began, at most until `until` (a time of
+        `perf_counter`)."""
         for matcher in self._awaited:
             job = matcher.update_job
             if job is not None and not job.done():
@@ -315,7 +316,7 @@ class GrammarMasks:
         self._replace_threads()
 
     def wait_for_any(self, matchers: Iterable[GrammarMatcher]) -> None:
-        """Waits until one of the late masks is ready, at most `MASK_WAIT_S`."""
+        """Waits until the mask of one of the matchers is ready, at most `MASK_WAIT_S`."""
         jobs = [matcher.update_job for matcher in matchers if matcher.update_job is not None]
         wait(jobs, MASK_WAIT_S, FIRST_COMPLETED)
         self._replace_threads()

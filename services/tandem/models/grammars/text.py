@@ -1,8 +1,8 @@
 """Converts a client's response format into one grammar text for llguidance.
 
-llguidance compiles recursively and limits neither the depth nor the work for `multipleOf`. The
-checks in this module refuse both with a clear reason. Other excessive work hits the limits of the
-process that compiles the text first (grammar_checker.py).
+llguidance compiles recursively, and limits neither the nesting depth nor the work for `multipleOf`.
+The checks in this module limit both and give a clear reason. Other excessive work is stopped by the
+limits of the process that compiles each text first (grammar_checker.py).
 """
 
 import json
@@ -27,9 +27,11 @@ DEPTH_MAX = 100  # nesting depth of a schema
 # Nesting depth after references are expanded: `$ref` in a schema, rules in a grammar. The
 # compiler's stack (grammar_checker.py) is large enough for at least four times this depth.
 EXPANDED_DEPTH_MAX = 250
-VISITS_MAX = 200_000  # lists and objects in a schema; those behind references count again
-# Limits the sum and the least common multiple of the divisors in a schema, because the compiler
-# creates a state for each remainder. This limit allows 0.2 s. Factors of 10 cost nothing.
+# Maximum number of lists and objects in a schema. Targets of references count again.
+VISITS_MAX = 200_000
+# Maximum sum and maximum least common multiple of the `multipleOf` divisors in a schema. The
+# compiler creates a state for each remainder; within this limit, it takes at most 0.2 s. Factors of
+# 10 cost nothing.
 DIVISORS_MAX = 100_000
 # White space between JSON tokens. It is limited because a small model might never stop writing it.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
@@ -43,8 +45,10 @@ class StructuredOutput:
     field: str
     kind: Kind
     source: str = ""  # a schema or a list of choices as JSON, a regular expression, or a grammar
-    is_lenient: bool = False  # Unsupported keywords of a schema are ignored.
-    head: str = ""  # Lark grammar of the whole completion, which refers to the format as `@form`
+    is_lenient: bool = False  # True: unsupported keywords of a schema are ignored.
+    # Lark grammar of the whole completion, in which `@form` stands for the format. "": the format
+    # applies to the whole completion.
+    head: str = ""
 
     def __post_init__(self) -> None:
         size = len(self.source.encode(errors="replace"))
@@ -154,8 +158,8 @@ def _check_schema(schema: dict[str, Any]) -> list[int]:
 
 
 def _find(schema: dict[str, Any], reference: object) -> object:
-    """Resolves a local JSON pointer (`#/...`); returns None if it is not one or points to
-    nothing."""
+    """Returns the part of the schema to which a local JSON pointer (`#/...`) points; None if
+    `reference` is no such pointer or points to nothing."""
     if not (isinstance(reference, str) and reference.startswith("#")):
         return None
     found: object = schema
@@ -176,7 +180,7 @@ def _divisor(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 1
     try:
-        # The compiler also reads it as a float; larger integers overflow.
+        # The compiler also reads the value as a float, and larger integers overflow.
         number = float(value)
     except OverflowError:
         return 1
@@ -196,7 +200,7 @@ def _check_divisors(divisors: list[int]) -> None:
 
 
 def _lcm(one: int, other: int) -> int:
-    # The limit keeps the number short: it might have a million digits.
+    # Without this limit, the result might have a million digits.
     return min(lcm(one, other), DIVISORS_MAX + 1)
 
 

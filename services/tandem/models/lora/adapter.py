@@ -189,8 +189,8 @@ def _check_supported(config: Mapping[str, Any]) -> None:
 def _by_pattern(
     config: Mapping[str, Any], field: str, names: Sequence[str], default: Any
 ) -> list[Any]:
-    """Returns, for each name, the value of the first pattern in the config's `field` that
-    matches."""
+    """Returns a value for each name. The config's `field` maps patterns to values. A name gets the
+    value of the first pattern that matches the name, or `default` if none matches."""
     given = dict(config.get(field) or {})
     matches = match_all([Pattern.of_end(field, pattern) for pattern in given], names)
     found = [default] * len(names)
@@ -204,8 +204,8 @@ def _by_pattern(
 def _plain_names(stored: Mapping[str, TensorHeader], *, is_text_part: bool) -> dict[str, str]:
     """Maps PEFT's standard tensor names to the names in the file.
 
-    They differ in the adapter name `default`, which old versions of PEFT and other programs write,
-    and in the names of a multimodal model's text part."""
+    Names in the file may contain the adapter name `default`, which old versions of PEFT and other
+    programs write, and module names may be those of a multimodal checkpoint's text part."""
     plain = {re.sub(r"(\.lora_[AB])\.default\.", r"\1.", name): name for name in stored}
     if not is_text_part:
         return plain
@@ -219,8 +219,8 @@ def _check_header(
     modules: Mapping[str, LoraModule],
     linears: Mapping[str, tuple[int, int]],
 ) -> dict[str, tuple[str, str]]:
-    """Returns the names of each module's A and B in the file. Raises UnsupportedModel naming
-    tensors that are missing, surplus, or have a wrong shape or type."""
+    """Returns each module's names of the matrices A and B in the file. Raises UnsupportedModel
+    naming tensors that are missing, surplus, or have a wrong shape or type."""
     tensors = {}
     expected: dict[str, tuple[int, int]] = {}
     for name, module in modules.items():

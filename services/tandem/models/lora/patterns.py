@@ -7,7 +7,7 @@ program and imports only the standard library. For each expression the child pri
     [per name: null, or the text of the first group]     the expression is valid
     {"why": reason}                                      the expression is invalid
 
-PEFT uses Python's `re`. Linear-time matchers do not support all of its syntax.
+The child uses Python's `re`, as PEFT does. Linear-time matchers do not support all of its syntax.
 """
 
 import json
@@ -30,7 +30,7 @@ class Pattern(NamedTuple):
     field: str
     given: str
     expression: str
-    is_whole: bool = False  # match whole names instead of their beginning
+    is_whole: bool = False  # True: matches whole names. False: matches at the start of a name.
 
     @classmethod
     def of_end(cls, field: str, given: str) -> "Pattern":
@@ -39,9 +39,10 @@ class Pattern(NamedTuple):
 
 
 def match_all(patterns: Sequence[Pattern], names: Sequence[str]) -> list[list[str | None]]:
-    """Matches each pattern against each name, result[pattern][name]: None if it does not match,
-    else the text of the first group ("" if there is none). Raises UnsupportedModel naming a pattern
-    that is invalid or takes too long."""
+    """Matches each pattern against each name. result[pattern][name] is None if the pattern does not
+    match, else the text of the pattern's first group ("" if there is no group).
+
+    Raises UnsupportedModel naming a pattern that is invalid or takes too long."""
     is_few = len(patterns) <= _PLAIN_MAX
     if is_few and all(_PLAIN.fullmatch(pattern.given) for pattern in patterns):
         return [_match(pattern, names) for pattern in patterns]

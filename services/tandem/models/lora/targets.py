@@ -1,7 +1,9 @@
 """Finds the matrices of a model that an adapter changes, by PEFT's rules for `target_modules`.
 
-A list contains ends of module names. A string is a regular expression for whole names. `all-linear`
-means every linear layer except the output.
+The value of `target_modules` is one of:
+- a list of ends of module names,
+- a regular expression for whole module names,
+- `all-linear`: every linear layer except the output matrix.
 """
 
 import re
@@ -15,7 +17,7 @@ from tandem.models.lora.patterns import Pattern, match_all
 
 _IN_A_LIST = re.compile(r".*\.[^.]*\.(\d+)\.")
 ALL_LINEAR = "all-linear"
-SHARED_MLP = "mlp.shared_experts."  # prefix in a layer with experts, instead of "mlp."
+SHARED_MLP = "mlp.shared_experts."  # replaces the prefix "mlp." in a layer with experts
 # PEFT can also adapt these modules, but Tandem does not support it.
 _OTHERS = ("lm_head", "model.embed_tokens", "model.norm")
 
@@ -123,8 +125,9 @@ def find_modules(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
 
 
 def _layers(config: Mapping[str, Any]) -> tuple[Collection[int], list[str]] | None:
-    """Returns the layer numbers in `layers_to_transform`, and the names in `layers_pattern` of the
-    module lists to which they refer. None if the config does not limit the layers."""
+    """Returns the numbers in `layers_to_transform` and the names in `layers_pattern`. The names are
+    those of module lists, and the numbers are indexes into these lists. Returns None if the config
+    does not limit the layers."""
     given = config.get("layers_to_transform")
     patterns = config.get("layers_pattern") or []
     if given is None:
@@ -136,9 +139,9 @@ def _layers(config: Mapping[str, Any]) -> tuple[Collection[int], list[str]] | No
 
 
 def _in_layers(names: list[str], layers: Collection[int], lists: list[str]) -> list[str]:
-    """Keeps the names whose layer number is in `layers`. The number follows the name of one of
-    `lists`; without lists it is the first number in the name. Raises UnsupportedModel if none is
-    left."""
+    """Returns the module names whose layer number is in `layers`. The layer number follows one of
+    the list names in `lists`; without list names it is the first number in the module name. Raises
+    UnsupportedModel if no module name is left."""
     patterns = [
         Pattern("layers_pattern", given, rf".*\.{given}\.(\d+)\.") for given in map(str, lists)
     ]

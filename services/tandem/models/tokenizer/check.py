@@ -1,4 +1,4 @@
-"""Checks that the rules of a tokenizer.json run in bounded time and produce bounded output.
+"""Checks that the rules of a tokenizer.json neither run too long nor produce too much output.
 
 A rule may be a regular expression that takes exponential time on some texts, replace a character by
 a megabyte, or add a hundred thousand tokens to each text. A few texts are therefore tried when the
@@ -21,20 +21,20 @@ import tokenizers
 
 from tandem.errors import ConfigError
 
-LOAD_CPU_S = 60  # Loading a large vocabulary on a slow machine; the texts take far less.
+LOAD_CPU_S = 60  # enough to load a large vocabulary on a slow machine and to try the texts
 MEMORY_BYTES = 8 << 30
 TEXTS_S = 5.0
 _DEADLINE_S = 300.0
-_AROUND_MAX = 64  # tokens that are added to a text
+_AROUND_MAX = 64  # maximum number of tokens that the rules add to each text
 _TOKENS_PER_BYTE_MAX = 16
-_CHARACTERS_PER_TOKEN_MAX = 4096  # in decoded text
-_GROWTH_MAX = 64  # growth factor of a text by all replacement rules together
-_REPEATS = 40  # Enough letters to keep an expression with exponential time busy for a day.
-_RUN = 2000  # Enough letters to keep one with cubic time busy for minutes.
+_CHARACTERS_PER_TOKEN_MAX = 4096  # largest mean length of the tokens of a decoded text
+_GROWTH_MAX = 64  # largest factor by which all replacement rules together may lengthen a text
+_REPEATS = 40  # letters; an expression with exponential time needs a day for so many
+_RUN = 2000  # letters; an expression with cubic time needs minutes for so many
 
 
 def check_file(file: Path) -> None:
-    """Checks a tokenizer.json in a child process. Raises ConfigError naming the file and its
+    """Checks a tokenizer.json in a child process. Raises ConfigError naming the file and the
     fault."""
     from tandem.common.process.bounded_child import run_bounded
 
@@ -55,8 +55,8 @@ def check_rules(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
     """Tries the tokenizer's rules on test texts. Raises ConfigError for a rule that takes too long
     or produces too much.
 
-    Before each test it yields the error message for the case that the test does not return. The
-    caller must limit the process's time and memory."""
+    Before each test, the generator yields the message for the case that the test does not return.
+    The caller must limit the process's time and memory."""
     began = time.monotonic()
     _check_growth(tokenizer)
     around = len(tokenizer.encode("").ids)
@@ -80,8 +80,8 @@ def check_rules(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
 
 
 def _check_growth(tokenizer: tokenizers.Tokenizer) -> None:
-    """Raises ConfigError if the rules could make a text too long. The limit is computed from the
-    rules, because the test texts may not reach it."""
+    """Raises ConfigError if the rules could make a text too long. The largest growth is computed
+    from the rules, because the test texts may not cause it."""
     for part in ("normalizer", "decoder"):
         if (component := getattr(tokenizer, part)) is None:
             continue

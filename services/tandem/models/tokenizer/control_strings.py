@@ -1,25 +1,27 @@
 """Encodes special tokens that clients write into a chat's messages as ordinary text.
 
-A message may contain `<|im_end|>`. If this were read as the special token, it would end the
-message, and the following text could impersonate the system. A chat that contains such strings is
-therefore encoded in steps:
+A message may contain the text `<|im_end|>`. If this text were encoded as the special token, it
+would end the message, and the following text could impersonate the system. A chat in which a client
+wrote the text of a special token (a control string) is therefore encoded in steps:
 
-    mark      each such string in a message is replaced by an unguessable mark
-    render    the model's template adds its own special tokens
-    rename    the template's special tokens are replaced by unguessable names
-    unmark    the marks are replaced by the client's strings
-    encode    by a copy of the tokenizer in which the special tokens have those names
+    mark      Each control string of the client is replaced by an unguessable mark.
+    render    The model's template adds special tokens.
+    rename    The special tokens that the template added are replaced by unguessable names.
+    unmark    The marks are replaced by the client's control strings.
+    encode    A copy of the tokenizer (the "twin") encodes the text. In the twin, the special tokens
+              have the unguessable names.
 
 Marks and names contain a nonce. Tokenizers of one model with the same nonce can encode each other's
 rendered texts.
 
-The copy (the "twin") differs in nothing else. Normalizers and pre-tokenizers see the client's text
-unchanged, and a special token that is also an ordinary vocabulary entry cannot match it either.
+The twin differs from the tokenizer only in these names. Normalizers and pre-tokenizers see the
+client's text unchanged. A special token that is also an ordinary vocabulary entry has a new name in
+the vocabulary, too, so the client's text cannot match it.
 
-All strings of a chat are treated this way: tools, arguments of calls, and options of the template.
-In tool results this includes added tokens that look like tags (`</tool_response>`), although the
-tokenizer does not call them special. In other messages these stay, because a template may search
-for them.
+All strings of a chat are treated this way, including tools, arguments of calls, and options of the
+template. In tool results, added tokens that look like tags (`</tool_response>`) are control
+strings, too, although the tokenizer does not call them special. In other messages these tags stay,
+because a template may search for them.
 """
 
 import json
@@ -50,13 +52,13 @@ class ControlStrings:
         self._mark_pattern = re.compile(f"{nonce}mark([0-9]+)end")
 
     def are_in(self, value: Any) -> bool:
-        """Returns whether any string in these messages, tools or options contains a control
+        """Returns whether any string in `value` (messages, tools or options) contains a control
         string."""
         return any(self._pattern(is_tool).search(text) for text, is_tool in _texts(value))
 
     def mark(self, value: Any, *, is_tool: bool = False) -> Any:
-        """Returns a copy of `value` with a mark in place of each control string. `is_tool` means
-        that it is part of a tool's message."""
+        """Returns a copy of `value` with a mark in place of each control string. `is_tool`: True if
+        `value` is part of a tool's message."""
         if isinstance(value, str):
             return self._pattern(is_tool).sub(self._mark, value)
         if isinstance(value, Mapping):
@@ -96,7 +98,7 @@ class ControlStrings:
         model = twin["model"]
         if isinstance(model["vocab"], dict):
             model["vocab"] = {names.get(piece, piece): id_ for piece, id_ in model["vocab"].items()}
-        else:  # Unigram: pairs of piece and score; the index is the id
+        else:  # Unigram: a list of (piece, score), indexed by token id.
             model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
         if model.get("unk_token") in names:
             model["unk_token"] = names[model["unk_token"]]
@@ -108,8 +110,8 @@ def _alternatives(strings: Sequence[str]) -> re.Pattern[str]:
 
 
 def _texts(value: Any, *, is_tool: bool = False) -> Iterator[tuple[str, bool]]:
-    """Yields every string in a value, including keys, and whether it is part of a tool's
-    message."""
+    """Yields every string in a value, including keys, each with True if the string is part of a
+    tool's message."""
     if isinstance(value, str):
         yield value, is_tool
     elif isinstance(value, Mapping):

@@ -2,7 +2,8 @@
 
 A character may span several tokens. The bytes of an incomplete character are held until it is
 complete, until it turns out to be invalid (it becomes U+FFFD), or until `flush`. The concatenated
-output equals `Tokenizer.decode` of all ids. The cost per token is constant.
+output equals `Tokenizer.decode` of all ids, with one exception (see `_WindowText`). The cost per
+token is constant.
 """
 
 import codecs
@@ -33,7 +34,7 @@ class IncrementalDetokenizer:
         )
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Adds tokens, and returns the text that they complete, which may be ""."""
+        """Adds tokens, and returns the text that is now complete, which may be ""."""
         if self._skip_special_tokens:
             token_ids = [i for i in token_ids if i in self._shown or not self._is_special(i)]
         return self._text.push(token_ids)
@@ -60,15 +61,16 @@ class _PieceText:
 class _WindowText:
     """Text of other tokenizers (SentencePiece), in which a token's text depends on its neighbours.
 
-    It decodes a window of a few ids: the ids of the last emitted text as context, which decides
-    about spaces, and the pending ids. The new text is the window's text after the context's text:
+    The object decodes a window of a few token ids. The window consists of the context (the ids of
+    the text that was emitted last, which decide whether a space follows) and of the pending ids.
+    The new text is the window's text without the context's text at its start:
 
-        ... emitted before | context | pending
-                           '-------- window --'
+        ids:  ... emitted before | context | pending
+                                 '-------- window --'
 
-    SentencePiece's decoder replaces each byte in a run of byte tokens by U+FFFD if one of them is
-    invalid. If the bytes before the invalid one were complete characters, they have been emitted.
-    Only in this case does the stream differ from `decode` of all ids.
+    The stream differs from `decode` of all ids in one case. If a run of byte tokens has an invalid
+    byte, SentencePiece's decoder replaces every byte of the run by U+FFFD. The stream has by then
+    emitted the complete characters before the invalid byte.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

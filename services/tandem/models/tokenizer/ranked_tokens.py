@@ -1,13 +1,15 @@
 """Makes a tokenizer.json for a folder that has its tokenizer only in another format.
 
-    tokenizer.model, tiktoken.model, NAME.tiktoken   lines with a token in base64 and its rank
-    tekken.json                                      Mistral's format: the same in JSON, with the
+    file                                             format
+    tokenizer.model, tiktoken.model, NAME.tiktoken   tiktoken: one line per token, with the token in
+                                                     base64 and its rank
+    tekken.json                                      Mistral's: tokens and ranks in JSON, with the
                                                      pre-tokenizer's pattern
 
-Both are byte-level BPE in which the neighbours whose concatenation has the lowest rank are merged
-first. In tokenizer.json, each pair of tokens whose concatenation is a token becomes a merge, in the
-order of the results' ranks. A tiktoken file has no pattern and no special tokens; they are known
-for each model family.
+Both formats are byte-level BPE in which the neighbours whose concatenation has the lowest rank are
+merged first. In tokenizer.json, each pair of tokens whose concatenation is a token becomes a merge.
+Merges are in the order of the concatenations' ranks. A tiktoken file has no pattern and no special
+tokens; this module has both for each supported model family.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from tandem.models.tokenizer_settings import read_tokenizer_settings
 
 # Part of the cache key. Increment it with every change to the output of a conversion.
 _VERSION = 1
-_TOKEN_BYTES_MAX = 1024  # The longest tokens of published models have 128 bytes.
+_TOKEN_BYTES_MAX = 1024  # largest token; the longest tokens of published models have 128 bytes
 _SPECIAL_MAX = 1 << 16
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s*")
 _COPIED = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
@@ -47,13 +49,13 @@ class _Family:
     """The tokenizer settings of a model family that are not in its tiktoken file."""
 
     pre: str  # name of the pre-tokenizer in GGUF files
-    special: Sequence[str]  # tokens whose ids follow the last rank
-    reserved: str  # format of the names of further special tokens, with their id or number
+    special: Sequence[str]  # special tokens; their ids follow the last rank
+    reserved: str  # format of the names of further special tokens, with {id} or {number}
     num_special: int
     reserved_from: int = 0
     bos: str = ""
     ends: Sequence[str] = ()
-    composes: bool = False  # normalize with NFC
+    composes: bool = False  # True: text is normalized to NFC.
     begins_with_bos: bool = False
 
 
@@ -89,7 +91,7 @@ _KIMI = _Family(
     ends=("[EOS]",),
 )
 _BY_NUM_RANKS = {128_000: _LLAMA3, 151_643: _QWEN, 163_584: _KIMI}
-# Part of the tokenizer's class or code file named in tokenizer_config.json -> family.
+# Text in the name of the tokenizer's class or code file (tokenizer_config.json) -> family.
 _BY_CODE = {"kimi": _KIMI, "moonshot": _KIMI, "qwen": _QWEN}
 _TEKKEN_SPECIAL = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
@@ -113,7 +115,7 @@ class _Tokens:
 
 
 def tokenizer_file(folder: Path) -> Path | None:
-    """Returns a folder's tokenizer file in one of these formats; None if it has none."""
+    """Returns a folder's tokenizer file in the tiktoken or tekken format; None if it has none."""
     names = [
         "tekken.json",
         "tiktoken.model",
@@ -188,7 +190,7 @@ def _tiktoken(settings: Mapping[str, Any], file: Path) -> _Tokens:
 
 
 def _family(settings: Mapping[str, Any], file: Path, num_ranks: int) -> _Family:
-    """Returns the model family of a tiktoken file. Raises UnsupportedModel if it is unknown."""
+    """Returns the family of a tiktoken file's model. Raises UnsupportedModel if it is unknown."""
     code = str(settings.get("auto_map") or settings.get("tokenizer_class") or "").lower()
     by_code = next((family for name, family in _BY_CODE.items() if name in code), None)
     if by_code is None and settings.get("auto_map"):
@@ -310,8 +312,9 @@ def _build(tokens: _Tokens) -> Tokenizer:
 
 
 def _merges(ranked: Mapping[bytes, int], special: Container[str]) -> list[tuple[str, str]]:
-    """Returns all pairs of tokens whose concatenation is a token, in the order of the results' ids.
-    Pairs in which a special token's text occurs are left out."""
+    """Returns all pairs of tokens whose concatenation is a token, in the order of the
+    concatenations' ids. A pair is left out if a token or the concatenation has the text of a
+    special token."""
     found = [
         (token_id, ranked[token[:cut]], ranked[token[cut:]], token[:cut], token[cut:])
         for token, token_id in ranked.items()
@@ -331,7 +334,7 @@ def _as_letters(token: bytes) -> str:
 
 
 def _copied(folder: Path, file: Path) -> list[Path]:
-    """Returns the folder's small files that are copied; `file`, its tokenizer, is not."""
+    """Returns the folder's small files, which are copied, without the tokenizer file `file`."""
     found = (each for pattern in _COPIED for each in sorted(folder.glob(pattern)))
     return [each for each in found if each != file and not each.name.endswith(".index.json")]
 

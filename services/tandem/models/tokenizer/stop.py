@@ -1,8 +1,9 @@
 """Applies stop strings to a stream of text.
 
-If the text so far ends with the beginning of a stop string, that part is held back until more text
-arrives. The result does not depend on how the text is split into pieces: the stop string that is
-complete first ends the text, and the longest one if several are complete at the same character.
+If the text so far ends with the beginning of a stop string, this end of the text is held back until
+more text arrives. The stop string that is complete first ends the text; if several are complete at
+the same character, the longest one does. The result does not depend on how the text is split into
+pieces.
 """
 
 from collections.abc import Sequence
@@ -14,15 +15,15 @@ class StopStrings:
     """The stop strings of one stream of text. Without stop strings, text passes without delay."""
 
     def __init__(self, stops: Sequence[str], *, is_shown: bool = False) -> None:
-        """`is_shown` includes the stop string in the output. Raises BadRequest for an empty stop
-        string."""
+        """`is_shown`: True if the output includes the stop string. Raises BadRequest for an empty
+        stop string."""
         if not all(stops):
             raise BadRequest("stop strings must not be empty", param="stop")
         self._stops = tuple(stops)
         self._held = ""
         self._hit = False
         self._is_shown = is_shown
-        self.matched = ""  # the stop string that was hit
+        self.matched = ""  # the stop string that ended the text; "" before that
 
     def push(self, text: str) -> tuple[str, bool]:
         """Adds text; returns the text to output now, and whether a stop string was found.
@@ -53,8 +54,7 @@ class StopStrings:
         return held
 
     def _num_held(self, text: str) -> int:
-        """Returns the length of the longest end of `text` that is the beginning of a stop
-        string."""
+        """Returns the length of the longest suffix of `text` that is a prefix of a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
         for num in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-num:]) for stop in self._stops):

@@ -1,7 +1,7 @@
 """A model's tokenizer, read from its folder without transformers.
 
-It converts text to token ids and back, and chats to text with the model's chat template. It does
-not validate requests; the router checks roles and sizes.
+The tokenizer converts text to token ids and back, and chats to text with the model's chat template.
+It does not validate requests; the router checks roles and sizes.
 """
 
 import re
@@ -29,8 +29,8 @@ class RenderedText:
     """Text to encode, or a piece of it. A rendered chat already contains its special tokens."""
 
     text: str
-    is_renamed: bool = False  # Special tokens have the names of `ControlStrings`.
-    add_special_tokens: bool = False  # Encoding adds tokens such as bos.
+    is_renamed: bool = False  # True: special tokens have the names that `ControlStrings` gives.
+    add_special_tokens: bool = False  # True: encoding adds tokens such as bos.
 
 
 class Tokenizer:
@@ -132,7 +132,7 @@ class Tokenizer:
         continue_final_message: bool = False,
     ) -> RenderedText:
         """Returns the text of a chat's prompt, which `encode_rendered` encodes. Only the template
-        produces special tokens; their text in a message is encoded as ordinary text.
+        produces special tokens; the text of a special token in a message is ordinary text.
 
         `continue_final_message` ends the prompt at the end of the last message's content. Raises
         BadRequest if the model has no chat template, its template refuses the chat, or the final
@@ -159,9 +159,9 @@ class Tokenizer:
     ) -> str:
         """Returns the prompt text of a chat up to the end of the final message's content.
 
-        The end is found by an unguessable tag and a space that are appended to the content. If the
-        space is missing from the rendered text, the template strips content; the text before the
-        tag is then stripped as well.
+        To find the end, an unguessable tag and a space are appended to the content. If the space is
+        missing from the rendered text, the template strips spaces around content, so spaces before
+        the tag are stripped as well.
         """
         *earlier, final = messages
         content: Any = final.get("content")
@@ -196,8 +196,8 @@ class Tokenizer:
 
     def encode_part(self, window: RenderedText, start: int, stop: int) -> list[int] | None:
         """Encodes `window` and returns the ids of the tokens in `window.text[start:stop]`; None if
-        a token crosses `start` or `stop`. Tokens that are added around the text belong to its first
-        and last part."""
+        a token crosses `start` or `stop`. Tokens that are added around the text, such as bos, are
+        included if `start` or `stop` is at that end of the text."""
         encoding = self._encode_rendered(window)
         ids: list[int] = encoding.ids
         first = 0
@@ -217,8 +217,8 @@ class Tokenizer:
 
     @cached_property
     def joined(self) -> frozenset[bytes]:
-        """All pairs of a non-space byte and a following space or line break that occur inside a
-        token."""
+        """All two-byte sequences inside tokens whose first byte is no space and whose second byte
+        is a space or a line break."""
         found: set[bytes] = set()
         for token_id in range(self.vocab_size):
             found.update(_BEFORE_SPACE.findall(self.token_bytes(token_id)))
@@ -237,7 +237,7 @@ class Tokenizer:
 
     @property
     def nonce(self) -> str:
-        """The nonce to pass to further tokenizers of this folder. Clients must not learn it."""
+        """The nonce to pass to further tokenizers of this folder. It must be kept from clients."""
         return self._control_strings.nonce
 
     def added_token_id(self, string: str) -> int | None:
@@ -256,8 +256,8 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of a token, special or not, inside a text. Unlike `piece`, it works for
-        all tokenizers."""
+        """Returns the bytes of a token, special or not, inside a text. Unlike `piece`, this method
+        works for all tokenizers."""
         if self.is_byte_level:
             return self.piece(token_id)
         token = self._tokenizer.id_to_token(token_id) or ""
@@ -266,8 +266,8 @@ class Tokenizer:
         return token.replace("\u2581", " ").encode()  # SentencePiece's space
 
     def piece(self, token_id: int) -> bytes:
-        """Returns the bytes that a token adds to a text. Only valid if `is_byte_level`: the text is
-        then the concatenation of its tokens' bytes."""
+        """Returns the bytes that a token adds to a text. Valid only if `is_byte_level`: only then
+        is a text the concatenation of its tokens' bytes."""
         piece = self._pieces.get(token_id)
         if piece is None:
             token = self._tokenizer.id_to_token(token_id)

@@ -1,1 +1,1 @@
-"""`tandem doctor`: reports what this host lacks, the cost of each lack, and a remedy."""
+"""`tandem doctor`: reports what this host lacks, the effect of each lack, and a remedy."""

@@ -48,9 +48,9 @@ def kernel_clock_status() -> int | None:
 def time_sync(host: HostFiles) -> Finding:
     """Checks that the clock is synchronized.
 
-    The kernel's flag has priority. If it says "not synchronized", that may be wrong: chrony without
-    `rtcsync` does not clear it, and a container does not show the daemon that sets the host's
-    clock."""
+    The kernel's flag has priority, but its value "not synchronized" may be wrong: chrony without
+    `rtcsync` does not change the flag. In this case the time daemons of this host are checked, too.
+    A container does not show the daemon that sets the host's clock."""
     name = "time sync"
     status = kernel_clock_status()
     if status is not None and not status & _UNSYNCHRONIZED:

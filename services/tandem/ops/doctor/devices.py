@@ -8,7 +8,7 @@ from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.transfer.nixl.agent import PACKAGES
 from tandem.transfer.nixl.reach import host_identity
 
-_NIXL_MIN = (1, 5)  # as required by the extra `nixl`
+_NIXL_MIN = (1, 5)  # oldest version that the extra `nixl` allows
 _UCX_PACKAGES = ("libucx-cu13", "libucx-cu12", "libucx")
 _DRIVER = re.compile(r"Kernel Module.*?\s(\d+)\.(\d[\d.]*)")
 # CUDA major version -> oldest driver: https://docs.nvidia.com/deploy/cuda-compatibility/
@@ -58,7 +58,7 @@ def _unusable(driver: int | None) -> tuple[str, str]:
 def _cuda_of_torch() -> str:
     """Returns the major version of CUDA that PyTorch is built for, or "cpu"; "" if unknown."""
     build = installed_version("torch").partition("+")[2]
-    if not build:  # PyPI's build has no suffix, but depends on one of these packages.
+    if not build:  # PyPI's build has no suffix, so the version of its CUDA package is used.
         for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
             if version := installed_version(package):
                 return version.partition(".")[0]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check. `cost` and `remedy` describe a lack; both are "" if there is none."""
+    """The result of a check. If the host lacks something, `cost` describes the effect and `remedy`
+    the remedy; otherwise both are ""."""
 
     name: str
     found: str

@@ -12,10 +12,10 @@ from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.router.workers.troubles import is_disk_full
 from tandem.transfer.nixl.reach import host_identity
 
-_CONNECTIONS = 4096  # default of --connections-max, which applies to HTTP and to gRPC
+_CONNECTIONS = 4096  # default of --connections-max; HTTP and gRPC may each have so many
 _OTHER_FILES = 256
 _SHARED_MIN = 64 << 20
-_KERNEL_MIN = (5, 6)  # for pidfd_open and pidfd_getfd
+_KERNEL_MIN = (5, 6)  # oldest Linux with both pidfd_open and pidfd_getfd
 _CAP_IPC_LOCK = 14
 
 
@@ -62,7 +62,8 @@ def shared_memory(host: HostFiles) -> Finding:
 
 
 def open_files(host: HostFiles) -> Finding:
-    """Checks the hard limit on open files. A router raises its soft limit itself."""
+    """Checks the hard limit on open files. The soft limit does not matter, because a router raises
+    it as far as needed."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return Finding("open files", "unlimited")
@@ -76,9 +77,9 @@ def open_files(host: HostFiles) -> Finding:
 
 
 def memlock(host: HostFiles) -> Finding:
-    """Checks the limit on locked memory. It matters for RDMA only: the kernel pins the memory that
-    a device reads."""
-    # No part of Tandem raises the soft limit.
+    """Checks the limit on locked memory. The limit matters only for RDMA, for which the kernel pins
+    the memory that a device reads."""
+    # The soft limit counts, because Tandem does not raise it.
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return Finding("memlock", "unlimited")
@@ -115,7 +116,7 @@ def run_disk(host: HostFiles) -> Finding:
 
 
 def _disk(name: str, folders: tuple[Path, ...], cost: str, remedy: str) -> Finding:
-    """Checks the fullest disk among those of `folders`, which need not exist yet."""
+    """Checks the fullest of the disks that hold `folders`. The folders need not exist yet."""
     usages = {folder: shutil.disk_usage(_present(folder)) for folder in folders}
     folder, usage = min(usages.items(), key=lambda pair: pair[1].free / max(1, pair[1].total))
     found = f"{usage.free / 1e9:.3g} of {usage.total / 1e9:.3g} GB free in {folder}"

@@ -25,7 +25,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSizeAnswer:
-    """The results of `tandem kv-size`. Each `KvSize` is the size on one rank."""
+    """The results of `tandem kv-size`. Each `KvSize` is the size of the KV on one rank."""
 
     model: str
     parameters: int
@@ -37,7 +37,7 @@ class KvSizeAnswer:
     context: int
     batch: int
     dtypes: list[KvSize]  # one entry per KV dtype, for 1 rank
-    attention: list[KvSize]  # the model, and variants with other numbers of KV heads
+    attention: list[KvSize]  # one entry for the model and for each variant (`kv_head_variants`)
     ranks: list[KvSize]  # one entry per number of ranks
     device: list[DeviceFit]  # one entry per dtype and number of ranks; empty without --memory
     workers: Workers | None
@@ -46,7 +46,7 @@ class KvSizeAnswer:
 
 def compute(options: KvSizeOptions) -> KvSizeAnswer:
     """Computes all results. Raises TandemError for invalid options, and OSError or MsgspecError if
-    the file of rates cannot be read."""
+    the file with the workers' rates cannot be read."""
     model = read_shape(options.model, revision=options.model_revision)
     context = options.context or model.max_model_len
     size = partial(

@@ -1,6 +1,6 @@
-"""Computes the size of a model's KV, and how much of it fits on a device, with pure functions.
+"""Computes the size of a model's KV, and how much KV fits on a device. Does no I/O.
 
-All sizes come from `BlockLayout`, with which an engine allocates its pool.
+All sizes come from `BlockLayout`, from which an engine also computes the size of its KV pool.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ class KvSize:
     """The size of the KV on one rank. A sequence uses whole blocks."""
 
     attention: str  # MHA, GQA, MQA or MLA
-    kv_heads: int  # in the whole model
+    kv_heads: int  # number of KV heads in the whole model
     dtype: str
-    computed_dtype: str  # dtype of rotated keys, which quantized latent KV does not quantize
+    computed_dtype: str  # dtype of rotated keys, which stay unquantized in quantized latent KV
     tensor_parallel: int
     heads_per_rank: int
     token_bytes: int | float  # not an integer if blocks are padded
     block_bytes: int
-    sequence_blocks: int  # blocks of a sequence in the KV group that needs the most
-    group_blocks: tuple[int, ...]  # blocks of a sequence in each KV group
+    sequence_blocks: int  # number of blocks of a sequence in the KV group that needs the most
+    group_blocks: tuple[int, ...]  # number of blocks of a sequence in each KV group
     sequence_bytes: int
     batch_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFit:
-    """The KV that fits on a device beside the weights of its rank. `free_bytes` is at least 0."""
+    """The KV that fits on a device beside the weights of one rank. `free_bytes` is at least 0."""
 
     dtype: str
     tensor_parallel: int
     weights_bytes: int
     free_bytes: int
-    num_blocks: int  # blocks in the largest KV group
-    group_blocks: tuple[int, ...]  # blocks in each KV group
+    num_blocks: int  # number of blocks in the largest KV group
+    group_blocks: tuple[int, ...]  # number of blocks in each KV group
     num_tokens: int
     num_sequences: int
 
@@ -67,8 +67,8 @@ def attention_name(model: ModelConfig) -> str:
 
 
 def kv_head_variants(model: ModelConfig) -> list[ModelConfig]:
-    """Returns variants of the model for comparison: with one KV head per head, unchanged, and with
-    a single KV head. A model with latent attention has no variants."""
+    """Returns the model and variants for comparison: one with a KV head for each query head (MHA),
+    and one with a single KV head (MQA). A model with latent attention has no variants."""
     if model.latent is not None:
         return [model]
     heads = sorted({model.num_attention_heads, model.num_kv_heads, 1}, reverse=True)
@@ -88,8 +88,8 @@ def rank_layout(
     tensor_parallel: int,
     computed_dtype: str = "bfloat16",
 ) -> KvLayout:
-    """Returns the layout of one rank's pools, with `num_blocks` for each KV group. Raises
-    Incompatible if the heads cannot be divided among the ranks."""
+    """Returns the layout of one rank's KV pools. `num_blocks` has the number of blocks of each KV
+    group. Raises Incompatible if the heads cannot be divided among the ranks."""
     whole = model_layout(
         model, num_blocks, block_size=block_size, dtype=dtype, computed_dtype=computed_dtype
     )
@@ -149,11 +149,12 @@ def device_fit(
     weight_bytes: int,
     reserve_bytes: int,
 ) -> DeviceFit:
-    """Computes the KV that fits on a device beside a rank's share of the weights. `weight_bytes` is
-    the size of one weight.
+    """Computes the KV that fits on a device beside the weights of one rank. `weight_bytes` is the
+    size of a single weight.
 
-    The free memory is divided into blocks with the engine's own function and its defaults: the
-    number of sequences, and the tokens of a step on a CPU.
+    `divide_pool`, which the engine also uses, divides the free memory into blocks. The division
+    assumes the engine's default number of sequences and its default number of tokens of a step on a
+    CPU.
     """
     weights_bytes = -(-num_parameters(model) * weight_bytes // size.tensor_parallel)
     free_bytes = max(0, memory_bytes - weights_bytes - reserve_bytes)

@@ -1,7 +1,8 @@
-"""Computes the workers that a steady load needs, with the autoscaler's policy. Pure.
+"""Computes the workers that a steady load needs, with the autoscaler's policy. Does no I/O.
 
-The autoscaler observes the load as one long interval without bursts. There is no queue and no
-missed limit, so the only signals are the load itself and the KV use of the decode workers.
+The autoscaler observes the load as one long interval without bursts. No request waits in a queue
+and none misses a latency limit, so the autoscaler decides only by the load and by the KV use of the
+decode workers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tandem.router.autoscaler.demand import Demand, Observation, PoolSeen
 from tandem.router.autoscaler.policy import Autoscaler, decode_tokens_per_s
 
 _WORKERS_MAX = 1_000_000
-_REQUESTS = 1_000  # requests in the interval
+_REQUESTS = 1_000  # number of requests in the observed interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +39,8 @@ class Workers:
     prompt_s: float  # prefill time of one prompt
     decode_tokens_per_s: float  # throughput of one decode worker
     sequences: float  # mean number of decoding sequences in all workers
-    sequence_blocks: int  # blocks of a prompt and its completion
-    worker_blocks: int  # size of a worker's KV pool; 0: unknown, and KV use is ignored
+    sequence_blocks: int  # number of blocks of a prompt and its completion
+    worker_blocks: int  # number of blocks in a worker's KV pool; 0: unknown, KV use is ignored
 
 
 def workers_needed(
@@ -53,7 +54,7 @@ def workers_needed(
     )
     prompt_s = prefill_seconds(rates, load.prompt_tokens, 0)
     tokens_per_s = decode_tokens_per_s(rates.decode, itl_s)
-    # Little's law. A sequence's decode time is that of its tokens in a full batch.
+    # Little's law: sequences = arrival rate * decode time, as if each sequence ran in a full batch.
     in_batch = max(1.0, (itl_s - rates.decode.step_s) / max(rates.decode.sequence_s, 1e-9))
     sequences = load.requests_per_s * load.completion_tokens * in_batch / tokens_per_s
     sequence_blocks = -(-(load.prompt_tokens + load.completion_tokens) // block_size)

@@ -1,8 +1,8 @@
 """Runs the autoscaler in the simulator.
 
-Every `interval_s` the policy gets one observation with the counters of a router and with loads that
-are as old as in a router. The pools are then resized as it decides; an added worker is ready after
-a cold start.
+Every `interval_s` the autoscaler's policy gets one observation: a router's counters, and worker
+loads that are as old as those that a router has. The pools are then resized as the policy decides.
+An added worker is ready after a cold start.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,7 @@ from tandem.router.scaling.pool_observation import likely_decode, see_pool
 
 class Autoscaled:
     """The autoscaler of one simulation. The simulation must have the largest number of workers that
-    the pools may reach.
-
-    It must be created before the simulation runs.
-    """
+    the pools may reach, and must not run before the autoscaler is created."""
 
     def __init__(self, simulation: Simulation, config: AutoscaleConfig) -> None:
         self.decisions: list[tuple[float, ScalingDecision]] = []  # (time, decision) of each change

@@ -1,4 +1,5 @@
-"""Simulated time: an event queue, ordered by time and then by the order of planning."""
+"""Simulated time: a queue of planned actions, ordered by time. Actions of equal time run in the
+order in which they were planned."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush

@@ -94,7 +94,7 @@ def run_all(
 
 
 def _step(simulation: Simulation, label: str, num_done: int, num_runs: int) -> ProgressRow:
-    """Returns the progress of all runs while this one is in progress."""
+    """Returns the progress of all runs: `num_done` runs have ended, and `simulation` is running."""
     done = num_done + simulation.share_begun
     return ProgressRow("simulation", f"run {num_done + 1} of {num_runs}: {label}", done, num_runs)
 

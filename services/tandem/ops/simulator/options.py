@@ -108,8 +108,8 @@ class SimulateOptions(Options):
         return names
 
     def shares(self) -> list[float]:
-        """Returns the loads as fractions of the workers' capacity; 0 means as recorded. Raises
-        UsageError."""
+        """Returns the loads as fractions of the workers' capacity; 0 is the load of the trace as
+        recorded. Raises UsageError."""
         return [_read_load(text) for text in ("trace" if self.day else self.loads).split(",")]
 
     def scenario(self) -> Scenario:
@@ -190,8 +190,8 @@ class SimulateOptions(Options):
 
 
 def read_rates(path: str, block_size: int = BLOCK_SIZE) -> WorkerRates:
-    """Reads a JSON file of rates; returns the default guess if `path` is "". Raises OSError or
-    MsgspecError."""
+    """Reads a JSON file of rates; returns the guess `DEFAULT_RATES` if `path` is "". Raises OSError
+    or MsgspecError."""
     if not path:
         block_bytes = DEFAULT_RATES.block_bytes * block_size // BLOCK_SIZE
         return msgspec.structs.replace(DEFAULT_RATES, block_bytes=block_bytes)

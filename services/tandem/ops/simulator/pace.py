@@ -1,12 +1,16 @@
-"""Learns the true speed of simulated workers from first tokens. Pure.
+"""Learns the true speed of simulated workers from first tokens. Does no I/O.
 
 A real worker measures its steps and reports its true rates. Simulated workers always report their
-nominal rates, so the router's view estimates the true speed instead. A worker computes its prompts
-one after another, so a prompt's time is that since the previous first token, or since the prompt
-was sent if that was later.
+nominal rates, so the router's view estimates the true speed instead: a worker's pace is the number
+of observed seconds per predicted second. A worker computes prompts one after another. The observed
+seconds of a prompt therefore start at the worker's previous first token, or when the prompt was
+sent if that was later, and end at the prompt's first token.
 
-    sent          the predicted seconds are added to the worker's share
-    first token   the share is corrected to the observed seconds, and the pace is updated
+The pace and the worker's prefill share (shares.py: recent seconds of prefill) change at two events:
+
+    prompt sent   The predicted seconds are added to the prefill share.
+    first token   In the prefill share, the observed seconds replace the predicted ones. The pace is
+                  updated.
 
 A prompt without a first token keeps its predicted seconds.
 """
@@ -27,8 +31,8 @@ class Sent:
     worker_id: str
     at_s: float
     predicted_s: float  # prefill time predicted from the rates that the worker reports
-    counted_s: float  # seconds added to the worker's share
-    may_pull: bool  # A pull may have changed its time, so the pace is not updated from it.
+    counted_s: float  # seconds added to the worker's prefill share
+    may_pull: bool  # True: a pull may change the prefill time, so the pace is not updated.
 
 
 @dataclass(slots=True)
@@ -38,7 +42,7 @@ class _Observed:
 
 
 class Paces:
-    """Corrects the workers' shares to observed times, and learns each worker's pace."""
+    """Corrects the workers' prefill shares to observed times, and learns each worker's pace."""
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
@@ -55,15 +59,15 @@ class Paces:
     def sent(
         self, worker_id: str, predicted_s: float, now_s: float, *, may_pull: bool = False
     ) -> Sent:
-        """Records a prompt sent to a worker, whose reported rates predict `predicted_s` seconds for
-        it."""
+        """Records a prompt sent to a worker. `predicted_s` is the prefill time that the worker's
+        reported rates predict."""
         counted_s = predicted_s * self.of(worker_id)
         self._shares.sent(worker_id, counted_s, now_s)
         return Sent(worker_id, now_s, predicted_s, counted_s, may_pull)
 
     def first_token(self, sent: Sent, worker_id: str, now_s: float) -> None:
-        """Records the first token of a prompt. `worker_id` computed it and may differ from the
-        worker to which the prompt was sent."""
+        """Records the first token of a prompt. `worker_id` is the worker that computed the token;
+        the prompt may have been sent to another one."""
         self._shares.sent(sent.worker_id, -sent.counted_s, sent.at_s)
         seen = self._seen[worker_id]
         seen_s = now_s - max(sent.at_s, seen.last_token_s)

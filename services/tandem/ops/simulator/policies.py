@@ -1,14 +1,16 @@
 """Placement policies to compare. They have the signature of `choose`.
 
+policy         worker that the policy chooses
 tandem         the router's own policy, services/tandem/router/placement/choose.py
 random         a random worker
 round-robin    each worker in turn
 least-loaded   the worker with the fewest running and waiting requests
 prefix-only    the worker with the longest cached prefix; random among equals
-dynamo         the published rule of Dynamo's KV router: the lowest cost, which is a weight times
-               the worker's blocks to prefill (its queue and this prompt), plus its decode blocks
-               (temperature 0, Dynamo's default)
-dynamo-softmax the same cost, sampled by softmax at temperature 0.5
+dynamo         the worker with the lowest cost by the published rule of Dynamo's KV router:
+               cost = weight * (blocks to prefill: the worker's queue and this prompt)
+                      + (blocks in use at the worker, and those of this prompt)
+               with weight 1 and temperature 0, Dynamo's default temperature
+dynamo-softmax a worker sampled by softmax over the same costs, with temperature 0.5
                https://docs.nvidia.com/dynamo/latest/components/router/README.html
 """
 
@@ -69,8 +71,9 @@ def _in_turn() -> Pick:
 
 
 def _lowest(cost: Cost, temperature: float = 0.0) -> Pick:
-    """Returns a rule that picks the worker with the lowest cost, randomly among equals. With a
-    temperature it samples by softmax over the costs, scaled to 0..1."""
+    """Returns a rule that picks the worker with the lowest cost, randomly among equals. If
+    `temperature` is not 0, the rule samples a worker by softmax: costs are scaled to 0..1, and
+    lower costs are more likely."""
 
     def pick(
         work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], rng: Random

@@ -1,7 +1,7 @@
 """Chooses where a simulated prompt is prefilled, and whether blocks are pulled or loaded.
 
-It uses the functions of real workers for the choice between a worker and its peers, between pulling
-and computing, and between these and loading from a tier.
+Three choices are made with the functions of real workers: between a worker and its peers, between
+pulling and computing a prefix, and between loading from a tier and all these ways.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,8 @@ def peers_to_ask(
     matches: Mapping[str, int],
 ) -> list[str]:
     """Returns the ids of the prefill workers from which a decode worker requests the prefill, in
-    order. It is empty if the worker prefills the prompt itself, with or without loading blocks."""
+    order. Returns [] if the decode worker prefills the prompt itself, with or without loading
+    blocks from its tiers."""
     if not peers:
         return []
     rates = scenario.rates
@@ -69,7 +70,7 @@ def expect_pull(
     pair: PairRate,
 ) -> Expected | None:
     """Returns the predicted result of pulling the prompt's first blocks from one of `holders`
-    (worker id, number of tokens); None if a pull is not faster."""
+    (worker id, number of tokens); None if a pull is not the fastest way."""
     rates = scenario.rates
     size = scenario.block_size
     cached = worker.cache.num_cached(task.hashes) * size
@@ -86,8 +87,9 @@ def expect_pull(
 def exposed_pull_s(
     scenario: Scenario, pair: PairRate, source: SimulatedWorker, task: Task, cached_tokens: int
 ) -> float:
-    """Returns the exposed time of a decode worker's pull: the seconds by which it ends after the
-    prefill of `source`, which had `cached_tokens`. It is at least the time of the last chunk."""
+    """Returns the exposed time of a decode worker's pull: the seconds from the end of the prefill
+    at `source` to the end of the pull. `cached_tokens` is the number of prompt tokens that `source`
+    had cached or loaded. The exposed time is at least the time to pull the last chunk."""
     rates = scenario.rates
     size = scenario.block_size
     missing = task.num_tokens - task.cached_tokens

@@ -21,22 +21,25 @@ class Request:
     hashes: Sequence[bytes]
     decode: SimulatedWorker | None = None
     decode_task: Task | None = None
-    prefill: SimulatedWorker | None = None  # computes the prompt: the decode worker or a peer
+    prefill: SimulatedWorker | None = None  # worker that prefills: the decode worker or a peer
     lease: Task | None = None
-    candidates: list[str] = field(default_factory=list)  # remaining prefill workers
-    # (worker id, prefix tokens) of prefix holders
+    candidates: list[str] = field(default_factory=list)  # ids of prefill workers not yet tried
+    # (worker id, number of prefix tokens) for each worker from which the prefix may be pulled
     holders: list[tuple[str, int]] = field(default_factory=list)
     refused: frozenset[str] = frozenset()
     num_migrations: int = 0
-    num_output_tokens: int = 0  # tokens generated on workers that were lost since
-    num_current_output_tokens: int = 0  # on the current worker; 1 from the first token on
+    num_output_tokens: int = 0  # tokens generated on earlier workers, which have died
+    # Tokens generated on the current worker. The number is 1 from the first token until the worker
+    # dies, and then becomes exact.
+    num_current_output_tokens: int = 0
     is_admitted: bool = False
     promise: Promise | None = None
     first_token_by: float = math.inf  # time in s after which a first token is useless
     num_submissions: int = 0
-    sent: Sent | None = None  # None after the first token
-    cached_tokens: int = 0  # at the worker that prefilled it, including its tiers
-    # tokens loaded from tiers, by tier name
+    sent: Sent | None = None  # the prompt's entry in the router's view until its first token
+    # Prompt tokens cached in the pool or in a tier of the worker that prefilled.
+    cached_tokens: int = 0
+    # Number of tokens loaded from tiers, by tier name.
     loaded_tokens: dict[str, int] = field(default_factory=dict)
     num_pulled_tokens: int = 0
     first_token_s: float = 0.0  # 0: no token yet

@@ -21,7 +21,9 @@ DEFAULT_RATES = WorkerRates(
     block_bytes=BLOCK_SIZE * (128 << 10),
     measured=True,
 )
-KNOWN_IN_STORE = 65_536  # blocks, as in services/tandem/engine/tiers/object_store/storage.py
+# Number of blocks in the object store that a worker remembers, as `REMEMBERED` in
+# services/tandem/engine/tiers/object_store/storage.py.
+KNOWN_IN_STORE = 65_536
 DEFAULT_PAIR = PairRate("nixl", 2e-3, 20e9)
 
 
@@ -36,7 +38,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """The service level. The limit on TTFT grows with the prompt's length."""
+    """The service level objective (SLO). The limit on TTFT grows with the prompt's length."""
 
     ttft: TtftLimit = field(default_factory=lambda: TtftLimit(base_s=2.0, token_s=2e-4))
     tpot_s: float = 0.1
@@ -47,9 +49,9 @@ class Scenario:
     """The cluster that is simulated."""
 
     num_decode: int = 8
-    num_prefill: int = 0  # 0: decode workers prefill themselves
-    kv_tokens: int = 3_000_000  # capacity of each worker
-    tier_blocks: tuple[int, ...] = ()  # capacity of each worker's tiers, in the order of `rates`
+    num_prefill: int = 0  # 0: decode workers prefill their prompts themselves
+    kv_tokens: int = 3_000_000  # capacity of each worker's KV pool, in tokens
+    tier_blocks: tuple[int, ...] = ()  # capacity of a worker's tiers, in the order of `rates.tiers`
     tier_policy: str = "value"
     rates: WorkerRates = DEFAULT_RATES  # the nominal rates that the policy knows
     pair: PairRate = DEFAULT_PAIR
@@ -59,7 +61,7 @@ class Scenario:
     sequences_max: int = 256
     queue_max: int = 256
     pull_prefixes: bool = True
-    admission: bool = True  # The router refuses requests that would miss the TTFT limit.
+    admission: bool = True  # True: the router refuses requests that would miss the TTFT limit.
     faults: tuple[Fault, ...] = ()
     slo: Slo = field(default_factory=Slo)
     seed: int = 0
@@ -72,8 +74,8 @@ class Scenario:
         return prefill | {f"decode-{n}": "decode" for n in range(self.num_decode)}
 
     def true_rates(self, worker_id: str) -> WorkerRates:
-        """Returns the true rates of a worker. The error depends only on seed and worker id, so it
-        is equal for all policies."""
+        """Returns the true rates of a worker. The error of the nominal rates depends only on seed
+        and worker id, so all policies are compared with the same errors."""
         rng = Random(f"{self.seed} {worker_id}")
         prefill, decode, load = (1 + self.rate_error * rng.uniform(-1, 1) for _ in range(3))
         return msgspec.structs.replace(
@@ -103,8 +105,8 @@ def full_load_factor(scenario: Scenario, arrivals: Sequence[Arrival]) -> float:
     """Returns the factor by which the trace must be sped up to give a load of 100%.
 
     At 100% the workers would be busy all the time if all shared one unlimited cache, so no policy
-    can serve more. In an aggregated pool, each prefill chunk also generates a token for the
-    decoding sequences; the remaining decode steps are added.
+    can serve more. Without prefill workers, the step that computes a prefill chunk also generates a
+    token for each decoding sequence. Only the decode steps beyond those are added to the work.
     """
     rates = scenario.rates
     seen = set[bytes]()

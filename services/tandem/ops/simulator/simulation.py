@@ -1,15 +1,17 @@
 """Simulates one run of a trace: placement, prefix index and workers.
 
-A request arrives, is matched in the index and placed, and is submitted to its decode worker. If the
-worker refuses it, it is placed again without that worker. Then:
+A request arrives, is matched in the prefix index, is placed, and is submitted to its decode worker.
+If the worker refuses the request, the request is placed again without that worker. The next states
+depend on the worker that prefills the prompt:
 
-  local prefill:   prefilled by the decode worker --> decoded --> served
-  remote prefill:  memory reserved --> leased --> prefilled by a peer --> pulled --> decoded
-                   --> served
+  the decode worker:  prefilled --> decoded --> served
+  a prefill worker:   memory reserved at the decode worker --> lease opened at the prefill worker
+                      --> prefilled there --> blocks pulled by the decode worker --> decoded
+                      --> served
 
-If its decode worker dies, a request migrates with the tokens generated so far, at most
-MIGRATIONS_MAX times, and is lost after that. If its prefill worker dies, the next candidate or the
-decode worker prefills it.
+If the decode worker dies, the request migrates with the tokens generated so far. A request migrates
+at most MIGRATIONS_MAX times; after that it is lost. If the prefill worker dies, the next candidate
+or the decode worker prefills the prompt.
 """
 
 import math
@@ -48,7 +50,8 @@ class Simulation:
         self._rng = Random(scenario.seed)
         self.clock = Clock()
         self._index = MemoryIndex()
-        self._logs: dict[str, int] = {}  # next event number of each holder
+        # Holder (a worker, or a tier of a worker) -> number of its next event in the prefix index.
+        self._logs: dict[str, int] = {}
         host = SharedCores(scenario.cores) if scenario.cores else None
         self._has_tiers = bool(scenario.rates.tiers)
         tiers = make_tiers(scenario, arrivals) if self._has_tiers else {}
@@ -67,7 +70,7 @@ class Simulation:
 
     @property
     def share_begun(self) -> float:
-        """Fraction of the requests that have arrived, 0 to 1. It may be read by any thread."""
+        """Fraction of the requests that have arrived, 0 to 1. Any thread may read it."""
         return len(self.requests) / max(1, len(self._arrivals))
 
     def run(self) -> None:
@@ -76,7 +79,7 @@ class Simulation:
         self._plan_arrival(0)
         self.clock.run()
 
-    # Callbacks of the workers (Listener).
+    # Methods of `Listener`, which the workers call.
     def reserved(self, worker: SimulatedWorker, task: Task) -> None:
         self._ask_candidate(_request(task))
 
@@ -173,8 +176,8 @@ class Simulation:
             request.refused |= {placement.decode.epoch}
 
     def _admit(self, request: Request, work: Work, placement: Placement) -> bool:
-        """Returns whether a request is admitted. The decision is made once; a request that migrates
-        or was refused by a worker stays admitted."""
+        """Returns whether a request is admitted. An admitted request stays admitted when it
+        migrates or a worker refuses it."""
         if request.is_admitted:
             return True
         self.meter.new_request(placement.prefill_s(work))
@@ -243,8 +246,8 @@ class Simulation:
             request.failure = "refused"
 
     def _prefill(self, request: Request, worker: SimulatedWorker, task: Task) -> bool:
-        """Submits a task for prefill, after a pull of its prefix if that is faster. Returns False
-        if the worker refuses it."""
+        """Submits a task for prefill. If pulling the prefix from another worker is faster, the task
+        is submitted after the pull. Returns False if the worker refuses the task."""
         holders = [(w, tokens) for w, tokens in request.holders if self.workers[w].is_up]
         expected = None
         if holders:
@@ -291,7 +294,7 @@ class Simulation:
         if (count := request.arrival.output_tokens - 1) > 0:
             self.meter.next_tokens(request.tpot_s / self.scenario.slo.tpot_s, count)
 
-    # Changes of the pools, for the autoscaler.
+    # Methods with which the autoscaler changes the pools.
     @property
     def has_more(self) -> bool:
         """True while some requests have not arrived."""
@@ -338,7 +341,7 @@ class Simulation:
 
     def _lose(self, request: Request, task: Task | None) -> None:
         if task is not None and task is request.lease:
-            # The first token was already sent, so the decode worker recomputes the prompt.
+            # The blocks are lost before the pull ends, so another worker recomputes the prompt.
             request.lease = None
             self._ask_candidate(request)
             return
@@ -378,7 +381,8 @@ def _request(task: Task) -> Request:
 
 
 def _run_now(call: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine of the in-memory index. It never suspends, so no event loop is needed."""
+    """Runs a coroutine of the in-memory index. Such coroutines never suspend, so no event loop is
+    needed."""
     try:
         call.send(None)
     except StopIteration as done:

@@ -37,17 +37,17 @@ class Arrival:
     at_s: float
     num_tokens: int  # prompt tokens
     output_tokens: int
-    block_ids: tuple[int, ...] = ()  # chained: equal ids mean equal prompts up to that block
+    block_ids: tuple[int, ...] = ()  # Equal ids mean equal prompts up to and including the block.
     salt: bytes = b""
-    in_session: bool = False  # A later request is likely to extend its prompt.
+    in_session: bool = False  # True: a later request is likely to extend this prompt.
 
     def block_hashes(self) -> list[bytes]:
-        """Returns a name of each block of the prompt: salt and block id."""
+        """Returns a unique name for each block of the prompt, made of salt and block id."""
         return [self.salt + block_id.to_bytes(8, "big") for block_id in self.block_ids]
 
     def block_digests(self) -> list[bytes]:
-        """Returns a 16-byte hash of each block. The tiers' policies, which sketch parts of hashes,
-        need uniformly distributed bytes."""
+        """Returns a 16-byte hash of each block. The bytes are uniformly distributed, as the
+        count-min sketch of the tiers' policies requires (frequency_sketch.py)."""
         return [blake2b(name, digest_size=16).digest() for name in self.block_hashes()]
 
 
@@ -87,21 +87,22 @@ def scale_load(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
 
 
 def shift_time(arrivals: Sequence[Arrival], shift_s: float) -> list[Arrival]:
-    """Starts the trace `shift_s` later, and moves the earlier requests to its end."""
+    """Starts the trace at `shift_s`. Requests before that time move to the end of the trace."""
     period_s = span_s(arrivals)
     moved = [replace(a, at_s=(a.at_s - shift_s) % period_s) for a in arrivals]
     return sorted(moved, key=lambda a: a.at_s)
 
 
 def rename_prefixes(arrivals: Sequence[Arrival], name: str) -> list[Arrival]:
-    """Returns requests with other prompts that share prefixes among each other in the same way."""
+    """Returns the requests with new prompts. The new prompts share prefixes with each other as the
+    old ones do, but share none with the old ones."""
     salt = name.encode() + b"/"
     return [replace(a, salt=salt) for a in arrivals]
 
 
 def repeat(arrivals: Sequence[Arrival], num_requests: int, seed: int) -> list[Arrival]:
-    """Returns `num_requests` requests in the same time span, by adding renamed copies that are
-    shifted in time."""
+    """Returns `num_requests` requests in the time span of the trace. Added requests are copies of
+    the trace with new prompts (`rename_prefixes`) and shifted times."""
     rng = Random(f"repeat {seed}")
     copies = list(arrivals)
     for number in range(1, -(-num_requests // len(arrivals))):
@@ -116,8 +117,9 @@ def lay_on_day(
     """Distributes `num_requests` requests over 24 hours, with a rate proportional to each hour's
     weight.
 
-    Renamed copies of the trace follow each other. Their time is stretched so that the rate follows
-    the weights, interpolated linearly between the middles of the hours. Bursts remain bursts.
+    Copies of the trace with new prompts follow each other. Time is stretched so that the rate
+    follows the weights, interpolated linearly between the middles of the hours. Bursts remain
+    bursts.
     """
     period_s = span_s(arrivals)
     copies: list[Arrival] = []
@@ -125,7 +127,8 @@ def lay_on_day(
         renamed = rename_prefixes(arrivals, f"day {seed} {number}") if number else arrivals
         copies += [replace(a, at_s=a.at_s + number * period_s) for a in renamed]
     del copies[num_requests:]
-    # The cumulative weight until each minute, which the loop below inverts.
+    # `until` has the cumulative weight until each minute. The loop below finds the minute that
+    # belongs to a cumulative weight.
     num_hours = len(hours)
     weights = []
     for minute in range(num_hours * 60):
@@ -200,7 +203,8 @@ def _read_mooncake(row: dict[str, Any]) -> Arrival:
 
 
 def _read_azure(row: dict[str, str], next_ids: Iterator[int]) -> Arrival:
-    """Reads a request of Azure's trace. It has no prefixes, so each prompt gets new blocks."""
+    """Reads a request of Azure's trace. The trace has no prefixes, so each prompt gets new block
+    ids."""
     at = datetime.fromisoformat(row["TIMESTAMP"][:26]) - datetime(2000, 1, 1)
     num_tokens = _positive(row["ContextTokens"])
     output_tokens = _positive(row["GeneratedTokens"])

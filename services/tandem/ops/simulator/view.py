@@ -1,8 +1,9 @@
 """The simulated router's view of the workers: reported load, work sent since, and pace.
 
-A worker reports its load when it has changed and no other report is in flight; the report arrives
-`report_age_s` later. Work that was sent to the worker after the report was made is added to it.
-First tokens are visible immediately; the workers' shares and true speed are learned from them.
+A worker reports its load when the load has changed and no other report is in flight; the report
+arrives `report_age_s` later. The view adds the work that was sent to the worker after the report
+was made. First tokens are visible immediately. From them, the view learns the workers' prefill
+shares (shares.py) and true speeds (pace.py).
 """
 
 from collections import deque
@@ -32,14 +33,16 @@ class _Known:
     worker: SimulatedWorker
     load: WorkerLoad
     rates: WorkerRates  # reported rates, corrected by the observed pace
-    load_queue_s: float = 0.0  # queue of its tiers when the report was made
-    sent: deque[tuple[float, Prefill]] = field(default_factory=deque)  # (time, prefill work)
+    load_queue_s: float = 0.0  # seconds until current tier loads end, when the report was made
+    # (time, prefill work) of the requests sent to the worker since the report was made.
+    sent: deque[tuple[float, Prefill]] = field(default_factory=deque)
     reporting: bool = False
     changed: bool = False
 
 
 class View:
-    """The simulated router's view. `roster` is current after `tick`, which may replace it."""
+    """The simulated router's view. `roster` is current after `tick`, and `tick` may replace the
+    roster object."""
 
     def __init__(self, scenario: Scenario, clock: Clock, workers: list[SimulatedWorker]) -> None:
         self._scenario = scenario
@@ -53,8 +56,8 @@ class View:
         self.roster = Roster(self._snapshot(known) for known in self._known.values())
 
     def tick(self) -> None:
-        """Applies the time decay of the workers' shares. It must be called before `roster` is
-        used."""
+        """Applies the time decay of the workers' prefill shares. Callers of `roster` must call this
+        method first."""
         now_s = self._clock.now_s
         if self._shares.rebase(now_s):
             # The roster is rebuilt, because its sums cannot mix shares from before and after the
@@ -65,7 +68,8 @@ class View:
     def note_prefill(
         self, worker_id: str, num_tokens: int, missing: int, *, may_pull: bool
     ) -> Sent:
-        """Records a prompt sent to a worker, which has to prefill `missing` of its tokens."""
+        """Records a prompt of `num_tokens` tokens that was sent to a worker. The worker has to
+        prefill `missing` of these tokens."""
         known = self._known[worker_id]
         reported = self._scenario.rates
         rates = beside_decode(reported, 0, known.load.num_running)

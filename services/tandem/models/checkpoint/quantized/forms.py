@@ -1,5 +1,6 @@
 """The tensors in which a checkpoint stores a quantized matrix [out, in], by coding.
 
+coding  tensor                           shape                  type
 scaled  weight                           [out, in]              F8_E4M3 or I8
         weight_scale, weight_scale_inv   one scale, one per output, or one per block
 packed  weight_packed                    [out, in / 8]          I32; with 8 bits [out, in / 4]
@@ -14,8 +15,9 @@ gptq    qweight                          [in / 8, out]          I32; with 8 bits
 awq     qweight                          [in, out / 8]          I32
         qzeros, scales                   as for gptq
 
-Divisions round up for blocks, groups and words of weight_zero_point: the last may be
-incomplete. This module does not import torch.
+Where no type is given, any floating-point type is allowed. The last block of a matrix and the last
+word of weight_zero_point may be incomplete, so the counts of blocks and of these words round up.
+This module does not import torch.
 """
 
 from collections.abc import Mapping
@@ -24,7 +26,8 @@ from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.headers import FLOATS, Form, TensorHeader
 from tandem.models.config.quantization_scheme import Coding, Scheme
 
-PARTS: Mapping[Coding, tuple[str, ...]] = {  # Every quantized matrix has the first part.
+# The tensors of each coding. The first tensor is always present.
+PARTS: Mapping[Coding, tuple[str, ...]] = {
     "scaled": ("weight", "weight_scale", "weight_scale_inv", "input_scale"),
     "packed": (
         *("weight_packed", "weight_scale", "weight_shape"),
@@ -39,8 +42,8 @@ _CODED = ("F8_E4M3", "I8")
 
 
 def is_quantized(module: str, stored: Mapping[str, TensorHeader], scheme: Scheme) -> bool:
-    """Returns whether the checkpoint stores a module's matrix in the format of `scheme`; otherwise
-    the matrix is not quantized."""
+    """Returns True if the checkpoint stores a module's matrix in the format of `scheme`, and False
+    if the matrix is not quantized."""
     plain = stored.get(f"{module}.weight")
     has_parts = any(f"{module}.{part}" in stored for part in PARTS[scheme.coding][1:])
     if scheme.coding == "scaled":
@@ -51,7 +54,7 @@ def is_quantized(module: str, stored: Mapping[str, TensorHeader], scheme: Scheme
 def forms_of_parts(
     module: str, shape: tuple[int, ...], stored: Mapping[str, TensorHeader], scheme: Scheme
 ) -> dict[str, Form]:
-    """Returns the expected form of each stored tensor of a quantized matrix, by name.
+    """Returns the allowed shapes and types of each tensor of a quantized matrix, by stored name.
 
     Raises UnsupportedModel if a matrix of this shape cannot be stored with the scheme."""
     if len(shape) != 2:
@@ -79,7 +82,7 @@ def _scaled(
     module: str, num_out: int, num_in: int, stored: Mapping[str, TensorHeader], scheme: Scheme
 ) -> dict[str, Form]:
     named = [name for name in _SCALES if f"{module}.{name}" in stored]
-    # if absent, the usual name, for the error message
+    # If no scale is stored, the error message names the tensor that such a matrix usually has.
     scale = named[0] if named else _SCALES[scheme.block is None]
     shapes: tuple[tuple[int, ...], ...]
     if scheme.block is None:

@@ -9,7 +9,7 @@ Blocks have float16 scales. The block type depends on the matrix:
   are not multiples of 64 inputs.
 
 The conversion is exact, or it is not done. If the inputs of a group are not consecutive, the blocks
-store the inputs sorted by group, and keep that order.
+store the inputs sorted by group, and `GgufBlocks.order` has the order of the inputs.
 """
 
 from __future__ import annotations

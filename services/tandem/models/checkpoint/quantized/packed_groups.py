@@ -126,7 +126,7 @@ class PackedGroups:
             torch.stack((self.data & 15, self.data >> 4), -1, out=wide.view(*self.data.shape, 2))
         else:
             wide.copy_(self.data)
-        if self.group_of_input is None:  # Its shape becomes [out, groups, inputs of a group].
+        if self.group_of_input is None:  # `wide` becomes [out, groups, inputs of a group].
             wide = wide.view(*self.scales.shape, -1)
         if self.zeros is not None:
             wide -= self._per_input(self.zeros)
@@ -141,8 +141,8 @@ class PackedGroups:
 
 
 def _narrowed(scales: torch.Tensor) -> torch.Tensor:
-    """Returns the scales in a 16-bit type if that represents all of them exactly, else
-    unchanged."""
+    """Returns the scales in a 16-bit type that represents all of them exactly; returns them
+    unchanged if there is no such type."""
     for dtype in _SCALE_TYPES:
         narrow = scales.to(dtype)
         if torch.equal(narrow.float(), scales.float()):

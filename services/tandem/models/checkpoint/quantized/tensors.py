@@ -20,7 +20,7 @@ from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem.models.config.quantization_scheme import Quantization, Scheme
 from tandem.models.gguf.tensors import GgufBlocks
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of number i in a word, in nibbles
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # Number i of a word is in nibble _AWQ_ORDER[i].
 _FLOAT8 = torch.float8_e4m3fn
 _ZERO = torch.zeros(1, 1, dtype=torch.uint8)
 _WORD_BITS = 32
@@ -30,13 +30,13 @@ _UNSET = -1  # value of weight_g_idx if the groups are consecutive inputs
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """A quantized matrix of a checkpoint. check.py has already checked the shapes and types of its
-    tensors."""
+    """A quantized matrix, as the tensors in which a checkpoint stores it. check.py has already
+    checked the shapes and types of the tensors."""
 
     name: str  # name of the module, without .weight
     by_kind: Mapping[str, torch.Tensor]  # the stored tensors by part name (forms.PARTS)
     scheme: Scheme
-    file: Path | None = None  # file of the first part; None: not from a file
+    file: Path | None = None  # file with the first tensor; None: the matrix is not from a file
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
@@ -55,8 +55,8 @@ class Coded:
         return rows, columns * (word if self.scheme.coding == "packed" else 1)
 
     def check(self) -> None:
-        """Checks the values of small parts, which headers do not show. Raises UnsupportedModel
-        naming the part that does not fit the matrix."""
+        """Checks values that headers do not show: the stored shape, zero points and group numbers.
+        Raises UnsupportedModel naming the tensor that does not fit the matrix."""
         if self.scheme.coding == "packed":
             self._require(
                 tuple(self.by_kind["weight_shape"].tolist()) == self.shape, "weight_shape"
@@ -75,7 +75,7 @@ class Coded:
 
     def blocks(self) -> GgufBlocks | Fp8 | None:
         """Returns the matrix in the format of the native kernels, with exactly the same values;
-        None if no block type represents them."""
+        None if no block type represents the values."""
         return self._fp8() if self.scheme.is_float else self._groups().blocks()
 
     def packed(self) -> Fp8 | PackedGroups:
@@ -131,8 +131,8 @@ class Coded:
         return QuantizedGroups(numbers, zeros, self.by_kind["scales"].float().t())
 
     def _integers(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Unpacks int32 words into numbers. Also returns the zero point that all of them have by
-        default."""
+        """Unpacks int32 words into numbers. Returns the numbers and their default zero point,
+        uint8 [1, 1]."""
         if self.scheme.bits == 4:
             return _unpacked(words), _ZERO + 8
         return (_bytes_of(words) ^ _MIDDLE).view(torch.int8), _ZERO

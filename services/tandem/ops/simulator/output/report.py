@@ -12,8 +12,8 @@ from tandem.ops.simulator.simulation import Simulation
 
 
 class RunReport(msgspec.Struct, frozen=True):
-    """The results of a run. `load_*` are the maximum divided by the mean over the workers that
-    prefill."""
+    """The results of a run. `load_*` measure the imbalance of the workers that prefill: the largest
+    amount of work of a worker, divided by the mean."""
 
     policy: str
     load: float  # fraction of the workers' capacity
@@ -25,15 +25,15 @@ class RunReport(msgspec.Struct, frozen=True):
     num_moved: int
     num_good: int  # served within the SLO
     goodput: float  # num_good / num_requests
-    # fraction of prompt tokens cached at the worker that prefilled them, including its tiers
+    # Fraction of prompt tokens cached in the pool or in a tier of the worker that prefilled them.
     hit_rate: float
     tier_hit_rates: dict[str, float]  # fraction of prompt tokens loaded from a tier, by tier name
-    loaded_bytes: dict[str, float]  # loaded from each tier by all workers
+    loaded_bytes: dict[str, float]  # bytes that all workers loaded from a tier, by tier name
     pulled_rate: float  # fraction of prompt tokens pulled from a prefix holder
-    load_tokens: float  # measured in prompt tokens placed on a worker
-    load_requests: float  # measured in requests
-    load_busy: float  # measured in seconds of prefill
-    ttft_s: dict[str, float]  # p50, p90, p99
+    load_tokens: float  # imbalance of the prompt tokens
+    load_requests: float  # imbalance of the number of requests
+    load_busy: float  # imbalance of the seconds of prefill
+    ttft_s: dict[str, float]  # quantiles by name: p50, p90, p99
     tpot_s: dict[str, float]
 
 

@@ -18,18 +18,18 @@ from typing import Generic, TypeVar
 from tandem.common.perf_model.rates import WorkerRates
 
 Job = TypeVar("Job")
-_EPSILON = 1e-9  # steps
+_EPSILON = 1e-9  # tolerance for rounding errors, in steps
 
 
 class SimulatedEngine(Generic[Job]):
-    """The engine of a simulated worker. Jobs are opaque to it."""
+    """The engine of a simulated worker. Jobs are opaque to the engine."""
 
     def __init__(self, rates: WorkerRates) -> None:
         self.rates = rates
         self.speed = 1.0  # below 1 if other workers use the same cores
         self.prefilling: Job | None = None
         self.prefill_busy_s = 0.0
-        # heap of (step of the last token, number, job)
+        # Heap of (virtual time of the last token, serial number, job).
         self._decoding: list[tuple[float, int, Job]] = []
         self._numbers = count()
         self._now_s = 0.0
@@ -46,7 +46,8 @@ class SimulatedEngine(Generic[Job]):
         return len(self._decoding)
 
     def prefill(self, job: Job, num_tokens: int, context: int) -> None:
-        """Starts the prefill of `num_tokens` tokens that follow `context` computed ones."""
+        """Starts the prefill of `num_tokens` tokens. The `context` tokens before them are already
+        computed."""
         assert self.prefilling is None
         rates = self.rates
         self._prefill_steps = -(-num_tokens // rates.step_tokens)
@@ -70,7 +71,7 @@ class SimulatedEngine(Generic[Job]):
         return round(self._prefill_tokens * max(0.0, left))
 
     def prefill_context(self) -> int:
-        """Returns the number of tokens before the remaining ones of the current prompt."""
+        """Returns how many tokens of the current prompt are already computed."""
         return self._prefill_context + self._prefill_tokens - self.prefill_tokens_left()
 
     def advance(self, now_s: float) -> None:

@@ -1,4 +1,6 @@
-"""Resizes pools of simulated workers, and counts their worker seconds.
+"""Resizes pools of simulated workers, and counts the worker seconds that are paid for.
+
+States of a worker, with the cause of a transition in the arrow:
 
     off --resize--> starting --cold start--> ready --resize--> draining --idle--> off
 
@@ -15,8 +17,9 @@ _State = Literal["off", "starting", "ready", "draining"]
 
 
 class Fleet:
-    """One pool, created with the largest number of workers that it may reach. It calls `on_start`
-    after a cold start, `on_drain` when a drain begins, and `on_stop` when a worker is off."""
+    """One pool, created with the largest number of workers that it may reach. The pool calls
+    `on_start` after a cold start, `on_drain` when a drain begins, and `on_stop` when a worker is
+    off."""
 
     def __init__(
         self,
@@ -45,8 +48,8 @@ class Fleet:
         return sum(state in ("starting", "ready") for state in self._states)
 
     def open(self, size: int) -> None:
-        """Sets the initial state: `size` workers are ready, the others are off. It must be called
-        first."""
+        """Sets the initial state: `size` workers are ready, the others are off. `open` must be
+        called before other methods."""
         for number in range(size, len(self._workers)):
             self._turn_off(number)
         self.sizes.append((self._clock.now_s, size))

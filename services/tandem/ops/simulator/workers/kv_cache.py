@@ -1,10 +1,12 @@
-"""Tracks the states of a simulated worker's KV blocks. Pure.
+"""Tracks the states of a simulated worker's KV blocks. Does no I/O.
+
+States of a block, with the method that causes a transition in the arrow:
 
     free --reserve--> private --store--> cached and held --release--> cached and idle --> evicted
                           `--release--> free
 
-Held blocks are not evicted. Idle blocks are evicted in LRU order, leaf first: a released chain is
-added with its leaf as the oldest, so a block is always evicted before its parent.
+Held blocks are not evicted. Idle blocks are evicted in LRU order. When the blocks of a prompt are
+released, the last block counts as the oldest, so a block is always evicted before its parent.
 """
 
 from collections import OrderedDict, defaultdict
@@ -26,7 +28,7 @@ class SimulatedKvCache:
         return len(self._held) + self._num_private
 
     def num_cached(self, block_hashes: Sequence[bytes]) -> int:
-        """Returns the number of leading blocks of the chain that are cached."""
+        """Returns how many leading blocks of a prompt, given by their hashes, are cached."""
         held = self._held
         idle = self._idle
         for depth, block_hash in enumerate(block_hashes):
@@ -36,8 +38,8 @@ class SimulatedKvCache:
 
     def reserve(self, cached: Sequence[bytes], num_private: int) -> list[bytes] | None:
         """Holds the blocks `cached`, which must be in the cache, and reserves `num_private` new
-        blocks. Returns the evicted hashes, or None without a change if there is not enough room.
-        """
+        blocks. Returns the hashes of the evicted blocks. If there is not enough room, returns None
+        and changes nothing."""
         held = self._held
         idle = self._idle
         revived = [h for h in cached if h not in held]
@@ -51,8 +53,8 @@ class SimulatedKvCache:
         return [idle.popitem(last=False)[0] for _ in range(len(idle) - room)]
 
     def store(self, block_hashes: Sequence[bytes]) -> list[bytes]:
-        """Turns private blocks into cached ones with these hashes; they stay held. Returns the
-        hashes that were not cached before."""
+        """Turns one private block for each hash into a cached block with that hash. The blocks stay
+        held. Returns the hashes that were not cached before."""
         new = []
         for block_hash in block_hashes:
             if block_hash not in self._held and block_hash not in self._idle:
@@ -63,7 +65,8 @@ class SimulatedKvCache:
         return new
 
     def release(self, block_hashes: Sequence[bytes], num_private: int) -> None:
-        """Releases the blocks of a chain, given in its order, and private blocks."""
+        """Releases the cached blocks `block_hashes`, in the order of the prompt, and `num_private`
+        private blocks."""
         for block_hash in reversed(block_hashes):
             self._held[block_hash] -= 1
             if not self._held[block_hash]:

@@ -18,21 +18,22 @@ class Task:
     hashes: Sequence[bytes]  # hashes of the prompt's full blocks
     output_tokens: int  # tokens to generate; 0: a lease
     cached_tokens: int = 0  # tokens in the worker's cache when the task started
-    queued_tokens: int = 0  # its part of the worker's queued tokens
-    pulled_blocks: int = 0  # leading blocks pulled from a prefix holder before it was submitted
-    num_held: int = 0  # leading blocks of `hashes` that it holds as cached blocks
-    num_private: int = 0  # private blocks that it holds
+    queued_tokens: int = 0  # tokens of this task among the worker's queued tokens
+    pulled_blocks: int = 0  # number of leading blocks that were pulled before the submission
+    num_held: int = 0  # number of leading blocks of `hashes` that the task holds as cached blocks
+    num_private: int = 0  # number of private blocks that the task holds
     epoch: int = 0  # epoch of the worker when the blocks were reserved
-    tokens_left: int | None = None  # remaining tokens when its worker died during decoding
-    returns: bool = False  # Its prompt is likely to be used again, because it is in a session.
+    # Number of tokens still to generate when the worker died; None: the task was not decoding.
+    tokens_left: int | None = None
+    returns: bool = False  # True: the prompt is in a session, so it is likely to be used again.
     is_compute_chosen: bool = (
-        False  # It is next in the queue, and computing was faster than loading.
+        False  # True: when the task was next, computing was faster than loading.
     )
     load: TierRead | None = None  # load from tiers, in progress or done
-    new_hashes: list[bytes] = field(default_factory=list)  # hashes of blocks it added to the pool
+    new_hashes: list[bytes] = field(default_factory=list)  # blocks that the task added to the pool
     loaded_blocks: dict[str, int] = field(default_factory=dict)  # loaded blocks by tier name
     first_token_by: float = math.inf  # time in s after which a first token is useless
-    has_waited: bool = False  # It could not start when it was submitted.
+    has_waited: bool = False  # True: the task could not start when it was submitted.
 
     @property
     def num_available(self) -> int:
@@ -45,6 +46,6 @@ class Task:
         return self.load is not None and self.num_available < self.load.first
 
     def reusable_hashes(self, block_size: int) -> Sequence[bytes]:
-        """Returns the hashes of the blocks that can be reused: those before the last token, which
-        is always computed."""
+        """Returns the hashes of the blocks that can be reused. The last token is always computed,
+        so a block that contains it cannot be reused."""
         return self.hashes[: (self.num_tokens - 1) // block_size]

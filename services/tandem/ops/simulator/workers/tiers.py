@@ -1,11 +1,11 @@
 """The tiers of a simulated worker, with the engine's slot tables and policies but without data.
 
-    prefilled, loaded or pulled blocks  --use, write-->  in each tier whose policy accepts them
-    next task  --plan: loading is fastest-->  loading  --reads done-->  in the pool
+Blocks that were prefilled, loaded or pulled are written to each tier whose policy accepts them. If
+loading is the fastest way for the next task, blocks are loaded from tiers into the KV pool.
 
-Slots, policies and measured rates are those of `engine/tiers`. A write takes no time; a load takes
-the time given by the true rates. It reads the tiers one after another, slowest first, and waits in
-each for earlier loads.
+Slots, policies and measured rates are those of `engine/tiers`. A write takes no time. A load takes
+the time given by the true rates: it reads from the tiers one after another, slowest first, and
+waits at each tier for earlier loads.
 """
 
 from collections import Counter
@@ -27,13 +27,13 @@ from tandem.engine.types import TierBlocks
 
 @dataclass(slots=True, eq=False)
 class TierRead:
-    """A load of consecutive blocks of one chain from tiers."""
+    """A load of consecutive blocks of one prompt from tiers."""
 
     first: int  # index of the first block
     end: int  # index after the last block
     ends_s: float
     seconds: dict[int, float]  # reading time by tier number
-    num_blocks: Counter[int]  # blocks by tier number
+    num_blocks: Counter[int]  # number of blocks by tier number
     tables: Tables
     is_done: bool = False
 
@@ -41,8 +41,8 @@ class TierRead:
 class WorkerTiers:
     """The tiers of one worker, fastest first.
 
-    `rates` and `prefill` are the true rates, and `num_blocks` the capacity of each tier. `in_store`
-    has the hashes that any worker has written to the object store; all workers share it."""
+    `rates` and `prefill` are the true rates, and `num_blocks` is the capacity of each tier.
+    `in_store` is a set that all workers share: the hashes of the blocks in the object store."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class WorkerTiers:
         offer: Offer | None = None,
         producer: Producer | None = None,
     ) -> LoadChoice | None:
-        """Returns the blocks of a chain to load; None if loading is not the fastest choice. It uses
-        measured rates, so the first load from a tier is always made."""
+        """Returns the blocks of a prompt to load; None if loading is not the fastest choice. The
+        choice uses measured rates, so the first load from a tier is always made."""
         self._look_up(block_hashes)
         reach = self._sources.reach(block_hashes, prompt.num_held, self._tiers)
         if max(tier.num_blocks for tier in reach) <= prompt.num_held:
@@ -97,7 +97,7 @@ class WorkerTiers:
         return choice if choice.loads else None
 
     def has_more(self, block_hashes: Sequence[bytes], num_held: int) -> bool:
-        """Returns whether a tier has more leading blocks of the chain than `num_held`."""
+        """Returns whether a tier has more than `num_held` leading blocks of the prompt."""
         return any(tier.depth(block_hashes) > num_held for tier in self._tiers)
 
     def decline(self) -> None:
@@ -120,7 +120,7 @@ class WorkerTiers:
         return TierRead(choice.first, choice.end, ends_s, seconds, num_blocks, tables)
 
     def end_load(self, load: TierRead) -> dict[str, int]:
-        """Ends a load; returns the number of its blocks by tier name."""
+        """Ends a load; returns the number of loaded blocks by tier name."""
         self.release_load(load)
         for number, count in load.num_blocks.items():
             tier = self._tiers[number]
@@ -138,14 +138,14 @@ class WorkerTiers:
         return max(0.0, max(self._free_s) - now_s)
 
     def use(self, block_hashes: Sequence[bytes], *, keep: bool) -> None:
-        """Records the use of blocks by a sequence. `keep` means that they are likely to be used
+        """Records the use of blocks by a sequence. `keep`: True if the blocks are likely to be used
         again."""
         for tier in self._tiers:
             tier.policy.use(block_hashes, keep=keep)
 
     def write(self, block_hashes: Sequence[bytes], new: Iterable[bytes]) -> None:
-        """Copies blocks of a chain to the tiers: the blocks `new`, and others of which no tier has
-        a copy."""
+        """Copies blocks of a prompt to the tiers: those in `new`, and those of which no tier has a
+        copy."""
         fresh = set(new)
         parent_hash = b""
         for block_hash in block_hashes:
@@ -184,7 +184,7 @@ class WorkerTiers:
             tier.pool.check_integrity([])
 
     def _look_up(self, block_hashes: Sequence[bytes]) -> None:
-        """Looks up which blocks of a chain the object store has, as the engine does."""
+        """Looks up which leading blocks of a prompt the object store has, as the engine does."""
         if self._store is None:
             return
         known = self._store.depth(block_hashes)

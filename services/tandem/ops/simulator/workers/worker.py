@@ -1,16 +1,23 @@
 """A simulated worker: an engine, a KV cache and two queues. It handles tasks, not requests.
 
-    submitted   --memory and engine are free--> prefilling --> prefilled [--> decoding --> done]
-                --a tier has its blocks--> loading --> prefilling, when the engine is free
-    reserving   --memory is free--> reserved --adopt: its blocks were pulled--> decoding --> done
+States of a task, with the condition of a transition in the arrow:
 
-A task is either prefilled by this worker (`submit`), for itself or for a peer (a lease, without
-output tokens), or gets its prompt's blocks from a peer (`reserve`, then `adopt`). Blocks are held
-until the task is done or `release`d. Stored and evicted blocks are reported to the prefix index
-immediately.
+    submitted --memory and engine are free--> prefilling --> prefilled [--> decoding --> done]
+    submitted --memory is free, loading from a tier is faster--> loading
+              --engine is free--> prefilling
+    reserving --memory is free--> reserved --`adopt`, after the pull--> decoding --> done
 
-Loads do not need the engine, so they start while another prompt is prefilled. A task that computes
-its first blocks during its load uses the engine twice: up to `load.first`, and after the load.
+A task starts in one of two ways:
+- `submit`: this worker prefills the prompt, to decode it or for a peer. A task for a peer has no
+  output tokens and is called a lease.
+- `reserve`, then `adopt`: a peer prefills the prompt, and this worker pulls the blocks.
+
+Blocks are held until the task is done or `release`d. Stored and evicted blocks are reported to the
+prefix index immediately.
+
+A load does not need the engine, so it starts even while another prompt is prefilled. A task that
+lacks blocks before the loaded range uses the engine twice: for the blocks before `load.first`,
+during the load, and for the tokens after the loaded range.
 """
 
 from __future__ import annotations
@@ -32,8 +39,8 @@ from tandem.ops.simulator.workers.tiers import TierRead, WorkerTiers
 
 
 class Listener(Protocol):
-    """Receives the events of a worker's tasks. Methods are called during an event of the worker and
-    may call the worker."""
+    """Receives the events of a worker's tasks. The worker calls the methods while it handles an
+    event; the methods may call the worker."""
 
     def reserved(self, worker: SimulatedWorker, task: Task) -> None: ...
     def prefilled(self, worker: SimulatedWorker, task: Task) -> None: ...
@@ -62,7 +69,8 @@ class SimulatedWorker:
         host: SharedCores | None = None,
         tiers: WorkerTiers | None = None,
     ) -> None:
-        """`host` is the machine whose cores it shares; None: it has its own cores."""
+        """`host` is the machine whose cores the worker shares; None: the worker has a core of its
+        own."""
         self.worker_id = worker_id
         self.role = role
         self.rates = rates = scenario.true_rates(worker_id)
@@ -89,7 +97,7 @@ class SimulatedWorker:
 
     def submit(self, task: Task) -> bool:
         """Queues a task for prefill. Returns False if the queue is full, the task is larger than
-        the KV cache, or its first token would be too late."""
+        the KV cache, or the task's first token would be too late."""
         if not self._fits(task) or len(self._queue) >= self._scenario.queue_max:
             return False
         if self._is_late_in_queue(task):
@@ -144,7 +152,8 @@ class SimulatedWorker:
             self.release(task)
 
     def fail(self) -> list[Task]:
-        """Simulates the worker's death: all its state is lost. Returns the tasks that it had."""
+        """Simulates the worker's death, in which all state is lost. Returns the tasks that were
+        queued or running."""
         self.engine.advance(self._clock.now_s)
         for task, tokens_left in self.engine.tokens_left():
             task.tokens_left = tokens_left
@@ -161,7 +170,7 @@ class SimulatedWorker:
         return tasks
 
     def restart(self) -> None:
-        """Restarts the worker with an empty cache; its disk keeps its contents."""
+        """Restarts the worker with an empty cache; the disk tier keeps its contents."""
         self.is_up = True
         self.epoch += 1
         if self.tiers is not None:
@@ -347,7 +356,8 @@ class SimulatedWorker:
         )
 
     def _compute(self, task: Task) -> None:
-        """Starts the engine on the missing tokens, or first on those before the loaded blocks."""
+        """Starts the prefill of the task's missing tokens. If blocks before the loaded range are
+        missing, only these are prefilled now."""
         size = self._block_size
         end = task.num_tokens
         if task.load is not None and task.needs_first_blocks:
@@ -406,7 +416,8 @@ class SimulatedWorker:
         self._settle()
 
     def _resume(self, task: Task) -> None:
-        """Continues a task if its load has ended and the blocks before it are computed."""
+        """Continues a task if its load has ended and the blocks before the loaded range are
+        computed."""
         assert task.load is not None
         if task.load.is_done and not task.needs_first_blocks:
             self._cache_blocks(task, task.load.end)
@@ -455,11 +466,11 @@ class SimulatedWorker:
 
 
 class SharedCores:
-    """A machine whose workers share its cores. Workers slow down if more are busy than it has
-    cores.
+    """A machine whose workers share its cores. Workers slow down if more workers are busy than the
+    machine has cores.
 
-    A worker has one thread. `cores` may be fractional: it is the speed-up of all workers together
-    over one alone, which includes the effects of shared memory bandwidth.
+    A worker has one thread. `cores` is the throughput of all workers together, divided by that of
+    one worker alone. It may be fractional, because workers also share the memory bandwidth.
     """
 
     def __init__(self, cores: float) -> None:
