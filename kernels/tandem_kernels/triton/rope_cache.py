@@ -160,8 +160,8 @@ def _rotate_and_store(
 
 @triton.jit
 def _apply_norm_weights(x, q_norm, k_norm, queries, is_query, pairs, is_pair):
-    """Multiplies with the norm weights of queries or keys. It rounds before and after, as the torch
-    reference does."""
+    """Multiplies x with the norm weights of queries or keys. The result is rounded before and
+    after, as in the torch reference."""
     dtype: tl.constexpr = queries.dtype.element_ty
     query_weights = tl.load(q_norm + pairs, mask=is_pair, other=0.0).to(tl.float32)
     key_weights = tl.load(k_norm + pairs, mask=is_pair, other=0.0).to(tl.float32)

@@ -1,9 +1,11 @@
 """Returns memory to the system while a process loads weights.
 
-Two kinds of memory are no longer needed after a tensor is converted:
+Two kinds of memory are no longer needed after a tensor is converted: the pages of the mapped file
+that held the tensor, and freed memory.
 
-- The pages of the mapped file that held the tensor. They count as the process's memory after their first use. A dropped page is read from the file again if it is needed.
-- Freed memory. glibc keeps freed blocks of up to 32 MiB for later allocations, and a process that loads weights frees as much memory of converted tensors as it keeps.
+The file's pages count as the process's memory after their first use. A dropped page is read from
+the file again if it is needed. glibc keeps freed blocks of up to 32 MiB for later allocations, and
+a process that loads weights frees as much memory of converted tensors as it keeps.
 """
 
 from __future__ import annotations
