@@ -1,4 +1,4 @@
-"""The KV tiers, the fastest first: places for copies of blocks below a worker's KV pool."""
+"""The KV tiers, the fastest first. A tier stores copies of blocks outside a worker's KV pool."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ STORE = "store"
 
 @dataclass(frozen=True, slots=True)
 class KvTier:
-    name: str  # in metrics, in the prefix tree, and in the usage of requests
-    option: str  # field of EngineOptions; the tier is on if it is set
-    bytes_per_s: float  # assumed speed of a load, until loads were measured
+    name: str  # name in metrics, in the prefix tree, and in the usage of requests
+    option: str  # field of EngineOptions; the tier is used if this field is set
+    bytes_per_s: float  # assumed speed of loads until the first load was measured
 
 
 KV_TIERS = (
