@@ -33,7 +33,7 @@ from tandem.common.perf_model.rates import PrefillRate
 
 UNSURE = 1.5
 GAIN_MIN = 1.1  # factor by which other choices must be slower than one that computes during a load
-# Seconds by which the other choices must be slower. The duration of a small chunk varies by as much.
+# Seconds by which the others must be slower. The duration of a small chunk varies by as much.
 GAIN_MIN_S = 0.02
 
 
