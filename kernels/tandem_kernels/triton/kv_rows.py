@@ -107,5 +107,6 @@ def _e4m3_of(x):
 
 @triton.jit
 def _size(x):
-    """Returns the bits of |x| as int32. Their order is that of |x|, and NaN is largest."""
+    """Returns the bits of |x| as int32. As integers, the bits have the same order as |x|, and those
+    of NaN are the largest."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF

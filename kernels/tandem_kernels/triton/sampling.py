@@ -186,8 +186,8 @@ def _largest(logits, vocab, TILE: tl.constexpr):
 
 @triton.jit
 def _level_keys(largest, temperature):
-    """Returns the keys of 8 levels in descending order, denser at the top. The last is below all
-    logits."""
+    """Returns the keys of 8 levels in descending order. The levels are denser near the largest
+    logit, and the last key is below the keys of all logits."""
     levels = tl.arange(0, _LEVELS)
     depth = (levels + 1).to(tl.float32) / _LEVELS
     keys = _key(largest - temperature * _DEEPEST * depth * depth)
@@ -237,7 +237,7 @@ def _find(row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: 
 
     # Finds two bits per iteration, from the top. Of four candidate keys, it takes the largest one
     # for which the tokens at or above it exceed the target.
-    found = tl.zeros((), tl.int64)  # the key + 2^31
+    found = tl.zeros((), tl.int64)  # the key found so far, plus 2^31
     for turn in range(16):
         step = tl.full((), 1, tl.int64) << (30 - 2 * turn)
         first, second, third = found + step, found + 2 * step, found + 3 * step

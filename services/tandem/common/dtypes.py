@@ -36,7 +36,7 @@ class RotatedKey(NamedTuple):
 def compute_dtype(config: EngineOptions, *, has_bfloat16: bool) -> str:
     """Returns the dtype of computation, a key of DTYPE_BYTES.
 
-    `has_bfloat16`: the hardware has bfloat16 multiplication.
+    `has_bfloat16` is True if the hardware multiplies bfloat16.
     """
     if config.numerics == "invariant":
         return "float32"

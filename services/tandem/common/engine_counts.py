@@ -37,9 +37,10 @@ class NixlCounts(msgspec.Struct, frozen=True, array_like=True):
     post_s: Observed = Observed()
     num_bytes: Observed = Observed()  # bytes of each pull, in the buckets of PULL_BYTES
     num_blocks: Observed = Observed()  # blocks of each pull, in the buckets of PULL_BLOCKS
-    num_failed: int = 0  # failed pulls, without cancelled ones
-    num_unconfirmed: int = 0  # leases for which `release` was sent and not confirmed
-    num_expired: int = 0  # leases that ended without a release after their KV was complete
+    num_failed: int = 0  # number of failed pulls, without cancelled pulls
+    num_unconfirmed: int = 0  # number of leases for which `release` was sent and not confirmed
+    # number of leases that ended without a release after their KV was complete
+    num_expired: int = 0
 
 
 class EngineCounts(msgspec.Struct, frozen=True):
@@ -47,8 +48,8 @@ class EngineCounts(msgspec.Struct, frozen=True):
 
     num_preemptions: int = 0
     prompt_tokens: int = 0
-    cached_here: int = 0  # prompt tokens whose KV was in the worker's pool
-    cached_elsewhere: int = 0  # prompt tokens whose KV a tier or a peer had
+    cached_here: int = 0  # number of prompt tokens whose KV was in the worker's pool
+    cached_elsewhere: int = 0  # number of prompt tokens whose KV a tier or a peer had
     step_tokens: int = 0  # total number of tokens in all steps
     # number of steps in each bucket of STEP_TOKENS
     steps: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)

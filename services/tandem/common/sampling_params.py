@@ -115,10 +115,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
-    presence_penalty: float = 0.0  # for tokens in the completion
-    frequency_penalty: float = 0.0  # for each occurrence in the completion
-    repetition_penalty: float = 1.0  # for tokens in the prompt or the completion
-    logit_bias: dict[int, float] | None = None  # by token id
+    presence_penalty: float = 0.0  # penalty of tokens that are in the completion
+    frequency_penalty: float = 0.0  # penalty for each occurrence of a token in the completion
+    repetition_penalty: float = 1.0  # penalty of tokens that are in the prompt or the completion
+    logit_bias: dict[int, float] | None = None  # bias of tokens, by token id
     bad_words: list[str] | None = None
     # number of most likely tokens to report per token; None: no log probabilities
     logprobs: int | None = None

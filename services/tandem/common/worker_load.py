@@ -36,10 +36,10 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
     """A worker's load after a step of its engine. The order of the fields is the order in the
     record."""
 
-    num_running: int = 0  # sequences in the batch
-    num_waiting: int = 0  # sequences in the queue
+    num_running: int = 0  # number of sequences in the batch
+    num_waiting: int = 0  # number of sequences in the queue
     queue_max: int = 0  # largest number of sequences in the queue
-    queued_tokens: int = 0  # tokens that wait to be prefilled
+    queued_tokens: int = 0  # number of tokens that wait to be prefilled
     # Seconds until the queued tokens are computed. None: not measured, or an older worker.
     queued_s: float | None = None
     blocks_total: int = 0
@@ -48,10 +48,11 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
     blocks_quarantined: int = 0  # blocks into which an unfinished pull may still write
     # leases for prefills of other workers; the engine counts those that it has begun
     num_leases: int = 0
-    num_pulls: int = 0  # sequences that await KV
+    num_pulls: int = 0  # number of sequences that await KV
     step: int = 0
-    tokens_wasted: int = 0  # unused slots in the blocks of live sequences
-    num_running_slots: int = 0  # sequences that may run or pull at the same time; 0: not reported
+    tokens_wasted: int = 0  # number of unused slots in the blocks of live sequences
+    # largest number of sequences that run or pull at the same time; 0: not reported
+    num_running_slots: int = 0
     # largest number of prefill tokens in a step beside decode; 0: not reported
     chunk_tokens: int = 0
     # the pools of a model with windows; `blocks_*` are their sums

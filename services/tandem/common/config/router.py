@@ -148,8 +148,8 @@ class RouterOptions(AdmissionOptions):
     """Name of the router."""
     tls_dir: TlsDir = ""
     tls: PublicTls = field(default_factory=PublicTls)
-    # Pool -> RESOURCE/NAME in this pod's namespace. On Kubernetes the size of a pool is the scale
-    # of that object.
+    # Pool -> RESOURCE/NAME in this pod's namespace. On Kubernetes, the size of a pool is the scale
+    # of that Kubernetes object.
     scale_objects: Annotated[
         Mapping[str, str],
         Own,

@@ -84,7 +84,7 @@ class TierRate(msgspec.Struct, frozen=True):
     """The speed of loading blocks from a tier into the KV pool."""
 
     name: str  # name of one of KV_TIERS
-    block_s: float = 0.0  # time to load a block; 0: not measured
+    block_s: float = 0.0  # seconds to load a block; 0: not measured
 
     def seconds(self, num_blocks: int, block_bytes: int) -> float:
         """Returns the seconds to load blocks. A default speed is used until a load was measured."""

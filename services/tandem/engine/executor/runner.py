@@ -1,7 +1,7 @@
-"""A model with its KV pools on one device: it takes a step's batch and returns logits.
+"""A model with its KV pools on one device. The runner computes a step's batch and returns logits.
 
 The runner chooses the device, dtypes and kernels from the settings and the hardware, loads the
-weights and owns the pools. It knows no scheduling: it uses the block tables of the batch without
+weights and owns the pools. It does no scheduling and uses the block tables of a batch without
 checking them.
 """
 
@@ -203,7 +203,7 @@ class ModelRunner:
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copies the KV of blocks, each (source, target, KV group).
 
-        A block is one span of memory. The copies run after the steps before them and before later
+        A block is one span of memory. The copies run after all earlier steps and before all later
         steps, also on a CUDA device.
         """
         for source, target, group in copies:
@@ -249,7 +249,7 @@ class ModelRunner:
     def forward(
         self, batch: StepBatch, on_kv_written: Callable[[], object] | None = None
     ) -> torch.Tensor:
-        """Runs a step as described in runner_protocol.py. Its logits are valid until the next
+        """Runs a step as described in runner_protocol.py. The logits are valid until the next
         step."""
         self._last = self._small if batch.num_tokens <= _NATIVE_TOKENS_MAX else self._large
         return self._last.forward(batch, self.pools, on_kv_written)
@@ -269,8 +269,8 @@ class ModelRunner:
         return self._last.logprobs(logits, rows, token_ids, num_top)
 
     def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
-        """Returns the hidden states after the final norm for `rows` of the last step's logits, each
-        [hidden]."""
+        """Returns the hidden states after the final norm, each [hidden]. `rows` are rows of the
+        last step's logits."""
         return self._last.final_hidden(rows)
 
 

@@ -227,8 +227,8 @@ class NativeDecoder:
         )
 
     def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
-        """Returns the hidden states after the final norm for `rows` of the last step's logits, each
-        [hidden]."""
+        """Returns the hidden states after the final norm, each [hidden]. `rows` are rows of the
+        last step's logits."""
         of_step = np.array([self._logit_rows[row] for row in rows], np.int32)
         size = self._config.hidden_size
         states = self._library.final_hidden(self._decoder, of_step, size)
@@ -239,7 +239,7 @@ class NativeDecoder:
         return PackedLora(self._library, weights)
 
     def take_stages(self) -> dict[Stage, float]:
-        """Returns the seconds spent in each stage since the last call."""
+        """Returns the seconds spent in each stage of a step since the last call of this method."""
         return self._library.take_stages(self._decoder)
 
     def _layer(self, spec: LayerSpec, place: LayerPlace, weights: LayerWeights) -> Layer:

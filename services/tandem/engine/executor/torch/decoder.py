@@ -70,7 +70,8 @@ class Decoder:
         """Writes the tokens' KV. Returns fp32 logits [rows of inputs.logit_rows, vocab].
 
         Calls `on_kv_written` when the last layer's KV is in the pool (on CUDA: when its writes are
-        in the stream). The last layer's attention, its MLP and the logits are computed after this.
+        in the stream). The last layer's attention and MLP and the logits are computed after this
+        call.
         """
         specs = self._config.layers
         attentions = {
@@ -135,8 +136,8 @@ class Decoder:
     def _heads(
         self, layer: LayerWeights, projected: torch.Tensor, angles: Angles, num_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns queries [rows, heads, D] and keys [num_tokens, kv heads, D], both rotated, and
-        values of the keys' shape."""
+        """Returns queries [rows, heads, D], keys [num_tokens, kv heads, D] and values in the shape
+        of the keys. The queries and keys are rotated."""
         num_heads = self._config.num_attention_heads
         num_kv_heads = self._config.num_kv_heads
         heads = projected.view(projected.shape[0], -1, self._config.head_dim)
