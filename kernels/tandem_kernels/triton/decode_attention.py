@@ -44,8 +44,8 @@ def decode_attention(
     """Returns the attention output [B, heads, D], in the queries' dtype.
 
     queries       [B, heads, D], bfloat16, float16 or float32; heads may be strided
-    layer_kv      [num_blocks, KV heads, 2, block size, D]: from KvPool.layer
-    scales        [num_blocks, KV heads, 2, block size] float16: from KvPool.layer; None: unquantized
+    layer_kv      [num_blocks, KV heads, 2, block size, D]: `numbers` of KvPool.layer
+    scales        [num_blocks, KV heads, 2, block size] float16: of KvPool.layer; None: unquantized
     block_tables  [B, M] int32
     context_lens  [B] int32, including the query's own token; 0 gives zeros
     window        number of last keys that are visible; None: all

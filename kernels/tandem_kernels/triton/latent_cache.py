@@ -35,7 +35,7 @@ def rotate_and_store_latents(
     kv        [T, rank + rope]: latents and keys; tokens may be strided
     angles    cosines and sines of rope.rotary_angles, each [T, 1, rope / 2] fp32
     slots     [T] int32 or int64: block id * block size + offset; negative: the token is not stored
-    layer_kv  [num_blocks, 1, 1, block size, rank + rope]: from KvPool.layer
+    layer_kv  [num_blocks, 1, 1, block size, rank + rope]: `numbers` of KvPool.layer
     norm      [rank]: weights of an RMS norm of latents, with `eps`
     """
     num_tokens, num_heads, q_dim = queries.shape

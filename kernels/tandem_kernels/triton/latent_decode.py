@@ -37,7 +37,7 @@ def latent_decode_attention(
     """Returns the attended latents [B, heads, rank], in the queries' dtype.
 
     queries       one token per sequence
-    layer_kv      [num_blocks, 1, 1, block size, rank + rope]: from KvPool.layer
+    layer_kv      [num_blocks, 1, 1, block size, rank + rope]: `numbers` of KvPool.layer
     block_tables  [B, M] int32
     context_lens  [B] int32, including the query's own token; 0 gives zeros
     scale         factor on scores

@@ -45,8 +45,8 @@ def prefill_attention(
     must be in the pool.
 
     queries       [T, heads, D], bfloat16, float16 or float32; heads may be strided
-    layer_kv      [num_blocks, KV heads, 2, block size, D]: from KvPool.layer
-    scales        [num_blocks, KV heads, 2, block size] float16: from KvPool.layer; None: unquantized
+    layer_kv      [num_blocks, KV heads, 2, block size, D]: `numbers` of KvPool.layer
+    scales        [num_blocks, KV heads, 2, block size] float16: of KvPool.layer; None: unquantized
     block_tables  [S, M] int32
     context_lens  [S] int32: tokens of prefix and chunk
     query_starts  [S + 1] int32: sequence s has the rows query_starts[s] to query_starts[s + 1],

@@ -38,8 +38,8 @@ def rotate_and_store(
     qkv       [T, (heads + 2 KV heads) * D]: q, k, v side by side
     angles    cosines and sines of rope.rotary_angles, each [T, 1, D / 2] fp32
     slots     [T] int32 or int64: block id * block size + offset; negative: the token is not stored
-    layer_kv  [num_blocks, KV heads, 2, block size, D]: from KvPool.layer
-    scales    [num_blocks, KV heads, 2, block size] float16: from KvPool.layer; None: unquantized
+    layer_kv  [num_blocks, KV heads, 2, block size, D]: `numbers` of KvPool.layer
+    scales    [num_blocks, KV heads, 2, block size] float16: of KvPool.layer; None: unquantized
     fixed_scales    [2] float16: static scales of K and V; None: each row has its own
     q_norm, k_norm  [D]: weights of an RMS norm of each head before the rotation, with `eps`
     """
