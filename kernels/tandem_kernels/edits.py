@@ -26,7 +26,7 @@ Ids = npt.NDArray[np.int32]
 @dataclass(frozen=True, slots=True)
 class Edit:
     """The edit of one row of logits. `token_ids` are distinct. `bias`, `scales` and `penalties`
-    have one element for each of them."""
+    have one element for each token id."""
 
     token_ids: Ids
     bias: Floats

@@ -7,8 +7,8 @@ x1 and x2 are the two halves of a head. Pair i consists of element i of both hal
 by the angle position * frequency[i].
 
 Frequencies are fp32 [D / 2], one per pair. Scaling changes frequencies and never positions. The
-formulas equal those of transformers' modeling_rope_utils.py exactly, because checkpoints were
-trained with these.
+formulas equal those of transformers' modeling_rope_utils.py exactly, because checkpoints were made
+with these formulas.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Calibrates the keys of an int4 KV pool (tandem_kernels/kv_int4_keys.py), once for each model.
 
-The model computes a text in fp32. For each layer, KV head and channel, the root mean square of the
-rotated keys, k, and of the queries that attend to them, q, is measured:
+The model runs on a sample text in fp32. For each layer, KV head and channel, the root mean square
+of the rotated keys, k, and of the queries that attend to them, q, is measured:
 
     importance   k * q; the most important quarter of a head's channels comes first
     scale        k^0.75 * q^-0.25, rounded to a quarter of a power of two, and multiplied by 1.5

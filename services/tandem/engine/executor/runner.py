@@ -107,8 +107,8 @@ class ModelRunner:
         kernels = choose_kernels(config, self.device, model)
         int8 = config.weights == "int8"
         keeps = keeps_quantized(config, folder, kernels)
-        # Only native kernels that multiply quantized weights directly give results of their own.
         # All other kernels, and the native kernels for fp8, compute with the dequantized numbers.
+        # Native kernels that multiply quantized weights directly compute other bits.
         has_own_bits = keeps and kernels == "native" and not folder.config.is_fp8
         # `dtype_name` names everything that changes the bits of KV. Workers with different names do
         # not exchange blocks.

@@ -403,8 +403,8 @@ class _AngleTable:
 
 
 class _BlockSums:
-    """The attention sums of a step's sequences, joined in one array. Sequences without such sums
-    are left out."""
+    """The sums of softmax weights per block of a step's sequences, joined in one array. Sequences
+    that do not need these sums are left out."""
 
     def __init__(self) -> None:
         self._of_sequences: list[Sums] = []
