@@ -17,7 +17,7 @@ constexpr int kTilesAtOnceMost = 64;
 constexpr int kPanelsOfShape = 8;
 
 // Prefetches during a product. If several tiles use the same weights, `lines` cache lines from
-// `from` on are prefetched per step. If `from` is null, the next weights are.
+// `from` on are prefetched per step. If `from` is null, the next weights are prefetched.
 struct Ahead {
     const char* from;
     int lines;

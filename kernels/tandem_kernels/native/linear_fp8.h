@@ -1,6 +1,6 @@
 // Products with fp8 weights (fp8.h). A thread expands a few panels at a time to fp32 or pairs of
-// bf16, and multiplies all rows by the expanded panels. For up to three rows and pairs, the weights
-// are expanded in registers instead.
+// bf16, and multiplies all rows by the expanded panels. Up to three rows are instead multiplied by
+// weights that are expanded to pairs in registers.
 
 namespace tandem::TANDEM_ISA {
 

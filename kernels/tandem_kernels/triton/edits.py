@@ -1,10 +1,11 @@
 """Applies the logit edits of tandem_kernels/edits.py on the device, with one program per row.
 
 `numbers` is one int32 array for n rows and t tokens, so that a single copy transfers it to the
-device. Floats are stored by their bits. The array has these parts:
+device. Floats are stored by their bits. The array consists of:
 
-    starts, ends of edited, ends of banned     n each    index range of a row's edited and banned tokens
-    token ids, bias, scales, penalties         t each    one element per token, row after row
+    parts in this order                       size      content
+    starts, ends of edited, ends of banned    n each    ranges of a row's edited and banned tokens
+    token ids, bias, scales, penalties        t each    one element per token, row after row
 
 Masks are transferred by a second copy, [rows with a mask, 1 + words]: the row number, then the
 row's mask. A program applies the mask to one tile of a row.
