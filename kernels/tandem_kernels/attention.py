@@ -1,14 +1,14 @@
 """Causal grouped-query attention over paged KV, with torch.
 
-    out[t, h] = softmax(q[t, h] . K[h / G] / sqrt(D)) V[h / G]     over the keys at or before t;
-                                                                   with a window, the last w of them
+    out[t, h] = softmax(q[t, h] . K[h / G] / sqrt(D)) V[h / G]
 
-A head may have an attention sink: a learned score in its softmax that has no value.
+The softmax covers the keys up to position t, or the last w of them in a layer with a window. A head
+may have an attention sink: a learned score in its softmax that has no value.
 
-KV is gathered into contiguous copies per layer, and passed to torch's scaled_dot_product_attention
-in one call for groups of decoding sequences and one for each prefill chunk. Scores and sums are
-fp32 for every dtype. The last bits of a result may depend on the rest of the batch; in
-attention_invariant.py they do not.
+For each layer, KV is gathered into contiguous copies and passed to torch's
+scaled_dot_product_attention. There is one call for each group of decoding sequences and one for
+each prefill chunk. Scores and sums are fp32 for every dtype. The last bits of a result may depend
+on the rest of the batch. attention_invariant.py computes results that do not.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,8 @@ _Product = Callable[
 @dataclass(frozen=True, slots=True)
 class _MaskedGroup:
     group: AttentionGroup
-    mask: torch.Tensor | None  # additive; None: causal, and the queries are the whole context
+    # additive; None: causal masking is enough, because the queries are the whole context
+    mask: torch.Tensor | None
 
 
 class PagedAttention:
@@ -83,9 +84,11 @@ class PagedAttention:
         keys: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> None:
-        """Adds the softmax weights to the `BlockShares` of the sequences that have them. It
-        computes the weights again, because SDPA does not return them. Queries are [B * n, heads,
-        D]."""
+        """Adds the softmax weights to the `BlockShares` of the sequences that have one.
+
+        The weights are computed a second time here, because SDPA does not return them. `queries` is
+        [B * n, heads, D].
+        """
         group, num_kv_heads = part.group, keys.shape[1]
         shape = (group.num_seqs, group.num_queries, num_kv_heads, -1, queries.shape[-1])
         by_head = queries.view(shape).permute(0, 2, 3, 1, 4)  # [B, KV heads, group, n, D]
@@ -109,8 +112,8 @@ class PagedAttention:
         mask: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Returns the attention of queries [..., n, D] to keys [..., keys, D]. Without a mask it is
-        causal, with n keys. Sinks are [..., n or 1, 1]."""
+        """Returns the attention of queries [..., n, D] to keys [..., keys, D]. Without a mask, the
+        attention is causal and there are n keys. `sinks` is [..., n or 1, 1]."""
         if self._cap is None and sinks is None:
             return scaled_dot_product_attention(
                 queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scale
@@ -147,8 +150,8 @@ def _attend_one_query(
     product: _Product,
     out: torch.Tensor,
 ) -> None:
-    """Attends queries [B, heads, D], one per sequence. The heads that share a KV head are the rows
-    of one matrix product."""
+    """Computes the attention of queries [B, heads, D], one per sequence. The heads that share a KV
+    head are the rows of one matrix product."""
     num_seqs, num_kv_heads, _, head_dim = kv[0].shape
     grouped = queries.view(num_seqs, num_kv_heads, -1, head_dim)
     if sinks is not None:
@@ -165,8 +168,8 @@ def _attend_chunk(
     product: _Product,
     out: torch.Tensor,
 ) -> None:
-    """Attends queries [n, heads, D] of one sequence. KV heads are the batch dimension, so K and V
-    are not copied."""
+    """Computes the attention of queries [n, heads, D] of one sequence. KV heads are the batch
+    dimension, so K and V are not copied."""
     num_queries, num_heads, head_dim = queries.shape
     num_kv_heads = kv.shape[2]
     group_size = num_heads // num_kv_heads

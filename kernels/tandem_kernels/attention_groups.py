@@ -5,9 +5,10 @@ A group therefore contains only contexts of similar length, and at most `_GATHER
 padded tokens. A sequence with several queries is a group by itself.
 
 With a sliding window of w tokens, the query at position i attends to the keys i - w < j <= i. Only
-the part of a context that the group's queries attend to is gathered. The part before it is removed
-from the span, whose context length then counts from the first gathered block. If only the first and
-the last keys of a context are visible, the whole context is gathered, for simplicity.
+the blocks of a context that the group's queries attend to are gathered. The blocks before them are
+removed from the span, and the span's context length then counts from the first gathered block. If
+only the first and the last keys of a context are visible, the whole context is gathered, for
+simplicity.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,12 +31,13 @@ class QuerySpan:
     first_row: int
     num_queries: int
     context_len: int  # tokens
-    # Covers the context and may be longer; ids of hidden blocks are ignored.
+    # The block ids of the context; the table may be longer. Ids of blocks that no query attends to
+    # are ignored.
     block_table: Sequence[int]
-    # Number of first keys and of last keys that a query attends to, in layers without a window;
-    # None: all.
+    # The numbers of first keys and of last keys that a query attends to, in layers without a
+    # window. None: a query attends to all keys.
     visible: tuple[int, int] | None = None
-    shares: BlockShares | None = None  # collects the sums of its softmax weights per block
+    shares: BlockShares | None = None  # collects the sequence's softmax weights per block, if set
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,9 @@ class AttentionGroup:
     first_row: int
     num_queries: int
     context_lens: tuple[int, ...]  # [B]
-    visible: tuple[tuple[int, int] | None, ...]  # [B], from the spans
+    visible: tuple[tuple[int, int] | None, ...]  # [B]: `visible` of each span
     block_rows: torch.Tensor  # see KvPool.block_rows
-    shares: tuple[BlockShares | None, ...]  # [B], from the spans
+    shares: tuple[BlockShares | None, ...]  # [B]: `shares` of each span
 
     @property
     def num_seqs(self) -> int:
@@ -64,14 +66,15 @@ class AttentionGroup:
         """Returns a boolean mask that is true where a query does not attend to a key.
 
         `keys` are key positions. `ends` [B * repeats, ...] has, for each query, the position after
-        its last key. `window` is the layer's sliding window; if given, it replaces `visible` of the
-        spans.
+        the last key that it attends to. If the layer has a sliding `window`, the window replaces
+        `visible` of the spans.
         """
         hidden = keys >= ends
         if window is not None:
             hidden |= keys < ends - window
         elif any(self.visible):
-            every = (max(self.context_lens), 0)  # keys
+            # the value for sequences in which all keys are visible
+            every = (max(self.context_lens), 0)
             shown = torch.tensor([each or every for each in self.visible], device=keys.device)
             shown = shown.repeat_interleave(repeats, 0).view(-1, 2, *[1] * (ends.ndim - 1))
             hidden |= (keys >= shown[:, 0]) & (keys < ends - shown[:, 1])
@@ -86,8 +89,7 @@ class AttentionGroup:
 
 
 def batch_order(context_lens: Sequence[int], num_queries: Sequence[int]) -> list[int]:
-    """Returns the order in which a step should lay out its sequences so that groups are
-    contiguous."""
+    """Returns the order of sequences in a step for which each group is contiguous."""
     return sorted(range(len(context_lens)), key=lambda i: (num_queries[i] > 1, context_lens[i]))
 
 
@@ -96,8 +98,8 @@ def make_groups(
 ) -> list[AttentionGroup]:
     """Splits `spans`, which must be in `batch_order`, into groups of consecutive spans.
 
-    Contexts are padded to a multiple of `padded_to` tokens and of the block size. The part removed
-    before a window is a multiple of both.
+    Contexts are padded to a multiple of `padded_to` tokens and of the block size. The number of
+    tokens removed before a window is a multiple of both.
     """
     if window is not None:
         spans = [_within(span, window, pool.block_size, padded_to) for span in spans]
@@ -141,7 +143,8 @@ def _group(part: list[QuerySpan], pool: KvPool, padded_to: int) -> AttentionGrou
     tables = torch.zeros(len(part), num_blocks, dtype=torch.long)
     for row, span in zip(tables, part, strict=True):
         used = -(-span.context_len // pool.block_size)
-        # Negative ids are of blocks outside the window, which the mask hides.
+        # A negative id stands for a block outside the window. The mask hides it, so block 0 may
+        # take its place.
         row[:used] = torch.tensor(span.block_table[:used]).clamp_(min=0)
     return AttentionGroup(
         first_row=part[0].first_row,

@@ -1,16 +1,17 @@
-"""Batch-invariant attention in fp32: a query's result depends only on its own sequence, bit by bit.
+"""Batch-invariant attention in fp32: a query's result depends only on the query's own sequence, bit
+by bit.
 
-It does not depend on the rest of the batch, the chunk boundaries, the block size or the number of
-threads. All matrix products have one shape, rows [16, D] by keys [64, D], and all sums one order.
-The formula is in attention.py.
+The result does not depend on the rest of the batch, the chunk boundaries, the block size or the
+number of threads. To achieve this, all matrix products multiply a row tile [16, D] by a key tile
+[64, D], and all sums have one order. The formula is in attention.py.
 
-    row tile    16 rows (query, head of the KV head's group), padded with zeros
+    row tile    16 rows, each a query and a head of one KV head's group; padded with zeros
     key tile    64 keys, aligned to position 0
-    scores      [key tiles, N, 16, 64]      N row tiles; -inf where hidden
-    out         summed over key tiles from the first; hidden keys add exactly 0, so tiles before a
-                window may be skipped
+    scores      [key tiles, N, 16, 64] for N row tiles; -inf for hidden keys
+    out         summed over the key tiles in ascending order
 
-The maximum of a row is computed over all keys first, so no partial sum is rescaled.
+A hidden key adds exactly 0, so key tiles before a window may be skipped. The maximum of a row is
+computed over all keys first, so no partial sum is rescaled.
 """
 
 import math
@@ -29,8 +30,8 @@ KEY_TILE = 64
 @dataclass(frozen=True, slots=True)
 class _TiledGroup:
     group: AttentionGroup
-    hidden: torch.Tensor  # bool [key tiles, N, 16, 64]
-    # per key tile: the first row tile that attends to it or to a later key
+    hidden: torch.Tensor  # bool [key tiles, N, 16, 64]: true for keys that a row does not attend to
+    # For each key tile, the first row tile that attends to this key tile or to a later one.
     first_row_tile: list[int]
 
 
@@ -87,8 +88,8 @@ class InvariantPagedAttention:
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        """Attends queries [B, heads, D], one per sequence. A (sequence, KV head) pair is one row
-        tile, or several if it has more than 16 heads."""
+        """Computes the attention of queries [B, heads, D], one per sequence. The heads of one
+        sequence and KV head form one row tile, or several if there are more than 16."""
         head_dim = queries.shape[-1]
         rows = _padded_rows(queries.reshape(-1, self._group_size, head_dim))
         if self._tiles_per_query > 1:
@@ -115,7 +116,8 @@ class InvariantPagedAttention:
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        """Attends queries [n, heads, D] of one sequence, one KV head after the other."""
+        """Computes the attention of queries [n, heads, D] of one sequence, one KV head after the
+        other."""
         num_queries, _, head_dim = queries.shape
         shape = (num_queries, self._pool.num_kv_heads, self._group_size, head_dim)
         by_head = queries.view(shape).transpose(0, 1).reshape(shape[1], 1, -1, head_dim)
@@ -135,11 +137,13 @@ class InvariantPagedAttention:
             out_by_head[head].copy_(used.view(num_queries, self._group_size, head_dim))
 
     def _tiled(self, group: AttentionGroup, window: int | None) -> _TiledGroup:
-        """Makes the row tiles and the mask of a group.
+        """Creates the row tiles and the mask of a group.
 
-        Row tiles are ordered by their last visible key (sequences by context length, queries by
-        position), so the tiles that attend to a key tile are the last ones. Contexts cut by a
-        window may be slightly out of order."""
+        Row tiles are ordered by their last visible key: sequences by context length, queries by
+        position. So the row tiles that attend to a key tile are the last ones. Contexts cut by a
+        window may be slightly out of order; then the mask hides the key tile from some of these row
+        tiles.
+        """
         device, tiles_per_sequence = self._pool.device, 1
         if group.num_queries == 1:
             tiles_per_sequence = self._pool.num_kv_heads * self._tiles_per_query

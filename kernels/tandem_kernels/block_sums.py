@@ -2,7 +2,8 @@
 
     sums[j] += sum of the weights of the keys in block j, over queries, layers and heads
 
-The sums are fp32 and have one order: by key, then head, then layer, then query.
+The sums are fp32. Weights are always added in the same order: by key, then head, then layer, then
+query.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class BlockShares:
     def __init__(
         self, sums: npt.NDArray[np.float32], num_queries: int, block_size: int, device: torch.device
     ) -> None:
-        """`sums` [blocks] holds the sums of earlier steps; `finish` adds this step's."""
+        """`sums` [blocks] holds the sums of earlier steps. `finish` adds the sums of this step."""
         self._sums = sums
         self._block_size = block_size
         self._query_sums = torch.zeros(num_queries, len(sums), device=device)

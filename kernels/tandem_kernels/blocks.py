@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-Q4_Z32, Q4_Z64 = 1032, 1064  # as in native/blocks.h; these types do not exist in GGUF files
+Q4_Z32, Q4_Z64 = 1032, 1064  # types of native/blocks.h that do not exist in GGUF files
 
 
 class BlockType(NamedTuple):
@@ -36,8 +36,7 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
-    """Expands the 32 bits of four bytes to numbers that are 16 or 0, for the fifth bit of a
-    number."""
+    """Expands each bit of four bytes to 16 or 0, the value of the fifth bit of a number."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> shifts) & 1).flatten(-2) << 4
 
@@ -65,7 +64,8 @@ def _q8_0(block: torch.Tensor) -> torch.Tensor:
 
 
 def _zeroed(block: torch.Tensor) -> torch.Tensor:
-    """Dequantizes Q4_Z32 and Q4_Z64: a scale and a zero point (one byte) for 32 or 64 numbers."""
+    """Dequantizes Q4_Z32 and Q4_Z64 blocks, in which 32 or 64 numbers share a scale and a zero
+    point of one byte."""
     groups = block[..., 3:].reshape(*block.shape[:-1], -1, 16)
     numbers = _nibbles(groups).flatten(-2)
     return (numbers.float() - block[..., 2:3].float()) * _half(block[..., :2])
@@ -74,7 +74,7 @@ def _zeroed(block: torch.Tensor) -> torch.Tensor:
 def _mxfp4(block: torch.Tensor) -> torch.Tensor:
     codes = _nibbles(block[..., 1:]).int()
     size = codes & 7
-    # value times 2, if normal (not subnormal)
+    # Twice the magnitude of a normal number. Subnormal numbers follow in the next statement.
     doubled = (2 | size & 1) << (size // 2 - 1).clamp(min=0)
     doubled = torch.where(size < 2, size, doubled)
     exponents = block[..., :1].int() - 128
@@ -83,7 +83,7 @@ def _mxfp4(block: torch.Tensor) -> torch.Tensor:
 
 def _scales_and_mins(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the scales and minimums of the eight groups in Q4_K and Q5_K blocks, each [..., 8,
-    1]. They are stored with 6 bits each in 12 bytes."""
+    1]. A block stores these 16 numbers in 12 bytes, with 6 bits each."""
     packed = block[..., 4:16]
     first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), -1)
@@ -93,8 +93,8 @@ def _scales_and_mins(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pairs_of_groups(packed: torch.Tensor) -> torch.Tensor:
-    """Unpacks 128 bytes to [..., 8, 32]. Each 32 bytes hold two groups, in their low and their high
-    nibbles."""
+    """Unpacks 128 bytes to eight groups of 32 numbers, [..., 8, 32]. Each 32 bytes hold one group
+    in the low nibbles and the next group in the high nibbles."""
     bytes_of_pairs = packed.reshape(*packed.shape[:-1], 4, 1, 32)
     return torch.cat((bytes_of_pairs & 15, bytes_of_pairs >> 4), -2).flatten(-3, -2)
 
@@ -114,7 +114,8 @@ def _q5_k(block: torch.Tensor) -> torch.Tensor:
 def _q6_k(block: torch.Tensor) -> torch.Tensor:
     before = block.shape[:-1]
     low = block[..., :128].reshape(*before, 2, 1, 2, 32)
-    low = torch.cat((low & 15, low >> 4), -3)  # [..., 2, 2, 2, 32]: groups 4 i + 2 j + k
+    # [..., 2, 2, 2, 32]: [i, j, k] is group 4 i + 2 j + k
+    low = torch.cat((low & 15, low >> 4), -3)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=block.device).unsqueeze(-1)
     high = (block[..., 128:192].reshape(*before, 2, 1, 32) >> shifts & 3) << 4
     numbers = (low.flatten(-3, -2) | high).reshape(*before, 16, 16)
@@ -122,7 +123,7 @@ def _q6_k(block: torch.Tensor) -> torch.Tensor:
     return ((numbers.float() - 32) * scales.unsqueeze(-1)).flatten(-2)
 
 
-TYPES = {  # GGUF type numbers, except the last two
+TYPES = {  # keys: type numbers of GGUF, except for the last two
     2: BlockType(18, _q4_0),
     3: BlockType(20, _q4_1),
     6: BlockType(22, _q5_0),

@@ -1,15 +1,16 @@
 """Edits logits before sampling: bias, penalties and masks. The operations, in vLLM's order, are:
 
-    bias         tokens in the request's logit_bias        l + bias
-    repetition   tokens in the prompt or the completion    l / r if l > 0 else l * r
-    frequency    tokens in the completion                  l - (frequency * count + presence)
-    and presence
-    masks        banned tokens, and tokens without a       -inf
-                 bit in `mask`
+    operation     tokens that it edits                      new logit
+    bias          tokens in the request's logit_bias        l + bias
+    repetition    tokens in the prompt or the completion    l / r if l > 0 else l * r
+    frequency,    tokens in the completion                  l - (frequency * count + presence)
+      presence
+    masks         banned tokens, and tokens without a       -inf
+                  bit in `mask`
 
 The formulas are computed in fp32 with a rounding after each operation, so all backends give the
-same bits. Except for `mask`, an edit is sparse: its cost depends on the number of its tokens and
-not on the vocabulary.
+same bits. The cost of an edit depends on the number of edited tokens and not on the vocabulary,
+except for `mask`.
 """
 
 from collections.abc import Sequence
@@ -24,8 +25,8 @@ Ids = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """The edit of one row of logits. `token_ids` are distinct; the other arrays have the same
-    length."""
+    """The edit of one row of logits. `token_ids` are distinct. `bias`, `scales` and `penalties`
+    have one element for each token id."""
 
     token_ids: Ids
     bias: Floats
@@ -37,8 +38,8 @@ class Edit:
     mask: Ids | None = None
 
     def keeps(self, token_id: int) -> bool:
-        """Returns whether the edit certainly leaves `token_id` the most likely token, if it is that
-        before."""
+        """Returns whether `token_id`, if it is the most likely token before the edit, certainly
+        remains the most likely one. False: it may or may not remain so."""
         if self.mask is None or len(self.token_ids) or self.banned:
             return False
         return bool(self.mask[token_id // 32] >> (token_id % 32) & 1)
@@ -53,9 +54,11 @@ def apply_edit(logits: Floats, edit: Edit) -> None:
 
 
 def edited_logits(logits: Floats, edit: Edit) -> tuple[Floats, Ids | None]:
-    """Returns the edited logits of the tokens that remain possible, and their ids in ascending
-    order; None instead of ids means the whole vocabulary. `logits` [vocab] is not changed. If the
-    mask allows few tokens, only these are computed."""
+    """Returns the edited logits of the tokens that remain possible, and the ids of these tokens in
+    ascending order. None instead of ids means the whole vocabulary.
+
+    `logits` [vocab] is not changed. If the mask allows few tokens, only their logits are computed.
+    """
     if edit.mask is not None and 2 * _num_bits(edit.mask) < len(logits):
         left = _ids_of(edit.mask, len(logits))
         return _edit_few(logits, edit, left), left
@@ -65,14 +68,16 @@ def edited_logits(logits: Floats, edit: Edit) -> tuple[Floats, Ids | None]:
 
 
 def most_likely_after(logits: Floats, edit: Edit, most_likely: int) -> int:
-    """Returns the most likely token of a row of logits [vocab] after an edit; of equal ones the
-    lowest id. `most_likely` is the most likely token before the edit."""
+    """Returns the most likely token of a row of logits [vocab] after an edit, the one with the
+    lowest id if several are equally likely. `most_likely` is the most likely token before the
+    edit."""
     is_edited = most_likely in edit.banned or bool((edit.token_ids == most_likely).any())
     if edit.mask is not None or is_edited:
         values, ids = edited_logits(logits, edit)
         best = int(values.argmax())
         return best if ids is None else int(ids[best])
-    # The unedited tokens are less likely than `most_likely`, or equally likely with a higher id.
+    # Only an edited token can replace `most_likely`: the others are less likely, or equally likely
+    # with a higher id.
     values = _edited(logits[edit.token_ids], edit)
     for token_id in edit.banned:
         values[edit.token_ids == token_id] = -np.inf
@@ -92,7 +97,7 @@ def _edited(values: Floats, edit: Edit) -> Floats:
 
 
 def _edit_few(logits: Floats, edit: Edit, left: Ids) -> Floats:
-    """Returns the edited logits of the tokens `left`, which are in ascending order."""
+    """Returns the edited logits of the tokens `left`, whose ids are in ascending order."""
     values = logits[left]
     if len(edit.token_ids):
         edited = _edited(logits[edit.token_ids], edit)

@@ -30,11 +30,11 @@ def choose_in_groups(
     """Returns the ids of experts [T, top_k] chosen from the best groups, and their fp32 weights
     (DeepSeek).
 
-    Without a correction, scores are the softmax of the logits [T, experts]; experts are ranked by
-    score, and groups by their best expert. With a correction [experts], scores are the sigmoid of
-    the logits; experts are ranked by score + correction, and groups by the sum of their two best
-    experts. The weights are scores * scale; with `is_normalized`, the scores are first divided by
-    their sum.
+    Without a correction, scores are the softmax of the logits [T, experts]. Experts are ranked by
+    score, and groups by the score of their best expert. With a correction [experts], scores are the
+    sigmoid of the logits. Experts are ranked by score + correction, and groups by the sum of this
+    value for their two best experts. The weights are scores * scale. With `is_normalized`, the
+    scores are first divided by their sum.
 
     groups   number of groups, and number of groups chosen per token; None: no groups
     """

@@ -1,8 +1,8 @@
 """Reads and writes KV blocks in a byte pool with torch.
 
 A block holds all layers. In a block, the K or V of one head in one layer is a contiguous run of
-`block_size` rows of D elements. Index tensors are made once per step for layer 0; other layers add
-a constant. This module does not know sequences, only block ids and offsets.
+`block_size` rows of D elements. Index tensors are made once per step and point to layer 0; a
+constant is added for each other layer. This module knows block ids and offsets, but no sequences.
 """
 
 from typing import NamedTuple, Protocol
@@ -16,7 +16,7 @@ from tandem_kernels.kv_int4_keys import KeyChannels
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-# Static quantization parameters, which apply to all tokens in addition to per-token scales.
+# Static quantization parameters of a model, which apply to all tokens.
 StaticKv = KeyChannels | FixedScales
 
 
@@ -27,17 +27,17 @@ class RowFormat(Protocol):
     def widen(self, numbers: torch.Tensor, scales: torch.Tensor, /) -> torch.Tensor: ...
 
 
-# KV dtype -> (format of K, format of V).
+# KV dtype -> (row format of K, row format of V).
 _FORMATS: dict[str, tuple[RowFormat, RowFormat]] = {
     "int8": (kv_int8, kv_int8),
     "fp8_e4m3": (kv_fp8, kv_fp8),
     "k8v4": (kv_int8, kv_int4),
-    "int4": (kv_int4, kv_int4),  # Int4KvPool replaces the format of K.
+    "int4": (kv_int4, kv_int4),  # Int4KvPool uses kv_int4_keys for K instead
 }
 
 
 class RotatedKey(Protocol):
-    """The part of tandem.common.dtypes.RotatedKey that a pool uses."""
+    """The properties of tandem.common.dtypes.RotatedKey that a pool uses."""
 
     @property
     def dim(self) -> int: ...
@@ -46,7 +46,7 @@ class RotatedKey(Protocol):
 
 
 class KvLayout(Protocol):
-    """The part of tandem.engine.cache.layout.block_layout.BlockLayout that a pool uses."""
+    """The properties of tandem.engine.cache.layout.block_layout.BlockLayout that a pool uses."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -83,8 +83,8 @@ class LayerKv(NamedTuple):
 
 
 def make_pool(memory: torch.Tensor, layout: KvLayout, static: StaticKv | None = None) -> "KvPool":
-    """Makes the pool class for a layout over `memory`, uint8 [num_blocks, block_bytes]. `static`
-    must be KeyChannels for int4, and may be FixedScales for fp8_e4m3."""
+    """Creates a pool of the class that supports `layout`, over `memory`, uint8 [num_blocks,
+    block_bytes]. `static` must be KeyChannels for int4, and may be FixedScales for fp8_e4m3."""
     if layout.dtype == "int4":
         assert isinstance(static, KeyChannels)
         return Int4KvPool(memory, layout, static)
@@ -120,8 +120,8 @@ class KvPool:
 
     @property
     def kv(self) -> torch.Tensor:
-        """The pool as [num_blocks, heads, layers, 2, block_size, D]; the 2 is 1 with latent
-        attention."""
+        """The pool as [num_blocks, heads, layers, 2, block_size, D]. The 2 stands for K and V. It
+        is 1 with latent attention."""
         runs = 1 + self.layout.has_values
         shape = self.num_kv_heads, self.num_layers, runs, self.block_size, self.head_dim
         return self._tokens.view(-1, *shape)
@@ -130,8 +130,8 @@ class KvPool:
         return LayerKv(layer_of(self.kv, number), None)
 
     def token_rows(self, block_ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Returns the row indices [T, heads] of layer 0's K for slots (block id, offset), each
-        [T]."""
+        """Returns the indices [T, heads] of the rows that hold the tokens' K in layer 0. A token's
+        slot is its block id and its offset in this block; both arguments are [T]."""
         return self._first_runs(block_ids) * self.block_size + offsets.unsqueeze(-1)
 
     def write(
@@ -144,8 +144,8 @@ class KvPool:
         self._tokens.index_put_((rows + self.block_size,), values.to(self.dtype))
 
     def block_rows(self, block_tables: torch.Tensor) -> torch.Tensor:
-        """Returns the run indices of layer 0's K and V for block ids [B, M], as [2 * B * heads *
-        M]."""
+        """Returns the indices of layer 0's runs of K, then of V, for block ids [B, M]. The result
+        is flat, [2 * B * heads * M]."""
         runs = self._first_runs(block_tables).transpose(1, 2)
         return torch.stack((runs, runs + 1)).flatten()
 
@@ -161,23 +161,23 @@ class KvPool:
 
 
 class LatentKvPool(KvPool):
-    """A pool for latent attention. A token has one row, the latent and the rotated key; its value
-    is the latent."""
+    """A pool for latent attention. A token has one row: its latent, followed by its rotated key.
+    The latent is also the token's value."""
 
     def write(
         self, layer: int, token_rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Stores keys [T, 1, D]; `values` is ignored, because values are a part of the keys."""
+        """Stores keys [T, 1, D]. `values` is ignored, because a value is a part of its key."""
         rows = token_rows + layer * self.block_size
         self._tokens.index_put_((rows,), keys.to(self.dtype))
 
     def block_rows(self, block_tables: torch.Tensor) -> torch.Tensor:
-        """Returns the run indices of layer 0 for block ids [B, M], as [B * heads * M]."""
+        """Returns the indices of layer 0's runs for block ids [B, M], flat, [B * heads * M]."""
         return self._first_runs(block_tables).transpose(1, 2).flatten()
 
     def gather(self, layer: int, block_rows: torch.Tensor, num_seqs: int) -> torch.Tensor:
-        """Copies the rows of whole blocks: [2, B, heads, M * block_size, D], keys and values being
-        equal views."""
+        """Copies the rows of whole blocks to a tensor [2, B, heads, M * block_size, D]. Keys and
+        values are the same memory."""
         runs = torch.index_select(self._runs, 0, block_rows + layer)
         rows = runs.view(num_seqs, self.num_kv_heads, -1, self.head_dim)
         return rows.expand(2, *rows.shape)
@@ -272,13 +272,14 @@ class QuantizedKvPool(KvPool):
     def _quantize(
         self, which: int, layer: int, rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantizes rows [T, heads, D] of K (`which` 0) or V (1)."""
+        """Quantizes rows [T, heads, D] of K (`which` 0) or V (`which` 1). Returns numbers and
+        scales."""
         return self._formats[which].quantize(rows)
 
     def _widen(
         self, which: int, layer: int, numbers: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
-        """Dequantizes rows [B, heads, tokens, bytes] of K (`which` 0) or V (1)."""
+        """Dequantizes rows [B, heads, tokens, bytes] of K (`which` 0) or V (`which` 1)."""
         return self._formats[which].widen(numbers, scales)
 
 

@@ -5,15 +5,15 @@
     number   x / scale in fp32, within -448 to 448, rounded to the nearest e4m3 (ties to even)
     x        is dequantized as number * scale, which is exact in fp32
 
-An e4m3 number is a byte with a sign, 4 exponent bits and 3 fraction bits, as in float8_e4m3fn.
-The largest number is 448, and numbers below 2^-6 are multiples of 2^-9. If its lower 7 bits are
-shifted left by 7, the result is a float16 with 1/256 of the value; kernels decode it this way.
+An e4m3 number is a byte with a sign, 4 exponent bits and 3 fraction bits, as in float8_e4m3fn. The
+largest number is 448, and numbers below 2^-6 are multiples of 2^-9. Kernels decode a number by
+shifting its lower 7 bits left by 7. The result is a float16 with 1/256 of the value.
 
-A checkpoint may have static scales for the K and the V of each layer. They are rounded up to
-float16 and replace the rows' own scales. Larger numbers saturate at 448 * scale.
+A checkpoint may have static scales for the K and the V of each layer. These are rounded up to
+float16 and replace the rows' own scales. Numbers beyond 448 times a static scale then saturate.
 
-Rows of zeros and rows with infinities or NaN are treated as in kv_int8.py. A row's bytes depend
-on that row only. `quantize` in native/kv_fp8.h computes the same bytes.
+Rows of zeros and rows with infinities or NaN are treated as in kv_int8.py. A row's bytes depend on
+that row only. `quantize` in native/kv_fp8.h computes the same bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes rows [..., D] of any float dtype to e4m3 bytes [..., D] and float16 scales [...].
 
-    fixed  [] float16: one scale for all rows, which replaces their own
+    fixed  [] float16: one scale for all rows, which replaces the rows' own scales
     """
     wide = rows.float()
     scales, divisors = scales_of(wide, _LARGEST)

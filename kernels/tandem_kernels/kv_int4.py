@@ -21,8 +21,8 @@ _LOWEST, _HIGHEST = -8, 7
 
 
 def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes rows [..., D] of any float dtype to uint8 pairs [..., D / 2] and float16 scales
-    [...]."""
+    """Quantizes rows [..., D] of any float dtype to bytes [..., D / 2], each with two numbers, and
+    float16 scales [...]."""
     wide = rows.float()
     scales, divisors = scales_of(wide)
     numbers = (wide / divisors.unsqueeze(-1)).round_().clamp_(_LOWEST, _HIGHEST)
@@ -32,8 +32,8 @@ def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def scales_of(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the float16 scales [...] of fp32 rows [..., D], and the fp32 divisors [...], which
-    are infinite if all numbers of the row become 0."""
+    """Returns the float16 scales [...] of fp32 rows [..., D], and the fp32 divisors [...]. A
+    divisor is infinite if all numbers of its row become 0."""
     largest = wide.abs().amax(-1)
     is_finite = largest.isfinite()
     scales = round_up(torch.where(is_finite, largest / -_LOWEST, 0.0))
@@ -43,6 +43,7 @@ def scales_of(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def widen(pairs: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Dequantizes pairs [..., D / 2] with scales [...] to fp32 rows [..., D]."""
+    """Dequantizes bytes [..., D / 2], each with two numbers, and scales [...] to fp32 rows [...,
+    D]."""
     numbers = torch.cat((pairs & 15, pairs >> 4), -1).float() + _LOWEST
     return numbers * scales.float().unsqueeze(-1)

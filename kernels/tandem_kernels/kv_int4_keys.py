@@ -1,8 +1,8 @@
 """Quantization of an int4 pool's keys, with static channel scales and a scale for each token.
 
 The channels (elements of a head) are reordered so that the first quarter matters most for scores,
-and each is divided by its static scale (`KeyChannels`). The first quarter is stored with 6 bits,
-the rest with 4.
+and each channel is divided by its static scale (`KeyChannels`). The first quarter is stored with 6
+bits, the rest with 4.
 
     y        x / channel scale, fp32, in the order of the channels
     scale    the token's scale, from all y as in kv_int4.py
@@ -33,25 +33,27 @@ class KeyChannels:
     """The order and scales of the key channels; both tensors are [layers, KV heads, D]."""
 
     order: torch.Tensor  # int32: the channel at each position
-    scales: torch.Tensor  # float32, in that order
+    scales: torch.Tensor  # float32: the scale of the channel at each position
 
     @cached_property
     def multipliers(self) -> torch.Tensor:
-        """Factors for dequantization, float32 [layers, KV heads, D], in the same order."""
+        """The factor of each channel in dequantization, float32 [layers, KV heads, D], in the order
+        of `order`."""
         fine = self.scales.clone()
         fine[..., : self.scales.shape[-1] // 4] /= 4
         return fine
 
     @property
     def digest(self) -> str:
-        """Hash of the channels, 8 hex digits. Pools with different channels are incompatible."""
+        """Hash of the order and the scales, 8 hex digits. Pools with different digests are
+        incompatible."""
         digest = hashlib.blake2b(digest_size=4)
         for tensor in (self.order, self.scales):
             digest.update(tensor.cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()
 
     def of_layers(self, layers: list[int], device: torch.device) -> KeyChannels:
-        """Returns the channels of the given layers, in that order, on a device."""
+        """Returns the channels of `layers`, in the order of this list, on a device."""
         return KeyChannels(
             self.order[layers].contiguous().to(device), self.scales[layers].contiguous().to(device)
         )
@@ -62,7 +64,7 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes rows [T, heads, D] to bytes [T, heads, 9 D / 16] and float16 scales [T, heads].
 
-    `order` and `channel_scales` are those of the layer, [heads, D].
+    `order` and `channel_scales` are those of one layer, [heads, D].
     """
     dim = rows.shape[-1]
     wide = rows.float().gather(-1, order.long().expand_as(rows)) / channel_scales

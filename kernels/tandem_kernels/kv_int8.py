@@ -27,11 +27,11 @@ def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def scales_of(wide: torch.Tensor, highest: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the float16 scales [...] of fp32 rows [..., D] for numbers up to `highest`, and the
-    fp32 divisors [...], which are infinite if all numbers of the row become 0."""
+    fp32 divisors [...]. A divisor is infinite if all numbers of its row become 0."""
     largest = wide.abs().amax(-1)
     is_finite = largest.isfinite()
-    # CUDA divides by a Python number with a reciprocal, which rounds differently; by a tensor it
-    # does not.
+    # CUDA divides by a tensor exactly. To divide by a Python number, it multiplies by the
+    # reciprocal, which rounds differently.
     wanted = largest / torch.full_like(largest, highest)
     scales = round_up(torch.where(is_finite, wanted, 0.0))
     divisors = torch.where(is_finite & (scales > 0), scales.float(), torch.inf)
@@ -42,7 +42,7 @@ def round_up(wanted: torch.Tensor) -> torch.Tensor:
     """Rounds non-negative fp32 numbers up to float16, to at most 65504."""
     wanted = wanted.clamp(max=SCALE_MAX)
     nearest = wanted.half()
-    # The bits of the next larger float16, read as an integer, are larger by 1.
+    # Adding 1 to the bits of a float16, read as an integer, gives the next larger float16.
     bits = nearest.view(torch.int16) + (nearest.float() < wanted)
     return bits.to(torch.int16).view(torch.float16)
 

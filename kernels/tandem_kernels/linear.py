@@ -1,6 +1,6 @@
 """Linear layers: y = x W^T + b, with x [T, in] and W [out, in].
 
-The result is written to `out` if given, which may be a range of columns of a wider tensor.
+If `out` is given, the result is written to it. `out` may be a range of columns of a wider tensor.
 
 The functions `*_of_heads` have one matrix per head: y[:, h] = x[:, h] W[h]^T, with x [T, heads, in]
 and W [heads, out, in].
@@ -34,8 +34,9 @@ def linear_invariant(
     """Returns x W^T + b, [T, out]. The bits of a row depend on that row only. T must be a multiple
     of TILE_ROWS.
 
-    A BLAS chooses its kernel, and so the order of additions, by the shape of the product. All
-    products therefore have TILE_ROWS rows.
+    A BLAS library chooses its kernel, and with it the order of additions, by the shape of a
+    product. Therefore x is multiplied in tiles of TILE_ROWS rows, so that all products have one
+    shape.
     """
     assert x.shape[0] % TILE_ROWS == 0
     if out is None:

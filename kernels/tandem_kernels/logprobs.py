@@ -3,8 +3,9 @@
     logprob = logit - log(sum of exp(logits))
     rank    = 1 + number of tokens with a greater logit
 
-The most likely tokens are ordered by logit, and equal ones by token id. `logprobs` is the
-reference in torch; the native and Triton kernels compute the same in one pass over the logits.
+The most likely tokens are ordered by logit, and tokens with equal logits by token id. `logprobs` is
+the reference in torch. The native and Triton kernels compute the same results in one pass over the
+logits.
 """
 
 from collections.abc import Sequence

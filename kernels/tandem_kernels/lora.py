@@ -17,16 +17,17 @@ ProductOfHeads = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LoraPart:
-    """The adapter of one matrix, which produces a range of the output's columns."""
+    """The adapter of one matrix. The matrix produces a range of the output's columns."""
 
-    first: int  # first of these columns
+    first: int  # first column of this range
     a: torch.Tensor  # [rank, in]
     b: torch.Tensor  # [out, rank], multiplied by the scale
 
 
 @dataclass(frozen=True, slots=True)
 class LoraHeads:
-    """The adapter of a layer with one matrix per head. Tensors shared by all heads are expanded."""
+    """The adapter of a layer with one matrix per head. A tensor that all heads share is expanded to
+    all heads."""
 
     a: torch.Tensor  # [heads, rank, in]
     b: torch.Tensor  # [heads, out, rank], multiplied by the scale
@@ -43,8 +44,9 @@ def add_lora(
     """Adds one adapter's deltas to the rows `rows` [n] of `out` [T, out]; `x` [T, in] is the
     layer's input.
 
-    `linear` is the function that computed the base layer. Rows are padded to a multiple of
-    `row_multiple`, which `linear_invariant` needs: a row's bits then depend on that row only.
+    `linear` is the function that computed the base layer. `rows` is padded to a multiple of
+    `row_multiple`, as `linear_invariant` requires. With that function, the bits of a row depend on
+    this row only.
     """
     padded = torch.nn.functional.pad(rows, (0, -rows.shape[0] % row_multiple))
     picked = x[padded]
@@ -62,8 +64,8 @@ def add_lora_of_heads(
     linear_of_heads: ProductOfHeads,
     row_multiple: int = 1,
 ) -> None:
-    """Adds one adapter's deltas to the rows `rows` of `out` [T, heads, out], a layer with one
-    matrix per head, as `add_lora` does."""
+    """Adds one adapter's deltas to the rows `rows` [n] of `out` [T, heads, out], the output of a
+    layer with one matrix per head. The other arguments are as in `add_lora`."""
     padded = torch.nn.functional.pad(rows, (0, -rows.shape[0] % row_multiple))
     low = linear_of_heads(x[padded], heads.a)
     out[rows] = out[rows] + linear_of_heads(low, heads.b)[: rows.shape[0]]

@@ -1,4 +1,5 @@
-"""Philox4x32-10, a counter-based random number generator: a pure function of (key, counter).
+"""Philox4x32-10, a counter-based random number generator. Its numbers depend only on a key and a
+counter.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. Constants and test
 vectors are from Random123. CUDA's Philox generator is the same function.

@@ -1,12 +1,14 @@
 """Rotary position embedding (RoPE) in the half-split layout of Llama checkpoints
 (arXiv:2104.09864).
 
-    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)     x1, x2: the halves of a head; pair i has the
-                                                       angle position * frequency[i]
+    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
+
+x1 and x2 are the two halves of a head. Pair i consists of element i of both halves and is rotated
+by the angle position * frequency[i].
 
 Frequencies are fp32 [D / 2], one per pair. Scaling changes frequencies and never positions. The
 formulas equal those of transformers' modeling_rope_utils.py exactly, because checkpoints were made
-with it.
+with these formulas.
 """
 
 import math
@@ -27,8 +29,8 @@ def scale_llama3(
     high_freq_factor: float,
     original_len: int,
 ) -> torch.Tensor:
-    """Scales frequencies as Llama 3 does: those with long wavelengths are divided by `factor`,
-    those with short ones are kept, and those between are interpolated."""
+    """Scales frequencies as Llama 3 does. Frequencies with long wavelengths are divided by
+    `factor`, those with short wavelengths are kept, and those between are interpolated."""
     wavelengths = 2 * math.pi / frequencies
     smooth = (original_len / wavelengths - low_freq_factor) / (high_freq_factor - low_freq_factor)
     smooth = smooth.clamp(0.0, 1.0)
@@ -45,9 +47,9 @@ def scale_yarn(
     beta_slow: float,
     truncate: bool,
 ) -> torch.Tensor:
-    """Scales frequencies as YaRN does (arXiv:2309.00071): pairs that turn often in the original
-    context are kept, pairs that turn rarely are divided by `factor`, and those between are blended.
-    The caller applies the factor on cos and sin."""
+    """Scales frequencies as YaRN does (arXiv:2309.00071). Pairs that turn often in the original
+    context keep their frequency. The frequency of pairs that turn rarely is divided by `factor`,
+    and pairs between get a blend of both. The caller applies YaRN's factor on cos and sin."""
     head_dim = 2 * frequencies.shape[0]
 
     def pair_that_turns(times: float) -> float:
@@ -66,15 +68,16 @@ def scale_yarn(
 
 
 def scale_longrope(head_dim: int, theta: float, factors: torch.Tensor) -> torch.Tensor:
-    """Returns longrope's frequencies: each is divided by its own factor (arXiv:2402.13753)."""
+    """Returns longrope's frequencies (arXiv:2402.13753). The frequency of pair i is divided by
+    `factors[i]`."""
     return 1.0 / (factors * theta ** (torch.arange(0, head_dim, 2).float() / head_dim))
 
 
 def rotary_angles(
     positions: torch.Tensor, frequencies: torch.Tensor, scale: torch.Tensor | float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (cos, sin) times `scale`, which is a number or [D / 2]. Both are fp32 [T, 1, D / 2]
-    and serve every layer."""
+    """Returns the cosines and sines of the angles, both multiplied by `scale`, which is a number or
+    [D / 2]. Both are fp32 [T, 1, D / 2] and the same for every layer."""
     angles = (positions.float().unsqueeze(-1) * frequencies).unsqueeze(1)
     return angles.cos() * scale, angles.sin() * scale
 

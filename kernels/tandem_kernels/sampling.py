@@ -1,17 +1,18 @@
 """Samples tokens from logits, greedily or at random. The randomness depends only on (seed,
 position).
 
-Tokens are ranked by logit, and equal ones by token id. Filters truncate the ranking in vLLM's
-order, each one after the previous:
+Tokens are ranked by logit, and tokens with equal logits by token id. Filters truncate the ranking
+in vLLM's order, each one after the previous:
 
     min_p    keeps tokens at least min_p times as likely as the most likely one
-    top_k    keeps the first k
+    top_k    keeps the first k tokens
     top_p    keeps the fewest tokens whose probabilities sum to top_p
 
-A row may be edited first (edits.py); the edit works on a copy, so log probabilities use the
-original logits. A uniform number selects the token in the cumulative probability of the remaining
-ones. Each row is computed separately in numpy on the host, so neither threads nor the batch change
-the sums.
+A uniform number then selects one of the remaining tokens by their cumulative probability.
+
+A row may be edited first (edits.py). The edit works on a copy, so log probabilities use the
+original logits. Each row is computed separately in numpy on the host, so neither threads nor the
+batch change the sums.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ import torch
 from tandem_kernels.edits import Edit, edited_logits, most_likely_after
 from tandem_kernels.philox import uniform
 
-_HEAD_TOKENS = 256  # tokens ranked at first; more are ranked only if the draw needs them
+_HEAD_TOKENS = 256  # tokens that are ranked at first; more are ranked only if the draw needs them
 _HEAD_GROWTH = 16
 
 Floats = npt.NDArray[np.float32]
@@ -33,8 +34,8 @@ Ids = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Sampling parameters of one row. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 disable
-    the filter."""
+    """Sampling parameters of one row. Temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 each
+    disable their filter."""
 
     temperature: float
     top_k: int
@@ -50,8 +51,9 @@ def sample(
 ) -> list[int]:
     """Samples a token id for each row of fp32 logits [n, vocab] on any device.
 
-    `most_likely` has the most likely token of each row (of equal ones the lowest id), if the caller
-    knows it already."""
+    `most_likely` has the most likely token of each row, the one with the lowest id if several are
+    equally likely. None: the function computes it.
+    """
     if most_likely is None:
         # numpy's argmax is vectorized; torch's takes twelve times as long.
         if logits.device.type == "cpu":
@@ -104,10 +106,11 @@ def _draw(logits: Floats, draw: Draw) -> int:
 def _token_at(
     u: float, logits: Floats, weights: Floats, num_left: int, mass: float, top_p: float
 ) -> int:
-    """Returns the token selected by the uniform number `u` among the first `num_left` ranks, after
-    top_p. `mass` is the sum of their weights.
+    """Returns the token that the uniform number `u` selects among the first `num_left` ranks, after
+    top_p has truncated them. `mass` is the total weight of the first `num_left` ranks.
 
-    It ranks only as many tokens as needed, because sorting the whole vocabulary takes milliseconds.
+    Only as many tokens are ranked as needed, because sorting the whole vocabulary takes
+    milliseconds.
     """
     size = min(_HEAD_TOKENS, num_left)
     while True:
@@ -128,8 +131,8 @@ def _token_at(
 
 
 def _rank(logits: Floats, count: int) -> Ids:
-    """Returns the ids of the `count` most likely tokens in descending order; of equal ones the
-    lower id is first."""
+    """Returns the ids of the `count` most likely tokens in descending order of likelihood. Of
+    equally likely tokens, the one with the lower id is first."""
     if count < len(logits):
         threshold = np.partition(logits, -count)[-count]
         above = np.flatnonzero(logits > threshold)

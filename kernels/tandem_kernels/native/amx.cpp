@@ -18,7 +18,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// After the standard headers, whose inline functions are shared and must run on any processor.
+// The pragma follows the standard headers, because their inline functions are shared by all files
+// and must run on any processor.
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,avx512bf16,avx512vnni")
 
 #define TANDEM_ISA amx_code
@@ -29,7 +30,7 @@
 #define TANDEM_VNNI
 #define TANDEM_AMX
 #include "simd.h"
-// simd.h comes first, because the others use it.
+// simd.h comes first, because the other headers use it.
 #include "amx.h"
 #include "inputs.h"
 #include "gated.h"

@@ -1,9 +1,9 @@
-// AMX: each thread has eight tiles of up to 16 rows of 64 bytes. Tiles 0 to 3 hold sums, 4 and 5
-// inputs, 6 and 7 weights:
+// AMX: each thread has eight tiles of up to 16 rows of 64 bytes. Tiles 0 to 3 hold the sums of the
+// products of two tiles of inputs and two tiles of weights:
 //
-//              weights 6   weights 7
-//     inputs 4    0           1          `rows` rows
-//     inputs 5    2           3          `more_rows` rows
+//                         weights in tile 6    weights in tile 7
+//     inputs in tile 4    sums in tile 0       sums in tile 1       `rows` rows
+//     inputs in tile 5    sums in tile 2       sums in tile 3       `more_rows` rows
 //
 // The instructions are inline asm, because GCC 12's intrinsics do not declare the memory that they
 // read. Denormal bf16 numbers and denormal sums are treated as zeros.
@@ -19,7 +19,7 @@ struct alignas(64) TileShapes {
 // number of rows that the tiles are configured for; 0: not configured
 inline thread_local int tiles_shaped = 0;
 
-// Configures the tiles. If their shapes change, it takes about 100 ns and clears them.
+// Configures the tiles. If their shapes change, this takes about 100 ns and sets the tiles to zero.
 inline void shape_tiles(int rows, int more_rows) {
     const int wanted = rows * 32 + more_rows;
     if (tiles_shaped == wanted) return;
@@ -30,8 +30,8 @@ inline void shape_tiles(int rows, int more_rows) {
     asm volatile("ldtilecfg %0" ::"m"(shapes));
 }
 
-// Scope in which a thread uses tiles. Releasing them afterwards makes context switches cheaper,
-// which would otherwise save 8 KiB.
+// Scope in which a thread uses tiles. The tiles are released at its end, because a context switch
+// would otherwise have to save their 8 KiB.
 struct TilesInUse {
     TilesInUse() { tiles_shaped = 0; }
     TilesInUse(const TilesInUse&) = delete;

@@ -1,4 +1,5 @@
-// The functions that ctypes calls. They throw no exceptions: 0 means success, 1 out of memory.
+// The functions that ctypes calls. They throw no exceptions. A status of 0 means success, and 1
+// means that there is not enough memory.
 
 #include <cmath>
 #include <new>
@@ -17,7 +18,8 @@ struct Choice {
     const tandem::Entry* entry;
 };
 
-// Returns the decoder for an instruction set; `wanted` null: the best of this processor.
+// Returns the decoder for the instruction set `wanted`. If `wanted` is null, returns the best
+// decoder for this processor.
 Choice choose(const char* wanted) {
     const auto is = [wanted](const char* name) {
         if (wanted == nullptr) return true;
@@ -67,11 +69,11 @@ int guarded(Work work) {
 
 extern "C" {
 
-// Returns the instruction set for `wanted` (null: the best); null if the processor does not have
-// it.
+// Returns the instruction set for `wanted`: null stands for the best. Returns null if the processor
+// does not support `wanted`.
 const char* tandem_instructions(const char* wanted) { return choose(wanted).name; }
 
-// Returns the kind as which weights of `kind` are packed for an instruction set.
+// Returns the kind in which weights of `kind` are packed for an instruction set.
 int32_t tandem_packed_kind(const char* wanted, int32_t kind) {
     const Choice choice = choose(wanted);
     if (choice.entry == nullptr || choice.entry->kind_of_bf16 == tandem::BF16) return kind;
@@ -99,7 +101,7 @@ int32_t tandem_widen_blocks(const void* blocks, int32_t type, int64_t rows, int6
     return tandem::widen_blocks(blocks, type, rows, in, to);
 }
 
-// Returns the kind as which blocks of a type are packed; -1 if the type is not supported.
+// Returns the kind in which blocks of a type are packed; -1 if the type is not supported.
 int32_t tandem_kind_of_blocks(int32_t type) {
     const tandem::BlockType* known = tandem::block_type(type);
     return known == nullptr ? -1 : known->kind;
@@ -109,8 +111,8 @@ int64_t tandem_unit_bytes(int32_t kind) {
     return tandem::by_format(kind, [](auto format) -> int64_t { return decltype(format)::kUnitBytes; });
 }
 
-// Creates a decoder. `model` is copied, but not the memory that it points to. Returns null if there
-// is no memory or the processor does not have the instruction set.
+// Creates a decoder. `model` is copied, but not the memory to which it points. Returns null if
+// there is not enough memory or the processor does not support the instruction set.
 void* tandem_create(const tandem::Model* model, const char* wanted) {
     const Choice choice = choose(wanted);
     if (choice.entry == nullptr) return nullptr;

@@ -1,19 +1,19 @@
 // Causal grouped-query attention directly over the KV blocks.
 //
-// A work item is a few rows (query,
-// head of the KV head's group) of one span and one KV head. Keys are processed in tiles of 64,
-// aligned to position 0, with online softmax (arXiv:2205.14135). A tile without visible keys leaves
-// a row's sums bitwise unchanged. The result of a row therefore does not depend on the other rows
-// of its item, on chunk boundaries or on the block size. With a window, the first tile is that of
-// the first row's window. With a KV budget (docs/kv_budgets.md), a span's first keys are read, too,
-// and the tiles between are skipped.
+// A work item is a few rows of one span and one KV head. A row is a query and a head of the KV
+// head's group. Keys are processed in tiles of 64, aligned to position 0, with online softmax
+// (arXiv:2205.14135). A tile without visible keys leaves a row's sums bitwise unchanged. The result
+// of a row therefore does not depend on the other rows of its item, on chunk boundaries or on the
+// block size. With a window, the first tile is the one with the first key of the first row's
+// window. With a KV budget (docs/kv_budgets.md), a span's first keys are read too, and the tiles
+// between them and the window are skipped.
 
 #include "block_sums.h"
 
 namespace tandem::TANDEM_ISA {
 
 constexpr int kKeys = 64;        // keys in a tile
-constexpr int kKeysMax = 128;    // upper limit that includes attention_dot.h
+constexpr int kKeysMax = 128;    // largest number of keys in a tile, also in attention_dot.h
 constexpr int kRowsMax = 48;     // rows in a work item
 constexpr int kPanels = kKeys / kPanel;
 
@@ -128,7 +128,7 @@ inline void score(const float* q, const uint32_t* keys, int dim, float* scores) 
 
 template <class T, int MR>
 inline void score_rows(const float* q, const uint32_t* keys, int dim, int num_keys, float* scores) {
-    // must divide the panels of a tile
+    // a divisor of the number of panels in a tile
     constexpr int most = panels_at_once(MR), NP = most == 3 ? 2 : most;
     for (int key = 0; key < num_keys; key += NP * kPanel)
         score<T, MR, NP>(q, keys + key, dim, scores + key);
@@ -202,7 +202,7 @@ inline void gather_rows(const float* weights, ValueOf value_of, int num_keys, in
         gather<MR, 1>(weights, value_of, num_keys, dim, first, factors, out);
 }
 
-// The index in a head of the i-th number in the lane order of lanes_again().
+// The index in a head of number i in the lane order of lanes_again().
 inline int in_head(int i, float) { return i; }
 
 inline int in_head(int i, Bf16) {
@@ -210,9 +210,9 @@ inline int in_head(int i, Bf16) {
     return kLanes == kPanel ? i : panel + lane % (kPanel / 2) * 2 + lane / (kPanel / 2);
 }
 
-// The keys that a row attends to: those before `start`, and those from `first` to before `end`.
-// Unless `start` is 0, it is less than `first`. For a tile, the positions are relative to the
-// tile's first key and may be outside of the tile.
+// The keys that a row attends to: those before `start`, and those from `first` to before `end`. If
+// `start` is not 0, it is less than `first`. `in(tile)` gives positions relative to the tile's
+// first key; these may be outside of the tile.
 struct Seen {
     int start, first, end;
 
@@ -226,7 +226,7 @@ struct Seen {
     }
 };
 
-// Returns the visible keys of a query. `window` is the layer's.
+// Returns the visible keys of a query. `window` is the window of the layer; 0: none.
 inline Seen keys_seen(const Span& span, int query, int window) {
     const int end = span.context_len - span.num_queries + query + 1;
     if (window > 0) return {0, end > window ? end - window : 0, end};
@@ -243,9 +243,9 @@ inline void cap_scores(float* scores, int num_keys, float cap) {
     }
 }
 
-// Converts a row's scores to softmax weights. Scores are computed for `num_keys` keys (whole
-// panels), of which the row attends to some. Returns the factor by which the row's sums must be
-// rescaled.
+// Converts a row's scores to softmax weights. `scores` has `num_keys` keys (whole panels), and the
+// row attends to the keys in `seen`. Returns the factor by which the row's earlier sums must be
+// multiplied.
 inline float weigh(float* scores, Seen seen, int num_keys, float& highest, float& mass) {
     if (!seen.any(num_keys)) {
         std::memset(scores, 0, num_keys * sizeof(float));
@@ -314,7 +314,8 @@ void attend_rows(int num_rows, const float* q, const Tile<T>& tile, const Seen* 
 }
 
 struct Item {
-    int span, kv_head, first_row, num_rows;  // rows of the span: query * group + head of the group
+    // rows of the span; row = query * group size + head of the group
+    int span, kv_head, first_row, num_rows;
     int window;                              // window of the layer; 0: none
 };
 
@@ -336,7 +337,7 @@ inline size_t attention_floats(int dim) {
 // The keys and values of one KV head and one sequence.
 template <class T>
 struct HeadKv {
-    const char* first;  // address in block 0
+    const char* first;  // address of the keys in block 0
     const int32_t* table;
     int64_t block_bytes;
     int block_size, dim;
@@ -379,7 +380,7 @@ struct HeadKv {
     // Returns the first key from `key` on that is read.
     int next_key(int key) const { return key < start || key >= first_key ? key : first_key; }
 
-    // Skips tiles without keys to read.
+    // Returns the first tile that has keys to read.
     int first_tile(int most) const { return next_key(0) / most * most; }
     int tile_after(int tile, int most) const { return next_key(tile + most) / most * most; }
 
@@ -387,8 +388,9 @@ struct HeadKv {
         return reinterpret_cast<const T*>(first + table[key / block_size] * block_bytes);
     }
 
-    // Calls work(index of the key in the tile, part of its block, its index in the block, number of
-    // keys in this run) for the keys of a tile that are read, block by block. Returns their range.
+    // Calls work(index of the key in the tile, address of the block's KV, index of the key in the
+    // block, number of keys in this run) for each run of keys of a tile that are read and lie in
+    // one block. Returns the range of these keys.
     template <class Work>
     Seen by_blocks(int tile, int most, Work work) const {
         const auto of_tile = [&](int key) { return std::clamp(key - tile, 0, most); };
@@ -405,8 +407,8 @@ struct HeadKv {
         return read;
     }
 
-    // Returns the addresses of the `most` keys of a tile. Keys before the first one that is read
-    // get the address of a key that is read, and keys after the last one get `nothing`.
+    // Writes the addresses of the `most` keys of a tile to `rows`. A key before the first one that
+    // is read gets the address of a key that is read. Keys after the last one get `nothing`.
     void tile(int first, int most, const T* nothing, const T** rows) const {
         const Seen read = by_blocks(first, most, [&](int i, const T* part, int offset, int here) {
             for (int j = 0; j < here; ++j) rows[i + j] = part + (offset + j) * of_key;
@@ -415,8 +417,8 @@ struct HeadKv {
         std::fill(rows + read.start, rows + read.first, rows[read.start > 0 ? 0 : read.first]);
     }
 
-    // Returns the scales of the same keys and of their values in a quantized pool; 0 for keys that
-    // are not read.
+    // Writes the scales of the same keys and of their values in a quantized pool. Keys that are not
+    // read have scale 0.
     void scales(int first, int most, float* of_keys, float* of_values) const {
         uint16_t halves[2][kKeysMax] = {};
         const size_t after_runs = run() + block_size * of_value;
@@ -436,8 +438,8 @@ struct HeadKv {
     }
 
     // Unpacks the same keys and values from a packed pool, [most][dim] each. Latents are
-    // dequantized, with zeros for keys that are not read. It also prefetches the parts of another
-    // tile.
+    // dequantized; keys that are not read become zeros. The function also prefetches the KV of
+    // another tile, `then`.
     void unpack(int first, int most, const HeadKv& then, int then_first, RowOf<T>* keys,
                 RowOf<T>* values) const {
         const size_t bytes = block_size * (of_key + of_value + 2 * sizeof(uint16_t));
@@ -492,8 +494,9 @@ inline void widen_tile(const HeadKv<Kept>& kv, int first, const RowOf<Kept>* con
     std::memset(keys, 0, static_cast<size_t>(kKeys - num) * dim * sizeof(float));
 }
 
-// The addresses of the keys of a tile and of the next one, as T. If the pool's rows cannot be read
-// directly, each tile is unpacked into `unpacked`, [2][most][dim], or [most][dim] without values.
+// The addresses, as T, of the keys of a tile and of the next tile. If the pool's rows cannot be
+// read directly, each tile is unpacked into `unpacked`, [2][most][dim], or [most][dim] without
+// values.
 template <class T, class Kept, int kMost>
 class TilesOf {
 public:
@@ -540,8 +543,8 @@ private:
 
 // Computes a work item. `queries` [rows, stride] are rotated and scaled. The result is written in
 // the form that the next product reads. The first keys of the item `next` are prefetched, because
-// hardware prefetchers cannot predict scattered blocks. The pool has rows of type Kept; if they
-// cannot be read as T, tiles are converted to T first.
+// hardware prefetchers cannot predict scattered blocks. The pool has rows of type Kept. If these
+// cannot be read as T, each tile is converted to T first.
 template <class T, class Kept = T>
 void attend(const Model& model, const Step& step, int layer, const Item& item, const Item& next,
             const float* queries, size_t stride, const Inputs& attended, const BlockSums& sums,
@@ -634,8 +637,8 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
 
 namespace tandem::TANDEM_ISA {
 
-// bf16 KV is multiplied in bf16 if the processor supports it, and so is integer KV if the model is
-// bf16.
+// Returns whether attention_dot.h computes the attention. bf16 KV is multiplied in bf16 if the
+// processor supports this, and so is integer KV if the model is bf16.
 inline bool is_dot([[maybe_unused]] const Model& model, [[maybe_unused]] const Step& step) {
 #ifdef TANDEM_PAIRS
     const bool is_integers = step.kv_kind == I8 || step.kv_kind == I8_I4 || step.kv_kind == I4;

@@ -3,11 +3,12 @@
 // exact in bf16: the scale of a key is applied to its score, and the scale of a value to its
 // weight.
 //
-// Work items are as in attention.h, with more rows: the keys and values of a tile of 128
-// tokens are packed once for the products of all rows. Every row takes the same steps over the
-// keys, 32 at a time from position 0, and a hidden key has weight exactly 0. So the bits of a row
-// depend on that row only. Steps of zeros, which a row takes only because of other rows, change
-// nothing: both instructions treat denormal numbers as zeros and produce none, whatever MXCSR says.
+// Work items are as in attention.h, with more rows: the keys and values of a tile of 128 tokens are
+// packed once for the products of all rows. Every row takes the same steps over the keys, 32 keys
+// at a time from position 0, and a hidden key has weight exactly 0. So the bits of a row depend on
+// that row only. A row may take more steps because other rows need them, but all its weights in
+// these steps are zeros. Adding zeros does not change a sum: sums are never denormal, because both
+// instructions treat denormal numbers as zeros and produce none, whatever MXCSR says.
 
 namespace tandem::TANDEM_ISA {
 
@@ -17,8 +18,9 @@ constexpr int kDotRowsMax = 384; // rows in a work item
 constexpr int kDotRows = 32;     // rows whose scores are computed together
 constexpr int kStep = kStepInputs;
 
-// Minimum number of rows in an item, if there are as many. With fewer rows, reading keys and values
-// dominates. With AMX, packing dominates, so packed data must serve more rows.
+// Smallest number of rows in an item, if the span has as many. With fewer rows, reading keys and
+// values takes most of the time. With AMX, packing takes most of the time, so packed data must
+// serve more rows.
 #ifdef TANDEM_AMX
 constexpr int kDotRowsMin = 64, kDotFewRows = 32;
 #else
@@ -52,9 +54,9 @@ struct Plane {
 
 #ifdef TANDEM_AMX
 
-// Computes result = left . right or result += left . right, for up to 16 or up to 32 rows. `depth`
-// is a multiple of 32, and the number of panels is even. With more than 16 rows, 32 are computed
-// and need room.
+// Computes result = left . right or result += left . right, for up to 16 rows, or up to 32 if kTwo.
+// `depth` is a multiple of 32, and the number of panels is even. With more than 16 rows, 32 are
+// computed, so the operands need room for them.
 template <bool kTwo, bool kAdds>
 inline void multiply_some(Plane<const Bf16> left, Panels right, int depth, int num_panels,
                           Plane<float> result) {
@@ -115,8 +117,9 @@ inline void multiply_rows(int num_rows, Plane<const Bf16> left, Panels right, in
 
 #else
 
-// Computes result = left . right or result += left . right, for MR rows and NP panels. It is not
-// inlined: in a large function it would lack registers, and prompt attention would take 11% longer.
+// Computes result = left . right or result += left . right, for MR rows and NP panels. The function
+// is not inlined, because in a large function it would lack registers. Prompt attention would then
+// take 11% longer.
 template <int MR, int NP, bool kAdds>
 __attribute__((noinline)) void multiply_panels(Plane<const Bf16> left, Panels right, int depth, int panel,
                             Plane<float> result) {
@@ -262,7 +265,7 @@ inline void turn(__m512i (&r)[16], const Put& put) {
 
 // Packs `num_keys` keys from `first` on as the right operand [dim][keys] of the scores. A panel is
 // 16 keys, transposed in words. int8 keys are transposed four numbers at a time and then converted,
-// because shuffles are slower than arithmetic; the result is multiplied by kByteToWord.
+// because shuffles are slower than arithmetic. These keys are packed with the factor kByteToWord.
 template <class T>
 inline void pack_keys(const DotTile<T>& tile, int first, int num_keys, int dim, Panels to) {
     for (int key = first; key < first + num_keys; key += kPanel) {
@@ -297,8 +300,8 @@ inline void pack_keys(const DotTile<T>& tile, int first, int num_keys, int dim, 
 }
 
 // Packs `num_keys` values from `first` on as the right operand [keys][dim], with the numbers of two
-// tokens in a word and zeros after the last token. For bf16, a panel does not have 16 consecutive
-// numbers, but the order that the cheapest shuffle gives (in_order_of()).
+// tokens in a word and zeros after the last token. A panel of bf16 does not have 16 consecutive
+// numbers, but numbers in the order that the cheapest shuffle gives (in_order_of()).
 template <class T>
 inline void pack_values(const DotTile<T>& tile, int first, int num_keys, int dim, Panels to) {
     const T *const *rows = tile.rows, *const *ahead = tile.ahead;
@@ -329,7 +332,8 @@ inline void pack_values(const DotTile<T>& tile, int first, int num_keys, int dim
     }
 }
 
-// Returns the i-th 16 of 32 numbers of a head from the two panels made by pack_values().
+// Returns part i (0 or 1) of 32 numbers of a head, 16 numbers in order, from the two panels made by
+// pack_values().
 template <class T>
 inline Floats in_order_of(const float* panels, int i) {
     if constexpr (std::is_same_v<T, int8_t>) return load(panels + i * kPanel);
@@ -341,8 +345,8 @@ inline Floats in_order_of(const float* panels, int i) {
                              Ints{8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31});
 }
 
-// 2^x with an error of 1e-4, which is small compared with rounding to bf16; exactly 0 for
-// -infinity.
+// Returns 2^x with an error of 1e-4, which is small compared with rounding to bf16. The result is
+// exactly 0 for -infinity.
 inline Floats rough_exp2(Floats x) {
     const Floats part = _mm512_reduce_ps(x, 9);  // x - floor(x)
     Floats p = part * 0.0780245227f + 0.226067155f;
@@ -361,8 +365,8 @@ struct Sums {
 constexpr float kSlack = 8.0f;
 constexpr float kLog2E = 1.44269504088896341f;
 
-// Replaces a row's scores by its softmax weights. Scores are computed for `num_keys` keys (whole
-// steps), of which the row attends to some. The mass is the sum of the rounded weights.
+// Replaces a row's scores by its softmax weights. `scores` has `num_keys` keys (whole steps), of
+// which the row attends to some. The row's mass grows by the sum of the rounded weights.
 template <class T>
 inline void weigh(float* scores, Seen seen, int num_keys, Bf16* weights, Sums& sums, float* out,
                   int dim, const DotTile<T>& tile, const BlockShares& shares) {
@@ -431,7 +435,7 @@ struct DotBuffer {
     Plane<Bf16> queries, weights;  // A row's weights replace its scores.
     Plane<float> out, scores;
     Sums* sums;
-    Bf16* nothing;     // a key of zeros
+    Bf16* nothing;     // a key of zeros, for keys that are not read
     int8_t* unpacked;  // unpacked keys and values of a tile, or its latents in bf16
     size_t num_bytes;
 
@@ -465,8 +469,8 @@ inline size_t attention_dot_floats(int dim) {
     return DotBuffer(nullptr, dim).num_bytes / sizeof(float);
 }
 
-// Returns the maximum number of rows in an item: many, because they share the packed data, but few
-// enough to give each thread several items.
+// Returns the largest number of rows in an item. It is large, because the rows share the packed
+// data, but small enough to give each thread several items.
 inline int dot_rows_of_item(const Model& model, const Step& step) {
     const int64_t all = static_cast<int64_t>(step.num_rows) * model.num_heads;
     const int64_t each = all / (8 * model.num_threads) / kDotRows * kDotRows;
@@ -477,11 +481,12 @@ inline int dot_rows_of_item(const Model& model, const Step& step) {
 struct DotRows {
     const DotBuffer& at;
     const Seen* sees;  // visible keys of each row of the item
-    const BlockShares* shares;  // of each row; or null
+    const BlockShares* shares;  // the shares of each row; null: not needed
     int dim;          // rounded up to whole steps
     int first_row, num_rows;
 
-    // Returns the number of keys of the tile, in whole steps, up to the last one visible to a row.
+    // Returns the number of keys of the tile up to the last one that a row sees, rounded up to
+    // whole steps.
     template <class T>
     int num_keys(const DotTile<T>& tile) const {
         const int most = sees[first_row + num_rows - 1].end - tile.first;

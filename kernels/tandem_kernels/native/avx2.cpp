@@ -16,7 +16,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-// After the standard headers, whose inline functions are shared and must run on any processor.
+// The pragma follows the standard headers, because their inline functions are shared by all files
+// and must run on any processor.
 #pragma GCC target("avx2,fma,f16c")
 
 #define TANDEM_ISA avx2_code
@@ -24,7 +25,7 @@
 #define TANDEM_TILE_ROWS 6
 #define TANDEM_SUMS 12
 #include "simd.h"
-// simd.h comes first, because the others use it.
+// simd.h comes first, because the other headers use it.
 #include "inputs.h"
 #include "gated.h"
 #include "linear.h"

@@ -16,7 +16,8 @@
 #ifdef TANDEM_KNOWS_BF16
 #include <immintrin.h>
 
-// After the standard headers, whose inline functions are shared and must run on any processor.
+// The pragma follows the standard headers, because their inline functions are shared by all files
+// and must run on any processor.
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,avx512bf16,avx512vnni")
 
 #define TANDEM_ISA avx512_bf16_code
@@ -26,7 +27,7 @@
 #define TANDEM_PAIRS
 #define TANDEM_VNNI
 #include "simd.h"
-// simd.h comes first, because the others use it.
+// simd.h comes first, because the other headers use it.
 #include "inputs.h"
 #include "gated.h"
 #include "linear.h"

@@ -1,20 +1,20 @@
 // Sums the softmax weights that queries give to each block of keys (Span::first_sum).
 //
-//     block_sums[j] += sum of a query's softmax weights of the keys of block j, over queries, layers
-//                      and heads
+//     block_sums[j] += sum of the weights of the keys in block j, over queries, layers and heads
 //
 // Attention writes sums [blocks] for each query and head of a layer. These are added to the query's
-// sums in the order of heads and layers, and at the end of the step to the span's sums in the order
-// of queries. The result does not depend on chunk boundaries, threads or other spans.
+// sums in the order of heads and layers. At the end of the step, the queries' sums are added to the
+// span's sums in the order of the queries. The result does not depend on chunk boundaries, threads
+// or other spans.
 
 namespace tandem::TANDEM_ISA {
 
-// The sums of one attention row, from the current tile on. `blocks` is null if they are not needed.
+// The sums of one row of attention, by block. `blocks` is null if the sums are not needed.
 struct BlockShares {
     float* blocks;
     int block_size;
 
-    // Rescales the sums before a tile, which were computed with another maximum.
+    // Rescales the sums of the blocks before a tile, which were computed with another maximum.
     void scale(float factor, int tile) const {
         if (factor == 1.0f) return;
         for (int block = 0; block * block_size < tile; ++block) blocks[block] *= factor;
@@ -38,9 +38,9 @@ struct BlockShares {
 struct BlockSums {
     const Step* step = nullptr;  // null: no span needs sums
     int num_heads = 0;
-    const size_t* first = nullptr;  // of each span: index of its first block in `queries`
-    float* queries = nullptr;       // for each span [queries][blocks]
-    float* heads = nullptr;         // for each span [queries][heads][blocks]
+    const size_t* first = nullptr;  // for each span: index of its first block in `queries`
+    float* queries = nullptr;       // for each span: [queries][blocks]
+    float* heads = nullptr;         // for each span: [queries][heads][blocks]
 
     int num_blocks(const Span& span) const {
         return (span.context_len + step->block_size - 1) / step->block_size;
@@ -57,7 +57,8 @@ struct BlockSums {
         return {blocks, step->block_size};
     }
 
-    // Adds the sums of a layer's heads to the queries'. Called in a parallel region.
+    // Adds the sums of a layer's heads to the sums of the queries. Must be called in a parallel
+    // region.
     void add_heads() const {
         if (step == nullptr) return;
         for (int index = 0; index < step->num_spans; ++index) {

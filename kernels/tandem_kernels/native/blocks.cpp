@@ -58,7 +58,7 @@ void q8_0(const uint8_t* block, Group* groups) {
     for (int i = 0; i < kGroup; ++i) groups->numbers[i] = block[2 + i] ^ 0x80;
 }
 
-// Half of 2^(e - 127), because the numbers are twice the values.
+// Returns half of 2^(e - 127). The decoded numbers are twice the values, so the scale is halved.
 float half_of_power(uint8_t e) {
     const uint32_t bits = e < 2 ? 0x00200000u << e : static_cast<uint32_t>(e - 1) << 23;
     float power;
@@ -92,7 +92,7 @@ void scale_k(const uint8_t* block, int index, Group& group) {
     scale_all(group, half_at(block) * bits.scale, -(half_at(block + 2) * bits.min));
 }
 
-// Two groups share 32 bytes: the first has the low nibbles.
+// Unpacks group `index` of 32 numbers. Two groups share 32 bytes: the first has the low nibbles.
 void take_k(const uint8_t* nibbles, int index, uint8_t* numbers) {
     for (int i = 0; i < kGroup; ++i)
         numbers[i] = nibbles[index / 2 * kGroup + i] >> index % 2 * 4 & 15;

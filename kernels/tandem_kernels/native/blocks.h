@@ -17,7 +17,7 @@ constexpr int kGroup = 32;
 
 struct Group {
     uint8_t numbers[kGroup];
-    float scales[2];  // scales of the two halves, which differ for Q6_K only
+    float scales[2];  // scales of the two halves of the group, which differ for Q6_K only
     float min;
     int zero;
 };
@@ -35,7 +35,7 @@ struct BlockType {
     void (*decode)(const uint8_t* block, Group* groups);
 };
 
-// Returns null for a type that is not supported.
+// Returns the description of a block type; null if the type is not supported.
 const BlockType* block_type(int32_t type);
 
 float widen_half(uint16_t half);

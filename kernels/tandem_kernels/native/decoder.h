@@ -1,14 +1,14 @@
 // The structs that Python passes (library.py mirrors them with ctypes), and the entry points.
 //
-// Activations are fp32 in row-major order. Weights are packed once (pack.cpp): each block of inputs
-// in panels of 16 outputs, in the order in which a product reads them:
+// Activations are fp32 in row-major order. Weights are packed once (pack.cpp). Each block of inputs
+// is stored in panels of 16 outputs, in the order in which a product reads the weights:
 //
 //     inputs from `first` on of a block of `num`, panel p, lane n:
 //     element first * (outputs rounded up) + (p * num + k - first) * 16 + n = W[16 p + n][k]
 //
 // The lanes of a vector are therefore outputs, and every output is summed over its inputs in one
-// order. Its bits do not depend on the batch, the threads or the vector width. In bf16, outputs n
-// and n + 8 of a panel are adjacent.
+// order. The bits of an output do not depend on the batch, the threads or the vector width. In
+// bf16, outputs n and n + 8 of a panel are adjacent.
 //
 // If the processor multiplies bf16 directly (AMX, AVX512_BF16), bf16 weights are packed in pairs of
 // inputs instead, padded with zeros to a multiple of 32 inputs:
@@ -32,13 +32,13 @@ enum Kind : int32_t {
     BF16 = 1,
     I8 = 2,
     BF16_PAIRS = 3,
-    I8_I4 = 4,  // KV only, as the next two
+    I8_I4 = 4,  // for KV only, as are I4 and F8
     I4 = 5,
     F8 = 6,
     I8_F32 = 7,    // KV of latent attention only: int8 latents, and rotated keys in fp32 or bf16
     I8_BF16 = 15,
-    // Weights only, in groups with scales (quantized.h). Q4_1 and Q5_1 also have minimums, and the
-    // last two zero points.
+    // For weights only, in groups with scales (quantized.h). Q4_1 and Q5_1 also have minimums, and
+    // Q4_Z32 and Q4_Z64 zero points.
     Q8_0 = 8,
     Q4_0 = 9,
     Q4_1 = 10,
@@ -48,7 +48,7 @@ enum Kind : int32_t {
     MXFP4 = 14,
     Q4_Z32 = 19,
     Q4_Z64 = 20,
-    // Weights only, in fp8 (fp8.h).
+    // For weights only, in fp8 (fp8.h).
     F8_F32 = 16,
     F8_BF16 = 17,
     F8_PAIRS = 18,
@@ -63,7 +63,8 @@ struct Gating {
 
 constexpr int kStepInputs = 32;  // inputs in one step of a product with pairs
 
-constexpr int kInputs = 384;  // maximum inputs in a block: those of a panel fit in the L1 cache
+// largest number of inputs in a block: the weights of one panel's block fit in the L1 cache
+constexpr int kInputs = 384;
 
 inline int num_input_blocks(int in) { return (in + kInputs - 1) / kInputs; }
 
@@ -79,8 +80,10 @@ struct Matrix {
     int32_t kind;
     int32_t scale_inputs;  // fp8: inputs that share a scale, a multiple of kStepInputs
     Gating gating;  // activation, for gates and ups
-    const Matrix* rest;  // further quantized outputs, of another kind or order; or null
-    const int32_t* order;  // [in], quantized weights: the input at each position; null: in order
+    // further outputs of a quantized matrix, of another kind or order; null: none
+    const Matrix* rest;
+    // [in], quantized weights: the input that belongs to each position; null: inputs are in order
+    const int32_t* order;
 };
 
 struct Mlp {
@@ -90,15 +93,16 @@ struct Mlp {
 struct Experts {  // MLPs of one shape; each row uses some of them
     const Mlp* mlps;  // [num]
     Matrix router;    // one logit per expert
-    const float* correction;  // [num], added to the sigmoids for ranking; null: softmax scores
+    // [num], added to the sigmoids of the logits for ranking; null: scores are a softmax
+    const float* correction;
     int32_t num, top_k;
-    int32_t is_normalized;  // A row's weights sum to 1 before `scale` is applied.
-    int32_t num_groups, top_groups;  // experts come from the best groups; 0: no groups
+    int32_t is_normalized;  // true: a row's weights sum to 1 before `scale` is applied
+    int32_t num_groups, top_groups;  // experts come from the `top_groups` best groups; 0: no groups
     float scale;                     // factor on the weights
 };
 
 struct Latent {  // see latent.h
-    const float* q_norm;  // [q rank], for the queries' latents; null: there are none
+    const float* q_norm;  // [q rank], for the queries' latents; null: queries have no latents
     const float* kv_norm;
     Matrix q_out;          // [heads * (plain + rope), q rank]
     const Matrix* keys;    // per head [kv rank, plain]
@@ -118,11 +122,12 @@ struct Layer {  // Norms that the model does not have are null.
     Matrix qkv, attention_out;
     Mlp mlp;  // with experts: the shared experts, if there are any
     const Experts* experts;  // null: a dense MLP
-    const Latent* latent;    // null: grouped-query attention; equal in all layers
-    int32_t rope;    // index of its table of angles
+    // null: grouped-query attention; all layers have the same form of attention
+    const Latent* latent;
+    int32_t rope;    // index of the layer's table of angles
     int32_t window;  // keys that a query attends to, including its own; 0: all before it
-    int32_t group;   // KV group that holds its keys and values
-    int32_t place;   // index among the layers of its group
+    int32_t group;   // index of the KV group that holds the layer's keys and values
+    int32_t place;   // index of the layer among the layers of its KV group
 };
 
 struct Model {
@@ -132,10 +137,11 @@ struct Model {
     const void* embedding;
     Matrix output;
     int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, inner, vocab;
-    int32_t embedding_kind, computed_kind;  // computed_kind: of norms and biases, F32 or BF16
+    // computed_kind: F32 or BF16, the kind of norms and biases
+    int32_t embedding_kind, computed_kind;
     float norm_eps;
     int32_t num_threads;
-    int32_t norms_all_heads;  // q_norm and k_norm are over all heads together
+    int32_t norms_all_heads;  // true: q_norm and k_norm are over all heads together
     float attention_scale;    // factor on scores
     float embedding_multiplier, residual_multiplier, logits_multiplier;
     float logit_cap;      // 0: none
@@ -144,25 +150,27 @@ struct Model {
 
 struct Span {  // the query rows of a sequence: the last `num_queries` tokens of its context
     int32_t first_row, num_queries, context_len, first_table_entry;
-    // Number of first keys and of last keys (including its own) that a query attends to in layers
-    // without a window; 0 last keys: all. Table entries between them are not read.
+    // Numbers of first keys and of last keys (including the query's own) that a query attends to in
+    // layers without a window. num_last 0: it attends to all keys. Table entries between the two
+    // are not read.
     int32_t num_first, num_last;
     int32_t first_sum;  // index in Step::block_sums; -1: the span needs no sums
 };
 
 struct KvGroup {  // layers whose KV is in one pool with its own block ids
     void* kv;             // [num_blocks][kv heads][layers] parts: see kv_part.h
-    const int32_t* slots;         // [rows]: block id * block size + offset
-    // tables of all spans, concatenated; entries before a window are not read
+    const int32_t* slots;         // [rows]: block id * block size + offset in the block
+    // the block tables of all spans, one after the other; entries before a window are not read
     const int32_t* block_tables;
     int64_t block_bytes, head_bytes, layer_bytes;  // strides between blocks, heads and layers
     const int32_t* key_order;  // I4: channels [layers][kv heads][head_dim]; else null
     const float* key_scales;   // I4: scales of the channels, in that order
-    const uint16_t* fixed_scales;  // F8: float16 [layers][K, V]; null: each token has its own
+    // F8: static scales, float16 [layers][K, V]; null: each token has its own scales
+    const uint16_t* fixed_scales;
 };
 
-// The LoRA delta of a product: (x A^T) B^T. The matrices A of its parts are stacked, B includes the
-// scale, and none is packed in pairs.
+// The LoRA delta of a product: (x A^T) B^T. `a` stacks the A matrices of all parts. `b` includes
+// the adapter's scale. No matrix is packed in pairs.
 struct LoraPart {
     Matrix b;                           // [outputs of the part, rank of the part]
     int32_t first_output, first_rank;
@@ -176,8 +184,8 @@ struct LoraProduct {
 
 struct LoraLayer {  // In a layer with experts, gate, up and down are those of the shared MLP.
     LoraProduct qkv, attention_out, gate_up, down;
-    LoraProduct q_out;                    // for Latent, as the next two
-    const LoraProduct *keys, *values;     // per head, or null
+    LoraProduct q_out;                    // `q_out`, `keys` and `values` are for latent attention
+    const LoraProduct *keys, *values;     // one for each head; null: no delta
 };
 
 struct LoraRows {  // the rows of one adapter
@@ -194,13 +202,14 @@ struct Step {
     const int32_t* logit_rows;
     const KvGroup* groups;
     float* logits;         // [num_logit_rows, vocab]
-    int32_t* most_likely;  // [num_logit_rows]: token ids; of equal logits the lowest id
-      // Sums of softmax weights per block, for some spans. The step adds its own.
+    int32_t* most_likely;  // [num_logit_rows]: token ids; the lowest id if logits are equal
+      // Sums of softmax weights per block, for the spans that need them. The step adds its own
+      // weights.
     float* block_sums;
     int32_t num_rows, num_spans, num_logit_rows, block_size;
     int32_t kv_kind;       // F32, BF16, I8, I8_I4 (keys and values), I4, F8, I8_F32 or I8_BF16
     int64_t table_floats;  // stride between tables of angles
-    const LoraRows* adapted;  // the rows with adapters, which are the first rows
+    const LoraRows* adapted;  // the adapters' rows, which come before all rows without an adapter
     int32_t num_adapted;
     int32_t lora_rank;  // largest rank of a LoraProduct
 
@@ -220,8 +229,8 @@ struct Measure {
 
 struct Scratch;  // buffers of one decoder, kept from step to step
 
-// The functions of one instruction set. A step is computed up to the last layer's KV, and then from
-// there to the logits.
+// The functions of one instruction set. One function computes a step up to the last layer's KV, and
+// another from there to the logits.
 struct Entry {
     void (*to_last_kv)(const Model&, const Step&, Scratch&);
     void (*to_logits)(const Model&, const Step&, Scratch&);

@@ -3,18 +3,19 @@
 // The rows of an expert are gathered in the order of the step and computed by one product, so the
 // bits of a row depend on that row only. A row sums its experts in the order of their numbers.
 //
-//     logits      router . norm(row)                          all rows
-//     places      (row, expert) pairs, sorted by expert
+//     result      computation                                 computed for
+//     logits      router . norm(row)                          each row
+//     places      numbers of the (row, expert) pairs          each pair, sorted by expert
 //     part        down . (activation(gate) * up)              each place
-//     row         += sum of share * part + output of the shared MLP
+//     row         += sum of share * part + shared MLP         each row
 
 namespace tandem::TANDEM_ISA {
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
 // Removes experts outside of the best groups from the ranking. A group is ranked by its best
-// expert, or with a correction by the sum of its two best ones. `of_groups` has room for all
-// groups.
+// expert, or with a correction by the sum of its two best experts. `of_groups` has room for one
+// number per group.
 inline void rank_groups(const Experts& experts, float* ranks, float* of_groups) {
     const int size = experts.num / experts.num_groups;
     for (int g = 0; g < experts.num_groups; ++g) {
@@ -36,8 +37,8 @@ inline void rank_groups(const Experts& experts, float* ranks, float* of_groups) 
         if (of_groups[e / size] < INFINITY) ranks[e] = -INFINITY;
 }
 
-// Computes the weights of the chosen experts: the sigmoids of their logits, optionally divided by
-// their sum.
+// Computes the weights of the chosen experts: the sigmoids of their logits, times `scale`. If
+// is_normalized, the sigmoids are first divided by their sum.
 inline void share_sigmoids(const Experts& experts, const float* logits, Chosen* chosen) {
     float total = 0.0f;
     for (int i = 0; i < experts.top_k; ++i) {
@@ -48,9 +49,10 @@ inline void share_sigmoids(const Experts& experts, const float* logits, Chosen* 
     for (int i = 0; i < experts.top_k; ++i) chosen[i].share *= factor;
 }
 
-// Chooses the best experts (of equals the lowest number), in the order of their numbers. They are
-// ranked by logit, and their weights are the softmax over all logits or over the chosen ones. With
-// a correction, both use sigmoids. `ranks` has room for two numbers per expert.
+// Chooses the best experts and lists them in the order of their numbers. Of equally ranked experts,
+// the one with the lowest number is chosen. Experts are ranked by logit, and their weights are the
+// softmax over all logits or over the chosen ones. With a correction, ranks and weights use
+// sigmoids instead. `ranks` has room for two numbers per expert.
 inline void choose(const Experts& experts, const float* logits, float* ranks, Chosen* chosen) {
     for (int e = 0; e < experts.num; ++e)
         ranks[e] = experts.correction == nullptr ? logits[e]
@@ -107,8 +109,8 @@ inline Inputs inputs_of_expert(const Matrix& matrix, float* buffer, const Rows& 
                      rows.routing->first[expert + 1] - first, rows.rounded + before);
 }
 
-// The outputs of one kind in a matrix that has several (`rest`), and the number of outputs before
-// them.
+// The outputs of one kind in a matrix that has outputs of several kinds (`rest`), and the number of
+// outputs before them.
 struct Part {
     const Matrix* matrix;  // null: the matrix has no such part
     int first_output;
@@ -128,8 +130,9 @@ inline int most_parts(const Experts& experts, Matrix Mlp::*which) {
     return most;
 }
 
-// Computes one product for each expert, with inputs in `buffer`. Quantized matrices may have
-// several kinds, but then all experts have them, so the threads synchronize once per part.
+// Computes one product for each expert, with inputs in `buffer`. A quantized matrix may have
+// outputs of several kinds. These are then the same for all experts, so the threads synchronize
+// once per kind.
 inline void multiply_experts(const Experts& experts, Matrix Mlp::*which, float* buffer,
                              const Rows& rows, Output out, int thread, int threads) {
     const auto for_each = [&](int number, auto work) {

@@ -23,7 +23,7 @@ inline float norm_scale(const float* x, int num, float eps) {
     return 1.0f / std::sqrt(total / num + eps);
 }
 
-// Copies the row if there are no weights.
+// Normalizes a row. Without weights, copies the row.
 inline void norm_row(const float* x, const float* weight, float eps, const InputRow& to) {
     if (weight == nullptr) {
         int at = 0;
@@ -157,7 +157,8 @@ inline void embed(const Model& model, int token, float* to) {
         for (int i = 0; i < model.hidden; ++i) to[i] *= model.embedding_multiplier;
 }
 
-// Makes the work items of attention, longest first, so that no thread ends with a long one.
+// Creates the work items of attention. The longest are first, so that no thread ends with a long
+// one.
 inline std::vector<Item> items_of(const Model& model, const Step& step, int window) {
     const int group = model.num_heads / model.num_kv_heads;
     const int most = rows_of_item(model, step);
@@ -171,7 +172,7 @@ inline std::vector<Item> items_of(const Model& model, const Step& step, int wind
                 items.push_back({s, h, first, end - first, window});
         }
     }
-    // Reading a key costs as much as the products of this many rows with it.
+    // Reading a key takes as long as multiplying it by this many rows.
     constexpr int kFetching = 4;
     const auto work = [&](const Item& item) {
         const Seen keys = keys_of(model, step.spans[item.span], item);
@@ -287,8 +288,8 @@ inline Inputs gate_all(const Model& model, int index, const Step& step, const In
     return gated;
 }
 
-// Returns whether a product writes complete sums. If it writes partial sums, they are accumulated
-// in a separate buffer: adding each part to the larger residual stream would lose precision.
+// Returns whether a product writes complete sums. If it writes partial sums, these are accumulated
+// in a separate buffer. Adding each of them to the larger residual stream would lose precision.
 inline bool is_one_sum(const Matrix& matrix) {
     return num_input_blocks(matrix.in) == 1 || kind_of_inputs(matrix.kind) == BF16_PAIRS ||
            is_quantized(matrix.kind);
@@ -320,7 +321,7 @@ inline void add_product(const Model& model, const Matrix& matrix, const Inputs& 
 inline void add_experts(const Model& model, int index, const Step& step, const Rows& rows,
                         int thread, int threads);
 
-// The same, with input rows that the MLP normalizes.
+// Computes the same as gate_all(), after normalizing the input rows.
 inline Inputs gate_normed(const Model& model, int index, const Step& step, const Rows& rows,
                           int thread, int threads) {
     const Layer& layer = model.layers[index];
@@ -369,7 +370,8 @@ inline void finish_layer(const Model& model, const Step& step, int index, const 
         add_mlp(model, index, step, rows, thread, threads);
 }
 
-// Returns the experts of a layer that has them, or null. All layers' experts have one shape.
+// Returns the experts of the first layer that has experts; null if no layer has. The experts of all
+// layers have one shape.
 inline const Experts* experts_of(const Model& model) {
     for (int index = 0; index < model.num_layers; ++index)
         if (model.layers[index].experts != nullptr) return model.layers[index].experts;

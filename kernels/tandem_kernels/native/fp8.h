@@ -19,12 +19,13 @@
 
 namespace tandem {
 
-constexpr int kExpandedBytes = 256 << 10;  // expanded panels at a time, which fit in the L2 cache
+// bytes of the panels that are expanded at a time, which fit in the L2 cache
+constexpr int kExpandedBytes = 256 << 10;
 constexpr int kExpandedPanelsMost = 16;
 
 inline bool is_fp8(int32_t kind) { return kind >= F8_F32 && kind <= F8_PAIRS; }
 
-// The kind whose input format products with this kind use.
+// Returns the kind whose input format is used by products with weights of `kind`.
 inline int32_t kind_of_inputs(int32_t kind) {
     if (kind == F8_PAIRS) return BF16_PAIRS;
     return is_fp8(kind) ? F32 : kind;
@@ -41,7 +42,7 @@ inline int panels_expanded(int in) {
     return std::clamp(most / 2 * 2, 2, kExpandedPanelsMost);
 }
 
-// Floats in the buffer to which a thread expands panels.
+// Returns the size in floats of the buffer to which a thread expands panels.
 inline size_t expanded_floats(int in) { return panels_expanded(in) * panel_numbers(in); }
 
 inline size_t expanded_floats(const Mlp& mlp) {
@@ -51,7 +52,7 @@ inline size_t expanded_floats(const Mlp& mlp) {
     return most;
 }
 
-// The maximum of it over all products of a model; 0: no weights are in fp8.
+// Returns the largest such size over all products of a model; 0 if no weights are in fp8.
 inline size_t expanded_floats(const Model& model) {
     size_t most = is_fp8(model.output.kind) ? expanded_floats(model.output.in) : 0;
     for (int i = 0; i < model.num_layers; ++i) {

@@ -25,8 +25,8 @@ inline Floats gated(Floats gate, Floats up, const Gating& gating) {
 }
 
 #ifdef TANDEM_PAIRS
-// The same with 14 bits of precision, for results that are rounded to the 8 bits of bf16: it has a
-// shorter exp and no division.
+// Computes the same with 14 bits of precision, for results that are rounded to the 8 bits of bf16.
+// This is faster, because exp is shorter and there is no division.
 inline Floats gated_for_bf16(Floats gate, Floats up, const Gating& gating) {
     clamp_gate(gate, up, gating);
     const __m512 power = (__m512)(gate_power(gate, gating) * -1.44269504088896341f);

@@ -7,7 +7,8 @@
 //     rows    fp32, for quantized weights: [rows][inputs], quantized when all rows are complete
 //             (linear_quantized.h)
 //
-// The second exists if TANDEM_PAIRS is defined: the processor multiplies bf16 directly.
+// The format `pairs` exists only if TANDEM_PAIRS is defined: the processor multiplies bf16
+// directly.
 
 namespace tandem::TANDEM_ISA {
 
@@ -54,16 +55,16 @@ inline Strided<T> row_in_tiles(T* buffer, int row, int num_rows, int in, int sid
 
 inline int whole_steps(int in) { return (in + kStepInputs - 1) / kStepInputs * kStepInputs; }
 
-// Writes one row from its first number to its last, in runs of kLanes numbers (the last may be
-// shorter).
+// The destination of one row. The row is written from its first number to its last, in runs of
+// kLanes numbers. The last run may be shorter.
 struct InputRow {
     int in;
     Strided<float> numbers;
     size_t next_row;  // distance to the next row of the tile
 #ifdef TANDEM_PAIRS
-    Strided<Bf16> steps;  // used instead, if not null
+    Strided<Bf16> steps;  // the destination in the format `pairs`; null: `pairs` is not used
 
-    // Denormal numbers become zeros, as which products treat them anyway.
+    // Denormal numbers become zeros. Products treat them as zeros anyway.
     void put_pairs(int at, Floats run, int num) const {
         Bf16* to = steps.first + at / kStepInputs * steps.stride + at % kStepInputs;
         const auto mask = static_cast<__mmask16>((1 << num) - 1);
@@ -126,7 +127,8 @@ struct Inputs {
     float* buffer;  // at least input_floats() floats
     int32_t kind;
     int num_rows, in;
-    float* rounded;  // quantized weights: the quantized inputs; fp8: expanded panels of each thread
+    // quantized weights: the quantized inputs; fp8 weights: each thread's expanded panels
+    float* rounded;
     AddedGates added = {};  // LoRA deltas for gate_up products
 
     InputRow row(int row) const {

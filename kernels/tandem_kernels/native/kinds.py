@@ -18,20 +18,21 @@ class Kind(IntEnum):
     I8_I4 = 4  # KV: int8 keys, 4-bit values
     I4 = 5  # KV: 4-bit keys and values
     F8 = 6  # KV: e4m3
-    I8_F32 = 7  # KV of latent attention: int8 latents, fp32 or bf16 rotated keys
+    # KV of latent attention: int8 latents; the rotated keys are fp32, or bf16 in I8_BF16
+    I8_F32 = 7
     I8_BF16 = 15
-    Q8_0 = 8  # From here on: weights only, quantized in groups of inputs.
+    Q8_0 = 8  # this kind and the following ones are for weights; groups of inputs share a scale
     Q4_0 = 9
     Q4_1 = 10
     Q5_0 = 11
     Q5_1 = 12
     Q6 = 13
     MXFP4 = 14  # E2M1 numbers with power-of-2 scales
-    Q4_Z32 = 19  # a zero point for each group of 32 or 64 inputs
+    Q4_Z32 = 19  # 4-bit numbers; each group of 32 inputs (Q4_Z64: 64) has a zero point
     Q4_Z64 = 20
     F8_F32 = 16  # e4m3 weights with scales; expanded to fp32 in products
-    F8_BF16 = 17  # expanded to bf16, then computed with in fp32
-    F8_PAIRS = 18  # expanded to BF16_PAIRS
+    F8_BF16 = 17  # e4m3 weights with scales; expanded to bf16, then multiplied in fp32
+    F8_PAIRS = 18  # e4m3 weights with scales; expanded to BF16_PAIRS in products
 
 
 class Stage(IntEnum):
@@ -50,14 +51,15 @@ class Stage(IntEnum):
 
 
 class Activation(IntEnum):
-    """The activation function of an MLP."""
+    """The activation function of an MLP. CLAMPED is the form of gpt-oss."""
 
     SILU = 0
     GELU_TANH = 1
     CLAMPED = 2
 
 
-_WEIGHT_BYTES = {Kind.F32: 4, Kind.BF16: 2, Kind.BF16_PAIRS: 2}  # All other kinds have 1.
+# bytes per weight; 1 for all other kinds
+_WEIGHT_BYTES = {Kind.F32: 4, Kind.BF16: 2, Kind.BF16_PAIRS: 2}
 _BY_STEPS = (Kind.BF16_PAIRS, Kind.F8_F32, Kind.F8_BF16, Kind.F8_PAIRS)
 
 

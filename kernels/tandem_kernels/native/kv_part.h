@@ -1,13 +1,14 @@
-// A part of the pool: the KV of one layer and one head in one block.
+// A *part* of the pool is the KV of one layer and one head in one block.
 //
 //     K [tokens][key_row] | V [tokens][value_row] | scales of K [tokens] and of V [tokens]
 //
-// Unquantized pools have no scales. Pools of latent attention have no V, because values are keys.
-// If they are quantized, the rotated keys replace V, and a token has one scale:
+// Unquantized pools have no scales. Pools of latent attention have no V, because a token's latent
+// is both key and value. In a quantized pool of latent attention, the rotated keys take the place
+// of V, and a token has one scale:
 //
 //     latents [tokens][rank] of int8 | rotated keys [tokens][rope], unquantized | scales [tokens]
 //
-// A C++ type names the format of the rows. Before computation, rows with less than a byte per
+// A C++ type stands for the format of the rows. Before computation, rows with less than a byte per
 // number are unpacked to int8, and rows of Int8Latent are dequantized.
 
 namespace tandem::TANDEM_ISA {
@@ -40,7 +41,7 @@ template <class T>
 constexpr bool kHasScales =
     std::is_same_v<T, int8_t> || std::is_same_v<T, Fp8> || kIsPacked<T>;
 
-// The type as which its rows are read.
+// The type as which rows of the format T are read.
 template <class T>
 struct ReadAs {
     typedef std::conditional_t<kIsPacked<T>, int8_t, T> Row;
@@ -80,10 +81,11 @@ inline KeyChannels key_channels(const Model& model, const KvGroup& group, const 
 // The destination of a row's K and V of one head.
 template <class T>
 struct Place {
-    T *key, *value;   // value: the rotated key in a pool of int8 latents
-    uint16_t* scale;  // scale of the key; that of the value is block_size elements after it
+    T *key, *value;   // in a pool of int8 latents, `value` is the rotated key
+    uint16_t* scale;  // scale of the key; the scale of the value is block_size elements after it
     KeyChannels channels;
-    uint16_t fixed_scales[2] = {0, 0};  // static scales of fp8 K and V; 0: rows have their own
+    // static scales of fp8 K and V; 0: each row has its own scale
+    uint16_t fixed_scales[2] = {0, 0};
 
     Place(const Model& model, const Step& step, int index, int row, int head) {
         const Layer& layer = model.layers[index];
@@ -102,7 +104,7 @@ struct Place {
             std::copy_n(group.fixed_scales + 2 * layer.place, 2, fixed_scales);
     }
 
-    // Prefetches the destination, because decode rows are in different blocks.
+    // Prefetches the destination, because the rows of a decode step are in different blocks.
     void fetch(const Model& model) const {
         constexpr size_t kLine = 64 / sizeof(T);
         for (size_t i = 0; i < key_row<T>(model); i += kLine) __builtin_prefetch(key + i, 1, 2);
@@ -142,7 +144,7 @@ inline void unpack_rows(const T* key, const T* value, int dim, int8_t* to_key, i
     if constexpr (std::is_same_v<T, Int4>)
         unpack_key(reinterpret_cast<const Int4Pair*>(key), dim, to_key);
     else
-        // fixed-size copies, without a call
+        // copies of a fixed size, so that no function is called
         for (int i = 0; i < dim; i += 16) std::memcpy(to_key + i, key + i, 16);
     unpack(reinterpret_cast<const Int4Pair*>(value), dim, to_value);
 }

@@ -1,13 +1,16 @@
 // Latent attention (tandem/models/config/latent.py). attention.h computes it with one KV head whose
 // values are its keys. This file projects queries into the latent space, and the output out of it.
+// The buffers are used in this order:
 //
-//     projected   [rows][queries or their latent | latent of the token | its key]
-//     heads       [rows][heads][plain, then rotated]      queries computed from their latent
-//     queries     [rows][heads][latent, then rotated]     (W_k^T q, rotated q), times the scale
-//     attended    [rows][heads][latent, then unused]
-//     heads       [rows][heads][value]                    W_v attended
+//     buffer      shape                                       content
+//     projected   [rows][queries or their latent | KV]        KV: latent and key of the token
+//     heads       [rows][heads][plain, then rotated]          queries computed from their latent
+//     queries     [rows][heads][latent, then rotated]         (W_k^T q, rotated q), times the scale
+//     attended    [rows][heads][latent, then unused]          output of attention
+//     heads       [rows][heads][value]                        W_v attended
 //
-// One thread computes all products of a head. Their inputs are in `of_heads`, head by head.
+// One thread computes all products of a head. The inputs of these products are in `of_heads`, head
+// by head.
 
 namespace tandem::TANDEM_ISA {
 
@@ -42,7 +45,7 @@ inline void multiply_heads(const HeadProducts& products, int num_heads, const Ro
     }
 }
 
-// Normalizes and rotates a row's KV, and stores it.
+// Normalizes and rotates a row's KV, and stores the result in the pool.
 template <class T>
 void place_token(const Model& model, const Step& step, int index, int row, const float* cosines,
                  const float* sines, float* token) {
@@ -103,7 +106,7 @@ inline void place_latent(const Model& model, const Step& step, int index, const 
     rows.laps->end(QKV, thread);
 }
 
-// The fp32 buffer for the attention output of the heads.
+// The fp32 buffer to which attention writes the output of the heads.
 inline Inputs attended_latents(const Model& model, const Step& step, const Rows& rows) {
     return {rows.attended, F32, step.num_rows, model.num_heads * model.head_dim, nullptr};
 }

@@ -214,7 +214,7 @@ _BLOCK_ARGUMENTS = [c_void_p, c_int32, c_int64, c_int64, c_int64, c_void_p]
 
 
 class Library:
-    """The library's functions with Python types."""
+    """The functions of the compiled decoder, with Python types."""
 
     def __init__(self, path: Path) -> None:
         self._library = CDLL(str(path))
@@ -236,13 +236,13 @@ class Library:
             self._function(name, result, arguments)
 
     def instructions(self, wanted: str | None = None) -> str | None:
-        """Returns the best instruction set of this processor (amx, avx512_bf16, avx512, avx2 or
-        plain), or `wanted` if the processor supports it; None if it does not."""
+        """Returns `wanted`, or None if the processor does not support it. Without `wanted`, returns
+        the best instruction set of this processor: amx, avx512_bf16, avx512, avx2 or plain."""
         name = self._library.tandem_instructions(wanted.encode() if wanted else None)
         return name.decode() if name else None
 
     def packed_kind(self, kind: Kind, wanted: str | None = None) -> Kind:
-        """Returns the kind as which weights of `kind` are packed for an instruction set."""
+        """Returns the kind in which weights of `kind` are packed for an instruction set."""
         return Kind(self._library.tandem_packed_kind(wanted.encode() if wanted else None, kind))
 
     def pack(
@@ -253,8 +253,8 @@ class Library:
         kind: Kind,
         panels: npt.NDArray[np.uint8],
     ) -> npt.NDArray[np.float32] | None:
-        """Packs the weights [out, in] at an address into `panels`. For I8 it returns the scale of
-        each output, else None."""
+        """Packs the weights [out, in] at an address into `panels`. Returns the scale of each output
+        if `kind` is I8, otherwise None."""
         assert panels.size == packed_bytes(shape, kind)
         num_out, num_in = shape
         scales = np.empty(num_out, np.float32) if kind is Kind.I8 else None
@@ -276,15 +276,15 @@ class Library:
         kind: Kind,
         panels: npt.NDArray[np.uint8],
     ) -> bool:
-        """Packs the fp8 numbers [out, in] at an address into `panels`. Returns False if one of them
-        is NaN."""
+        """Packs the fp8 numbers [out, in] at an address into `panels`. Returns False if one of the
+        numbers is NaN."""
         assert panels.size == packed_bytes(shape, kind)
         arguments = [c_void_p, c_int64, c_int64, c_int32, c_void_p]
         function = self._function("tandem_pack_fp8", c_int32, arguments)
         return bool(function(numbers, *shape, kind, panels.ctypes.data))
 
     def kind_of_blocks(self, block_type: int) -> Kind | None:
-        """Returns the kind as which blocks of a GGUF type are packed; None if that is not
+        """Returns the kind in which blocks of a GGUF type are packed; None if the type is not
         supported."""
         kind = self._function("tandem_kind_of_blocks", c_int32, [c_int32])(block_type)
         return None if kind < 0 else Kind(kind)
@@ -303,8 +303,8 @@ class Library:
         first_output: int,
         panels: npt.NDArray[np.uint8],
     ) -> None:
-        """Packs rows of blocks [out, in] at an address into `panels`, as outputs from
-        `first_output` on. The panels must be zero-initialized."""
+        """Packs rows of blocks [out, in] at an address into `panels`. The first row becomes output
+        `first_output`. The panels must be zero-initialized."""
         function = self._function("tandem_pack_blocks", c_int32, _BLOCK_ARGUMENTS)
         known = function(blocks, block_type, *shape, first_output, panels.ctypes.data)
         assert known, f"blocks of type {block_type} cannot be packed"

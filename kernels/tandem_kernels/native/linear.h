@@ -1,9 +1,8 @@
 // Products y = x W^T of rows in tiles (inputs.h) with a packed matrix.
 //
-// Inputs are summed in one
-// order: by block (decoder.h), in a block by chain, and in a chain from first to last. The order is
-// the same for a row alone and in a tile. Chains are short, because rounding errors grow with their
-// length.
+// Inputs are summed in one order: by block (decoder.h), in a block by chain, and in a chain from
+// first to last. A chain is kChain products that are added to one sum. The order is the same for a
+// row alone and in a tile. Chains are short, because rounding errors grow with their length.
 
 namespace tandem::TANDEM_ISA {
 
@@ -16,7 +15,7 @@ enum class Into { kSet, kAdd };
 
 // Computes the sums of a chain of `num` products, for NV vectors of outputs in adjacent panels and
 // MR rows. `x` and `w` point to the chain's first input; panels are `panel_stride` weights apart.
-// It also prefetches `ahead`, `step` bytes for every two inputs.
+// The function also prefetches from `ahead` on, `step` bytes for every two inputs.
 template <class W, int MR, int NV>
 inline __attribute__((always_inline)) void multiply_chain(const float* x, const W* w, int num,
                                                           size_t panel_stride, const char*& ahead,
@@ -68,7 +67,7 @@ inline __attribute__((always_inline)) void multiply_chain(const float* x, const 
     for (; k < num; ++k) add(k);
 }
 
-// The same for `num` inputs, chain by chain.
+// Computes the sums of `num` inputs, chain by chain.
 template <class W, int MR, int NV>
 inline __attribute__((always_inline)) void multiply(const float* x, const W* w, int num,
                                                     const char* ahead, int step,
@@ -96,7 +95,7 @@ struct Output {
     Into into;
 };
 
-// Writes one vector of sums for `num` outputs (default: a full vector).
+// Writes one vector of sums. `num` is the number of outputs (default: a full vector).
 inline __attribute__((always_inline)) void put_vector(const Matrix& matrix, int output,
                                                       bool first_inputs, bool adds, float* to,
                                                       Floats sums, int num = kLanes) {
@@ -109,7 +108,7 @@ inline __attribute__((always_inline)) void put_vector(const Matrix& matrix, int 
     std::memcpy(to, &sums, num * sizeof(float));
 }
 
-// The same for the sums of a tile whose last outputs may not exist. This is the slow path.
+// Writes the sums of a tile of which the last outputs may not exist. This is the slow path.
 __attribute__((noinline)) inline void put_any(const Matrix& matrix, int first_output,
                                               bool first_inputs, bool adds, float* to,
                                               size_t stride, int vectors, int rows,
@@ -159,7 +158,7 @@ struct Share {
     int first_input, num_inputs;
 };
 
-// Each tile of a block prefetches a part of the next panel.
+// The next panel is prefetched by all tiles of a block in turn, each a part of it.
 struct Turn {
     int tile, tiles;
 };
@@ -186,8 +185,8 @@ void tile(const Share<W>& share, const float* x, int panel, int first_row, Turn 
     put<MR, NV>(share.matrix, panel * kPanel, share.first_input == 0, share.out, first_row, sums);
 }
 
-// The number of panels at a time: enough to keep the multipliers busy, and few enough for their
-// sums to fit in registers.
+// The number of panels that are computed at a time. It keeps the multipliers busy, and the sums
+// still fit in registers.
 constexpr int panels_at_once(int rows) {
     const int most = kSums / (rows * kVectors);
     return most < 1 ? 1 : (most > 4 ? 4 : most);
@@ -245,8 +244,8 @@ inline void linear_of_pairs(const Matrix& matrix, const Inputs& inputs, int firs
 inline void gate_of_pairs(const Matrix& matrix, const Inputs& inputs, int first_panel,
                           int end_panel, const Inputs& gated);
 
-// Combines the gates of a panel with the ups of the next panel, for one tile, and writes the input
-// of the next product.
+// Combines the gates of a panel with the ups of the next panel, for one tile. The results are the
+// input of the next product.
 inline void put_gated(const Matrix& matrix, const Inputs& gated, int panel, int first_row,
                       int num_rows, const Floats* gates, const Floats* ups) {
     const int at = panel / 2 * kPanel;

@@ -1,23 +1,23 @@
-// Products with bf16 pairs by AMX: two tiles of rows times two panels at a time, or one tile times
-// up to four. An output is summed over its inputs from first to last, starting from its previous
-// sum, in any tile. Its bits therefore depend on nothing else.
+// Products with bf16 pairs by AMX. Two tiles of rows are multiplied by two panels at a time, or one
+// tile by up to four. An output is summed over its inputs from first to last, starting from its
+// previous sum, in any tile. The bits of an output therefore depend on nothing else.
 
 namespace tandem::TANDEM_ISA {
 
 constexpr int kRowBytes = 64;                           // bytes in a row of a tile
 constexpr int kTile = kPanel * kStepInputs;             // weights of a panel in one step
-// inputs that fit in the L2 cache with two panels
+// bytes of inputs that fit in the L2 cache together with two panels
 constexpr int kInputsBytesAtOnce = 1536 << 10;
-// steps of two panels that fit in the L1 cache
+// number of steps for which two panels fit in the L1 cache
 constexpr int kStepsAtOnce = 20;
-// prefetch distance for weights that are read once
+// prefetch distance, in tiles, for weights that are read once
 constexpr int kTilesAhead = 2;
 constexpr int kTilesAtOnceMost = 64;
-// panels computed before the tiles are reconfigured for the last rows
+// number of panels that are computed before the tiles are reconfigured for the last rows
 constexpr int kPanelsOfShape = 8;
 
-// Prefetches during a product: `lines` cache lines per step, if several tiles use the same weights;
-// or (null) the next weights.
+// Prefetches during a product. If several tiles use the same weights, `lines` cache lines from
+// `from` on are prefetched per step. If `from` is null, the next weights are prefetched.
 struct Ahead {
     const char* from;
     int lines;
@@ -30,8 +30,8 @@ struct TileOfRows {
     int first_row, num_rows;
 };
 
-// Adds `num_steps` steps to the sums of NT tiles of rows, which must be configured, and NP panels
-// that are `panel` apart.
+// Adds `num_steps` steps to the sums of NT tiles of rows and NP panels, which are `panel` weights
+// apart. The tiles must be configured.
 template <int NT, int NP>
 inline __attribute__((always_inline)) void multiply_steps(const Bf16* x, const Bf16* more_x,
                                                           int rows, int more_rows, const Bf16* w,
@@ -76,8 +76,8 @@ inline __attribute__((always_inline)) void multiply_steps(const Bf16* x, const B
     }
 }
 
-// Loads the initial sums and stores the results, for two adjacent tiles of a panel and the next
-// one.
+// Loads the initial sums and stores the results, for two adjacent tiles of a panel and of the next
+// panel.
 struct IntoRows {
     static constexpr bool kOddPanels = true;
     const Matrix& matrix;
@@ -135,7 +135,7 @@ struct IntoGated {
     }
 };
 
-// A range of steps of a product, and the buffer for the sums between ranges.
+// A range of steps of a product, and the buffer that keeps the sums until the next range.
 struct Steps {
     int first, end, of;
     float* sums;  // sums of two tiles of rows and two panels
@@ -144,8 +144,8 @@ struct Steps {
     bool ends() const { return end == of; }
 };
 
-// Computes NP panels of a tile of rows. The sums in tiles from kSumsTile on start or continue, and
-// are written or buffered.
+// Computes NP panels of a tile of rows. The sums are in the AMX tiles from kSumsTile on. They start
+// anew or continue, and are written to the result or to the buffer.
 template <int kSumsTile, int NP, class To>
 inline void begin(const To& to, const Steps& steps, int panel, const TileOfRows& rows) {
     if (steps.begins()) {
@@ -290,7 +290,7 @@ inline void gate_of_pairs(const Matrix& matrix, const Inputs& inputs, int first_
     ProductOfPairs<IntoGated>(matrix, inputs, to).panels(first_panel, end_panel);
 }
 
-// Runs the product of the largest tile `times` times with operands in the L1 cache; returns the
+// Runs the product of the largest tile `times` times with operands in the L1 cache. Returns the
 // number of operations.
 inline double busy_pairs(int times) {
     constexpr int kSteps = 8;

@@ -4,8 +4,8 @@
 
 namespace tandem::TANDEM_ISA {
 
-constexpr int kPairSums = 24;  // registers for sums, of 32
-constexpr int kPairPanels = 4; // maximum panels at a time
+constexpr int kPairSums = 24;  // number of registers for sums, of the 32 registers
+constexpr int kPairPanels = 4; // largest number of panels at a time
 constexpr int kStreamRows = 3; // Tiles with at most this many rows read one panel at a time.
 constexpr int kInputsBytesAtOnce = 256 << 10;  // inputs that fit in the L2 cache
 
@@ -21,9 +21,10 @@ inline __attribute__((always_inline)) __m512bh all_pairs(const Bf16* pair) {
     return (__m512bh)_mm512_set1_epi32(both);
 }
 
-// Computes NP panels times MR rows. It also prefetches `ahead`, `step` bytes per pair of inputs; or
-// (null) the next NP panels completely, in memory order, one line for each line that is read. The
-// hardware prefetcher cannot follow that many streams of data that is read once.
+// Computes NP panels times MR rows. If `ahead` is not null, also prefetches `step` bytes from there
+// per pair of inputs. If it is null, prefetches the next NP panels completely, in memory order, one
+// line for each line that is read. The hardware prefetcher cannot follow that many streams of data
+// that is read once.
 template <int MR, int NP>
 inline __attribute__((always_inline)) void multiply_pairs(const Bf16* x, const Bf16* w, int in,
                                                           const char* ahead, int step,
@@ -56,9 +57,9 @@ inline __attribute__((always_inline)) void multiply_pairs(const Bf16* x, const B
         }
 }
 
-// Computes one panel times MR rows. With few rows, reading dominates, and the hardware prefetcher
-// handles a single stream better than software can. It is not inlined, because a compiler would
-// interleave two panels.
+// Computes one panel times MR rows. With few rows, reading takes most of the time, and the hardware
+// prefetcher handles a single stream better than software can. The function is not inlined, because
+// a compiler would interleave two panels.
 template <int MR>
 __attribute__((noinline)) void multiply_stream(const Bf16* x, const Bf16* w, int in,
                                                Floats (&sums)[MR]) {
@@ -90,7 +91,8 @@ inline __attribute__((always_inline)) void put_pairs(const Matrix& matrix, int p
             put_gated(matrix, gated, panel + p, first_row, MR, sums[p], sums[p + 1]);
 }
 
-// Prefetches a tile's results while it is computed; with many rows they have left the caches.
+// Prefetches a tile's results while the tile is computed. With many rows, the results have left the
+// caches.
 inline void fetch_results(const Output& out, int panel, int num_panels, int first_row, int num_rows) {
     const float* to = out.rows + first_row * out.stride + panel * kPanel;
     for (int m = 0; m < num_rows; ++m, to += out.stride)
@@ -169,7 +171,7 @@ inline void gate_of_pairs(const Matrix& matrix, const Inputs& inputs, int first_
     product_of_pairs(matrix, inputs, first_panel, end_panel, gated);
 }
 
-// Runs the product of the largest tile `times` times with operands in the L1 cache; returns the
+// Runs the product of the largest tile `times` times with operands in the L1 cache. Returns the
 // number of operations.
 inline double busy_pairs(int times) {
     constexpr int kIn = 256, kPanels = pair_panels_at_once(kTileRows);

@@ -1,10 +1,10 @@
 // Products with fp8 weights (fp8.h). A thread expands a few panels at a time to fp32 or pairs of
-// bf16, and multiplies all rows with them. Up to three rows are multiplied with pairs expanded in
-// registers.
+// bf16, and multiplies all rows by the expanded panels. Up to three rows are instead multiplied by
+// weights that are expanded to pairs in registers.
 
 namespace tandem::TANDEM_ISA {
 
-// The scales of a panel's outputs for the run of inputs that contains an input.
+// Returns the scales of a panel's outputs for the run of inputs to which `input` belongs.
 inline const float* scales_at(const Matrix& matrix, int panel, int input) {
     const int num_blocks = (matrix.in + matrix.scale_inputs - 1) / matrix.scale_inputs;
     return matrix.scales +
@@ -16,7 +16,7 @@ inline Floats rounded_to_bf16(Floats x) {
     return (Floats)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
 }
 
-// A view of a range of panels as a matrix.
+// Expands `num` panels, from `panel` on, to fp32.
 inline void expand_to_floats(const Matrix& matrix, int panel, int num, float* to) {
     const auto* panels = static_cast<const Fp8*>(matrix.panels);
     const bool rounds = matrix.kind == F8_BF16;
@@ -40,7 +40,7 @@ inline void expand_to_floats(const Matrix& matrix, int panel, int num, float* to
 }
 
 #ifdef TANDEM_PAIRS
-// The scales of a panel's outputs in the order of the code halves.
+// The scales of a panel's outputs, in the order in which the halves of its codes are expanded.
 struct PairScales {
     __m512 some, others;
 
@@ -88,7 +88,7 @@ constexpr int kCodes = 128;
 // The tables of all runs of inputs, for two alternating panels such as gates and ups.
 struct CodeTables {
     uint8_t* bytes;  // [2][runs][2][kCodes]: lower bytes, upper bytes
-    float* scales;   // [2][runs]; NaN: no table yet
+    float* scales;   // [2][runs]; NaN: there is no table yet
     int runs;
 
     CodeTables(const Matrix& matrix, float* buffer)
@@ -164,7 +164,7 @@ __attribute__((noinline, target("avx512vbmi"))) void add_looked_up(const Bf16* x
         for (int m = 0; m < MR; ++m) sums[p][m] = (Floats)kept[p][m];
 }
 
-// The same for outputs with different scales.
+// Adds the products of `num` inputs to the sums of a panel whose outputs have different scales.
 template <int MR>
 __attribute__((noinline)) void add_scaled(const Bf16* x, const uint8_t* from, int num,
                                           const PairScales& scales, Floats (&sums)[MR]) {

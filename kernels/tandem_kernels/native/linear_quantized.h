@@ -1,16 +1,16 @@
 // Products with group-quantized weights (quantized.h), by integer dot products.
 //
 // The inputs of a row are first quantized to int8, with one scale for each half of a group. The
-// integer sum of a half is exact. It is multiplied by the inputs' scale, and the sum of a group by
-// the weights' scale; groups are added in fp32 in order. The bits of a row therefore depend on that
-// row only, and are equal on all processors with fused multiply-add.
+// integer sum of a half is exact and is multiplied by the inputs' scale. The sum of a group is
+// multiplied by the weights' scale, and groups are added in fp32 in order. The bits of a row
+// therefore depend on that row only, and are equal on all processors with fused multiply-add.
 
 namespace tandem::TANDEM_ISA {
 
 // rows in a tile
 constexpr int kQuantizedRows = TANDEM_LANES == 16 ? 9 : TANDEM_LANES == 8 ? 3 : 2;
-constexpr int kTileBytesAtOnce = 256 << 10;  // inputs that fit in the L2 cache
-constexpr int kStreamedRows = 3;             // maximum rows of a tile that streams its weights once
+constexpr int kTileBytesAtOnce = 256 << 10;  // bytes of the inputs that fit in the L2 cache
+constexpr int kStreamedRows = 3;  // largest number of rows for which the weights are streamed
 constexpr int kBytesAhead = 1152;            // prefetch distance with AVX2
 
 using QuantizedTiles = RowTiles<kQuantizedRows>;
@@ -38,15 +38,15 @@ inline Ints dot4(Ints sums, Ints weights, int32_t inputs) {
 }
 #endif
 
-// A unit of a row's quantized inputs. Products read [tile][unit][row of the tile].
+// The quantized inputs of a row for one unit. Products read them as [tile][unit][row of the tile].
 struct InputUnit {
     int8_t numbers[kUnitInputs];
 #if TANDEM_LANES == 8
     int32_t offsets[kUnitInputs / kHalf];  // for 8-bit weights; see dot_half
 #endif
     float scales[kUnitInputs / kHalf];
-    // Sums of the quantized inputs that share a scale of weights, times -zero for weights without
-    // minimums, and times -1 for weights with zero points.
+    // Sums of the quantized inputs that share a scale of weights. For weights with a constant zero
+    // point, they are multiplied by -zero. For weights with zero points, they are multiplied by -1.
     float sums[kUnitInputs / kHalf];
 };
 
@@ -107,8 +107,8 @@ inline Rounded round_half(const float* x, int8_t* numbers) {
     return {scale, static_cast<float>(sum_of(sums))};
 }
 
-// Quantizes a row for weights of one format. `order` gives the order of the weights' inputs (null:
-// unchanged).
+// Quantizes a row for weights of one format. `order` is the order of the weights' inputs; null: the
+// order is unchanged.
 template <class F>
 void round_row(const float* x, const int32_t* order, int in, InputUnit* to, int rows_of_tile) {
     constexpr float kFactor = F::kHasMins ? 1.0f : F::kHasZeros ? -1.0f : -F::kZero;
@@ -299,7 +299,7 @@ inline __attribute__((always_inline)) void dot_part(const InputUnit* x, const ch
     }
 }
 
-// Adds the results of `dot_part`, times the scale of the weights.
+// Adds the results of `dot_part`, multiplied by the scale of the weights.
 template <class F, int MR, int NV>
 inline __attribute__((always_inline)) void add_part(const InputUnit* x, const char* unit, int part,
                                                     int v, Floats (&scaled)[NV][MR],
@@ -309,7 +309,8 @@ inline __attribute__((always_inline)) void add_part(const InputUnit* x, const ch
         const auto of_outputs = [&](const char* from) __attribute__((always_inline)) {
             return scales_of<F>(from + part * kScaleBytes, v + n);
         };
-        // Separate and last: a sum of two products can be fused in two ways.
+        // This is a separate operation at the end, because a sum of two products can be fused in
+        // two ways.
         if constexpr (F::kHasZeros) {
             const Floats zeros = of_outputs(unit + F::kZeros);
 #pragma GCC unroll 16
@@ -355,9 +356,9 @@ inline __attribute__((always_inline)) void multiply_units(const InputUnit* x, co
         if constexpr (TANDEM_LANES == 8 && MR <= kStreamedRows)
             for (int line = 0; line < F::kUnitBytes; line += kLine)
                 __builtin_prefetch(unit + kBytesAhead + line, 0, 3);
-        // Two vectors at a time are used for one row, which then reads lines in order, and for
-        // 8-bit weights, which share broadcast inputs. Otherwise registers would not suffice, and a
-        // compiler would keep the inputs for the next vector.
+        // Two vectors at a time are computed for one row, which then reads lines in order. They are
+        // also used for 8-bit weights, which share broadcast inputs. In other cases registers would
+        // not suffice, and a compiler would keep the inputs for the next vector.
         constexpr int kAtOnce =
             TANDEM_LANES == 8 && (MR == 1 || F::kBits == 8) ? kVectors : 1;
 #pragma GCC unroll 4

@@ -3,7 +3,8 @@
 
 namespace tandem::TANDEM_ISA {
 
-// The most likely tokens so far, in descending order; of equal ones the lowest id first.
+// The most likely tokens so far, in descending order. Of tokens with equal logits, the one with the
+// lowest id is first.
 class Top {
 public:
     Top(int32_t* ids, float* logits, int size) : ids_(ids), logits_(logits), size_(size) {}

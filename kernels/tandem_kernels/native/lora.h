@@ -1,7 +1,7 @@
 // Adds LoRA deltas, (x A^T) B^T, to a product, for the rows of each adapter.
 //
-// A work item is a tile of one adapter's rows. One thread gathers them from the product's inputs and
-// computes both multiplications. The bits of a row do not depend on its tile or thread.
+// A work item is a tile of one adapter's rows. One thread gathers the rows from the product's
+// inputs and computes both multiplications. The bits of a row do not depend on its tile or thread.
 
 namespace tandem::TANDEM_ISA {
 
@@ -18,8 +18,8 @@ struct StepLora {
     int num_rows = 0;        // rows with adapters
 };
 
-// The size of a thread's buffer in floats: the inputs of a tile, their products with A, and the
-// inputs of B for one part.
+// The size of a thread's buffer in floats. The buffer holds the inputs of a tile, their products
+// with A, and the inputs of B for one part.
 inline size_t lora_floats(const Model& model, const Step& step) {
     int in = std::max({model.hidden, model.inner, model.num_heads * model.head_dim});
     if (const Latent* const latent = model.layers[0].latent)
@@ -73,7 +73,8 @@ inline void add_item(const LoraItem& item, const LoraProduct& product, const Inp
     }
 }
 
-// Adds the deltas to a product. All threads must have finished the product, and all call it.
+// Adds the deltas to a product. All threads must have finished the product, and all threads must
+// call this function.
 inline void add_lora(const StepLora& lora, int index, LoraProduct LoraLayer::*product,
                      const Inputs& inputs, const Output& out, int thread) {
     if (lora.items.empty()) return;
@@ -85,7 +86,7 @@ inline void add_lora(const StepLora& lora, int index, LoraProduct LoraLayer::*pr
     }
 }
 
-// The same for the product of one head, called by the thread that computes the head.
+// Adds the deltas to the product of one head. Called by the thread that computes the head.
 inline void add_lora_of_head(const StepLora& lora, int index,
                              const LoraProduct* LoraLayer::*products, int head,
                              const Inputs& inputs, const Output& out, int thread) {
@@ -95,8 +96,8 @@ inline void add_lora_of_head(const StepLora& lora, int index,
     }
 }
 
-// Computes the deltas for gates and ups before the gate_up product, which combines them
-// immediately.
+// Computes the deltas for gates and ups. They are computed before the gate_up product, because this
+// product combines gates and ups immediately.
 inline AddedGates added_gates(const Model& model, const StepLora& lora, int index,
                               const Inputs& normed, int thread) {
     if (lora.items.empty()) return {};

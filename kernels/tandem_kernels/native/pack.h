@@ -7,7 +7,7 @@
 namespace tandem {
 
 // `panels` has room for (out rounded up to 16) * in elements of `kind` (BF16_PAIRS: `in` rounded up
-// to 32). `scales` has room for `out` floats; it is used for I8 only, where the largest weight of
+// to 32). `scales` has room for `out` floats and is used for I8 only. For I8, the largest weight of
 // an output becomes 127.
 void pack(const void* weights, int32_t weights_kind, int64_t out, int64_t in, int32_t kind,
           void* panels, float* scales);

@@ -32,7 +32,8 @@ void put_half(uint8_t* to, float x) {
     std::memcpy(to, &half, sizeof half);
 }
 
-// The upper half of a float is its bfloat16, exactly if the float is a power of 2.
+// Writes the upper half of a float, which is its bfloat16. This is exact if the float is a power of
+// 2.
 void put_power(uint8_t* to, float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -40,7 +41,7 @@ void put_power(uint8_t* to, float x) {
     std::memcpy(to, &upper, sizeof upper);
 }
 
-// The MXFP4 code of each number; the lower one if there are two.
+// The MXFP4 code of each number; the lower code if two codes mean the same number.
 struct Codes {
     uint8_t of[25] = {};
 
@@ -51,7 +52,7 @@ struct Codes {
 
 constexpr Codes kCodes;
 
-// Writes a group of an output to the panel's lane, which must contain zeros.
+// Writes a group of an output to the output's lane of the panel, which must contain zeros.
 template <class F>
 void put_group(const Group& group, int index, int lane, uint8_t* unit) {
     for (int i = 0; i < kGroup; ++i) {
@@ -100,7 +101,7 @@ bool pack_blocks(const void* blocks, int32_t type, int64_t rows, int64_t in, int
     return true;
 }
 
-// Product and sum are rounded separately, as in numpy.
+// The product and the sum are rounded separately, as in numpy.
 __attribute__((optimize("fp-contract=off"))) bool widen_blocks(const void* blocks, int32_t type,
                                                                int64_t rows, int64_t in,
                                                                float* to) {

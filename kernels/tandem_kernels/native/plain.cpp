@@ -18,7 +18,7 @@
 #define TANDEM_TILE_ROWS 2
 #define TANDEM_SUMS 8
 #include "simd.h"
-// simd.h comes first, because the others use it.
+// simd.h comes first, because the other headers use it.
 #include "inputs.h"
 #include "gated.h"
 #include "linear.h"

@@ -1,5 +1,5 @@
-// The buffers of one decoder. They only grow, so a step no larger than an earlier one allocates
-// nothing.
+// The buffers of one decoder. They only grow, so a step that is no larger than an earlier one
+// allocates nothing.
 
 #pragma once
 
@@ -59,7 +59,8 @@ struct Largest {  // the largest of some logits and its lowest token id
     int32_t token;
 };
 
-struct Chosen {  // an expert of a row, its weight, and its place among the rows of all experts
+// an expert of a row, its weight, and the pair's place among the rows of all experts
+struct Chosen {
     int32_t expert, place;
     float share;
 };
@@ -75,21 +76,21 @@ struct Scratch {
     Buffer input;     // rows in tiles, the input of a product
     Buffer projected; // [rows, q, k and v side by side], or [rows, gate and up]
     Buffer attended;  // [rows, heads * head_dim], in tiles
-    // [rows, hidden]: products to add to `hidden`, if they cannot be added directly
+    // [rows, hidden]: products that cannot be added to `hidden` directly
     Buffer delta;
-    // int8 inputs of a quantized product; or expanded panels of each thread (fp8.h)
+    // the int8 inputs of a quantized product, or each thread's expanded panels (fp8.h)
     Buffer rounded;
     std::size_t expanded_floats = 0;  // size of a thread's expanded panels
     Buffer last;      // [logit rows, hidden]
     Buffer gates;     // [rows with adapters, gate and up]: LoRA deltas of gates and ups
-    Buffer routed;    // rows of experts in tiles, by expert
+    Buffer routed;    // rows of experts in tiles, sorted by expert
     Buffer logits;    // router logits [rows, experts], and ranks [rows, 2 * experts]
     Buffer heads, queries, of_heads;  // see latent.h
     Buffer block_shares;              // see block_sums.h
     std::vector<std::size_t> first_shares;
     Routing routing;
-    std::vector<Buffer> of_thread;  // per thread: attention's tiles
-    std::vector<Buffer> lora;       // per thread: see lora.h
+    std::vector<Buffer> of_thread;  // for each thread: the tiles of attention
+    std::vector<Buffer> lora;       // for each thread: see lora.h
     std::vector<Largest> largest;   // [threads, logit rows]
     Laps laps;
 };

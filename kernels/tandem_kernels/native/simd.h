@@ -23,7 +23,7 @@ inline Floats load(const float* from) {
     return v;
 }
 
-// An intrinsic, because GCC 12 would convert in two halves.
+// An intrinsic is used, because GCC 12 would convert in two halves.
 inline Floats load(const Bf16* from) {
 #if TANDEM_LANES == 16
     const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
@@ -87,7 +87,8 @@ inline Floats load(const int8_t* from) {
 }
 
 #if TANDEM_LANES == 8
-// Inline asm with a memory operand, because a compiler would use a register that the sums need.
+// Inline asm with a memory operand is used, because a compiler would use a register that the sums
+// need.
 alignas(32) constexpr uint32_t kUpper[8] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
                                             0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
 #endif
@@ -103,7 +104,8 @@ inline __attribute__((always_inline)) Floats of_words(Words words, int i) {
 #endif
 }
 
-// The same from memory, loaded each time, because keeping the words would need another register.
+// Converts words from memory. They are loaded each time, because keeping them would need another
+// register.
 inline __attribute__((always_inline)) Floats load_of_words(const void* from, int i) {
     Words words;
 #if TANDEM_LANES == 8
@@ -135,7 +137,7 @@ inline Floats lanes(const Bf16* panel, int v) {
 #endif
 }
 
-// The same, with fewer registers.
+// Loads the same vector as lanes(), with fewer registers.
 inline Floats lanes_again(const float* panel, int v) { return load(panel + v * kLanes); }
 
 inline Floats lanes_again(const Bf16* panel, int v) {
@@ -196,7 +198,8 @@ inline void store_some(Bf16* to, Floats v, int num) {
     std::memcpy(to, &halves, num * sizeof *to);
 }
 
-// Subtracts zero, which compilers remove; they would keep an addition of zero, which changes -0.
+// Subtracts zero to make a vector of x. Compilers remove the subtraction, but would keep an
+// addition of zero, because it changes -0.
 inline Floats all(float x) { return x - Floats{}; }
 
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }

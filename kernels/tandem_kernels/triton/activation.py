@@ -1,9 +1,11 @@
-"""Gated activations of MLPs: silu(gate) * up, gelu_tanh(gate) * up (arXiv:2002.05202), and
-gpt-oss's clamped form, gate * sigmoid(alpha * gate) * (up + 1) with gate <= limit and |up| <=
-limit.
+"""Gated activations of MLPs (arXiv:2002.05202):
 
-gelu_tanh(x) is x (1 + tanh(f(x))) / 2 with f(x) = sqrt(2 / pi) (x + 0.044715 x^3), which is
-x sigmoid(2 f(x)).
+    silu         silu(gate) * up
+    gelu_tanh    gelu_tanh(gate) * up
+    clamped      gate * sigmoid(alpha * gate) * (up + 1), with gate <= limit and |up| <= limit
+
+The clamped form is gpt-oss's. gelu_tanh(x) is x (1 + tanh(f(x))) / 2 with f(x) = sqrt(2 / pi) (x +
+0.044715 x^3), which is x sigmoid(2 f(x)).
 """
 
 import torch

@@ -1,8 +1,8 @@
 """The inner loop of decode and prefill attention: a tile of query rows over a range of paged keys.
 
-It uses online softmax (arXiv:2205.14135): each row has a running maximum and sum, in base 2, and an
-accumulator that is rescaled when the maximum grows. Rows are (query, head) pairs of one KV head's
-group, so the group shares each read of K and V.
+The loop uses online softmax (arXiv:2205.14135): each row has a running maximum and sum, in base 2,
+and an accumulator that is rescaled when the maximum grows. Rows are (query, head) pairs of one KV
+head's group, so the group shares each read of K and V.
 
     queries  [ROWS, BLOCK_D]     BLOCK_D: HEAD_DIM, padded with zeros to a power of 2, at least 16
     keys     [BLOCK_D, KEYS]     KEYS keys per iteration, gathered with the block table
@@ -36,10 +36,11 @@ def attend(
     """Attends to the keys `first` to `end` of one KV head; returns the new (accumulator, sums,
     maxima).
 
-    `tile` is (queries, last_keys). A row attends to the keys up to its last key; if WINDOW is not
-    0, only to the last WINDOW of them. If MASKED is false, every row attends to all keys, and their
-    number is a multiple of KEYS. Without a window, each row must attend to a key in its first
-    iteration, because a maximum of -inf gives NaN. Keys before the first row's window are not read.
+    `tile` is (queries, last_keys). A row attends to the keys up to the row's entry in `last_keys`.
+    If WINDOW is not 0, it attends only to the last WINDOW of these keys. If MASKED is false, every
+    row must attend to all keys from `first` to `end`, and their number must be a multiple of KEYS.
+    Without a window, each row must attend to a key in its first iteration, because a maximum of
+    -inf gives NaN. Keys before the first row's window are not read.
 
     `paged` is (address of the head's K in block 0, address of the scales of that K, block table of
     the sequence, stride of a block, stride from K to V, scale of scores in base 2). In a quantized
@@ -107,7 +108,7 @@ def weigh(scores, scale, accumulator, sums, maxima, WINDOW: tl.constexpr):
     accumulator, and the sums and maxima that include these scores."""
     new_maxima = tl.maximum(maxima, tl.max(scores, 1) * scale)
     base = new_maxima
-    if WINDOW:  # for rows without a visible key so far
+    if WINDOW:  # avoids NaN in rows that have not seen a key yet
         base = tl.where(base == float("-inf"), 0.0, base)
     weights = tl.exp2(scores * scale - base[:, None])  # fused multiply-add: one rounding
     shrink = tl.exp2(maxima - base)
@@ -127,7 +128,7 @@ def start_state(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit
 def product(a, b):
     """Multiplies matrices with fp32 sums. In the interpreter, inputs are converted first, because
-    it would multiply bfloat16 bits as integers."""
+    the interpreter would multiply bfloat16 bits as integers."""
     if _INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     return tl.dot(a, b, input_precision="ieee")

@@ -1,10 +1,11 @@
-"""Moves whole KV blocks: gathers them for a transfer, scatters them after one, copies within a
-pool.
+"""Moves whole KV blocks: gathers them before a transfer, scatters them after one, and copies them
+within a pool.
 
-    pool [num_blocks, ...]   <-- unpack, pack -->   staging [n, ...], block after block
+    pool [num_blocks, ...]   -- pack -->     staging [n, ...], block after block
+    pool [num_blocks, ...]   <-- unpack --   staging [n, ...]
 
-In a block-major pool, a block with all its layers is one contiguous span. `pack_spans` packs a
-layer-major pool, in which a block has one span per layer.
+In a block-major pool, a block with all its layers is one contiguous span. In a layer-major pool, a
+block has one span per layer; `pack_spans` packs such a pool.
 """
 
 import math
@@ -25,7 +26,8 @@ def pack(pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(staging: torch.Tensor, pool: torch.Tensor, block_ids: torch.Tensor) -> None:
-    """Copies [n, ...] into the pool's blocks `block_ids` [n] int64, which must be distinct."""
+    """Copies the blocks of `staging` [n, ...] into the pool's blocks `block_ids` [n] int64. The ids
+    must be distinct."""
     assert staging.dtype == pool.dtype
     assert len(staging) == len(block_ids)
     _move(_words(staging), _words(pool), None, block_ids)
@@ -60,8 +62,8 @@ def _move(
     source_ids: torch.Tensor | None,
     target_ids: torch.Tensor | None,
 ) -> None:
-    """Copies block source_ids[i] to target_ids[i]; without ids the block number is i. Both tensors
-    are [blocks, spans, words]."""
+    """Copies block source_ids[i] of `source` to block target_ids[i] of `target`. If one of the
+    lists is None, its i-th id is i. Both tensors are [blocks, spans, words]."""
     ids = source_ids if source_ids is not None else target_ids
     assert ids is not None
     num_spans, num_words = target.shape[1:]

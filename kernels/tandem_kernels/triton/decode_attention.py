@@ -1,12 +1,15 @@
 """Decode attention: one query per sequence over paged KV, with each context split into ranges.
 
 Flash-decoding (Dao et al., "Flash-Decoding for long-context inference", 2023). A few sequences
-would leave most of a GPU idle, so each context is split into `num_splits` ranges of keys. The first
-kernel computes a partial result and the logarithm of its softmax sum for each range; the second
-kernel combines them.
+would leave most of a GPU idle, so each context is split into `num_splits` ranges of keys. Two
+kernels run:
 
-    1  program (sequence, KV head, split): attention of the group's queries to that range of keys
-    2  program (sequence, head): out = sum of partial * 2^(log sum - largest log sum), normalized
+    kernel           one program per               result of the program
+    _attend_split    sequence, KV head, range      attention of the group's queries to the range
+    _weigh_splits    sequence, head                the ranges' results, combined
+
+The first kernel also returns the logarithm of each range's softmax sum. The second weighs a range's
+result by 2^(log sum - largest log sum) and divides by the sum of these weights.
 """
 
 from collections.abc import Mapping
@@ -41,8 +44,8 @@ def decode_attention(
     """Returns the attention output [B, heads, D], in the queries' dtype.
 
     queries       [B, heads, D], bfloat16, float16 or float32; heads may be strided
-    layer_kv      [num_blocks, KV heads, 2, block size, D]: KvPool.layer's numbers
-    scales        [num_blocks, KV heads, 2, block size] float16: KvPool.layer's; None: not quantized
+    layer_kv      [num_blocks, KV heads, 2, block size, D]: `numbers` of KvPool.layer
+    scales        [num_blocks, KV heads, 2, block size] float16: of KvPool.layer; None: unquantized
     block_tables  [B, M] int32
     context_lens  [B] int32, including the query's own token; 0 gives zeros
     window        number of last keys that are visible; None: all
@@ -58,7 +61,8 @@ def decode_attention(
     group_size = num_heads // num_kv_heads
     out = queries.new_empty(num_seqs, num_heads, head_dim)
     if num_splits == 1:
-        partials, log_sums = out.unsqueeze(2), out  # The kernel does not write log_sums.
+        # with one split, the kernel does not write log_sums
+        partials, log_sums = out.unsqueeze(2), out
     else:
         shape = (num_seqs, num_heads, num_splits)
         partials = queries.new_empty((*shape, head_dim), dtype=torch.float32)
@@ -73,7 +77,8 @@ def decode_attention(
         context_lens,
         partials,
         log_sums,
-        queries if sinks is None else sinks,  # The kernel needs a pointer; it is not read.
+        # without sinks, a pointer that the kernel does not read
+        queries if sinks is None else sinks,
         queries.stride(0),
         layer_kv.stride(0),
         layer_kv.stride(1),
@@ -111,7 +116,7 @@ def join_splits(
         partials,
         log_sums,
         out,
-        out if sinks is None else sinks,  # The kernel needs a pointer; it is not read.
+        out if sinks is None else sinks,  # without sinks, a pointer that the kernel does not read
         num_splits,
         HEAD_DIM=head_dim,
         BLOCK_D=max(16, next_power_of_2(head_dim)),
@@ -130,8 +135,8 @@ def choose_num_splits(
     """Returns the number of splits that gives each multiprocessor `programs` programs, as a power
     of 2.
 
-    It depends only on values that are constant across steps, because CUDA graphs record it. The
-    ranges depend on each context's length and are at least one iteration long.
+    A CUDA graph records the number, so it depends only on values that are the same in every step.
+    The length of the ranges depends on each context's length and is at least one iteration.
     """
     wanted = programs * num_multiprocessors(device) // (num_seqs * num_kv_heads)
     useful = max(1, context_len_max // 64)
@@ -262,7 +267,8 @@ def _weigh_splits(
     is_split = splits < num_splits
     log_sum = tl.load(log_sums + row * num_splits + splits, mask=is_split, other=float("-inf"))
     largest = tl.max(log_sum, 0)
-    largest = tl.where(largest == float("-inf"), 0.0, largest)  # -inf occurs for an empty sequence.
+    # a sequence without keys has only -inf
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
     weights = tl.exp2(log_sum - largest)
     total = tl.sum(weights, 0)
     if HAS_SINKS:

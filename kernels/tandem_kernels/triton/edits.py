@@ -1,11 +1,14 @@
 """Applies the logit edits of tandem_kernels/edits.py on the device, with one program per row.
 
-    numbers   starts | ends of edited | ends of banned | token ids | bias | scales | penalties
-                n           n                 n             t         t       t          t
+`numbers` is one int32 array for n rows and t tokens, so that a single copy transfers it to the
+device. Floats are stored by their bits. The array consists of:
 
-All numbers are int32, so one copy transfers them to the device; floats are stored by their bits.
-A row's banned tokens follow its edited ones in `token ids`. Masks are a second copy, [rows with a
-mask, 1 + words]: the row number, then its mask. One program masks one tile of a row.
+    parts in this order                       size      content
+    starts, ends of edited, ends of banned    n each    ranges of a row's edited and banned tokens
+    token ids, bias, scales, penalties        t each    one element per token, row after row
+
+Masks are transferred by a second copy, [rows with a mask, 1 + words]: the row number, then the
+row's mask. A program applies the mask to one tile of a row.
 """
 
 from collections.abc import Sequence
@@ -38,7 +41,7 @@ def edited(logits: torch.Tensor, edits: Sequence[Edit | None]) -> torch.Tensor:
         num_tokens,
         TILE=_TILE,
         num_warps=4,
-        enable_fp_fusion=False,  # Rounds after each operation, as on the host.
+        enable_fp_fusion=False,  # rounds after each operation, as on the host
     )
     masks = [(row, edit.mask) for row, edit in enumerate(edits) if edit and edit.mask is not None]
     if masks:
@@ -91,7 +94,7 @@ def _edit(logits, numbers, stride_row, num_rows, num_tokens, TILE: tl.constexpr)
         values = tl.load(logits + ids, mask=mask, other=0.0) + bias.to(tl.float32, bitcast=True)
         values = tl.where(values > 0, tl.div_rn(values, scale), values * scale)
         tl.store(logits + ids, values - penalties.to(tl.float32, bitcast=True), mask=mask)
-    tl.debug_barrier()  # Another thread may have edited a token that is banned, too.
+    tl.debug_barrier()  # waits, because another thread may have edited a token that is also banned
     for at in range(end, banned_end, TILE):
         places = at + tl.arange(0, TILE)
         mask = places < banned_end

@@ -1,8 +1,9 @@
 """Linear layers of mixture-of-experts: y[s] = x[s // d] W[e(s)]^T + b[e(s)].
 
-A slot s is a pair of a token and one of its chosen experts; d slots share a row of x. Slots are
-sorted by expert and grouped into tiles of one expert each. All sizes depend only on the numbers of
-tokens and experts, so the host does not wait for the device, and a CUDA graph can record it.
+A slot s is a pair of a token and one of the token's chosen experts, e(s). d slots share a row of x.
+Slots are sorted by expert and grouped into tiles of one expert each. All sizes depend only on the
+numbers of tokens and experts, so the host does not wait for the device, and a CUDA graph can record
+the operation.
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class ExpertTiles:
 
 
 def tile_by_expert(chosen: torch.Tensor, num_experts: int) -> ExpertTiles:
-    """Makes the tiles for the chosen experts [T, top_k]."""
+    """Creates the tiles for the chosen experts [T, top_k]."""
     experts = chosen.flatten()
     num_slots, device = len(experts), chosen.device
     tile_rows = _ROWS if num_slots <= _ROWS * num_experts else _MANY_ROWS

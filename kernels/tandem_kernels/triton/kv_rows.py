@@ -21,8 +21,8 @@ _HALF_NAN = tl.constexpr(0x7E00)
 
 
 def check_scales(layer_kv: torch.Tensor, scales: torch.Tensor | None) -> None:
-    """Asserts that the scales have the layout that kernels expect: their strides are derived from
-    those of the numbers."""
+    """Asserts that the scales have the layout that kernels expect. Kernels derive the strides of
+    the scales from the strides of the numbers."""
     assert (scales is not None) == (layer_kv.dtype in (torch.int8, torch.uint8))
     if scales is not None:
         assert scales.dtype == torch.float16
@@ -38,8 +38,8 @@ def has_scales(pointer_type):
 
 @triton.jit
 def read(numbers, dtype: tl.constexpr):
-    """Converts numbers of a pool to `dtype`. e4m3 numbers are divided by `unit`, which the caller
-    applies with the scales."""
+    """Converts numbers of a pool to `dtype`. The results for e4m3 are too small by the factor
+    `unit`, by which the caller multiplies the scales."""
     if numbers.dtype == tl.uint8:
         bits = numbers.to(tl.uint16)
         halves = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
@@ -51,14 +51,16 @@ def read(numbers, dtype: tl.constexpr):
 
 @triton.constexpr_function
 def unit(pointer_type):
-    """Returns the factor by which `read` returns numbers too small: 256 for e4m3, else 1."""
+    """Returns the factor by which the results of `read` are too small: 256 for e4m3, otherwise
+    1."""
     return 256.0 if pointer_type.element_ty == tl.uint8 else 1.0
 
 
 @triton.jit
 def scales_of(first, second, kv, fixed_scales, is_value, HAS_FIXED: tl.constexpr):
-    """Returns the float16 scales [ROWS, 1] of fp32 rows and the fp32 divisors, which are infinite
-    if all numbers of the row become 0. The halves of the rows are two tensors [ROWS, PAIRS].
+    """Returns the float16 scales [ROWS, 1] of fp32 rows, and the fp32 divisors. A divisor is
+    infinite if all numbers of its row become 0. The two halves of the rows are separate tensors
+    [ROWS, PAIRS].
 
     HAS_FIXED: the static scales of K and V in `fixed_scales` replace the rows' own scales.
     """
@@ -79,7 +81,7 @@ def scales_of(first, second, kv, fixed_scales, is_value, HAS_FIXED: tl.constexpr
 
 @triton.jit
 def numbers_of(x, divisors, kv):
-    """Quantizes rows to the pool's number type."""
+    """Quantizes rows to the number type of the pool `kv`."""
     is_zero = divisors == float("inf")
     quotients = tl.where(is_zero, 0.0, tl.div_rn(x, divisors))
     if kv.dtype.element_ty == tl.int8:
@@ -105,5 +107,6 @@ def _e4m3_of(x):
 
 @triton.jit
 def _size(x):
-    """Returns the bits of |x| as int32. Their order is that of |x|, and NaN is largest."""
+    """Returns the bits of |x| as int32. As integers, the bits have the same order as |x|, and those
+    of NaN are the largest."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF

@@ -1,8 +1,9 @@
 """Fuses the operations between the projections of latent attention and the attention itself.
 
-    latent of a token     normalized    -> pool
-    key of a token        rotated       -> pool, after the latent
-    queries of heads      the part for rotated keys is rotated and returned
+    input                                  operation     destination
+    latent of a token                      normalize     pool
+    key of a token                         rotate        pool, after the latent
+    last elements of a head's query        rotate        returned
 
 RoPE has the half-split layout (arXiv:2104.09864) of rope.py.
 """
@@ -34,7 +35,7 @@ def rotate_and_store_latents(
     kv        [T, rank + rope]: latents and keys; tokens may be strided
     angles    cosines and sines of rope.rotary_angles, each [T, 1, rope / 2] fp32
     slots     [T] int32 or int64: block id * block size + offset; negative: the token is not stored
-    layer_kv  [num_blocks, 1, 1, block size, rank + rope]: KvPool.layer's numbers
+    layer_kv  [num_blocks, 1, 1, block size, rank + rope]: `numbers` of KvPool.layer
     norm      [rank]: weights of an RMS norm of latents, with `eps`
     """
     num_tokens, num_heads, q_dim = queries.shape
@@ -133,7 +134,7 @@ def _rotate_and_store_latents(
 
 @triton.jit
 def _rotated(at, cos, sin, is_element, HALF: tl.constexpr):
-    """Loads rows and returns the two rotated halves in fp32."""
+    """Loads rows and returns the two halves of the rotated rows in fp32."""
     first = tl.load(at, mask=is_element, other=0.0).to(tl.float32)
     second = tl.load(at + HALF, mask=is_element, other=0.0).to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin

@@ -1,10 +1,9 @@
 """Latent decode attention: one query per sequence over paged KV, with each context split into
 ranges.
 
-The second kernel of decode_attention.py combines the ranges. Heads share a token's row, so a
-program computes a tile of heads, as many as its registers have accumulators for.
-
-    program (sequence, tile of heads, split): attention of these queries to that range of latents
+A program computes the attention of one sequence and one tile of heads to one range of latents. All
+heads share a token's row, so a tile has as many heads as a program has registers for. The second
+kernel of decode_attention.py combines the ranges.
 """
 
 from typing import Any
@@ -23,7 +22,7 @@ from tandem_kernels.triton.latent_loop import (
 )
 from tandem_kernels.triton.tuning import device_name, next_power_of_2, tuned
 
-_HEADS_MAX = 64  # heads in a tile
+_HEADS_MAX = 64  # largest number of heads in a tile
 
 
 def latent_decode_attention(
@@ -38,7 +37,7 @@ def latent_decode_attention(
     """Returns the attended latents [B, heads, rank], in the queries' dtype.
 
     queries       one token per sequence
-    layer_kv      [num_blocks, 1, 1, block size, rank + rope]: KvPool.layer's numbers
+    layer_kv      [num_blocks, 1, 1, block size, rank + rope]: `numbers` of KvPool.layer
     block_tables  [B, M] int32
     context_lens  [B] int32, including the query's own token; 0 gives zeros
     scale         factor on scores
@@ -49,7 +48,8 @@ def latent_decode_attention(
     check_latents(queries, layer_kv)
     out = absorbed.new_empty(num_seqs, num_heads, rank)
     if num_splits == 1:
-        partials, log_sums = out.unsqueeze(2), out  # The kernel does not write log_sums.
+        # with one split, the kernel does not write log_sums
+        partials, log_sums = out.unsqueeze(2), out
     else:
         shape = (num_seqs, num_heads, num_splits)
         partials = absorbed.new_empty((*shape, rank), dtype=torch.float32)
@@ -88,8 +88,8 @@ def latent_decode_attention(
 def choose_latent_splits(
     num_seqs: int, num_heads: int, context_len_max: int, device: torch.device
 ) -> int:
-    """Returns the number of splits, as choose_num_splits does, for one program per multiprocessor:
-    a program uses all of its shared memory."""
+    """Returns the number of splits as choose_num_splits does, but for one program per
+    multiprocessor. A program of latent attention uses all shared memory of a multiprocessor."""
     num_tiles = triton.cdiv(num_heads, _HEADS_MAX)
     return choose_num_splits(num_seqs, num_tiles, context_len_max, device, programs=1)
 

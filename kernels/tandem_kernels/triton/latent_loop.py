@@ -1,13 +1,16 @@
 """The inner loop of latent attention: a tile of query rows over a range of a sequence's latents.
 
-A token has one row in the pool for all heads: its latent and one rotated key. Its value is the
-latent (arXiv:2405.04434). An iteration reads the rows of KEYS tokens once and uses the latents
-twice: with the queries for scores, and with the softmax weights for the output.
+A token has one row in the pool for all heads: its latent and one rotated key. The latent is also
+the token's value (arXiv:2405.04434). An iteration reads the rows of KEYS tokens once and uses the
+latents twice: with the queries for scores, and with the softmax weights for the output.
 
-    absorbed  [ROWS, BLOCK_RANK]    W_k^T q of (query, head) pairs; BLOCK_RANK: RANK, padded
-    rotated   [ROWS, BLOCK_ROPE]    the rotated parts of their queries
-    latents   [KEYS, BLOCK_RANK]
-    turned    [BLOCK_ROPE, KEYS]    rotated keys
+    tensor    shape                 content
+    absorbed  [ROWS, BLOCK_RANK]    W_k^T q of (query, head) pairs
+    rotated   [ROWS, BLOCK_ROPE]    the rotated elements of the same queries
+    latents   [KEYS, BLOCK_RANK]    the latents of KEYS tokens
+    turned    [BLOCK_ROPE, KEYS]    the rotated keys of these tokens
+
+BLOCK_RANK and BLOCK_ROPE are RANK and ROPE, padded to a power of 2.
 """
 
 from typing import NamedTuple, Self
@@ -21,7 +24,7 @@ from tandem_kernels.triton.kv_rows import read
 
 
 class LatentQueries(NamedTuple):
-    """Queries in the two parts that are multiplied with latents and with rotated keys."""
+    """Queries in two parts: one is multiplied with latents, the other with rotated keys."""
 
     absorbed: torch.Tensor  # [T, heads, rank]; tokens and heads may be strided
     rotated: torch.Tensor  # [T, heads, rope], contiguous
@@ -92,9 +95,9 @@ def attend_latents(
     """Attends to the tokens `first` to `end` of a sequence; returns the new (accumulator, sums,
     maxima).
 
-    `tile` is (absorbed, rotated, last_keys); a row attends to the tokens up to its last key. If
-    MASKED is false, every row attends to all tokens, and their number is a multiple of KEYS. Each
-    row must attend to a token in its first iteration.
+    `tile` is (absorbed, rotated, last_keys); a row attends to the tokens up to the row's entry in
+    `last_keys`. If MASKED is false, every row must attend to all tokens from `first` to `end`, and
+    their number must be a multiple of KEYS. Each row must attend to a token in its first iteration.
 
     `paged` is (address of the layer in block 0, block table of the sequence, stride of a block,
     scale of scores in base 2).

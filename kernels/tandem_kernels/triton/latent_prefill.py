@@ -33,7 +33,7 @@ def latent_prefill_attention(
     """Returns the attended latents [T, heads, rank], in the queries' dtype. The chunks' own KV must
     be in the pool.
 
-    layer_kv      [num_blocks, 1, 1, block size, rank + rope]: KvPool.layer's numbers
+    layer_kv      [num_blocks, 1, 1, block size, rank + rope]: `numbers` of KvPool.layer
     block_tables, context_lens, query_starts    as for prefill_attention
     scale         factor on scores
     """

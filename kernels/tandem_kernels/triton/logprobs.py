@@ -2,7 +2,7 @@
 
 A program reads one tile of a row once and writes four results: the largest logit, the sum of
 exponentials relative to it, the number of logits above the chosen token's, and the tile's most
-likely tokens. These are small, and torch combines them.
+likely tokens. torch combines the results of all tiles, which are small.
 """
 
 from collections.abc import Sequence

@@ -22,7 +22,7 @@ from tandem_kernels.triton.tuning import next_power_of_2
 _ROWS = 16  # rows of a tile, required by tensor cores
 _INPUTS, _COLUMNS = 128, 64
 _RANKS_MAX = 64  # ranks per iteration
-# fields of a part: address of A, address of B, rank, first column, columns
+# Number of fields of a part: address of A, address of B, rank, first column, number of columns.
 _FIELDS = tl.constexpr(5)
 
 
@@ -30,11 +30,11 @@ class LoraTiles(NamedTuple):
     """The rows of a step, grouped by adapter."""
 
     rows: torch.Tensor  # [tiles * _ROWS] int32; -1: padding
-    adapters: torch.Tensor  # [tiles] int32: adapter number
+    adapters: torch.Tensor  # [tiles] int32: number of each tile's adapter
 
     @classmethod
     def of(cls, rows: Mapping[int, Sequence[int]], device: torch.device) -> Self:
-        """Makes the tiles from a mapping of adapter number to rows."""
+        """Creates the tiles. `rows` has the rows of each adapter by the adapter's number."""
         padded: list[int] = []
         adapters: list[int] = []
         for adapter, of_one in rows.items():
@@ -65,8 +65,8 @@ def add_lora(
     rank_max: int,
     columns_max: int,
 ) -> None:
-    """Adds the deltas to `out` [T, columns], the output of the layer for `x` [T, in]. All matrices
-    have x's dtype.
+    """Adds the adapters' deltas to `out` [T, columns], which is the output of a linear layer for
+    `x` [T, in]. All matrices have x's dtype.
 
     parts        [adapters, parts, 5] int64: part_fields or NO_PART; adapters may be strided
     rank_max     largest rank of a part

@@ -12,7 +12,7 @@ from tandem_kernels.triton.attention_loop import product
 
 _ROWS = 16  # minimum rows of a tile, required by tensor cores
 _MANY_ROWS = 64
-_INPUTS_MIN, _INPUTS_MAX = 32, 64  # inputs of a tile, in which each column has one scale
+_INPUTS_MIN, _INPUTS_MAX = 32, 64  # limits of a tile's inputs, which all belong to one group
 
 
 def can_multiply(num_in: int, num_groups: int) -> bool:

@@ -1,15 +1,17 @@
 """Prefill attention: causal attention for chunks of several sequences over paged KV, in one launch.
 
-Chunks of any length are concatenated. A program computes ROWS rows of one sequence and one KV head.
-Rows are (query, head of the group) pairs, so a short chunk can fill a tile:
+Chunks of any length are concatenated. A program computes a tile of ROWS rows for one sequence and
+one KV head. A row is a pair of a query and a head of the KV head's group, so a short chunk can fill
+a tile. Row r of a sequence is query r // group size and head r % group size.
 
-    row r of a sequence    query r // group size, head r % group size of the KV head
-    keys                   [ visible to all rows, no mask | up to the last row's, masked ]
-    keys with a window     [ from the first row's window, masked | visible to all rows | masked ]
+The keys of a tile form consecutive ranges. A mask is needed only where some rows do not see a key:
 
-The algorithm is FlashAttention-2 (arXiv:2307.08691). A program finds its sequence by bisection:
-sequence s has the tiles from (first row of s) // ROWS + s on. This is always enough, and at
-most one too many; the program of an extra tile returns immediately.
+    without a window    visible to all rows | then up to the last row's last key, masked
+    with a window       from the first row's window on, masked | visible to all rows | masked
+
+The algorithm is FlashAttention-2 (arXiv:2307.08691). The tiles of sequence s begin with program
+(first row of s) // ROWS + s, and a program finds its sequence by bisection. A sequence gets enough
+programs in this way, and at most one too many, which returns immediately.
 """
 
 from collections.abc import Mapping
@@ -43,8 +45,8 @@ def prefill_attention(
     must be in the pool.
 
     queries       [T, heads, D], bfloat16, float16 or float32; heads may be strided
-    layer_kv      [num_blocks, KV heads, 2, block size, D]: KvPool.layer's numbers
-    scales        [num_blocks, KV heads, 2, block size] float16: KvPool.layer's; None: not quantized
+    layer_kv      [num_blocks, KV heads, 2, block size, D]: `numbers` of KvPool.layer
+    scales        [num_blocks, KV heads, 2, block size] float16: of KvPool.layer; None: unquantized
     block_tables  [S, M] int32
     context_lens  [S] int32: tokens of prefix and chunk
     query_starts  [S + 1] int32: sequence s has the rows query_starts[s] to query_starts[s + 1],
@@ -70,7 +72,8 @@ def prefill_attention(
     _attend_chunks[grid](
         queries,
         layer_kv,
-        layer_kv if scales is None else scales,  # The kernel needs a pointer; it is not read.
+        # without scales, a pointer that the kernel does not read
+        layer_kv if scales is None else scales,
         block_tables,
         context_lens,
         query_starts,
@@ -217,7 +220,8 @@ def _attend_chunks(
 
 @triton.jit
 def tile_of(program, query_starts, num_seqs, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr):
-    """Returns (sequence, its first query, its number of queries, the tile's first row).
+    """Returns (sequence, its first query, its number of queries, the tile's first row) for a
+    program.
 
     A negative row means that the program has no tile.
     """

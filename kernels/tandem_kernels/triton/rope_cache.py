@@ -38,8 +38,8 @@ def rotate_and_store(
     qkv       [T, (heads + 2 KV heads) * D]: q, k, v side by side
     angles    cosines and sines of rope.rotary_angles, each [T, 1, D / 2] fp32
     slots     [T] int32 or int64: block id * block size + offset; negative: the token is not stored
-    layer_kv  [num_blocks, KV heads, 2, block size, D]: KvPool.layer's numbers
-    scales    [num_blocks, KV heads, 2, block size] float16: KvPool.layer's; None: not quantized
+    layer_kv  [num_blocks, KV heads, 2, block size, D]: `numbers` of KvPool.layer
+    scales    [num_blocks, KV heads, 2, block size] float16: of KvPool.layer; None: unquantized
     fixed_scales    [2] float16: static scales of K and V; None: each row has its own
     q_norm, k_norm  [D]: weights of an RMS norm of each head before the rotation, with `eps`
     """
@@ -160,8 +160,8 @@ def _rotate_and_store(
 
 @triton.jit
 def _apply_norm_weights(x, q_norm, k_norm, queries, is_query, pairs, is_pair):
-    """Multiplies with the norm weights of queries or keys. It rounds before and after, as the torch
-    reference does."""
+    """Multiplies x with the norm weights of queries or keys. The result is rounded before and
+    after, as in the torch reference."""
     dtype: tl.constexpr = queries.dtype.element_ty
     query_weights = tl.load(q_norm + pairs, mask=is_pair, other=0.0).to(tl.float32)
     key_weights = tl.load(k_norm + pairs, mask=is_pair, other=0.0).to(tl.float32)

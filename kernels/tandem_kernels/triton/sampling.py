@@ -1,15 +1,16 @@
 """Samples tokens as tandem_kernels/sampling.py does, on the device and without sorting the
 vocabulary.
 
-A uniform number of philox.uniform selects a token in the cumulative probability of the tokens,
-ordered by logit and truncated by min_p, top_k and top_p. Top_k, top_p and the selection itself each
-need one threshold: the largest logit for which the tokens from it up have a count (top_k) or a
-total weight (top_p, selection) above a target. A program computes them for one row:
+A uniform number of philox.uniform selects a token by the cumulative probability of the tokens,
+which are ordered by logit and truncated by min_p, top_k and top_p. Top_k, top_p and the selection
+itself each need one threshold. It is the largest logit for which the tokens with this logit or a
+larger one exceed a target: by their number for top_k, by their total weight for top_p and the
+selection. A program computes the thresholds of one row:
 
     1  One pass finds the largest logit. Greedy rows end here.
-    2  One pass computes count and weight of the tokens above each of 8 levels.
-    3  For each threshold, one pass lists the tokens between the two adjacent levels, which are
-       usually few; a search over the bits of the logit follows among the listed tokens.
+    2  One pass computes count and weight of the tokens above each of 8 levels, which are logits.
+    3  For each threshold, one pass lists the tokens between the two levels around it, which are
+       usually few. A search over the bits of the logit follows among the listed tokens.
 
 Weights are summed as integers in units of 2^-40 of the most likely token's weight. Sums are exact,
 so the order of additions, the tile size and the batch do not change a token. The result differs
@@ -32,7 +33,7 @@ _UNIT = tl.constexpr(float(1 << 40))
 _LEVELS = tl.constexpr(8)
 _DEEPEST = tl.constexpr(28.0)  # -log of a weight that rounds to 0
 _TILE = 4096
-_LEVELS_TILE = 1024  # smaller, because each token is compared with each level
+_LEVELS_TILE = 1024  # smaller than _TILE, because each token is compared with each level
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
@@ -42,7 +43,7 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def launch(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Samples as `sample` does without synchronization; the ids stay on the device."""
+    """Samples as `sample` does, but does not wait for the device. The ids stay on the device."""
     num_rows, vocab = logits.shape
     assert num_rows == len(draws)
     assert logits.dtype == torch.float32
@@ -81,7 +82,7 @@ def _packed(draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """Returns the low 64 bits as a signed integer."""
+    """Returns the low 64 bits of a number as a signed integer."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -185,8 +186,8 @@ def _largest(logits, vocab, TILE: tl.constexpr):
 
 @triton.jit
 def _level_keys(largest, temperature):
-    """Returns the keys of 8 levels in descending order, denser at the top. The last is below all
-    logits."""
+    """Returns the keys of 8 levels in descending order. The levels are denser near the largest
+    logit, and the last key is below the keys of all logits."""
     levels = tl.arange(0, _LEVELS)
     depth = (levels + 1).to(tl.float32) / _LEVELS
     keys = _key(largest - temperature * _DEEPEST * depth * depth)
@@ -195,8 +196,8 @@ def _level_keys(largest, temperature):
 
 @triton.jit
 def _measure_levels(logits, vocab, largest, temperature, min_p, levels, TILE: tl.constexpr):
-    """Returns the counts and total weights of the tokens from each level up, and the count and
-    total weight of the tokens that min_p keeps."""
+    """Returns, for each level, the count and total weight of the tokens at or above it. Also
+    returns the count and total weight of the tokens that min_p keeps."""
     counts = tl.zeros((_LEVELS,), tl.int64)
     masses = tl.zeros((_LEVELS,), tl.int64)
     num_left = tl.zeros((), tl.int64)
@@ -216,11 +217,11 @@ def _measure_levels(logits, vocab, largest, temperature, min_p, levels, TILE: tl
 
 @triton.jit
 def _find(row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr):
-    """Finds the largest key for which the tokens from it up have a count (BY_COUNT) or a total
-    weight above `target`. The target must be below that of all tokens.
+    """Finds the largest key for which the tokens at or above it have a count (BY_COUNT) or a total
+    weight above `target`. The count or total weight of all tokens must be above the target.
 
-    Also returns the count and total weight of the tokens above the key, and the length of the list,
-    which contains all tokens with the key.
+    Also returns the count and total weight of the tokens above the key, and the length of the list.
+    The list contains all tokens with the key.
     """
     _logits, _listed_ids, listed_keys, _vocab, largest, temperature = row_of
     measures = counts if BY_COUNT else masses
@@ -228,15 +229,15 @@ def _find(row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: 
     level = tl.sum((measures <= target).to(tl.int32), 0)
     low = tl.sum(tl.where(indices == level, levels, 0), 0)
     high = tl.sum(tl.where(indices == level - 1, levels, 0), 0).to(tl.int64)
-    high = tl.where(level == 0, 1 << 31, high)  # exclusive
+    high = tl.where(level == 0, 1 << 31, high)  # upper bound of the listed keys, exclusive
     above = tl.sum(tl.where(indices == level - 1, counts, 0), 0)
     mass_above = tl.sum(tl.where(indices == level - 1, masses, 0), 0)
 
     num_listed = _list_keys(row_of, low, high, TILE)
 
-    # Finds two bits per iteration, from the top: of four candidate keys it takes the largest with
-    # enough tokens from it up.
-    found = tl.zeros((), tl.int64)  # the key + 2^31
+    # Finds two bits per iteration, from the top. Of four candidate keys, it takes the largest one
+    # for which the tokens at or above it exceed the target.
+    found = tl.zeros((), tl.int64)  # the key found so far, plus 2^31
     for turn in range(16):
         step = tl.full((), 1, tl.int64) << (30 - 2 * turn)
         first, second, third = found + step, found + 2 * step, found + 3 * step
@@ -272,8 +273,8 @@ def _find(row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: 
 
 @triton.jit
 def _list_keys(row_of, low, high, TILE: tl.constexpr):
-    """Writes the tokens with keys from `low` to before `high` to the list, and returns their
-    number."""
+    """Writes the tokens with keys from `low` up to but not including `high` to the list. Returns
+    the number of these tokens."""
     logits, listed_ids, listed_keys, vocab, _largest, _temperature = row_of
     num_listed = 0
     tl.debug_barrier()  # waits until all threads have read the previous list

@@ -1,8 +1,9 @@
 """Tunes kernels' tile sizes, once for each device and class of shapes.
 
 Triton's autotuner measures the configs and stores results in its cache folder (TRITON_CACHE_DIR).
-Its cache key has the GPU architecture but not the model, so each tuned kernel has the argument
-DEVICE with the model's name. The interpreter measures nothing and uses the first config.
+The autotuner's cache key has the GPU's architecture but not its model, so each tuned kernel has an
+argument DEVICE with the name of the GPU model. The interpreter measures nothing and uses the first
+config.
 
 Triton also recompiles a kernel if an integer argument becomes 1 or a multiple of 16, or if the
 alignment of an address changes, which would delay a step by seconds. Arguments that change from
@@ -26,7 +27,7 @@ def tuned(
     """Returns a decorator that tunes a jitted kernel. `key` has the names of the arguments that
     define a class of shapes.
 
-    `fits` selects the configs that are tried for given arguments; if it selects none, the first
+    `fits` selects the configs that are tried for given arguments. If it selects none, the first
     config is used. Tuning runs a kernel many times, so the kernel must not read its own output.
     """
 

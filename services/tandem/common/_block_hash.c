@@ -3,9 +3,9 @@
  *     chain(root, token_ids, block_size, key) -> list of 16-byte hashes, one for each full block
  *
  * Keyed BLAKE2b with a digest of 16 bytes (RFC 7693) over parent || token ids as little-endian
- * uint32. The key's own block comes first in every hash and is always the same: it is compressed
- * once, so a block of up to 28 tokens costs one compression instead of two. The GIL is let go
- * while hashing.
+ * uint32. Every hash begins with a block that contains the key. This block is always the same and
+ * is compressed only once, so a KV block of up to 28 tokens costs one compression instead of two.
+ * The GIL is released during hashing.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -92,7 +92,7 @@ static void compress(State *state, const uint8_t block[BLOCK_BYTES], uint64_t nu
         state->h[i] ^= v[i] ^ v[i + 8];
 }
 
-/* The state after the key's block. */
+/* The state after the block that contains the key. */
 static void keyed(State *state, const uint8_t *key, size_t key_bytes)
 {
     uint8_t block[BLOCK_BYTES] = {0};
@@ -117,7 +117,7 @@ static void finish(State state, const uint8_t *message, size_t num_bytes, uint8_
         digest[i] = (uint8_t)(state.h[i / 8] >> (8 * (i % 8)));
 }
 
-/* token ids -> their bytes; -1 with an exception set when one is no uint32. */
+/* Writes token ids as bytes. Returns -1 and sets an exception if a token id is no uint32. */
 static int pack_tokens(PyObject *tokens, Py_ssize_t count, uint8_t *packed)
 {
     for (Py_ssize_t i = 0; i < count; i++) {

@@ -1,18 +1,18 @@
 """A LoRA adapter in messages between processes: plain data that is encoded by msgspec.
 
-The *digest* identifies the adapter's content; the name is used by clients. Block hashes, and
-everything else that must never confuse two adapters, use the digest, because a name may later refer
-to other files.
+Clients use the adapter's name. The *digest* identifies the content of the adapter's files. Block
+hashes, and everything else that must never confuse two adapters, use the digest, because a name may
+later refer to other files.
 """
 
 import msgspec
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    name: str  # `model` of requests in the API
-    digest: str  # of its files with their ranks and scales, in hex
-    path: str  # folder on the workers
-    rank: int  # largest rank of its modules
+    name: str  # name in the API: the `model` of requests
+    digest: str  # hash of the adapter's files, ranks and scales, in hex
+    path: str  # folder with the adapter's files on the workers
+    rank: int  # largest rank of the adapter's modules
     # Seconds since 1970. If two adapters have the same name, the later one is used.
     added_at: float = 0.0
 

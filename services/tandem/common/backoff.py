@@ -9,7 +9,8 @@ def doubling(first_s: float, longest_s: float) -> wait_base:
 
 
 def doubling_at_random(first_s: float, longest_s: float) -> wait_base:
-    """Randomizes half of each delay, so that clients that failed together do not retry together."""
+    """Returns a rule of doubling delays. Half of each delay is random, so that clients that failed
+    together do not retry together."""
     half_s = first_s / 2
     longest_half_s = longest_s / 2
     return wait_exponential(half_s, longest_half_s) + wait_random_exponential(
@@ -18,14 +19,14 @@ def doubling_at_random(first_s: float, longest_s: float) -> wait_base:
 
 
 class Backoff:
-    """The delays of one loop, by one of the rules above."""
+    """The delays of one retry loop, by the rule `wait`."""
 
     def __init__(self, wait: wait_base) -> None:
         self._wait = wait
         self._state = RetryCallState(Retrying(), None, (), {})
 
     def reset(self) -> None:
-        """Resets the next delay to the first one."""
+        """Starts again with the first delay."""
         self._state.attempt_number = 1
 
     def next_s(self) -> float:

@@ -1,11 +1,13 @@
 """The chained hash that identifies a KV block by everything its contents depend on.
 
-A block's hash covers its tokens and, through its parent, all tokens before it. The chain's root
-covers everything else that determines its numbers (model, dtypes, block size) and the tenant's
-salt. Two workers with the same hash have the same KV. The hash is stable across processes, runs and
-machines.
+A block's hash covers the block's tokens and the hash of its parent, the block before it. So it
+covers all tokens before the block too. The parent of a prompt's first block is the *root* of the
+chain of block hashes. The root covers everything else that determines the KV (model, dtypes, block
+size) and the tenant's salt. Two blocks with the same hash have the same KV on any worker. The hash
+is stable across processes, runs and machines.
+
 _block_hash.c hashes whole prompts (128K tokens in 2.7 ms, mostly without the GIL). If it could not
-be compiled, hashlib does it, seven times slower.
+be compiled, hashlib computes the hashes, seven times slower.
 """
 
 import hmac
@@ -39,9 +41,8 @@ def chain_root(
     adapter: str = "",
     cache_salt: bytes = b"",
 ) -> bytes:
-    """Returns the parent of every first block: 16 bytes over the common properties of a chain's
-    blocks.
-    """
+    """Returns the root of chains of block hashes, which is the parent of every first block: 16
+    bytes over the properties that all blocks of a chain have in common."""
     fields = (model_fingerprint, compute_dtype, numerics, kv_dtype, str(block_size), adapter)
     digest = blake2b(digest_size=HASH_BYTES, key=_KEY)
     for field in (*(f.encode() for f in fields), cache_salt):
@@ -51,7 +52,7 @@ def chain_root(
 
 
 class Chain(NamedTuple):
-    """The root and the block size for the block hashes of a prompt."""
+    """The root and the block size of a prompt's chain of block hashes."""
 
     root: bytes
     block_size: int

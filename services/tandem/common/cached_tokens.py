@@ -6,23 +6,25 @@ import msgspec
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
-    """Counts of a prompt's first tokens. The parts follow each other in the prompt, in this
-    order: first the tiers of the worker, the fastest first, then other workers. The messages of the
-    same name in proto/ have the same fields under numbers of their own.
+    """Numbers of a prompt's first tokens by the location of their KV.
+
+    The fields are in the order of the tokens in the prompt: tokens in `device` come first, then
+    those in `host`, and so on: the tiers of the worker by speed, then other workers. The messages
+    of the same name in proto/ have the same fields under numbers of their own.
     """
 
-    device: int = 0  # in the KV pool of a worker that serves the request
-    host: int = 0  # in that worker's host memory
-    disk: int = 0  # on its disk
-    store: int = 0  # in the object store that all workers share
-    peer: int = 0  # in another worker's pool, from which they were pulled
+    device: int = 0  # tokens in the KV pool of a worker that serves the request
+    host: int = 0  # tokens in that worker's host memory
+    disk: int = 0  # tokens on that worker's disk
+    store: int = 0  # tokens in the object store that all workers share
+    peer: int = 0  # tokens pulled from another worker's pool
 
     @property
     def total(self) -> int:
         return sum(msgspec.structs.astuple(self))
 
     def first(self, num_tokens: int) -> CachedTokens:
-        """Returns the counts of the first `num_tokens` tokens only."""
+        """Returns the counts for only the first `num_tokens` tokens of the prompt."""
         parts = []
         left = num_tokens
         for part in msgspec.structs.astuple(self):
@@ -31,9 +33,9 @@ class CachedTokens(msgspec.Struct, frozen=True):
         return CachedTokens(*parts)
 
     def then(self, other: CachedTokens) -> CachedTokens:
-        """Returns these counts plus those of `other` for the tokens after them.
+        """Returns these counts, and those of `other` for the tokens that follow.
 
-        The total is the larger one of both.
+        The total is the larger of the two totals.
         """
         return self + (other - other.first(self.total))
 

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from tandem.common.config.engine import EngineOptions
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Bits per number of K and of V. With fewer than 16 bits, each token has one scale per head beside
-# its numbers.
+# Bits per number of K and of V. With fewer than 16 bits, each token also has one scale per head for
+# K and one for V.
 KV_BITS = {
     "bfloat16": (16, 16),
     "float16": (16, 16),
@@ -20,12 +20,14 @@ KV_BITS = {
     "int4": (4.5, 4),  # a quarter of a key's numbers have 6 bits (tandem_kernels.kv_int4_keys)
 }
 _SCALE_BYTES = 2  # size of a float16 scale
-_PART_MULTIPLE = 64  # a part with scales is padded to this multiple, a cache line
+# K and V with scales are padded to a multiple of this, the bytes of a cache line
+_PART_MULTIPLE = 64
 _BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 has two such flags, arm64 one
 
 
 class RotatedKey(NamedTuple):
-    """The last part of a quantized row of latent attention, which is not quantized."""
+    """The rotated key in a quantized row of latent attention. It follows the latent and is not
+    quantized."""
 
     dim: int
     dtype: str  # a key of DTYPE_BYTES
@@ -34,7 +36,7 @@ class RotatedKey(NamedTuple):
 def compute_dtype(config: EngineOptions, *, has_bfloat16: bool) -> str:
     """Returns the dtype of computation, a key of DTYPE_BYTES.
 
-    `has_bfloat16`: the hardware has bfloat16 multiplication.
+    `has_bfloat16` is True if the hardware multiplies bfloat16.
     """
     if config.numerics == "invariant":
         return "float32"
@@ -63,7 +65,7 @@ def is_quantized(kv_dtype: str) -> bool:
 def kv_row_bytes(
     kv_dtype: str, head_dim: int, has_values: bool = True, rotated: RotatedKey | None = None
 ) -> tuple[int, int]:
-    """Returns the bytes of a token's K and of its V in one layer of one head, without scales.
+    """Returns the bytes of a token's K and of its V for one head in one layer, without scales.
 
     For quantized latents these are the bytes of the latent and of the rotated key.
     """
@@ -81,9 +83,9 @@ def kv_part_bytes(
     has_values: bool = True,
     rotated: RotatedKey | None = None,
 ) -> int:
-    """Returns the bytes of K and V of one layer of one head in a block.
+    """Returns the bytes of K and V of one head in one layer of a block, scales included.
 
-    block_layout.py has their order.
+    block_layout.py describes the order of these bytes.
     """
     num_bytes = block_size * sum(kv_row_bytes(kv_dtype, head_dim, has_values, rotated))
     if not is_quantized(kv_dtype):

@@ -9,9 +9,11 @@ import msgspec
 
 from tandem.common.cached_tokens import CachedTokens
 
-# Upper bounds of the tokens per step, as in vLLM; the last bucket has none.
+# Upper bounds of the buckets for tokens per step, as in vLLM. One more bucket follows without a
+# bound.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# Upper bounds for pulls over NIXL: seconds, seconds, bytes and blocks.
+# Upper bounds of the buckets for pulls over NIXL: their seconds, the seconds to start their reads,
+# their bytes and their blocks.
 PULL_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 POST_S = (0.001, *PULL_S)
 PULL_BYTES = tuple(2**exponent for exponent in range(11, 34, 2))
@@ -22,22 +24,23 @@ class Observed(msgspec.Struct, frozen=True, array_like=True):
     """A histogram: the sum of the observations and the number in each bucket."""
 
     total: float = 0.0
-    buckets: tuple[int, ...] = ()  # one for each bound and one above the last; empty without bounds
+    # one for each bound and one above the last bound; empty by default
+    buckets: tuple[int, ...] = ()
 
 
 class NixlCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Monotonic counts of pulls over NIXL. The producer counts `num_expired`, the consumer the
-    rest.
-    """
+    """Counts of pulls over NIXL, which only grow. The producer counts `num_expired`, and the
+    consumer counts everything else."""
 
     seconds: Observed = Observed()  # durations of whole pulls, in the buckets of PULL_S
-    # time spent in NIXL's start of the reads, in the buckets of POST_S
+    # durations of the start of the reads by NIXL, in the buckets of POST_S
     post_s: Observed = Observed()
-    num_bytes: Observed = Observed()  # in PULL_BYTES
-    num_blocks: Observed = Observed()  # in PULL_BLOCKS
-    num_failed: int = 0  # failed pulls, without cancelled ones
-    num_unconfirmed: int = 0  # leases for which `release` was sent and not confirmed
-    num_expired: int = 0  # leases that ended without a release after their KV was complete
+    num_bytes: Observed = Observed()  # bytes of each pull, in the buckets of PULL_BYTES
+    num_blocks: Observed = Observed()  # blocks of each pull, in the buckets of PULL_BLOCKS
+    num_failed: int = 0  # number of failed pulls, without cancelled pulls
+    num_unconfirmed: int = 0  # number of leases for which `release` was sent and not confirmed
+    # number of leases that ended without a release after their KV was complete
+    num_expired: int = 0
 
 
 class EngineCounts(msgspec.Struct, frozen=True):
@@ -45,10 +48,11 @@ class EngineCounts(msgspec.Struct, frozen=True):
 
     num_preemptions: int = 0
     prompt_tokens: int = 0
-    cached_here: int = 0  # prompt tokens whose KV was in the worker's pool
-    cached_elsewhere: int = 0  # prompt tokens whose KV a tier or a peer had
-    step_tokens: int = 0  # total of all steps
-    steps: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)  # number of steps, by their tokens
+    cached_here: int = 0  # number of prompt tokens whose KV was in the worker's pool
+    cached_elsewhere: int = 0  # number of prompt tokens whose KV a tier or a peer had
+    step_tokens: int = 0  # total number of tokens in all steps
+    # number of steps in each bucket of STEP_TOKENS
+    steps: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
     nixl: NixlCounts = NixlCounts()
 
 
@@ -68,7 +72,7 @@ class _Histogram:
 
 
 class NixlTally:
-    """Counts of pulls over NIXL for a worker's record."""
+    """Counts pulls over NIXL for a worker's record."""
 
     def __init__(self) -> None:
         self._seconds = _Histogram(PULL_S)
@@ -107,7 +111,7 @@ class NixlTally:
 
 
 class EngineTally:
-    """Counts for a worker's record."""
+    """Counts the work of an engine for a worker's record."""
 
     def __init__(self) -> None:
         self._num_preemptions = 0

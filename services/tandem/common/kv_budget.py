@@ -1,11 +1,14 @@
 """The KV budget of one sequence, as requested: plain data that is encoded by msgspec.
 
-With `heavy_hitters` a sequence keeps the blocks that received the most attention
+With the policy `heavy_hitters` a sequence keeps the blocks that received the most attention
 (engine/cache/heavy_hitters.py). With `sinks_window` the token at position i sees the keys at
 positions j with
+
     j < sinks  or  i - (tokens - sinks) < j <= i
-so at most `tokens` of them, its own included. The mask does not depend on chunks, blocks, workers
-or migrations. Layers with their own sliding window use that instead.
+
+So a token sees at most `tokens` keys, including its own. Which keys it sees does not depend on
+chunks, blocks, workers or migrations. Layers that have their own sliding window use that window
+instead.
 """
 
 from typing import NamedTuple
@@ -23,13 +26,13 @@ BUDGET_TOKENS_MAX = 2**31 - 1
 class VisibleKeys(NamedTuple):
     """The keys that each token sees."""
 
-    num_first: int  # first keys of the context
-    num_last: int  # last keys, including the token's own
+    num_first: int  # number of first keys of the context
+    num_last: int  # number of last keys, including the token's own
 
 
 class KvBudget(msgspec.Struct, frozen=True):
     tokens: int  # largest number of keys that a token sees
-    sinks: int = SINKS_DEFAULT  # first tokens, which all tokens see
+    sinks: int = SINKS_DEFAULT  # number of first tokens, which all tokens see
     policy: str = SINKS_WINDOW
 
     @property
@@ -43,7 +46,7 @@ class KvBudget(msgspec.Struct, frozen=True):
 
 
 def check_budget(budget: KvBudget) -> None:
-    """Raises BadRequest for an invalid budget; the message says what is allowed."""
+    """Raises BadRequest for an invalid budget. The message says which values are allowed."""
     if wrong := _what_is_wrong(budget):
         raise BadRequest(f"kv_budget is not valid: its {wrong}", param="kv_budget")
 

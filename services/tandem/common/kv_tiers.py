@@ -1,4 +1,4 @@
-"""The KV tiers, the fastest first: places for copies of blocks below a worker's KV pool."""
+"""The KV tiers, the fastest first. A tier stores copies of blocks outside a worker's KV pool."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ STORE = "store"
 
 @dataclass(frozen=True, slots=True)
 class KvTier:
-    name: str  # in metrics, in the prefix tree, and in the usage of requests
-    option: str  # field of EngineOptions; the tier is on if it is set
-    bytes_per_s: float  # assumed speed of a load, until loads were measured
-    # True: all workers write to it, so it has no size of its own, and a block that another worker
-    # deleted is no damage.
+    name: str  # name in metrics, in the prefix tree, and in the usage of requests
+    option: str  # field of EngineOptions; the tier is used if this field is set
+    bytes_per_s: float  # assumed speed of loads until the first load was measured
+    # True: all workers write to the tier. It has no size of its own, and a block that is missing
+    # because another worker deleted it is not damaged.
     is_shared: bool = False
-    is_sealed: bool = True  # True: --kv-key-file encrypts its blocks
+    is_sealed: bool = True  # True: --kv-key-file encrypts the tier's blocks
 
 
 KV_TIERS = (

@@ -33,7 +33,7 @@ from tandem.errors import ConfigError
 T = TypeVar("T")
 
 _OPTIONS = Group("Options", sort_key=0)
-# keyed by class, because collecting them takes 10 ms
+# The arguments of each class. They are kept, because collecting them takes 10 ms.
 _arguments: dict[type[Any], tuple[Argument, ...]] = {}
 
 
@@ -44,10 +44,10 @@ class Bounds:
     least: float | None = None
     above: float | None = None
     most: float | None = None
-    pattern: str | None = None  # must match the whole text
+    pattern: str | None = None  # a regular expression that must match the whole text
 
     def fault(self, value: Any) -> str:
-        """Returns the condition that the value violates; "" if it violates none."""
+        """Returns the condition that the value violates; "" if it violates no condition."""
         # comparisons are written so that NaN fails
         if self.least is not None and not value >= self.least:
             return f"be at least {self.least}"
@@ -61,12 +61,14 @@ class Bounds:
 
 
 def option_name(field_name: str) -> str:
-    """Returns the name of a field's option, without the unit, which is in the help text."""
+    """Returns the name of a field's option. The name leaves out the unit, which is in the help
+    text."""
     return field_name.removesuffix("_s").replace("_", "-")
 
 
 def by_comma(metavar: str, convert: Callable[[str], Any]) -> Parameter:
-    """Returns the parameter of a comma-separated list; `convert` returns a tuple or a mapping."""
+    """Returns the parameter of an option with a comma-separated list. `convert` makes a tuple or a
+    mapping from the text."""
 
     def converter(_: object, tokens: Sequence[Token]) -> Any:
         return convert(tokens[-1].value)
@@ -120,11 +122,12 @@ class Options:
         self.check_together()
 
     def check_together(self) -> None:
-        """Raises ConfigError if values that are valid alone cannot be combined."""
+        """Raises ConfigError if values cannot be combined that are valid separately."""
 
 
 def read(made: type[T], program: str, argv: Sequence[str] | None = None) -> T:
-    """Returns the settings of a command line. A wrong one ends the process: one line, status 2."""
+    """Returns the settings of a command line. A wrong command line ends the process with status 2
+    and one line on stderr."""
     try:
         return parse(made, program, sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
@@ -146,12 +149,13 @@ def parse(made: type[T], program: str, argv: Sequence[str]) -> T:
 
 
 def extended(settings: Options, made: type[T], **more: object) -> T:
-    """Returns an object of a subclass with the values of `settings` and `more`."""
+    """Returns an object of the subclass `made` with the values of `settings` and of `more`."""
     return made(**{f.name: getattr(settings, f.name) for f in fields(settings)} | more)
 
 
 def to_argv(settings: Options) -> list[str]:
-    """Returns a command line for equal settings. Options at their defaults are left out."""
+    """Returns a command line that results in equal settings. Options at their defaults are left
+    out."""
     line: list[str] = []
     for argument in arguments(type(settings)):
         value = reduce(getattr, argument.keys, settings)
@@ -173,7 +177,8 @@ def to_text(value: Any) -> str:
 
 
 def make_app(made: type[Any], program: str = "") -> App:
-    """Returns the command line of the settings. The docstring of the class is its description."""
+    """Returns the cyclopts app that reads a class's settings. The docstring of the class is its
+    description."""
 
     def collect(settings: Any) -> Any:
         return settings or made()
@@ -188,7 +193,7 @@ def make_app(made: type[Any], program: str = "") -> App:
         help_format="plaintext",
         version_flags=(),
         group_parameters=_OPTIONS,
-        # The last of repeated options is used, as on most command lines.
+        # If an option is repeated, its last value is used, as on most command lines.
         default_parameter=Parameter(name_transform=option_name, allow_repeating=True),
     )
     app.default(collect)
@@ -197,7 +202,7 @@ def make_app(made: type[Any], program: str = "") -> App:
 
 
 def arguments(made: type[Any]) -> tuple[Argument, ...]:
-    """Returns all settings of a class, nested ones included. `parse` is False for constants."""
+    """Returns all settings of a class, including nested ones. Constants have `parse` False."""
     if made not in _arguments:
         found = make_app(made).assemble_argument_collection(parse_docstring=False)
         _arguments[made] = tuple(a for a in found if a.name != "*")
@@ -239,8 +244,7 @@ def one_line(error: CycloptsError) -> str:
 
 
 def _shown_name(argument: Argument) -> str:
-    """Returns the name as in the usage line, where an argument may be written without its
-    option.
-    """
+    """Returns the name as the usage line shows it. An argument may be written there without its
+    option."""
     is_positional = argument.index is not None
     return argument.name.lstrip("-").upper() if is_positional else argument.name

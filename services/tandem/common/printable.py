@@ -1,4 +1,4 @@
-"""Makes untrusted text safe to show in a log line, on a terminal or in a table. Pure.
+"""Makes untrusted text safe to show in a log line, on a terminal or in a table. Does no I/O.
 
 Some characters end a line, move a terminal's cursor, change its title or reorder the text beside
 them: control characters (C0 and C1), U+2028 and U+2029, bidi overrides and other invisible

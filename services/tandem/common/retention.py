@@ -10,22 +10,27 @@ PRIORITY_MIN, PRIORITY_DEFAULT, PRIORITY_MAX = 0, 35, 100
 
 
 class Retention(msgspec.Struct, frozen=True):
-    """A request's retention of its KV. By default, it is cached as long as there is room."""
+    """How long a request's KV is retained. By default, the KV is cached as long as there is
+    room."""
 
-    # the prompt is likely to be sent again, so tiers copy it at its first use
+    # True: the prompt is likely to be sent again, so tiers copy its KV at the first use.
     returns: bool = False
-    pin_s: float = 0.0  # time after the end for which its blocks are evicted last; 0: none
-    # weight of its tenant, which determines the tenant's part of the pinnable blocks
+    # seconds after the request's end for which its blocks are evicted last; 0: none
+    pin_s: float = 0.0
+    # The weight of the request's tenant. It determines the tenant's share of the blocks that can be
+    # pinned.
     weight: int = WEIGHT_DEFAULT
-    num_tokens: int = 0  # number of the prompt's first tokens to pin; 0: all, and the answer
-    priority: int = PRIORITY_DEFAULT  # priority of its blocks in tiers with the policy `priority`
+    # number of the prompt's first tokens to pin; 0: the whole prompt and its answer
+    num_tokens: int = 0
+    # priority of the request's blocks in tiers with the policy `priority`
+    priority: int = PRIORITY_DEFAULT
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """The result of a request to pin a chain of blocks."""
+    """The result of a request to pin the blocks of a chain of block hashes."""
 
-    num_blocks: int  # first blocks of the chain that are pinned now
-    reason: str = ""  # reason why no more are pinned; empty if all are
+    num_blocks: int  # number of leading blocks of the chain that are pinned now
+    reason: str = ""  # why no further blocks are pinned; empty if all are pinned
 
 
 NO_RETENTION = Retention()

@@ -1,9 +1,9 @@
 """How the completions of a request are drawn, in one type from the API to the sampler.
 
-    API body        ->  SamplingParams, as the client sent them, checked here
-    router, LLM     ->  `resolved`: with a seed, a limit, end tokens and the ids of bad words
-    worker.proto    ->  the same, by field name (net/rpc/convert.py)
-    engine          ->  SequenceSpec.sampling: check_spec, scheduler, logit_edits, sampler
+    API body        SamplingParams have the values of the client and are checked here.
+    router, LLM     `resolved` adds a seed, a limit, end tokens and the ids of bad words.
+    worker.proto    The message has the same values, by field name (net/rpc/convert.py).
+    engine          SequenceSpec.sampling is used by check_spec, scheduler, logit_edits and sampler.
 
 services/README.md has the steps to add a field.
 """
@@ -17,7 +17,7 @@ from msgspec.structs import asdict, replace
 from tandem.common.printable import shorten
 from tandem.errors import BadRequest
 
-CHOICES_MAX = 128  # sequences of one body; a worker's queue holds 256 by default
+CHOICES_MAX = 128  # largest number of sequences of one body; a worker's queue holds 256 by default
 BEAMS_MAX = 16
 LOGPROBS_MAX = 20
 STOP_STRINGS_MAX = 4
@@ -29,7 +29,7 @@ BIASES_MAX = 1024
 BAD_WORDS_MAX = 128
 BAD_WORD_CHARACTERS_MAX = 128
 _INT32_MAX = 2**31 - 1
-# Below it, dividing logits by the temperature overflows float32; vLLM uses the same bound.
+# Below this temperature, dividing logits by it overflows float32. vLLM uses the same bound.
 _TEMPERATURE_MIN = 0.01
 
 # The allowed values, as error messages and the OpenAPI schema state them.
@@ -64,11 +64,11 @@ ALLOWED = {
     "truncate_prompt_tokens": "an integer of at least 1, or -1 (what the context leaves)",
 }
 _Real = (float, int)
-# Type, least and largest value of each number.
+# For each number: its type, its least value and its largest value.
 _NUMBERS: dict[str, tuple[Any, float, float]] = {
     "n": (int, 1, CHOICES_MAX),
     "temperature": (_Real, 0.0, 2.0),
-    "top_p": (_Real, math.ulp(0.0), 1.0),  # from the smallest number over 0
+    "top_p": (_Real, math.ulp(0.0), 1.0),  # the lower bound is the smallest number above 0
     "top_k": (int, -1, _INT32_MAX),
     "min_p": (_Real, 0.0, 1.0),
     "seed": (int, -(2**63), 2**64 - 1),
@@ -109,34 +109,36 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    seed: int | None = None  # None: a random one
+    seed: int | None = None  # None: a random seed
     max_tokens: int | None = 16  # None: as many as the context and the KV pool leave
-    min_tokens: int = 0  # completion tokens before a stop token may come
+    min_tokens: int = 0  # number of completion tokens before a stop token may come
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
-    presence_penalty: float = 0.0  # for tokens in the completion
-    frequency_penalty: float = 0.0  # for each occurrence in the completion
-    repetition_penalty: float = 1.0  # for tokens in the prompt or the completion
-    logit_bias: dict[int, float] | None = None  # by token id
+    presence_penalty: float = 0.0  # penalty of tokens that are in the completion
+    frequency_penalty: float = 0.0  # penalty for each occurrence of a token in the completion
+    repetition_penalty: float = 1.0  # penalty of tokens that are in the prompt or the completion
+    logit_bias: dict[int, float] | None = None  # bias of tokens, by token id
     bad_words: list[str] | None = None
-    logprobs: int | None = None  # most likely tokens with each token; None: no log probabilities
-    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    # number of most likely tokens to report per token; None: no log probabilities
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same as `logprobs`, for the tokens of the prompt
     structured_outputs: StructuredOutputsParams | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    # number of last prompt tokens to keep; -1: as many as fit
+    # Number of last prompt tokens to keep; -1: as many as fit.
     truncate_prompt_tokens: int | None = None
-    # `resolved` sets these. The bounds of a client's values no longer apply.
+    # `resolved` sets the following fields. The bounds of a client's values no longer apply then.
     is_resolved: bool = False
-    bad_words_token_ids: list[list[int]] = []  # runs of tokens that no completion has
+    bad_words_token_ids: list[list[int]] = []  # sequences of tokens that no completion may contain
 
     def __post_init__(self) -> None:
         if not self.is_resolved:
             _check(self)
 
     def resolved(self, **values: Any) -> Self:
-        """Returns the parameters as an engine takes them, with these values."""
+        """Returns the parameters in the form that an engine expects, with `values` for some
+        fields."""
         temperature = max(self.temperature, _TEMPERATURE_MIN) if self.temperature else 0.0
         return replace(
             self,
@@ -152,7 +154,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 def refusal_of(name: str, allowed: str, given: object = None, *, why: str = "") -> BadRequest:
     """Returns the error for a field whose value is not one of the `allowed` ones.
 
-    Its message shows the given value, or `why`, a description of it.
+    The message shows the given value, or `why`, which describes the value.
     """
     shown = why if given is None else shorten(given)
     shown = f"; it is {shown}" if shown else ""
@@ -174,7 +176,7 @@ def _check(params: SamplingParams) -> None:
             continue
         if not isinstance(number, kind) or number is True or number is False:
             raise _wrong_type(name)
-        if not least <= number <= most:  # NaN is in no range
+        if not least <= number <= most:  # false for NaN, so NaN is refused
             raise _refusal(name, number)
     for name in _SWITCHES:
         if not isinstance(getattr(params, name), bool):
@@ -198,7 +200,7 @@ def _check_texts(name: str, texts: object, num_max: int, characters_max: int) ->
 
 
 def _check_list(name: str, values: object, kind: type, num_max: int) -> list[Any]:
-    """Returns the list, an empty one for None."""
+    """Returns the list; an empty one for None. Raises BadRequest for a wrong type or length."""
     if values is None:
         return []
     if not isinstance(values, list) or any(type(value) is not kind for value in values):

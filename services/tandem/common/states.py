@@ -8,7 +8,8 @@ S = TypeVar("S", bound=Enum)
 
 
 class ForbiddenTransition(AssertionError):
-    """A state machine was moved along a transition that its table does not have, which is a bug."""
+    """A state machine was moved along a transition that its table does not allow, which is a
+    bug."""
 
 
 def transition(state: S, to: S, allowed: Mapping[S, Collection[S]]) -> S:

@@ -1,12 +1,15 @@
-"""A worker's load: one type from the engine that measures it to the router's placement. Pure.
+"""A worker's load, in one type from the engine that measures it to the router's placement. Does no
+I/O.
 
-    engine  --counts of sequences and blocks-->  worker  --its queue's bound, leases and step-->
-        record in Redis (net/store/registry.py), message to routers (net/rpc/convert.py)
-            -->  router: work that was sent since is added (router/workers/known_worker.py)
+    1  The engine counts its sequences and blocks.
+    2  The worker adds the bound of its queue, its leases and its step.
+    3  The load goes to a record in Redis (net/store/registry.py) and in messages to routers
+       (net/rpc/convert.py).
+    4  A router adds the work that it has sent since (router/workers/known_worker.py).
 
-A model without windows has one pool, and a load's totals are that pool's. With windows each KV
-group has its own pool, and the totals are sums. A sum hides a full pool behind a pool with many
-free blocks, so the load then also contains the groups.
+A model without windows has one pool, and `blocks_*` are the counts of this pool. With windows, each
+KV group has its own pool, and `blocks_*` are sums over the pools. A sum hides a full pool behind a
+pool with many free blocks, so the load then also contains the groups.
 """
 
 from __future__ import annotations
@@ -24,41 +27,45 @@ class GroupLoad(msgspec.Struct, frozen=True):
     """The pool of one KV group."""
 
     blocks_total: int
-    blocks_used: int = 0  # referenced by a live sequence
-    # most blocks that one sequence has in it; 0: as many as the sequence is long
+    blocks_used: int = 0  # blocks that a live sequence references
+    # Largest number of blocks that one sequence has in this pool. 0: as many as its tokens need.
     sequence_blocks_max: int = 0
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_seats"}):
-    """A worker's load after a step of its engine. The order of the fields is that of the record."""
+    """A worker's load after a step of its engine. The order of the fields is the order in the
+    record."""
 
-    num_running: int = 0  # sequences in the batch
-    num_waiting: int = 0  # sequences in the queue
-    queue_max: int = 0  # sequences that the queue holds
-    queued_tokens: int = 0  # tokens that wait to be prefilled
-    # until the queued tokens are computed; None: unmeasured or an older worker
+    num_running: int = 0  # number of sequences in the batch
+    num_waiting: int = 0  # number of sequences in the queue
+    queue_max: int = 0  # largest number of sequences in the queue
+    queued_tokens: int = 0  # number of tokens that wait to be prefilled
+    # Seconds until the queued tokens are computed. None: not measured, or an older worker.
     queued_s: float | None = None
     blocks_total: int = 0
-    blocks_used: int = 0  # referenced by a live sequence
-    blocks_cached: int = 0  # unreferenced and reusable
-    blocks_quarantined: int = 0  # reads of peers may still write them
-    num_leases: int = 0  # prefills for other workers; the engine counts those that it has begun
-    num_pulls: int = 0  # sequences that await KV
+    blocks_used: int = 0  # blocks that a live sequence references
+    blocks_cached: int = 0  # blocks that no sequence references and that can be reused
+    blocks_quarantined: int = 0  # blocks into which an unfinished pull may still write
+    # leases for prefills of other workers; the engine counts those that it has begun
+    num_leases: int = 0
+    num_pulls: int = 0  # number of sequences that await KV
     step: int = 0
-    tokens_wasted: int = 0  # unused slots in the blocks of live sequences
-    num_running_slots: int = 0  # sequences that may run or pull at the same time; 0: not reported
-    chunk_tokens: int = 0  # prefill tokens of a step beside decode; 0: not reported
-    groups: tuple[GroupLoad, ...] = ()  # for a model with windows; blocks_* are their sums
+    tokens_wasted: int = 0  # number of unused slots in the blocks of live sequences
+    # largest number of sequences that run or pull at the same time; 0: not reported
+    num_running_slots: int = 0
+    # largest number of prefill tokens in a step beside decode; 0: not reported
+    chunk_tokens: int = 0
+    # the pools of a model with windows; `blocks_*` are their sums
+    groups: tuple[GroupLoad, ...] = ()
 
     def queue_s(self, rates: WorkerRates) -> float:
-        """Returns the seconds until the queued tokens are computed; estimated by `rates` if not
-        reported.
-        """
+        """Returns the seconds until the queued tokens are computed. If the worker does not report
+        them, they are estimated with `rates`."""
         return queue_seconds(rates, self.queued_tokens) if self.queued_s is None else self.queued_s
 
     @property
     def num_requests(self) -> int:
-        """Total number of sequences and leases."""
+        """Total number of sequences and leases of the worker."""
         return self.num_running + self.num_waiting + self.num_pulls + self.num_leases
 
     @property
@@ -70,9 +77,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
     def kv_use(self) -> float:
         """The share of the pool that live sequences reference, 0 to 1.
 
-        With several pools it is that of the layers that see furthest. The other pools have room for
-        all running slots or are as large (engine/cache/layout/kv_groups.py), so this pool is full
-        first.
+        With several pools, this is the pool of the layers with the longest window or none. The
+        other pools have room for all running slots or are as large
+        (engine/cache/layout/kv_groups.py), so this pool is full first.
         """
         pool: WorkerLoad | GroupLoad = self
         if self.groups:
@@ -80,7 +87,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
         return pool.blocks_used / pool.blocks_total if pool.blocks_total else 0.0
 
     def lacking_blocks(self, num_blocks: float, num_sequences: int = 1) -> float:
-        """Returns the number of missing free blocks for new sequences in the fullest pool.
+        """Returns how many more free blocks new sequences need, in the pool that lacks most.
 
         The `num_sequences` sequences have `num_blocks` blocks together. A result of 0 or less means
         that none is missing or no pool is known.
@@ -96,7 +103,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
 
     @property
     def longest_sequence(self) -> int:
-        """The blocks of the longest sequence that fits empty pools; 0 if no bound is known."""
+        """The number of blocks of the longest sequence that fits empty pools; 0 if no bound is
+        known."""
         if not self.groups:
             return self.blocks_total
         return min(
@@ -122,11 +130,11 @@ class TierUse(msgspec.Struct, frozen=True):
     name: str  # the name of one of KV_TIERS
     blocks_total: int
     blocks_held: int
-    blocks_damaged: int = 0  # recently failed to be read
+    blocks_damaged: int = 0  # blocks that recently could not be read
 
 
 def held_shares(workers: Iterable[Iterable[TierUse]]) -> dict[str, float]:
-    """Returns for each tier the used share of its capacity over all workers, 0 to 1.
+    """Returns the used share of each tier's capacity over all workers, 0 to 1, by the tier's name.
 
     A tier that no worker has is left out.
     """

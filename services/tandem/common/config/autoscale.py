@@ -54,19 +54,22 @@ class AutoscaleConfig(Options):
     idle_s: Seconds = 40.0
     """Seconds without a request, after which pools get their smallest size at once. 0: off."""
     history_s: Constant[float] = 600.0  # period of load samples used for forecasts
-    # quantile of ten-second loads to provide for; shorter bursts may queue
+    # Quantile of the loads in ten-second periods for which there should be enough workers. Shorter
+    # bursts may queue.
     load_quantile: Constant[float] = 0.7
-    # quantile of latencies that must be within the service levels
+    # Quantile of the latencies that must be within the service levels.
     slo_quantile: Constant[float] = 0.95
-    utilization: Constant[float] = 0.9  # target share of a worker's time at that load
+    # target share of time in which a worker is busy at the load `load_quantile`
+    utilization: Constant[float] = 0.9
     kv_use_max: Constant[float] = 0.85  # largest allowed use of a decode worker's KV pool
     # Pools are not made smaller than the largest wanted size within this period.
     down_window_s: Constant[float] = 600.0
-    # A smaller pool must need less than this share of its capacity. With 0.8 pools shrink later:
-    # fewer changes and service-level misses for 6% more worker-hours (docs/autoscaler.md).
+    # A pool shrinks only if the load needs less than this share of the smaller pool's capacity.
+    # With 0.8, pools shrink later: there are fewer changes and service-level misses for 6% more
+    # worker-hours (docs/autoscaler.md).
     down_margin: Constant[float] = 1.0
     down_interval_s: Constant[float] = 60.0  # shortest time between two scale-downs
-    # share of the pool to remove in one step, at least one worker
+    # Largest share of a pool that is removed in one step, but at least one worker.
     step_down: Constant[float] = 0.25
     reversal_s: Constant[float] = 600.0  # at most one change of direction within this period
 

@@ -18,13 +18,15 @@ Pool = Literal["router", "grpc", "prefill", "decode"]
 SIZED_POOLS: tuple[Pool, ...] = ("router", "prefill", "decode")  # pools whose size operators set
 ROUTER_POOLS: tuple[Pool, ...] = ("router", "grpc")
 REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
-# prefix of the URLs for each kind's Redis user; a launcher sets REDIS_URL_VARIABLE of a process to
-# its own
+# Prefix of the variables with the Redis URLs, one for each kind of process. Each kind has its own
+# Redis user. A launcher sets REDIS_URL_VARIABLE of a process to the URL of the process's kind.
 REDIS_URL_OF_KIND = "TANDEM_REDIS_URL_OF_"
 TOKEN_VARIABLE = "TANDEM_CLUSTER_TOKEN"
-API_KEY_VARIABLE = "TANDEM_API_KEY"  # for operators' commands; not passed on to other processes
+# for operators' commands; processes do not pass it on to others
+API_KEY_VARIABLE = "TANDEM_API_KEY"
 CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
-# Announces a router's end: it continues to serve but reports that it is not ready.
+# Signal that announces a router's end. The router continues to serve but reports that it is not
+# ready.
 LEAVE_SIGNAL = signal.SIGUSR1
 RUN_FOLDER_VARIABLE = "TANDEM_RUN_FOLDER"  # lets Ray's agents find the settings of their host
 
@@ -39,13 +41,13 @@ class ClusterConfig:
     """URL of Redis, with its password."""
     token: Annotated[str, Parameter(env_var=TOKEN_VARIABLE)] = field(repr=False)
     """Token with which calls between the cluster's processes authenticate."""
-    record_ttl_s: float = 5.0  # a worker with an older record counts as dead
+    record_ttl_s: float = 5.0  # a worker counts as dead if its record is older
     record_interval_s: float = 1.0
 
     @classmethod
     def from_environment(cls) -> ClusterConfig:
-        """Reads the settings from the environment. Raises ConfigError that names a missing
-        variable."""
+        """Reads the settings from the environment. Raises ConfigError if a variable is missing, and
+        names this variable."""
         values: dict[str, Any] = {}
         for argument in arguments(cls):
             for variable in argument.parameter.env_var or ():

@@ -39,7 +39,7 @@ ADAPTER_NAME = r"[A-Za-z0-9._:/-]{1,128}"
 
 
 def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
-    """Parses NAME=PATH,... from one or several texts to absolute paths by name. Raises
+    """Parses NAME=PATH,... from one or several texts. Returns absolute paths by name. Raises
     ConfigError."""
     found: dict[str, str] = {}
     for entry in filter(None, ",".join(texts).split(",")):
@@ -177,8 +177,9 @@ class EngineConfig(EngineOptions):
 
     model: ModelName
     model_revision: ModelRevision = ""
-    # Largest number of consecutive tokens forced by a grammar that are computed together; more
-    # would delay the other sequences. 0: one at a time. It does not change any token.
+    # Largest number of consecutive tokens forced by a grammar that are computed together. More
+    # would delay the other sequences. 0: one token at a time. The setting does not change any
+    # token.
     forced_max: Constant[int] = 16
-    # Include token ids in reports of stored blocks, for KV events.
+    # True: reports of stored blocks include token ids, for KV events.
     report_block_tokens: Constant[bool] = False

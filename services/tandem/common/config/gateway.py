@@ -51,7 +51,7 @@ class GatewayOptions(Options):
 
     @property
     def is_router(self) -> bool:
-        """True for a router of clients; False for an endpoint picker and a front."""
+        """True: the router serves clients directly. False: it is an endpoint picker or a front."""
         return not (self.endpoint_picker or self.front_of)
 
     def check_together(self) -> None:
@@ -63,7 +63,8 @@ class GatewayOptions(Options):
             self.picker_address()
 
     def picker_address(self) -> tuple[str, int]:
-        """Host and port of the endpoint picker. Raises ConfigError if the option is malformed."""
+        """Returns the host and port of the endpoint picker. Raises ConfigError if the option is
+        malformed."""
         match = _ADDRESS.fullmatch(self.endpoint_picker)
         if match is None or int(match[2]) > 65535:
             raise ConfigError(

@@ -32,7 +32,7 @@ from tandem.common.options import (
 from tandem.errors import ConfigError
 
 _Http = Parameter(group=HTTP)
-# folder of the service account in a pod
+# Folder with the credentials of a pod's service account.
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9.:\[\]-]+")
 _SCALE_OBJECT = re.compile(r"(\w+)=((?:statefulsets|deployments)/[a-z0-9]([-a-z0-9.]*[a-z0-9])?)")
@@ -148,8 +148,8 @@ class RouterOptions(AdmissionOptions):
     """Name of the router."""
     tls_dir: TlsDir = ""
     tls: PublicTls = field(default_factory=PublicTls)
-    # Pool -> RESOURCE/NAME in this pod's namespace. On Kubernetes the size of a pool is the scale
-    # of that object.
+    # Pool -> RESOURCE/NAME in this pod's namespace. On Kubernetes, the size of a pool is the scale
+    # of that Kubernetes object.
     scale_objects: Annotated[
         Mapping[str, str],
         Own,
@@ -188,7 +188,8 @@ class RouterOptions(AdmissionOptions):
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     gateway: GatewayOptions = field(default_factory=GatewayOptions)
     body_bytes_max: Constant[Positive] = 4 << 20
-    # limit of requests that wait for an empty pool, and of those that wait for their tenant's turn
+    # Limit of the requests that wait for an empty pool. The same limit applies to the requests that
+    # wait for their tenant's turn.
     hold_requests_max: Constant[Positive] = 256
     request_deadline_s: Constant[float] = 600.0
     service_account: Constant[str] = SERVICE_ACCOUNT  # folder with the service account's token
@@ -211,19 +212,21 @@ class RouterOptions(AdmissionOptions):
     def has_leaking_port(self) -> bool:
         """True if clients can reach only a gRPC port.
 
-        Such a process may have to restart because of its memory: gRPC's core never frees the tables
-        of some headers (HPACK).
+        Such a process may have to restart when its memory has grown: gRPC's core never frees the
+        tables of some headers (HPACK).
         """
         return self.api == "grpc" or bool(self.gateway.endpoint_picker)
 
     @property
     def connections_per_address_max(self) -> int:
-        """Largest number of connections of one address: the option, or half of all."""
+        """Largest number of connections of one address: the option, or half of
+        `connections_max`."""
         return self.addresses.connections_per_address or max(1, self.connections_max // 2)
 
     @property
     def requests_per_address_max(self) -> int:
-        """Largest number of unanswered requests of one address: the option, or half of all."""
+        """Largest number of unanswered requests of one address: the option, or half of
+        `connections_max`."""
         return self.addresses.requests_per_address or max(1, self.connections_max // 2)
 
 

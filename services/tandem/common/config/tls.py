@@ -11,7 +11,7 @@ from tandem.common.config.groups import HTTP, Own
 from tandem.common.options import Options, Text
 from tandem.errors import ConfigError
 
-# kind of process; unlike a worker's role it never changes
+# Kind of a process. Unlike a worker's role, it never changes.
 Kind = Literal["router", "worker", "controller"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -23,7 +23,7 @@ TlsDir = Annotated[
 
 
 def certificate_name(kind: Kind, cluster_id: str) -> str:
-    """DNS name in the certificates of a cluster's processes of this kind."""
+    """Returns the DNS name in the certificates of all processes of this kind in a cluster."""
     return f"{kind}.{cluster_id}.tandem".lower()
 
 

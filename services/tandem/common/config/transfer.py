@@ -54,20 +54,21 @@ class TransferConfig(Options):
     warm_blocks: Count = 0
     """Number of KV blocks that a new worker imports from its peers. 0: it starts cold."""
     connect_deadline_s: Constant[float] = 5.0
-    # interval of a producer's heartbeats on the stream of a lease
+    # Interval of the heartbeats that a producer sends on the stream of a lease.
     heartbeat_interval_s: Constant[float] = 0.5
     release_deadline_s: Constant[float] = 5.0
-    # above this number of quarantined blocks, no pull starts until the agent is replaced
+    # If more blocks are quarantined, no pull starts until the NIXL agent is replaced.
     quarantine_blocks_max: Constant[int] = 256
-    # limit of open leases of one producer; further ones are refused
+    # Largest number of open leases of one producer. It refuses further leases.
     leases_max: Constant[int] = 256
     leases_per_consumer_max: Constant[int] = 128
-    # limit for this consumer; half of it for each peer
+    # Largest number of bytes that this worker pulls at the same time. Pulls from one peer may have
+    # half of them.
     pull_bytes_in_flight_max: Constant[Positive] = 256 << 20
-    # largest share of the pool for finished blocks that are not released
+    # Largest share of the pool for computed blocks of leases that are not released yet.
     leased_blocks_max_share: Constant[float] = 0.9
 
     @property
     def verify_every(self) -> int:
-        """Compare the checksum of every Nth pulled block; 0: of none."""
+        """Checksums are compared for every Nth pulled block; 0: for no block."""
         return {"off": 0, "sample": 16, "all": 1}[self.verify_blocks]

@@ -1,13 +1,16 @@
-"""Fits the numbers in `rates.py` online to the measured durations of steps and pulls. Pure.
+"""Fits the numbers in `rates.py` online to the measured durations of steps and pulls. Does no I/O.
 
 This is weighted least squares with forgetting. An observation is weighted by its relative error, so
-that short and long ones count alike. Each newer observation reduces the weight of the older ones by
-`_KEEP`, so about the last 50 count. Four measures make it robust on a shared machine:
-    an outlier (such as a step that the machine's scheduler interrupted) has a smaller weight
-    `_CHANGE_AFTER` outliers in a row on the same side are a change: older data is dropped
-    no coefficient is negative
-    coefficients that the observations cannot separate (all steps of one size) keep their ratio,
-        at first that of the default: each fit is drawn slightly to the previous one
+that short and long observations count alike. Each newer observation reduces the weight of the older
+ones by `_KEEP`, so about the last 50 count. Four measures make the fit robust on a shared machine:
+
+- An outlier, such as a step that the machine's scheduler interrupted, has a smaller weight.
+- `_CHANGE_AFTER` outliers in a row on the same side mean a change. Older data is then dropped.
+- No coefficient is negative.
+- Each fit is drawn slightly to the previous one, and the first fit to the default.
+
+The last measure matters for coefficients that the observations cannot separate, for example if all
+steps have one size. Their ratio then stays as it is.
 """
 
 import math
@@ -17,15 +20,18 @@ from itertools import combinations
 from tandem.common.perf_model.rates import PairRate, default_pair
 
 _KEEP = 0.98
-_INERTIA = 0.01  # weight of the previous fit, relative to the observations in that direction
-_OUTLIER = 3.0  # an observation with a larger multiple of the expected error has a smaller weight
+# weight of the previous fit, relative to the weight of the observations for a coefficient
+_INERTIA = 0.01
+# an observation whose error is a larger multiple of the expected error has a smaller weight
+_OUTLIER = 3.0
 _CHANGE_AFTER = 8
-# the first observations are solved at once; later only every `_SOLVED_EVERY`-th
+# After each of the first observations the coefficients are solved. Later they are solved after
+# every `_SOLVED_EVERY`-th observation.
 _SOLVED_ALWAYS = 64
 _SOLVED_EVERY = 4
 _ERROR_FIRST = 0.2
 _ERROR_KEEP = 0.9
-_ERROR_MIN = 0.02  # relative error of a quiet machine
+_ERROR_MIN = 0.02  # smallest expected relative error, that of a quiet machine
 _LATENCY_MIN_S = 1e-5
 _BYTE_MIN_S = 1e-12
 _SECONDS_MIN = 1e-9
@@ -62,7 +68,8 @@ class LinearMeter:
             self.coefficients = self._solve()
 
     def stretch(self, times: float) -> None:
-        """Scales the fit: everything takes `times` times as long from now on."""
+        """Scales the fit by `times`: from now on, everything is expected to take `times` times as
+        long."""
         self.coefficients = tuple(times * c for c in self.coefficients)
         self._a = [[x / times**2 for x in line] for line in self._a]
         self._b = [x / times for x in self._b]
@@ -70,7 +77,8 @@ class LinearMeter:
     def _start(self, scale: float) -> None:
         """Resets the fit to the default, scaled by `scale`."""
         self._error = _ERROR_FIRST  # expected relative error of an observation
-        self._outliers = 0  # outliers in a row: positive if too long, negative if too short
+        # number of outliers in a row: positive if they were too long, negative if too short
+        self._outliers = 0
         self._a = [[0.0] * self._size for _ in self._guess]
         self._b = [0.0] * self._size
         self.coefficients = tuple(scale * g for g in self._guess)
@@ -89,7 +97,8 @@ class LinearMeter:
         return weight
 
     def _add(self, row: list[float], weight: float) -> None:
-        """Adds an observation with features divided by its seconds, so that the target is 1."""
+        """Adds an observation. `row` has the features divided by the observed seconds, so the
+        target is 1."""
         for i, x in enumerate(row):
             self._b[i] = _KEEP * self._b[i] + weight * x
             line = self._a[i]
@@ -97,9 +106,8 @@ class LinearMeter:
                 line[j] = _KEEP * line[j] + weight * x * y
 
     def _solve(self) -> tuple[float, ...]:
-        """Returns the best coefficients of which none is negative. It tries all subsets, which
-        are few.
-        """
+        """Returns the best coefficients of which none is negative. All subsets of the coefficients
+        are tried, which are few."""
         a = [line.copy() for line in self._a]
         b = self._b.copy()
         for i in range(self._size):
@@ -116,7 +124,7 @@ class LinearMeter:
                 x = [0.0] * self._size
                 for i, value in zip(kept, solved, strict=True):
                     x[i] = value
-                # The value of the quadratic form at its minimum over `kept`.
+                # The loss at its minimum over the coefficients in `kept`, up to a constant.
                 loss = -_dot(b, x)
                 if loss < lowest:
                     best = tuple(x)
@@ -127,7 +135,7 @@ class LinearMeter:
 
 
 class PairMeter:
-    """Fits pulls over one transport from one peer."""
+    """Fits the rate of pulls over one transport from one peer."""
 
     def __init__(self, transport: str) -> None:
         guess = default_pair(transport)
@@ -158,8 +166,10 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
 def _solve_positive(
     a: Sequence[Sequence[float]], b: Sequence[float], kept: Sequence[int]
 ) -> list[float] | None:
-    """Solves the equations of the kept unknowns; None if one of them is negative."""
-    # Scale to a diagonal of 1, because seconds per byte and per step differ by 12 digits.
+    """Solves the linear equations for the unknowns in `kept`. Returns None if one of them is
+    negative."""
+    # The equations are scaled to a diagonal of 1, because seconds per byte and per step differ by
+    # 12 digits.
     scale = [1 / math.sqrt(a[i][i]) for i in kept]
     n = len(kept)
     rows = [

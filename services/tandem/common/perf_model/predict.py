@@ -1,8 +1,14 @@
-"""Predicts the duration of a prompt's prefill on a worker, for all parts of the cluster. Pure.
+"""Predicts the duration of a prompt's prefill on a worker, for all parts of the cluster. Does no
+I/O.
 
     |-- queue, or another wait --|-- pull of a prefix --|-- computing the rest --|
-Its users are the router's placement and admission, a decode worker's choice between its peers and
-itself, a prefill worker's choice between pulling and computing, and the simulator.
+
+These parts use it:
+
+- the router's placement and admission
+- a decode worker, which chooses between its peers and itself
+- a prefill worker, which chooses between pulling and computing
+- the simulator
 """
 
 from collections.abc import Callable, Iterable
@@ -12,15 +18,19 @@ import msgspec
 
 from tandem.common.perf_model.rates import PairRate, WorkerRates, token_contexts
 
-ASK_S = 2e-3  # for a lease: open, answer and release
-LOCAL_MARGIN = 0.95  # share of the best peer's time
-# Factor by which a queue may be faster than predicted; an early refusal must be certain.
+ASK_S = 2e-3  # seconds to open, answer and release a lease
+# local prefill is chosen if it takes less than this share of the best peer's time
+LOCAL_MARGIN = 0.95
+# Factor by which a queue may be faster than predicted. A request is refused early only if it would
+# be late even then.
 RATES_OFF = 1.25
-OWN_SPARE = 1.05  # multiple of its predicted duration that a prompt must have left when it begins
+# a prompt begins only if this multiple of its predicted duration is left until its deadline
+OWN_SPARE = 1.05
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """A worker that has the first tokens of a prompt. `rate` is that of pulls from it."""
+    """A worker that has the first tokens of a prompt. `rate` is the speed of pulls from this
+    worker."""
 
     num_tokens: int
     rate: PairRate
@@ -30,18 +40,19 @@ class Prefill(NamedTuple):
     """The prefill work of one prompt or of several."""
 
     num_tokens: int
-    contexts: int  # sum over the tokens of the number of tokens before each
+    contexts: int  # for each token, the number of tokens before it, summed over all tokens
 
     @classmethod
     def of(cls, missing: int, before: int) -> "Prefill":
-        """Returns the work for the last `missing` tokens of a prompt, after `before` others."""
+        """Returns the work for `missing` tokens of a prompt that follow `before` other tokens."""
         return cls(missing, token_contexts(missing, before))
 
     def seconds(self, rates: WorkerRates) -> float:
-        """Predicts the seconds to compute all of it; prompts share the steps."""
+        """Predicts the seconds to compute all tokens. Several prompts share the steps."""
         if not self.num_tokens:
             return 0.0
-        # One piece of this many tokens after `context` others has the same sum of contexts.
+        # The tokens are treated as those of one prompt, after a context that gives the same
+        # `contexts`.
         context = self.contexts / self.num_tokens - (self.num_tokens - 1) / 2
         return rates.prefill.seconds(self.num_tokens, context, rates.step_tokens)
 
@@ -50,7 +61,7 @@ NO_PREFILL = Prefill(0, 0)
 
 
 def summed(prefills: Iterable[Prefill]) -> Prefill:
-    """Returns the sum of several prefills as one."""
+    """Returns the sum of several prefills as one prefill."""
     num_tokens = contexts = 0
     for prefill in prefills:
         num_tokens += prefill.num_tokens
@@ -61,14 +72,14 @@ def summed(prefills: Iterable[Prefill]) -> Prefill:
 class Expected(msgspec.Struct, frozen=True):
     """The parts of a prompt's prefill time on one worker."""
 
-    queue_s: float  # the worker's queue, or a longer wait for something else
-    pull_s: float  # to pull the prefix from a holder; 0: none is pulled
-    compute_s: float  # to compute the rest
-    start: int  # number of tokens that are not computed
+    queue_s: float  # seconds in the worker's queue, or of a longer wait for something else
+    pull_s: float  # seconds to pull the prefix from a holder; 0: no prefix is pulled
+    compute_s: float  # seconds to compute the rest
+    start: int  # number of first tokens that are not computed
 
     @property
     def total_s(self) -> float:
-        """The seconds until the prompt is computed."""
+        """The seconds until the prompt is computed: the sum of all parts."""
         return self.queue_s + self.pull_s + self.compute_s
 
 
@@ -82,9 +93,10 @@ def expect(
     holders: Iterable[Holder] = (),
     block_size: int = 16,
 ) -> Expected:
-    """Predicts a prompt's prefill behind a queue, begun after `after_s` at the earliest.
+    """Predicts the prefill of a prompt that starts after the queue, and not before `after_s`.
 
-    The prefix is pulled from the holder with the earliest result, unless computing it is as fast.
+    The prefix is pulled from the holder that gives the earliest result, unless computing the prefix
+    is as fast.
     """
     if queue_s < after_s:
         queue_s = after_s
@@ -95,7 +107,8 @@ def expect(
     for holder in holders:
         reached = holder.num_tokens
         pair = holder.rate
-        # computing the rest takes no less than its tokens without steps and attention
+        # A lower bound for computing the rest is its tokens' time, without steps and attention. A
+        # holder for which even this bound is too slow is skipped.
         if reached <= cached_tokens or (num_tokens - reached) * token_s >= lowest_s:
             continue
         pulled_bytes = rates.moved_bytes((reached - cached_tokens) / block_size)
@@ -112,7 +125,8 @@ def expect(
 
 
 def prefill_seconds(rates: WorkerRates, num_tokens: int, cached_tokens: int) -> float:
-    """Returns the seconds to compute a prompt. Its last token is always computed."""
+    """Returns the seconds to compute the tokens of a prompt that are not cached. The last token is
+    always computed."""
     cached = cached_tokens if cached_tokens < num_tokens else max(0, num_tokens - 1)
     return rates.prefill.seconds(num_tokens - cached, cached, rates.step_tokens)
 
@@ -128,15 +142,16 @@ def queue_seconds(rates: WorkerRates, queued_tokens: int) -> float:
 
 
 def token_seconds(rates: WorkerRates) -> float:
-    """Returns the seconds per prefilled token, with its share of a full step, without attention."""
+    """Returns the seconds per prefilled token, including a token's share of a full step, without
+    attention."""
     return rates.prefill.token_s + rates.prefill.step_s / rates.step_tokens
 
 
 def beside_decode(rates: WorkerRates, chunk_tokens: int, num_running: int) -> WorkerRates:
     """Returns the rates of prefill beside `num_running` decoding sequences.
 
-    Chunks have at most `chunk_tokens` (0: a full step), and each one also computes a token of every
-    sequence.
+    Chunks have at most `chunk_tokens` tokens (0: a full step). Each step with a chunk also computes
+    one token of every decoding sequence.
     """
     chunk = min(rates.step_tokens, chunk_tokens or rates.step_tokens)
     token_s = rates.prefill.token_s + rates.decode.sequence_s * num_running / chunk
@@ -155,13 +170,14 @@ def is_local_faster(local_s: float, remote_s: float) -> bool:
 def likely_rates(
     reported: Iterable[WorkerRates], by: Callable[[WorkerRates], float] = token_seconds
 ) -> WorkerRates | None:
-    """Returns the median of the measured rates; None if none was measured."""
+    """Returns the measured rates whose value `by` is the median; None if no rates were measured."""
     known = sorted((rates for rates in reported if rates.measured), key=by)
     return known[(len(known) - 1) // 2] if known else None
 
 
 def believed(reported: WorkerRates, likely: WorkerRates | None) -> WorkerRates:
-    """Returns the rates to assume for a worker: its own if measured, else the likely ones."""
+    """Returns the rates to assume for a worker: its reported rates if they were measured, otherwise
+    the likely ones."""
     if reported.measured or likely is None:
         return reported
     return msgspec.structs.replace(reported, prefill=likely.prefill, measured=True)

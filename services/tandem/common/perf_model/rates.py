@@ -1,11 +1,12 @@
 """The numbers that describe a worker's speed: plain data in the workers' records.
 
     prefill   step_s per step + token_s per token + token_context_s for each pair of a token and a
-              token before it, in steps of the scheduler's budget
-    decode    step_s per step + sequence_s for each of its sequences
+              token before it; the step size is the scheduler's token budget
+    decode    step_s per step + sequence_s for each sequence in the step
     pull      latency_s + bytes / bytes_per_s
-The engine fits them to its steps (`step_time.py`), and `predict.py` predicts durations. The
-defaults are assumed while nothing was measured.
+
+The engine fits these numbers to its steps (`step_time.py`), and `predict.py` predicts durations.
+The defaults are assumed until something was measured.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class PrefillRate(msgspec.Struct, frozen=True):
     token_context_s: float = 1e-7
 
     def seconds(self, num_tokens: int, context: float = 0, step_tokens: int = 512) -> float:
-        """Returns the seconds for `num_tokens` tokens after `context` others, `step_tokens` per
-        step.
+        """Returns the seconds to prefill `num_tokens` tokens that follow `context` others, in steps
+        of `step_tokens` tokens.
 
         The result never falls with more tokens, a longer context or a smaller step.
         """
@@ -37,12 +38,12 @@ class PrefillRate(msgspec.Struct, frozen=True):
         )
 
     def stretched(self, times: float) -> PrefillRate:
-        """Returns the rate of prefill that takes `times` times as long."""
+        """Returns the rate of a prefill that takes `times` times as long."""
         return PrefillRate(*(times * cost for cost in msgspec.structs.astuple(self)))
 
 
 class DecodeRate(msgspec.Struct, frozen=True):
-    """The cost of a decode step in seconds. Each of its sequences gets one token."""
+    """The cost of a decode step in seconds. A step computes one token for each of its sequences."""
 
     step_s: float = 1e-2
     sequence_s: float = 1e-3
@@ -57,14 +58,14 @@ class PairRate(msgspec.Struct, frozen=True):
     transport: str  # "nixl" or "grpc"
     latency_s: float  # duration of the smallest pull
     bytes_per_s: float
-    reason: str = ""  # reason why it is not the best transport
+    reason: str = ""  # why the worker does not use a better transport; empty if there is none
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency_s + (num_bytes / self.bytes_per_s if num_bytes > 0 else 0.0)
 
     @property
     def is_measured(self) -> bool:
-        """True if it differs from the default for its transport."""
+        """True if the rate differs from the default for its transport."""
         guess = default_pair(self.transport)
         return (self.latency_s, self.bytes_per_s) != (guess.latency_s, guess.bytes_per_s)
 
@@ -72,8 +73,8 @@ class PairRate(msgspec.Struct, frozen=True):
 class WindowBytes(msgspec.Struct, frozen=True):
     """The KV of layers with a window, of which only the last blocks of a prompt are transferred."""
 
-    num_blocks: int  # most blocks of a prompt
-    block_bytes: int  # size in these layers
+    num_blocks: int  # largest number of a prompt's blocks that are transferred for these layers
+    block_bytes: int  # size of a block in these layers
 
 
 _TIER_BYTES_PER_S = {tier.name: tier.bytes_per_s for tier in KV_TIERS}
@@ -82,11 +83,11 @@ _TIER_BYTES_PER_S = {tier.name: tier.bytes_per_s for tier in KV_TIERS}
 class TierRate(msgspec.Struct, frozen=True):
     """The speed of loading blocks from a tier into the KV pool."""
 
-    name: str  # of one of KV_TIERS
-    block_s: float = 0.0  # time to load a block; 0: not measured
+    name: str  # name of one of KV_TIERS
+    block_s: float = 0.0  # seconds to load a block; 0: not measured
 
     def seconds(self, num_blocks: int, block_bytes: int) -> float:
-        """Returns the seconds to load blocks, by a default until a load was measured."""
+        """Returns the seconds to load blocks. A default speed is used until a load was measured."""
         guess_s = block_bytes / _TIER_BYTES_PER_S.get(self.name, _TIER_BYTES_PER_S[DISK])
         return num_blocks * (self.block_s or guess_s)
 
@@ -98,10 +99,11 @@ class WorkerRates(msgspec.Struct, frozen=True):
     decode: DecodeRate = DecodeRate()
     step_tokens: int = 512  # token budget of a step
     block_bytes: int = 0  # size of one KV block over all layers
-    measured: bool = False  # False: default rates, nothing was measured
-    windows: tuple[WindowBytes, ...] = ()  # for layers with a window
+    # True: measured rates. False: default rates, because nothing was measured.
+    measured: bool = False
+    windows: tuple[WindowBytes, ...] = ()  # one for each group of layers with a window
     tiers: tuple[TierRate, ...] = ()  # tiers below the KV pool, fastest first
-    load_queue_s: float = 0.0  # until the current loads from tiers have ended
+    load_queue_s: float = 0.0  # seconds until the current loads from tiers have ended
 
     def moved_bytes(self, num_blocks: float) -> float:
         """Returns the bytes to transfer for the last `num_blocks` blocks of a prompt.
@@ -116,17 +118,17 @@ class WorkerRates(msgspec.Struct, frozen=True):
 
 DEFAULT_PREFILL = PrefillRate()
 DEFAULT_DECODE = DecodeRate()
-# Cautious defaults until a pair is measured.
+# Cautious defaults for a pair of workers whose pulls were not measured yet.
 DEFAULT_PAIRS = {"nixl": PairRate("nixl", 2e-3, 1e9), "grpc": PairRate("grpc", 4e-3, 3e8)}
 
 
 def default_pair(transport: str) -> PairRate:
-    """Returns the default rate of a pair; an unknown transport gets the slower one."""
+    """Returns the default rate of a transport. An unknown transport gets the rate of the slower
+    one."""
     return DEFAULT_PAIRS.get(transport, DEFAULT_PAIRS["grpc"])
 
 
 def token_contexts(num_tokens: int, context: int) -> int:
-    """Returns the number of tokens before each of `num_tokens` tokens after `context` others,
-    summed.
-    """
+    """Returns the sum of the numbers of tokens before each of `num_tokens` tokens that follow
+    `context` others."""
     return num_tokens * context + num_tokens * (num_tokens - 1) // 2

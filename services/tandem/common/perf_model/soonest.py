@@ -1,18 +1,24 @@
-"""Chooses how a prompt's missing blocks are obtained: loaded, pulled or computed. Pure.
+"""Chooses how a prompt's missing blocks are obtained: loaded, pulled or computed. Does no I/O.
 
-    held      | computed meanwhile | loaded from tiers | computed after that
-              first, as it goes up ^                   end
-              held                 `- first            |
-The first blocks of a prompt are the cheapest to compute, and a load can begin with the last ones.
-So blocks are computed from the front while others are loaded from the back, and the rest is
-computed after that. If computing delays other sequences, each second of it counts once more for
-each of them.
-A chunk cannot be interrupted, so a load that ends earlier must wait for it. Therefore blocks
-computed during a load are expected to take `UNSURE` times as long, and must gain at least
-`GAIN_MIN` and `GAIN_MIN_S`.
-If another worker would compute the prompt (`Producer`), its blocks are pulled meanwhile, and no
-local sequence is delayed. Tiers are not used if that is the fastest:
-    held, or loaded | pulled from the producer, which has, gets or computes it meanwhile
+    blocks                          how the worker gets them
+    before `num_held`               held: they are in the pool
+    `num_held` to `first` - 1       computed during the load
+    `first` to `end` - 1            loaded from tiers
+    from `end` on                   computed after that, or pulled from a peer
+
+The first blocks of a prompt are the cheapest to compute, and a load can begin with the last blocks.
+So blocks are computed from the front while others are loaded from the back. The rest is computed
+after that. If computing delays other sequences, each second of it counts once more for each of
+these sequences.
+
+A chunk cannot be interrupted, so a load that ends during a chunk must wait for the chunk. Therefore
+blocks computed during a load are expected to take `UNSURE` times as long. A choice with such blocks
+must be better than others by at least `GAIN_MIN` and `GAIN_MIN_S`.
+
+Another worker may compute the prompt instead (`Producer`). Its blocks are pulled while it computes,
+and no local sequence is delayed. The blocks before the pulled ones are held or loaded. Tiers are
+not used if the pull alone is the fastest.
+
 The worker's engine and the router's placement both use this module, so they predict the same.
 """
 
@@ -26,8 +32,8 @@ from tandem.common.perf_model.predict import LOCAL_MARGIN
 from tandem.common.perf_model.rates import PrefillRate
 
 UNSURE = 1.5
-GAIN_MIN = 1.1  # factor by which the next best choice must be slower
-# seconds by which it must be slower; the duration of a small chunk varies by as much
+GAIN_MIN = 1.1  # factor by which other choices must be slower than one that computes during a load
+# Seconds by which the others must be slower. The duration of a small chunk varies by as much.
 GAIN_MIN_S = 0.02
 
 
@@ -47,12 +53,12 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Producer(msgspec.Struct, frozen=True):
-    """A peer that would compute the prompt after `wait_s`; its blocks would be pulled."""
+    """A peer that would compute the prompt after `wait_s`. Its blocks would then be pulled."""
 
     rate: PrefillRate
     step_tokens: int
     wait_s: float
-    num_blocks: int = 0  # first blocks that the peer has `there_s` later
+    num_blocks: int = 0  # number of first blocks that the peer has after another `there_s` seconds
     there_s: float = 0.0
     block_s: float = 0.0  # seconds to pull a block from the peer
     given_block_s: float = 0.0  # seconds for the peer to pull a block from this worker
@@ -63,14 +69,15 @@ class Prompt(msgspec.Struct, frozen=True):
 
     num_tokens: int
     block_size: int
-    num_held: int  # first blocks that are in the pool
+    num_held: int  # number of first blocks that are in the pool
     rate: PrefillRate
     step_tokens: int
-    queue_s: float = 0.0  # until its computation can start
-    num_delayed: float = 0.0  # number of sequences that its computation delays
+    queue_s: float = 0.0  # seconds until the computation of the prompt can start
+    num_delayed: float = 0.0  # number of sequences that the computation of the prompt delays
 
     def compute_s(self, first: int, end: int | None = None) -> float:
-        """Returns the seconds to compute blocks first..end - 1; by default up to the last token."""
+        """Returns the seconds to compute blocks first..end - 1, or from `first` to the last token
+        if `end` is None."""
         start = first * self.block_size
         size = self.block_size
         stop = self.num_tokens if end is None else min(end * size, self.num_tokens)
@@ -78,14 +85,16 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class LoadChoice(msgspec.Struct, frozen=True):
-    """A choice: blocks first..end - 1 are loaded; those before are held or computed meanwhile."""
+    """A choice: blocks first..end - 1 are loaded. Blocks before `first` are held, or computed
+    during the load."""
 
     first: int
-    end: int  # not above `first` if none is loaded
-    pulls: bool  # the rest is pulled from a peer that has or computes it
-    there_s: float  # until all blocks before `end` are in the pool
-    seconds: float  # until the whole prompt is computed
-    cost_s: float  # includes the delay of other sequences
+    end: int  # at most `first` if no block is loaded
+    # True: the blocks from `end` on are pulled from a peer. False: they are computed here.
+    pulls: bool
+    there_s: float  # seconds until all blocks before `end` are in the pool
+    seconds: float  # seconds until the whole prompt is computed
+    cost_s: float  # `seconds` plus the delay of other sequences
 
     @property
     def loads(self) -> bool:
@@ -105,9 +114,9 @@ def choose_soonest(
 ) -> LoadChoice:
     """Returns the choice with the lowest cost.
 
-    `tiers` are ordered, fastest first. `load_queue_s` is the time until a load can start. Without
-    `meets` no block is computed during a load. Without `pulls_rest` the blocks after loaded ones
-    are computed.
+    `tiers` are ordered, fastest first. `load_queue_s` is the time until a load can start. If
+    `meets` is False, no block is computed during a load. If `pulls_rest` is False, the blocks after
+    loaded ones are always computed.
     """
     load = _Load(tiers, load_queue_s)
     choices = [*_after(prompt, load, prompt.num_held, offer, producer)]
@@ -140,7 +149,8 @@ def produced_s(prompt: Prompt, producer: Producer, held: int) -> float:
 
 
 def load_seconds(tiers: Iterable[TierReach], first: int, end: int) -> float:
-    """Returns the seconds to load blocks first..end - 1, each from the fastest tier that has it."""
+    """Returns the seconds to load blocks first..end - 1, each from the fastest tier that has the
+    block."""
     seconds = 0.0
     at = first
     for tier in tiers:
@@ -154,10 +164,11 @@ def load_seconds(tiers: Iterable[TierReach], first: int, end: int) -> float:
 def meeting_block(
     compute_s: Callable[[int], float], load_s: Callable[[int], float], first: int, end: int
 ) -> int:
-    """Returns the block of first..end at which computing and loading meet soonest.
+    """Returns the block in first..end at which computing from the front and loading from the back
+    meet soonest.
 
-    Blocks before it take `compute_s`, which grows with it; blocks from it on take `load_s`, which
-    shrinks.
+    Computing the blocks before a block takes `compute_s` of this block, which grows with the block.
+    Loading the others takes `load_s` of this block, which shrinks.
     """
     low = first
     high = end
@@ -181,7 +192,8 @@ class _Load(msgspec.Struct, frozen=True):
 
 
 def _first_loaded(prompt: Prompt, load: _Load, end: int) -> int:
-    """Returns the first block to load before `end`, if the blocks before it are computed."""
+    """Returns the first block to load if the load includes block `end` - 1, and the blocks before
+    the first one are computed during the load."""
 
     def compute_s(block: int) -> float:
         return prompt.queue_s + UNSURE * prompt.compute_s(prompt.num_held, block)
@@ -194,7 +206,8 @@ def _first_loaded(prompt: Prompt, load: _Load, end: int) -> int:
 def _after(
     prompt: Prompt, load: _Load, end: int, offer: Offer | None, producer: Producer | None
 ) -> Iterator[LoadChoice]:
-    """Yields the choices that load the blocks before `end`, by the source of the rest."""
+    """Yields the choices that load the blocks from `num_held` to `end` - 1. They differ in how the
+    blocks from `end` on are obtained."""
     yield _with_load(prompt, load, prompt.num_held, end)
     if offer is not None and offer.num_blocks > end:
         yield _with_pull(prompt, load, end, offer)

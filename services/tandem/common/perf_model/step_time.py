@@ -3,23 +3,25 @@
     step   |-- decode, all of it --|-- chunks of prompts --|
            0                                               at most the limit
 
-The limit is the target time between two tokens. If decode alone takes most of it, the limit is 1.5
-times the decode time, so that prompts get at least a third of the time and never starve. The
-duration of a step is predicted from measured steps:
+The limit is the target time between two tokens. If decode alone takes most of this time, the limit
+is 1.5 times the decode time. So prompts get at least a third of the step and never starve. The
+duration of a step is predicted with numbers that are fitted to measured steps:
 
     step_s + token_s * tokens + token_context_s * (tokens before each)        prefill only
     step_s + sequence_s * sequences + context_s * (tokens before each)        decode only
     (the second, with the chunk's context) + a * (the first, without step_s)  mixed
 
-`a` is the cost of prefill tokens beside decode, relative to their cost in large chunks. It is below
-1 while both wait for the same weights. It is fitted to recent mixed steps and is 1 before the first
-one. Several mixed steps in a row that are slower than any such cost explains mean that the whole
-machine became slower. Without this rule, a worker whose prompts always wait would measure no pure
-steps, and its chunks would shrink until prompts starve. Steps without decode are not limited here;
-they use the scheduler's whole budget.
+`a` is the cost of prefill tokens beside decode, relative to their cost in large chunks. `a` is
+below 1 as long as both wait for the same weights. It is fitted to recent mixed steps and is 1
+before the first mixed step.
 
-So a worker needs no setting for its role: its work determines it. With `--numerics invariant` the
-generated tokens do not depend on the size of a chunk.
+If several mixed steps in a row are slower than the largest allowed `a` explains, the whole machine
+has become slower. Without this rule, a worker whose prompts always wait would only have mixed
+steps. It could not notice the change, and its chunks would shrink until prompts starve. Steps
+without decode are not limited here. They use the scheduler's whole budget.
+
+So a worker needs no setting of the chunk size for its role, because the chunk size follows from its
+work. With `--numerics invariant` the generated tokens do not depend on the size of a chunk.
 
 Only this module fits a worker's speed; the worker reports the result as `WorkerRates`. The reported
 prefill rate covers all steps with a prompt, minus the time of the decoding sequences, because other
@@ -41,23 +43,27 @@ from tandem.common.perf_model.rates import (
 )
 
 _MARGIN = 0.9  # share of the limit to use: the fit is a mean, so half of the steps take longer
-_DECODE_SHARE = 1.5  # multiple of the decode time that a step may always take
-_ROWS = 16  # rows of a step are a multiple of this: few shapes, and full tiles in the kernels
+_DECODE_SHARE = 1.5  # a step may always take this multiple of the decode time
+# the rows of a step are a multiple of this, for few shapes and full tiles in the kernels
+_ROWS = 16
 _TOKENS_MIN = 4  # smallest number of prefill tokens in a step
 _GROWTH = 2  # largest growth of a chunk over the previous one, in case the fit is wrong
-_COST_MIN = 0.1  # smallest relative cost of a token beside decode
-_COST_MAX = 4.0  # largest relative cost; a small chunk after many tokens reads all their KV again
-_SLOWER = 1.5  # multiple of the expected decode time beyond which the machine is slower
-_CHANGE_AFTER = 4  # number of such mixed steps in a row
-_PREFILL_SHARE_MIN = 0.1  # smallest share of a mixed step that counts as prefill
+_COST_MIN = 0.1  # smallest value of `a`, the relative cost of a prefill token beside decode
+_COST_MAX = 4.0  # largest value of `a`; a small chunk after many tokens reads all their KV again
+# A mixed step is slow if it takes longer than this multiple of the expected decode time plus
+# `_COST_MAX` times the expected time of its chunks alone.
+_SLOWER = 1.5
+_CHANGE_AFTER = 4  # number of slow mixed steps in a row after which the machine counts as slower
+_PREFILL_SHARE_MIN = 0.1  # at least this share of a mixed step's time counts as prefill
 _COST_KEEP = 0.8  # weight of earlier mixed steps, so that about the last 5 count
-_OUTLIER = 3.0  # multiple of the expected duration; more is an outlier
+_OUTLIER = 3.0  # a chunk's time counts up to this multiple of the expected one
 _DECODE_CONTEXT_S = DEFAULT_PREFILL.token_context_s
 
 
 @dataclass(slots=True)
 class StepWork:
-    """The tokens of a step. Contexts are the tokens before each of them, summed."""
+    """The work of a step. `prefill_contexts` and `decode_contexts` are the numbers of tokens before
+    each computed token, summed."""
 
     prefill_tokens: int = 0
     prefill_contexts: int = 0
@@ -77,13 +83,13 @@ class StepTimeModel:
         """`itl_target_s` is the target time between two tokens; 0 means no limit."""
         self._target_s = itl_target_s
         guess = msgspec.structs.astuple(DEFAULT_PREFILL)
-        self._prefill = LinearMeter(guess)  # from prefill-only steps: the cost in large chunks
-        self._reported = LinearMeter(guess)  # from all steps with prefill
+        self._prefill = LinearMeter(guess)  # fitted to prefill-only steps: the cost in large chunks
+        self._reported = LinearMeter(guess)  # fitted to all steps with prefill
         self._decode = LinearMeter(
             (DEFAULT_DECODE.step_s, DEFAULT_DECODE.sequence_s, _DECODE_CONTEXT_S)
         )
         self._beside_decode = _CostBesideDecode()
-        self._num_slower = 0  # slow mixed steps in a row
+        self._num_slower = 0  # number of slow mixed steps in a row
         self._last_tokens: int | None = None  # prefill tokens of the last mixed step
         self._mean_context = 0.0  # mean context of a sequence in the last decode-only step
 
@@ -95,9 +101,8 @@ class StepTimeModel:
 
     @property
     def decode_rate(self) -> DecodeRate | None:
-        """Rate of decode-only steps with the last step's mean context; None before the first
-        one.
-        """
+        """Rate of decode-only steps, for sequences with the mean context of the last such step.
+        None before the first one."""
         if not self._decode.num_observations:
             return None
         step_s, sequence_s, context_s = self._decode.coefficients
@@ -108,7 +113,8 @@ class StepTimeModel:
         return self._reported.num_observations > 0
 
     def rates(self, unmeasured: WorkerRates) -> WorkerRates:
-        """Returns the rates to report. The decode rate is a default until a decode-only step."""
+        """Returns the rates to report: `unmeasured` with the fitted rates. The decode rate is a
+        default until the first decode-only step."""
         return msgspec.structs.replace(
             unmeasured,
             prefill=PrefillRate(*self._reported.coefficients),
@@ -139,7 +145,8 @@ class StepTimeModel:
     def chunk_max(self, work: StepWork, context: int) -> int | None:
         """Returns the largest next chunk, in tokens, of a step that already has `work`.
 
-        The chunk follows `context` other tokens. None means that only the budget limits it.
+        The chunk follows `context` other tokens of its prompt. None means that only the scheduler's
+        budget limits the chunk.
         """
         if not self._target_s or not work.decode_tokens:
             return None
@@ -147,7 +154,7 @@ class StepTimeModel:
         left_s = max(_MARGIN * self._target_s, _DECODE_SHARE * alone_s)
         left_s -= self._decode_s(work.decode_tokens, work.decode_contexts + context)
         cost = self._beside_decode.cost
-        if (self._last_tokens or 0) > _ROWS:  # larger chunks gain nothing from shared weights
+        if (self._last_tokens or 0) > _ROWS:  # chunks of more rows gain nothing from shared weights
             cost = max(cost, 1.0)
         left_s /= cost
         left_s -= self._prefill_s(work.prefill_tokens, work.prefill_contexts)
@@ -189,10 +196,11 @@ class StepTimeModel:
 
 
 class _CostBesideDecode:
-    """Cost of prefill in mixed steps, relative to its cost alone in large chunks.
+    """Cost of prefill in mixed steps, relative to the cost of the same prefill alone in large
+    chunks.
 
-    It is a ratio of sums, so that steps that are faster and slower than predicted cancel out. A
-    step may even take less than the prediction for its decode alone.
+    The cost is a ratio of sums, so that steps that are faster and slower than predicted cancel out.
+    A step may even take less time than predicted for its decode alone.
     """
 
     def __init__(self) -> None:
@@ -208,9 +216,8 @@ class _CostBesideDecode:
 
 
 def _tokens_in(seconds: float, first_s: float, growth_s: float) -> int | None:
-    """Returns the n with n * first_s + n * n * growth_s = `seconds`; None if tokens cost
-    nothing.
-    """
+    """Returns the number n for which n * first_s + n * n * growth_s = `seconds`, rounded down.
+    Returns None if tokens cost nothing."""
     if seconds <= 0:
         return 0
     # The quadratic formula in the form that is also valid for growth_s = 0.

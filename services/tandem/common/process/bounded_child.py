@@ -9,9 +9,10 @@ from contextlib import suppress
 def run_bounded(
     command: Sequence[str], stdin: bytes, *, cpu_s: int, memory_bytes: int, deadline_s: float
 ) -> tuple[bytes, int]:
-    """Runs a program with `stdin` as its input; returns (output, exit status).
+    """Runs a program with `stdin` as its input. Returns the program's output and exit status.
 
-    A negative status is a signal's number. The program must read its input before anything else.
+    A negative status is the number of the signal that ended the program. The limits are set after
+    the program has started, so the program must read its input before it does anything else.
     `deadline_s` allows for a busy machine, so it should be much longer than `cpu_s`.
     """
     bounds = {
@@ -24,7 +25,7 @@ def run_bounded(
     )
     with child:
         for bound, largest in bounds.items():
-            with suppress(ProcessLookupError):  # it has already ended
+            with suppress(ProcessLookupError):  # the program has already ended
                 _, hard = resource.prlimit(child.pid, bound)
                 if hard == resource.RLIM_INFINITY or largest < hard:
                     resource.prlimit(child.pid, bound, (largest, largest))

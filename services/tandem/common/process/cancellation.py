@@ -15,7 +15,8 @@ _AGAIN_S = 1.0
 
 
 async def cancel(*tasks: asyncio.Task[Any]) -> None:
-    """Cancels tasks and returns when all have ended. After 1 s it cancels the remaining ones again.
+    """Cancels tasks and returns when all have ended. Tasks that have not ended after 1 s are
+    cancelled again.
 
     Errors of the tasks are not raised.
     """

@@ -1,6 +1,6 @@
 """Ends a program that is stopped while it loads or that has no signal handlers of its own.
 
-`python -m tandem.common.process.early_end MODULE ARGUMENT...` runs a program that Ctrl-C ends
+`python -m tandem.common.process.early_end MODULE ARGUMENT...` runs a program so that Ctrl-C ends it
 without a traceback.
 """
 
@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-_STATUS = 128 + signal.SIGTERM  # as a shell reports it
+_STATUS = 128 + signal.SIGTERM  # the status that a shell reports for a process that SIGTERM ended
 _INTERRUPTED = 128 + signal.SIGINT
 
 

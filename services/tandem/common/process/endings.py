@@ -1,7 +1,8 @@
-"""Finds out how a process ended that is not a child, and whether a process is stopped.
+"""Finds out how a process ended if it is not a child of this process, and whether a process is
+stopped.
 
-Linux 6.15 and later report the exit status of any process with a pidfd once its parent has reaped
-it. Before that, /proc has the status. Older systems report it only to the parent.
+Until the parent has reaped an ended process, /proc has the exit status. After that, Linux 6.15 and
+later report the status to any process that has a pidfd. Older systems report it only to the parent.
 """
 
 import fcntl
@@ -11,7 +12,8 @@ import struct
 import time
 from pathlib import Path
 
-# linux/pidfd.h: PIDFD_GET_INFO with PIDFD_INFO_EXIT, of the first size of `struct pidfd_info`.
+# PIDFD_GET_INFO of linux/pidfd.h, for the first version of `struct pidfd_info`, with
+# PIDFD_INFO_EXIT.
 _GET_INFO = 0xC040FF0B
 _INFO_EXIT = 1 << 3
 _INFO = struct.Struct("QQ11Ii")
@@ -35,7 +37,7 @@ def ending(pid: int, pidfd: int, oom_kills_before: int | None) -> str:
 
 
 def describe_exit(exit_code: int, oom_kills_before: int | None) -> str:
-    """Describes an exit code; a negative one is a signal's number."""
+    """Describes an exit code. A negative code is the number of a signal."""
     if exit_code >= 0:
         return f"exit status {exit_code}"
     try:
@@ -67,17 +69,19 @@ def is_stopped(pid: int) -> bool:
 
 
 def _zombie_status(pid: int, pidfd: int) -> int | None:
-    """Returns the wait status of a process that its parent has not reaped."""
+    """Returns the wait status of a process that has ended and that its parent has not reaped; None
+    for other processes."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        signal.pidfd_send_signal(pidfd, 0)  # checks that the pid is not reused by another process
+        signal.pidfd_send_signal(pidfd, 0)  # checks that no other process has this pid now
     except (OSError, ProcessLookupError):
         return None
     return int(fields[-1]) if fields[0] == "Z" else None
 
 
 def _exit_status(pidfd: int) -> int | None:
-    """Returns the wait status of a reaped process, as wait(2) does."""
+    """Returns the wait status of a reaped process, as wait(2) does; None if the system does not
+    report it."""
     info = bytearray(_INFO.pack(_INFO_EXIT, *[0] * 13))
     try:
         fcntl.ioctl(pidfd, _GET_INFO, info)

@@ -1,16 +1,18 @@
 """Keeps Python's garbage collector from pausing a process that serves.
 
 A full collection visits every tracked object. Modules, a tokenizer and an API's schemas are some
-hundred thousand objects, which takes 50 to 200 ms, and none of them is ever garbage.
+hundred thousand objects. Visiting them takes 50 to 200 ms, and none of them is ever garbage.
 """
 
 import gc
 
 
 def exempt_loaded() -> None:
-    """Excludes all existing objects from later collections. Call it once everything is loaded."""
+    """Excludes all existing objects from later collections. It should be called once everything is
+    loaded."""
     gc.collect()
     gc.freeze()
-    # A full collection starts once a quarter of the objects that survived the last one was added.
-    # This one leaves almost none, so the next does not wait for a quarter of the frozen ones.
+    # Python starts the next full collection when the number of new objects reaches a quarter of the
+    # survivors of the last one. This collection has almost no survivors, because frozen objects do
+    # not count. Without it, the next one would wait for a quarter of the frozen objects.
     gc.collect()

@@ -1,7 +1,7 @@
 """Ends this process if a step hangs, even if the step holds the GIL.
 
-Neither the event loop nor a thread can detect that. The stacks of all threads are first written to
-stderr.
+The event loop and Python threads cannot detect such a hang, because they also need the GIL. Before
+the process ends, the stacks of all threads are written to stderr.
 """
 
 import faulthandler
@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def hang_limit(seconds: float) -> Iterator[None]:
-    """Ends the process with status 1 unless the body ends in time. It cannot be nested."""
+    """Ends the process with status 1 unless the body of the `with` statement ends in time. It
+    cannot be nested."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:
         yield

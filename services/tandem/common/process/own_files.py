@@ -1,9 +1,9 @@
 """Opens folders and files that no other user can have prepared.
 
-A local user who can write next to our folder could create a symbolic link, a hard link or a folder
-with its name before we start. So no link is followed, the owner is checked, and world-writable
-entries are refused. Group and read permissions are removed instead of refused, because Kubernetes
-gives a volume's files to the pod's own group (fsGroup).
+Another local user who can write next to the folder could create a symbolic link, a hard link or a
+folder with the same name before this process starts. So no link is followed, the owner is checked,
+and world-writable entries are refused. Group and read permissions are removed instead of refused,
+because Kubernetes gives a volume's files to the pod's own group (fsGroup).
 """
 
 import contextlib
@@ -16,9 +16,10 @@ _FILE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def open_parent(path: Path) -> int:
-    """Opens a folder that others may share, such as a mounted disk; creates it if necessary.
+    """Opens a folder that others may share, such as a mounted disk. Creates it if necessary.
 
-    Raises OSError if a user other than root and this one owns it or the link that leads to it.
+    Raises OSError if the folder, or a symbolic link at its path, belongs to a user other than root
+    and this one.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -32,7 +33,7 @@ def open_parent(path: Path) -> int:
 
 
 def make_folder(path: Path) -> None:
-    """Creates a folder that only this user may use, or checks the existing one.
+    """Creates a folder that only this user may use, or checks the existing folder.
 
     Raises the errors of `open_folder`.
     """
@@ -41,9 +42,10 @@ def make_folder(path: Path) -> None:
 
 
 def open_folder(path: Path, *, dir_fd: int | None = None) -> int:
-    """Opens a folder that only this user may use; creates it if necessary. `dir_fd` is its parent.
+    """Opens a folder that only this user may use. Creates it if necessary. `dir_fd` is the
+    descriptor of its parent folder.
 
-    Raises OSError if it is a link, or if other users own it or may write it.
+    Raises OSError if `path` is a link, or if other users own the folder or may write it.
     """
     name = path if dir_fd is None else path.name
     with contextlib.suppress(FileExistsError):
@@ -52,10 +54,10 @@ def open_folder(path: Path, *, dir_fd: int | None = None) -> int:
 
 
 def open_file(path: Path, *, dir_fd: int) -> int:
-    """Opens a file that only this user may use, for reads and writes; creates it if necessary.
+    """Opens a file for reads and writes that only this user may use. Creates it if necessary.
 
-    `dir_fd` is its folder. Raises OSError if it is a link or no plain file, or if other users own
-    it or may write it.
+    `dir_fd` is the descriptor of the file's folder. Raises OSError if `path` is a link or no plain
+    file, or if other users own the file or may write it.
     """
     file = os.open(path.name, _FILE, 0o600, dir_fd=dir_fd)
     found = os.fstat(file)
@@ -66,7 +68,8 @@ def open_file(path: Path, *, dir_fd: int) -> int:
 
 
 def _checked(path: Path, opened: int, mode: int) -> int:
-    """Returns the descriptor. Closes it and raises OSError if it may not be used."""
+    """Returns the descriptor `opened`. If the file or folder may not be used, closes the descriptor
+    and raises OSError."""
     try:
         found = os.fstat(opened)
         _check_owner(path, found, (os.geteuid(),))

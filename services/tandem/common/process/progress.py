@@ -1,7 +1,7 @@
 """Progress bars of commands that wait, on stderr if it is a terminal.
 
-They appear after `SHOWN_AFTER_S` and disappear at the end. If stderr is a file or a pipe, there are
-none.
+The bars appear after `SHOWN_AFTER_S` and disappear at the end. If stderr is a file or a pipe, no
+bars are shown.
 """
 
 import sys
@@ -29,13 +29,14 @@ from rich.text import Text
 SHOWN_AFTER_S = 2.0
 REDRAWS_PER_S = 10.0
 _POLL_S = 0.5
-_STEPS_MAX = 8  # rows; a large pool may have more workers than the screen has lines
+# largest number of rows; a large pool may have more workers than the screen has lines
+_STEPS_MAX = 8
 _BAR_COLUMNS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressRow:
-    """One row: a named part of a wait. `total` is 0 if the rest is unknown."""
+    """One row: a named part of a wait. `total` is 0 if it is unknown how much remains."""
 
     name: str
     note: str = ""
@@ -49,7 +50,8 @@ class Waiting:
     def __init__(self, *steps: ProgressRow, redraws_per_s: float = REDRAWS_PER_S) -> None:
         """With `redraws_per_s` 0, bars are drawn only when they appear and at each `show`.
 
-        Code that is timed between two calls then has its core to itself.
+        No thread then draws between two calls of `show`, so that code that is measured there has
+        its core to itself.
         """
         console = Console(stderr=True, highlight=False)
         self._is_seen = sys.stderr.isatty() and not console.is_dumb_terminal
@@ -131,7 +133,7 @@ class Waiting:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Hides the bars while something else is printed. May be nested."""
+        """Hides the bars while the caller prints something else. It may be nested."""
         with self._lock:
             self._num_hiding += 1
             if self._is_on and self._num_hiding == 1:
@@ -151,7 +153,7 @@ class Waiting:
 
 
 class _Bar(ProgressColumn):
-    """A bar; empty if the rest is unknown."""
+    """A bar; empty if it is unknown how much remains."""
 
     def __init__(self) -> None:
         super().__init__()

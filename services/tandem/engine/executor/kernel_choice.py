@@ -1,5 +1,8 @@
-"""Chooses the kernels that compute a model on a device: those that the settings name, or the
-fastest."""
+"""Chooses the kernels that compute a model on a device.
+
+The setting `kernels` names them. With "auto", they are the fastest kernels for the device, or torch
+if those cannot compute the model.
+"""
 
 import importlib.util
 import logging
@@ -22,8 +25,8 @@ Choice = Literal["native", "torch", "triton"]
 def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfig) -> Choice:
     """Returns the kernels for a model on a device.
 
-    Raises ConfigError if the kernels that the settings name cannot compute the model. With "auto",
-    logs a warning if torch computes because no faster kernels can.
+    Raises ConfigError if the settings name kernels that cannot compute the model. With "auto", logs
+    a warning if the choice is torch because the faster kernels cannot compute the model.
     """
     fastest: Choice = "triton" if device.type == "cuda" else "native"
     chosen = fastest if config.kernels == "auto" else config.kernels
@@ -54,7 +57,8 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
 
 
 def why_not_triton(device: torch.device, numerics: str) -> str:
-    """Returns why the Triton kernels cannot run on this device; empty if they can."""
+    """Returns why the Triton kernels cannot run on this device with these numerics; empty if they
+    can."""
     if numerics == "invariant":
         return "the invariant numerics are torch's and the native kernels'"
     if importlib.util.find_spec("triton") is None:
@@ -69,8 +73,9 @@ def why_not_triton(device: torch.device, numerics: str) -> str:
 def _why_no_launcher() -> str:
     """Returns why Triton cannot compile its launchers; empty if it can.
 
-    Triton compiles a launcher in C at a kernel's first launch, and looks for a compiler as this
-    function does (triton/runtime/build.py). Without one, every launch would raise.
+    A launcher is a C function that starts a kernel. Triton compiles it at the kernel's first launch
+    and raises if it finds no compiler. This function looks for a compiler in the same places as
+    Triton (triton/runtime/build.py).
     """
     named = os.environ.get("CC")
     compilers = ("gcc", "clang") if named is None else (named,)

@@ -1,17 +1,18 @@
 """Calibrates the keys of an int4 KV pool (tandem_kernels/kv_int4_keys.py), once for each model.
 
-The model computes a text in fp32. For each layer, KV head and channel, the root mean square of the
-rotated keys, k, and of the queries that attend to them, q, is measured:
+The model runs on a sample text in fp32. For each layer, KV head and channel, the root mean square
+of the rotated keys, k, and of the queries that attend to them, q, is measured:
 
     importance   k * q; the most important quarter of a head's channels comes first
     scale        k^0.75 * q^-0.25, rounded to a quarter of a power of two, and multiplied by 1.5
                  for the first quarter of the channels
 
-All workers of a model must use the same channels. Their digest is part of the KV data type's name,
-so that workers with other channels are refused. The channels come from `FILE` in the model's
-folder, otherwise from the cache, otherwise they are computed and cached. Rounding makes them
-independent of the last bits of the computation, except for a value next to a rounding boundary. If
-two kinds of processors disagree, copy the file into the folder.
+All workers of a model must use the same channel order and scales. The digest of both is part of the
+KV data type's name, so workers with a different digest do not exchange blocks. The order and the
+scales come from `FILE` in the model's folder, otherwise from the cache. If neither has them, they
+are computed and cached. Rounding makes the result independent of the last bits of the computation,
+except for a value next to a rounding boundary. If two kinds of processors compute different
+results, the file of one must be copied into the model's folder.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ from tandem_kernels.kv_cache import make_pool
 from tandem_kernels.kv_int4_keys import KeyChannels
 
 FILE = "kv_calibration.safetensors"
-_VERSION = 1  # the version of this computation
+_VERSION = 1  # version of the calibration; part of the cached file's name
 _TOKENS = 1024
 _CHUNK = 256
 _BLOCK_SIZE = 16
 _FIRST_QUARTER = 1.5
-# Lower bound, relative to the largest root mean square of the head, so that a channel of zeros has
-# a scale.
+# Lower bound of a root mean square, relative to the largest one of the head. It gives a channel of
+# zeros a scale above 0.
 _LEAST = 1e-3
 
 
 def key_channels(folder: ModelFolder) -> KeyChannels:
-    """Returns the channels of a model. Raises ConfigError for a file that does not match the
-    model."""
+    """Returns the channel order and the scales of a model. Raises ConfigError if the file that
+    stores them does not match the model."""
     config = folder.config
     if config.head_dim % 16:
         raise ConfigError(
@@ -65,14 +66,14 @@ def key_channels(folder: ModelFolder) -> KeyChannels:
         if file.is_file():
             return _read(file, config)
     channels = calibrate(folder)
-    with suppress(OSError):  # without a cache the next worker computes it again
+    with suppress(OSError):  # if this fails, the next worker computes the channels again
         _write(channels, cached)
     return channels
 
 
 def calibrate(folder: ModelFolder) -> KeyChannels:
-    """Computes the channels in fp32 on the CPU. Raises ConfigError if the tokenizer returns no
-    tokens."""
+    """Computes the channel order and the scales in fp32 on the CPU. Raises ConfigError if the
+    tokenizer returns no tokens."""
     token_ids = [
         token
         for token in Tokenizer(folder.path).encode(_TEXT)[
@@ -95,7 +96,7 @@ def calibrate(folder: ModelFolder) -> KeyChannels:
 
 
 class _ObservedDecoder(Decoder):
-    """Sums the squares of each layer's queries and keys."""
+    """A decoder that also sums the squares of each layer's queries and keys."""
 
     def observe(self, num_layers: int) -> None:
         size = num_layers, self._config.num_kv_heads, self._config.head_dim
@@ -164,7 +165,7 @@ def _read(file: Path, config: ModelConfig) -> KeyChannels:
 
 
 def _write(channels: KeyChannels, file: Path) -> None:
-    """Writes a file atomically, because workers start at the same time."""
+    """Writes a file atomically, because several workers may write it at the same time."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         part = Path(folder) / FILE
@@ -172,7 +173,7 @@ def _write(channels: KeyChannels, file: Path) -> None:
         os.replace(part, file)
 
 
-# Prose, a chat, code, data and several languages.
+# The calibration text: prose, a chat, code, data and several languages.
 _TEXT = '''The harbour lies at the mouth of a slow river. In the morning the boats come in with the
 tide, and by noon the market behind the old customs house is full of people who buy fish, bread and
 oranges. Most of them have known each other for years. They ask after children and parents, complain

@@ -1,7 +1,7 @@
-"""A model with its KV pools on one device: it takes a step's batch and returns logits.
+"""A model with its KV pools on one device. The runner computes a step's batch and returns logits.
 
 The runner chooses the device, dtypes and kernels from the settings and the hardware, loads the
-weights and owns the pools. It knows no scheduling: it uses the block tables of the batch without
+weights and owns the pools. It does no scheduling and uses the block tables of a batch without
 checking them.
 """
 
@@ -54,11 +54,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Up to this many tokens, a step is limited by reading weights, which the native kernels do faster.
-# With more tokens, hardware with bfloat16 products (that of arm64; on x86 the native kernels use it
-# too) is several times faster than their fp32 products.
+# Up to this many tokens, reading the weights limits a step, and the native kernels read them
+# faster. With more tokens, hardware that multiplies bfloat16 is several times faster than the fp32
+# products of the native kernels. This concerns arm64 only: on x86 the native kernels also use the
+# bfloat16 hardware.
 _NATIVE_TOKENS_MAX = 16
-# Instruction sets that compute the same fp32 bits as another one, because they run its code.
+# Instruction sets whose fp32 code is that of another set, and so computes the same bits.
 _FP32_AS = {"amx": "avx512", "avx512_bf16": "avx512"}
 
 
@@ -66,13 +67,14 @@ class LoadedAdapter(NamedTuple):
     """A LoRA adapter in the form that the decoders read."""
 
     weights: LoraWeights
-    packed: PackedLora | None  # the form of the C++ decoder
+    packed: PackedLora | None  # the adapter in the form of the C++ decoder
 
 
 class ModelRunner:
     """Runs the steps of one model. After `allocate`, one thread at a time may call `forward`."""
 
-    kv: torch.Tensor  # all pools, one after the other, uint8 [pool_bytes]; set by `allocate`
+    # the memory of all pools, one after the other, uint8 [pool_bytes]; set by `allocate`
+    kv: torch.Tensor
     pools: list[KvPool]  # one pool for each KV group
 
     def __init__(
@@ -83,8 +85,9 @@ class ModelRunner:
         pool_fd: int | None = None,
         on_progress: OnProgress = ignore_progress,
     ) -> None:
-        """Loads the weights. `pool_fd` is a memfd for a pool on a CPU, so that the process that
-        created it can map it too. `on_progress` is called with the progress of the load.
+        """Loads the weights. `pool_fd` is a memfd that holds the pools if the device is a CPU. The
+        process that created the memfd can then map the pools too. `on_progress` is called with the
+        progress of the load.
 
         Raises ConfigError for settings that this machine or model does not support, and
         UnsupportedModel for a checkpoint that does not match its config.
@@ -104,9 +107,11 @@ class ModelRunner:
         kernels = choose_kernels(config, self.device, model)
         int8 = config.weights == "int8"
         keeps = keeps_quantized(config, folder, kernels)
-        # All other kernels, and the native ones for fp8, compute with the dequantized numbers.
+        # All other kernels, and the native kernels for fp8, compute with the dequantized numbers.
+        # Native kernels that multiply quantized weights directly compute other bits.
         has_own_bits = keeps and kernels == "native" and not folder.config.is_fp8
-        # Everything that changes the bits of KV; workers that differ in it exchange no blocks.
+        # `dtype_name` names everything that changes the bits of KV. Workers with different names do
+        # not exchange blocks.
         form = "+int8" * int8 + "+blocks" * has_own_bits
         self.dtype_name = dtype_name + form + "+long-rope" * model.is_long
         self._dtype = _DTYPES[dtype_name]
@@ -133,7 +138,7 @@ class ModelRunner:
         self._large: NativeDecoder | TorchSteps | TritonSteps
         self._triton: TritonSteps | None = None
         if kernels == "triton":
-            # Imported here, because Triton is not installed on every machine.
+            # The import is here because Triton is not installed on every machine.
             from tandem.engine.executor.triton.steps import TritonSteps
 
             self._small = self._large = self._triton = TritonSteps(
@@ -146,7 +151,7 @@ class ModelRunner:
             self._small = self._large = native = NativeDecoder(
                 model, weights, num_threads=config.num_threads, int8=int8
             )
-            if config.numerics == "invariant":  # the bits depend on the instruction set
+            if config.numerics == "invariant":  # the invariant bits depend on the instruction set
                 name = native.instructions or ""
                 self.numerics_name = f"invariant-{_FP32_AS.get(name, name)}"
             widens = dtype_name == "bfloat16" and not native.multiplies_bf16
@@ -157,7 +162,8 @@ class ModelRunner:
 
     @property
     def native(self) -> NativeDecoder | None:
-        """The C++ decoder of small steps, if used; it measures the time of each stage."""
+        """The C++ decoder; None if the native kernels are not used. It measures the time of each
+        stage of a step."""
         return self._small if isinstance(self._small, NativeDecoder) else None
 
     def layout(self, *num_blocks: int) -> KvLayout:
@@ -170,8 +176,8 @@ class ModelRunner:
         )
 
     def allocate(self, *num_blocks: int) -> None:
-        """Allocates the pools, filled with zeros: kernels read whole blocks, and masked numbers
-        must be finite.
+        """Allocates the pools and fills them with zeros. Kernels read whole blocks, so numbers that
+        a mask hides must be finite too.
 
         Raises ConfigError if there is not enough memory.
         """
@@ -197,7 +203,7 @@ class ModelRunner:
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copies the KV of blocks, each (source, target, KV group).
 
-        A block is one span of memory. The copies run after the steps before them and before later
+        A block is one span of memory. The copies run after all earlier steps and before all later
         steps, also on a CUDA device.
         """
         for source, target, group in copies:
@@ -207,7 +213,8 @@ class ModelRunner:
     def load_adapter(self, adapter: Adapter) -> LoadedAdapter:
         """Reads an adapter for `add_adapter`. May run in any thread, also during a step.
 
-        Raises ConfigError and AdapterUnavailable, and says what is wrong with its folder.
+        Raises ConfigError and AdapterUnavailable, and the message says what is wrong with the
+        adapter's folder.
         """
         weights = load_lora(
             adapter,
@@ -242,7 +249,7 @@ class ModelRunner:
     def forward(
         self, batch: StepBatch, on_kv_written: Callable[[], object] | None = None
     ) -> torch.Tensor:
-        """Runs a step as described in runner_protocol.py. Its logits are valid until the next
+        """Runs a step as described in runner_protocol.py. The logits are valid until the next
         step."""
         self._last = self._small if batch.num_tokens <= _NATIVE_TOKENS_MAX else self._large
         return self._last.forward(batch, self.pools, on_kv_written)
@@ -262,15 +269,15 @@ class ModelRunner:
         return self._last.logprobs(logits, rows, token_ids, num_top)
 
     def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
-        """Returns the hidden states after the final norm for `rows` of the last step's logits, each
-        [hidden]."""
+        """Returns the hidden states after the final norm, each [hidden]. `rows` are rows of the
+        last step's logits."""
         return self._last.final_hidden(rows)
 
 
 def _static_kv(folder: ModelFolder, kv_dtype: str) -> StaticKv | None:
     if kv_dtype == "int4":
-        # Imported here, because it imports a tokenizer, which need not be installed for GPU
-        # benchmarks.
+        # The import is here because kv_calibration.py imports a tokenizer, which need not be
+        # installed for GPU benchmarks.
         from tandem.engine.executor.kv_calibration import key_channels
 
         return key_channels(folder)
@@ -293,7 +300,7 @@ def _choose_device(wanted: str) -> torch.device:
 
 
 def _tokens_per_step(device: torch.device) -> int:
-    """Returns a step's token budget.
+    """Returns the largest number of tokens in a step.
 
     On CUDA it is 16 tokens per multiprocessor, rounded down to a power of 2 (H100: 2,048; A100:
     1,024). A product with 4,096 columns then has about four tiles of 128 x 128 for each
@@ -306,8 +313,8 @@ def _tokens_per_step(device: torch.device) -> int:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Returns whether the hardware multiplies bfloat16. Emulated products would be slower than
-    float32."""
+    """Returns whether the hardware multiplies bfloat16. Products that software emulates are slower
+    than float32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return cpu_has_bfloat16()
@@ -320,7 +327,8 @@ def _check_memory(
     settings."""
     needs = []
     memory = read_memory()
-    if device.type == "cuda":  # copies of blocks in host memory take no memory of the GPU
+    # the block copies of --kv-host-memory need host memory, not GPU memory
+    if device.type == "cuda":
         copies_bytes = config.kv_host_bytes
         needs = [(Need(f"--kv-host-memory {copies_bytes}", copies_bytes, 0), memory)]
         config = replace(config, kv_host_bytes=0)

@@ -1,11 +1,15 @@
 """Samples the tokens of a step, and measures the log probabilities that its sequences request.
 
-The draw of a sequence's token i depends only on its seed and on i, so a sequence that was migrated,
+The draw of a sequence's token i depends only on the seed and on i. So a sequence that was migrated,
 preempted or prefilled on another worker continues with the same tokens. Log probabilities are the
-model's own: logit edits change the draw, not the measurement.
+model's own: logit edits change the draw, not the measured log probabilities.
 
-    rows of logits   [ chunk 0 | chunk 1: last token | chunk 2: all tokens, for prompt logprobs ]
-                       decode    end of a prompt       row i has the log probability of token i + 1
+The logits have these rows:
+
+    kind of chunk                    rows
+    decode                           1: the next token
+    last chunk of a prompt           1: the first token of the completion
+    chunk with prompt logprobs       all its tokens; row i has the log probability of token i + 1
 """
 
 from collections.abc import Iterable
@@ -31,8 +35,8 @@ class Sampled(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """A token whose log probability is requested, and the number of most likely tokens to report
-    with it."""
+    """A token whose log probability is requested. `num_top` is the number of most likely tokens to
+    report in addition."""
 
     row: int
     token_id: int
@@ -54,11 +58,12 @@ def next_draw(sequence: Sequence) -> Draw:
 
 
 class StepSampler:
-    """The rows of one step's logits. It must be created before the step, because the step advances
-    the sequences."""
+    """The rows of one step's logits and the sequences to which they belong. The object must be
+    created before the step, because the step advances the sequences."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
-        self._drawn: list[tuple[Sequence, int]] = []  # each with its row
+        # sequences to sample, each with its row of logits
+        self._drawn: list[tuple[Sequence, int]] = []
         self._prompts: list[tuple[Sequence, _Wanted]] = []
         num_rows = 0
         for chunk in chunks:
@@ -74,16 +79,17 @@ class StepSampler:
 
     @property
     def grammars(self) -> list[GrammarMatcher]:
-        """The grammars of the tokens to sample."""
+        """The grammars of the sequences to sample."""
         return [s.grammar for s, _ in self._drawn if s.grammar is not None]
 
     def skip_late(self) -> None:
-        """Samples no token for the sequences whose masks are late."""
+        """Leaves out the sequences whose grammar masks are not ready. They get no token in this
+        step."""
         self._drawn = [drawn for drawn in self._drawn if not drawn[0].awaits_mask]
 
     def run(self, runner: Runner, logits: torch.Tensor) -> list[Sampled]:
-        """Samples a token for each sequence without missing tokens. Log probabilities of prompts
-        are stored in their sequences."""
+        """Samples a token for each sequence that has a row for it and was not left out. Stores log
+        probabilities of prompts in the sequences."""
         token_ids: list[int] = []
         if self._drawn:
             rows = [row for _, row in self._drawn]
@@ -112,8 +118,8 @@ class StepSampler:
         ]
 
     def _embed(self, runner: Runner) -> None:
-        """Stores in each sequence that requests an embedding the hidden state of its prompt's last
-        token."""
+        """Stores the hidden state of the prompt's last token in each sequence that requests an
+        embedding."""
         wanted = [(sequence, row) for sequence, row in self._drawn if sequence.wants_embedding]
         if wanted:
             found = runner.final_hidden([row for _, row in wanted])
@@ -122,7 +128,8 @@ class StepSampler:
 
 
 def _prompt_tokens(chunk: Chunk, first_row: int) -> Iterable[tuple[Sequence, _Wanted]]:
-    """Yields the prompt tokens that the chunk's logits predict, except those measured before."""
+    """Yields the prompt tokens that the chunk's logits predict, except tokens that an earlier step
+    measured."""
     sequence = chunk.sequence
     num_top = sequence.spec.sampling.prompt_logprobs
     assert num_top is not None

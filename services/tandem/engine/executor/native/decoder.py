@@ -3,9 +3,10 @@
 
 Sums are fp32. Weights keep the checkpoint's format (bf16, fp32 or quantized) or become int8 with a
 scale per output. Activations are fp32. They are rounded to bf16 for products with bf16 weights if
-the processor multiplies bf16 directly, and to int8 for products with quantized weights. Every
-output is summed in a fixed order, whatever else the step computes, so a sequence's tokens depend on
-this sequence alone. This is both the fast and the invariant path.
+the processor multiplies bf16 directly, and to int8 for products with quantized weights. The terms
+of every output are added in a fixed order that does not depend on the rest of the step, so a
+sequence's tokens depend on this sequence alone. The decoder therefore serves both the fast and the
+invariant numerics.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ from tandem_kernels.native.library import (
 from tandem_kernels.rope import rotary_angles
 from tandem_kernels.sampling import Draw, sample
 
-_HEAD_MAX = 512  # the limit of kv_int4.h
+_HEAD_MAX = 512  # the largest head size that kv_int4.h supports
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
-_ALL_KEYS = (0, 0)  # the `visible` fields of a span in decoder.h
+_ALL_KEYS = (0, 0)  # value of a span's two `visible` fields (decoder.h) if all keys are visible
 _INPUTS = ("token_ids", "positions", "spans", "logit_rows")
 _KV_KINDS = {
     "float32": Kind.F32,
@@ -69,7 +70,7 @@ _KV_KINDS = {
     "k8v4": Kind.I8_I4,
     "int4": Kind.I4,
 }
-# kinds of latent KV rows by the dtype of the rotated keys
+# Kinds of latent KV rows, by the dtype of the rotated keys.
 _LATENT_KV_KINDS = {"float32": Kind.I8_F32, "bfloat16": Kind.I8_BF16}
 _ANGLES_MIN = 2048  # smallest number of positions in the angle table
 
@@ -97,7 +98,7 @@ class NativeDecoder:
         int8: bool = False,
         instructions: str | None = None,
     ) -> None:
-        """Packs the weights. Of the given tensors only the embedding is kept."""
+        """Packs the weights. Of the given tensors, the decoder keeps only the embedding."""
         library = load()
         assert library is not None
         self._library: Library = library
@@ -106,7 +107,7 @@ class NativeDecoder:
         self._packer = Packer(library, weights.pages, int8=int8, instructions=instructions)
         self._angles = _AngleTable(config)
         self._results = _Results(0, config.vocab_size)
-        self._logit_rows: list[int] = []  # logit rows of the last step
+        self._logit_rows: list[int] = []  # rows of the last step's inputs that have logits
         self._pools: Sequence[KvPool] | None = None
         self.adapters = NativeAdapters()
         places = layer_places(config)
@@ -114,7 +115,7 @@ class NativeDecoder:
             *map(self._layer, config.layers, places, weights.layers)
         )
         output = self._packer.matrix((Linear(weights.output, None, weights.output_blocks),))
-        self._kept = [layers, self._packer]  # keeps alive what the structs point to
+        self._kept = [layers, self._packer]  # keeps the memory alive that the structs point to
         self._model = Model(
             layers=layers,
             final_norm=self._packer.floats(weights.final_norm),
@@ -161,7 +162,8 @@ class NativeDecoder:
 
         Calls `on_kv_written` when all KV is in the pools.
         """
-        # The pools are the same in every step, and reading a tensor's address takes long.
+        # The pools are the same in every step. Their addresses are kept, because reading a tensor's
+        # address is slow.
         if self._pools is not pools:
             self._groups = _kv_groups_of(pools)
             self._pools = pools
@@ -225,8 +227,8 @@ class NativeDecoder:
         )
 
     def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
-        """Returns the hidden states after the final norm for `rows` of the last step's logits, each
-        [hidden]."""
+        """Returns the hidden states after the final norm, each [hidden]. `rows` are rows of the
+        last step's logits."""
         of_step = np.array([self._logit_rows[row] for row in rows], np.int32)
         size = self._config.hidden_size
         states = self._library.final_hidden(self._decoder, of_step, size)
@@ -237,7 +239,7 @@ class NativeDecoder:
         return PackedLora(self._library, weights)
 
     def take_stages(self) -> dict[Stage, float]:
-        """Returns the seconds spent in each stage since the last call."""
+        """Returns the seconds spent in each stage of a step since the last call of this method."""
         return self._library.take_stages(self._decoder)
 
     def _layer(self, spec: LayerSpec, place: LayerPlace, weights: LayerWeights) -> Layer:
@@ -302,8 +304,8 @@ def _gating(config: ModelConfig) -> Gating:
 class _Inputs:
     """A step's batch as int32 arrays. The rows are the step's tokens, sequence after sequence.
 
-    All arrays are built from lists in one buffer, because this is the fastest way for a step of one
-    token, whose other costs are small.
+    All arrays are built from lists in one buffer. For a step of one token this is the fastest way,
+    and there the time counts, because the rest of such a step is short.
     """
 
     def __init__(
@@ -312,7 +314,8 @@ class _Inputs:
         wanted: Sequence[SequenceSlice],
         block_size: int,
     ) -> None:
-        """`wanted` has the same slices in the order of the requested logits."""
+        """`slices` has the sequences in the order of the rows. `wanted` has the same slices in the
+        order of the requested logits."""
         token_ids: list[int] = []
         positions: list[int] = []
         spans: list[int] = []
@@ -339,7 +342,7 @@ class _Inputs:
         self.logit_rows = logit_rows
         self.num_logit_rows = len(logit_rows)
         self.positions_end = max(piece.context_len + piece.num_evicted for piece in slices)
-        self._numbers = array("i")  # raises OverflowError for a number beyond int32
+        self._numbers = array("i")  # an array of int32; adding a larger number raises OverflowError
         first = []
         for part in (token_ids, positions, spans, logit_rows, *chain.from_iterable(groups)):
             first.append(len(self._numbers))
@@ -366,10 +369,10 @@ def _other_groups(
 
 
 class _AngleTable:
-    """Rotary angles of all positions up to twice the largest one so far.
+    """Rotary angles of all positions up to a power of two, which grows with the longest context.
 
-    A lookup is faster than a computation, and the last bits of computed angles would depend on the
-    other positions of the step.
+    A lookup is faster than a computation. It also keeps results independent of the batch: the last
+    bits of an angle computed for a step depend on the other positions of the step.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -380,9 +383,9 @@ class _AngleTable:
         self.reach(_ANGLES_MIN)
 
     def reach(self, positions_end: int) -> None:
-        """Extends the tables in `fields` to cover all positions before `positions_end`.
+        """Extends the tables to cover all positions before `positions_end`.
 
-        `fields` has addresses of fp32 [ropes, positions, rope_dim / 2].
+        `fields` then has the addresses of the tables, fp32 [ropes, positions, rope_dim / 2].
         """
         if positions_end <= self._size:
             return
@@ -400,7 +403,8 @@ class _AngleTable:
 
 
 class _BlockSums:
-    """The attention sums of a step's sequences that count them, joined in one array."""
+    """The sums of softmax weights per block of a step's sequences, joined in one array. Sequences
+    that do not need these sums are left out."""
 
     def __init__(self) -> None:
         self._of_sequences: list[Sums] = []
@@ -408,7 +412,8 @@ class _BlockSums:
         self._size = 0
 
     def add(self, sums: Sums | None) -> int:
-        """Returns the index of a sequence's first sum; -1 if it has none."""
+        """Appends a sequence's sums. Returns the index of the first one in the joined array; -1 if
+        the sequence has no sums."""
         if sums is None:
             return -1
         first = self._size
@@ -417,7 +422,7 @@ class _BlockSums:
         return first
 
     def address(self) -> int | None:
-        """Returns the address of all sums; None if there are none."""
+        """Returns the address of the joined array; None if no sequence has sums."""
         if not self._of_sequences:
             return None
         self._all = np.concatenate(self._of_sequences)
@@ -433,14 +438,14 @@ class _BlockSums:
 
 
 def _kv_kind_of(pool: KvPool) -> Kind:
-    """Returns the kind of a pool's rows."""
+    """Returns the kind in which a pool stores its KV rows."""
     if pool.layout.rotated is not None:
         return _LATENT_KV_KINDS[pool.layout.rotated.dtype]
     return _KV_KINDS[pool.layout.dtype]
 
 
 def _kv_groups_of(pools: Sequence[KvPool]) -> Array[KvGroup]:
-    """Returns the addresses and strides of each group's KV; each step adds the slots and block
+    """Returns the addresses and strides of each KV group's pool. Each step adds its slots and block
     tables."""
     return (KvGroup * len(pools))(
         *(
@@ -465,11 +470,11 @@ def _static_fields(static: StaticKv | None) -> dict[str, int]:
 
 
 class _Results:
-    """Memory for a step's results. It is reused; otherwise the system would allocate and zero
-    megabytes in each step."""
+    """Memory for a step's results. Later steps reuse it, because the system would otherwise
+    allocate and zero megabytes in each step."""
 
     def __init__(self, num_rows: int, vocab: int, room: torch.Tensor | None = None) -> None:
-        """`room` is the memory of earlier results; it is reused if it is large enough."""
+        """`room` is the memory of earlier results. It is reused if it is large enough."""
         if room is None or len(room) < num_rows * vocab:
             room = torch.frombuffer(own_pages(max(1, num_rows) * vocab * 4), dtype=torch.float32)
         self._room = room

@@ -1,5 +1,5 @@
-"""LoRA adapters in the form that the C++ decoder reads: packed once, and referenced by the steps
-that use them."""
+"""LoRA adapters in the form that the C++ decoder reads. An adapter is packed once, and steps refer
+to it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class PackedLora:
     def __init__(self, library: Library, weights: LoraWeights) -> None:
         self._library = library
         self._huge_pages = HugePages()
-        self._kept: list[Any] = []  # keeps alive what the structs point to
+        self._kept: list[Any] = []  # keeps the memory alive that the structs point to
         self.digest = weights.digest
-        self.rank = 0  # the largest rank of a product, summed over its parts
+        self.rank = 0  # largest rank of a product, which is the sum of its parts' ranks
         self.layers = (_LoraLayer * len(weights.layers))(
             *(
                 _LoraLayer(
@@ -48,7 +48,7 @@ class PackedLora:
         firsts = [0, *accumulate(ranks)]
         self.rank = max(self.rank, firsts[-1])
         a = parts[0].a if len(parts) == 1 else torch.cat([part.a for part in parts])
-        matrix = self._matrix(a)  # A is packed before the Bs, in the order in which steps read them
+        matrix = self._matrix(a)  # A is packed before all B, because steps read it first
         packed = (library.LoraPart * len(parts))(
             *(
                 library.LoraPart(self._matrix(part.b), part.first, first)
@@ -59,7 +59,8 @@ class PackedLora:
         return library.LoraProduct(a=matrix, parts=packed, num_parts=len(parts))
 
     def _heads(self, heads: LoraHeads | None) -> Any:
-        """Packs the product of each head."""
+        """Packs one LoRA product for each head; None if the adapter does not change these
+        products."""
         if heads is None:
             return None
         num_heads, rank, _ = heads.a.shape
@@ -95,7 +96,7 @@ class NativeAdapters:
 
     def __init__(self) -> None:
         self._packed: dict[str, PackedLora] = {}
-        self._rows: Any = None  # keeps alive the rows of the last step
+        self._rows: Any = None  # keeps the last step's `LoraRows` alive while the kernels read them
 
     def add(self, packed: PackedLora) -> None:
         self._packed[packed.digest] = packed
@@ -104,7 +105,8 @@ class NativeAdapters:
         self._packed.pop(digest, None)
 
     def fields(self, slices: Sequence[SequenceSlice]) -> dict[str, Any]:
-        """Returns the adapter fields of a step. `slices` must be in the order of `by_adapter`."""
+        """Returns the fields of `Step` that describe the adapters. `slices` must be in the order of
+        `by_adapter`."""
         counts: dict[str, int] = {}
         for piece in slices:
             if piece.adapter:
@@ -122,5 +124,5 @@ class NativeAdapters:
 
 
 def by_adapter(slices: Sequence[SequenceSlice]) -> list[SequenceSlice]:
-    """Returns the slices grouped by adapter, those of the base model last."""
+    """Returns the slices grouped by adapter. Slices without an adapter come last."""
     return sorted(slices, key=lambda piece: (not piece.adapter, piece.adapter))

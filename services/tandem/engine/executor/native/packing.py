@@ -42,7 +42,8 @@ _LINE = 64  # bytes of a cache line
 
 
 class HugePages:
-    """Memory for matrices that are read one after another. It is freed with this object."""
+    """Memory for matrices that are read one after another. Deleting this object frees the
+    memory."""
 
     def __init__(self) -> None:
         self._mapped: list[npt.NDArray[np.uint8]] = []
@@ -60,7 +61,7 @@ class HugePages:
 
 
 class Packer:
-    """Creates packed matrices, which live as long as the packer."""
+    """Creates packed matrices. Their memory is freed with the packer."""
 
     def __init__(
         self,
@@ -70,21 +71,22 @@ class Packer:
         int8: bool = False,
         instructions: str | None = None,
     ) -> None:
-        """`pages` are the mapped files; the pages of packed weights are dropped."""
+        """`pages` are the mapped files of the checkpoint. The packer drops the file pages of the
+        weights that it has packed."""
         self._library = library
         self._pages = pages
         self._int8 = int8
         self._instructions = instructions
-        self._kept: list[Any] = []  # keeps alive what the structs point to
+        self._kept: list[Any] = []  # keeps the memory alive that the structs point to
         self._huge_pages = HugePages()
 
     def keep(self, struct: object) -> None:
-        """Keeps a struct alive to which other structs point."""
+        """Keeps a struct alive while other structs point to it."""
         self._kept.append(struct)
 
     def matrix(self, parts: Sequence[Linear], *, keeps_kind: bool = False) -> Matrix:
-        """Packs the rows of all parts, one after the other. With `keeps_kind` the matrix never
-        becomes int8."""
+        """Packs matrices as one matrix that has the rows of all `parts`, one after the other. With
+        `keeps_kind` the matrix never becomes int8."""
         if isinstance(parts[0].blocks, Fp8):
             return self._fp8(parts)
         if parts[0].blocks:
@@ -109,7 +111,8 @@ class Packer:
         )
 
     def gate_up(self, parts: Sequence[Linear]) -> Matrix:
-        """Packs gates and ups, which are two matrices or one with the rows of both.
+        """Packs the gate and up matrices. `parts` are two matrices, or one matrix with the rows of
+        both.
 
         In the paired kinds, panels of gates and of ups alternate (decoder.h).
         """
@@ -132,8 +135,8 @@ class Packer:
         return packed
 
     def embedding(self, weights: ModelWeights, output: Matrix) -> dict[str, int | None]:
-        """Returns the model's embedding fields. A tied embedding is read from the panels of the
-        output matrix unless they are int8."""
+        """Returns the embedding fields of the model struct. A tied embedding is read from the
+        panels of the output matrix unless these panels are int8."""
         tied = weights.embedding_blocks is weights.output_blocks
         if tied and weights.embedding is weights.output and not self._int8:
             return {"embedding": None, "embedding_kind": output.kind}
@@ -172,16 +175,16 @@ class Packer:
         return floats.data_ptr()
 
     def _of_heads(self, weights: torch.Tensor) -> object:
-        """Packs the matrix of each head. It never becomes int8, because a single thread multiplies
-        it."""
+        """Packs the matrix of each head. These matrices never become int8, because each is
+        multiplied by a single thread."""
         matrices = [self.matrix((Linear(each, None),), keeps_kind=True) for each in weights]
         packed = (Matrix * len(matrices))(*matrices)
         self.keep(packed)
         return packed
 
     def _fp8(self, parts: Sequence[Linear], stored: Sequence[Fp8] = ()) -> Matrix:
-        """Packs fp8 matrices. `stored` has the checkpoint's matrices if `parts` were made from
-        them."""
+        """Packs fp8 matrices. If `parts` were interleaved from the checkpoint's matrices, `stored`
+        has the latter, which an error message names."""
         blocks = [part.blocks for part in parts if isinstance(part.blocks, Fp8)]
         data = [each.data.view(torch.uint8) for each in blocks]
         codes = (data[0] if len(data) == 1 else torch.cat(data)).contiguous()
@@ -207,8 +210,8 @@ class Packer:
         )
 
     def _quantized(self, parts: Sequence[Linear]) -> Matrix:
-        """Packs quantized matrices. Rows whose kind or input order differs from the first become
-        the `rest` of the matrix."""
+        """Packs quantized matrices as one matrix. From the first part whose kind or input order
+        differs, the rows become another matrix, the `rest` of the first one."""
         matrix = None
         alike = [list(run) for _, run in groupby(parts, self._form_of_blocks)]
         for run in reversed(alike):
@@ -252,7 +255,7 @@ class Packer:
         return self._library.packed_kind(kind, self._instructions)
 
     def _form_of_blocks(self, part: Linear) -> tuple[Kind, bytes]:
-        """Returns the packed kind of a matrix, and the order of its inputs."""
+        """Returns the kind in which a matrix is packed, and the order of its inputs."""
         assert isinstance(part.blocks, GgufBlocks)
         kind = self._library.kind_of_blocks(part.blocks.type)
         assert kind is not None
@@ -260,8 +263,8 @@ class Packer:
         return kind, b"" if order is None else order.numpy().tobytes()
 
     def _bias(self, parts: Sequence[Linear]) -> int | None:
-        """Returns the address of the biases of all parts, with zeros for parts without one; None if
-        no part has one."""
+        """Returns the address of the biases of all parts; None if no part has a bias. Parts without
+        a bias get zeros."""
         if all(part.bias is None for part in parts):
             return None
         biases = (
@@ -276,8 +279,8 @@ class Packer:
 
 
 def _interleave(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Interleaves gates and ups, from one tensor or two, by panels of outputs. The last panel of
-    each is padded with zeros."""
+    """Interleaves gates and ups by panels of outputs. `parts` are two tensors, or one tensor with
+    the rows of both. The last panel of gates and of ups is padded with zeros."""
     tensors = parts if len(parts) == 2 else parts[0].chunk(2)
     rest = -len(tensors[0]) % PANEL
     if rest:

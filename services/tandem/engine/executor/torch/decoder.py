@@ -1,14 +1,14 @@
 """The decoder for all model families, controlled by the model's config.
 
     x = embedding[token]
-    per layer:  x += W_o attention(rotate(q), rotate(k), v)     q, k, v = W_qkv norm(x)
-                x += W_down (silu(gate) * up)                   gate, up = W_gate_up norm(x)
+    per layer:  x += W_o attention(rotate(q), rotate(k), v)     with q, k, v = W_qkv norm(x)
+                x += W_down (silu(gate) * up)                   with gate, up = W_gate_up norm(x)
     logits = W_out norm(x)
 
 models/config/families.py lists how families differ from this: norms after attention and the MLP,
 norms of q and k, layers with a window or without rotation, and multipliers of sums. Experts may
-replace the MLP: a router chooses some of them for each token. The decoder knows tensors and the KV
-pool, but no sequences and no scheduling.
+replace the MLP. A router then chooses some of them for each token. The decoder works on tensors and
+the KV pool. It knows neither sequences nor scheduling.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,7 +70,8 @@ class Decoder:
         """Writes the tokens' KV. Returns fp32 logits [rows of inputs.logit_rows, vocab].
 
         Calls `on_kv_written` when the last layer's KV is in the pool (on CUDA: when its writes are
-        in the stream). The last layer's attention, its MLP and the logits are computed after this.
+        in the stream). The last layer's attention and MLP and the logits are computed after this
+        call.
         """
         specs = self._config.layers
         attentions = {
@@ -135,8 +136,8 @@ class Decoder:
     def _heads(
         self, layer: LayerWeights, projected: torch.Tensor, angles: Angles, num_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns queries [rows, heads, D] and keys [num_tokens, kv heads, D], both rotated, and
-        values of the keys' shape."""
+        """Returns queries [rows, heads, D], keys [num_tokens, kv heads, D] and values in the shape
+        of the keys. The queries and keys are rotated."""
         num_heads = self._config.num_attention_heads
         num_kv_heads = self._config.num_kv_heads
         heads = projected.view(projected.shape[0], -1, self._config.head_dim)
@@ -158,10 +159,10 @@ class Decoder:
         num_tokens: int,
         lora: StepLora,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the absorbed queries [rows, heads, D] and the tokens' KV [num_tokens, 1, D] as
-        keys and values.
+        """Returns the absorbed queries [rows, heads, D], and the tokens' KV [num_tokens, 1, D]
+        twice: as the keys and as the values.
 
-        D consists of the latent and the rotated key.
+        The D elements are a latent followed by a rotated key.
         """
         latent = self._config.latent
         assert latent is not None
@@ -199,8 +200,8 @@ class Decoder:
         x: torch.Tensor,
         lora: StepLora,
     ) -> torch.Tensor:
-        """Returns the weighted sum of each row's experts. Each expert computes all its rows
-        together."""
+        """Returns the weighted sum of the outputs of each row's experts, plus the shared MLP. An
+        expert computes all rows that chose it together."""
         logits = self._project(x.to(weights.router.weight.dtype), (weights.router,))
         chosen, shares = choose(self._config.expert_form, experts, logits, weights.correction)
         out = torch.zeros_like(x, dtype=torch.float32)
@@ -227,14 +228,14 @@ class Decoder:
     def _added(
         self, x: torch.Tensor, delta: torch.Tensor, post_norm: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns the residual stream x plus the delta of a part of the layer."""
+        """Returns the residual stream x plus the output `delta` of attention or the MLP."""
         delta = self._norm(delta, post_norm)
         if self._config.multipliers.residual != 1.0:
             delta = delta * self._config.multipliers.residual
         return x + delta
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """Returns the normalized rows, or x itself if the layer has no such norm."""
+        """Returns the normalized rows; x itself if `weight` is None."""
         return x if weight is None else self._kernels.rms_norm(x, weight, self._config.rms_norm_eps)
 
     def _norm_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -244,7 +245,8 @@ class Decoder:
         return self._norm(heads.flatten(1), weight).view(heads.shape)
 
     def _project(self, x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
-        """Returns the products with all parts, side by side [rows, columns]."""
+        """Returns the products of x with the matrices `parts`, side by side, [rows, columns of all
+        parts]."""
         if len(parts) == 1 and parts[0].blocks is None:
             return self._kernels.linear(x, parts[0].weight, parts[0].bias)
         out = x.new_empty(x.shape[0], sum(part.weight.shape[0] for part in parts))
@@ -266,8 +268,8 @@ def _gate_clamped(clamp: GateClamp, gate: torch.Tensor, up: torch.Tensor) -> tor
 def choose(
     form: ExpertForm, experts: Experts, logits: torch.Tensor, correction: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the chosen experts of each row and their weights, both [rows, top_k], from the
-    router's logits."""
+    """Returns the chosen experts of each row and the experts' weights, both [rows, top_k]. `logits`
+    are the router's."""
     if form != "deepseek":
         return choose_experts(logits, experts.top_k, experts.is_normalized)
     groups = experts.groups
@@ -282,12 +284,14 @@ def choose(
 
 
 def embedding_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:
-    """Returns the factor of the embeddings, rounded to the dtype as in transformers."""
+    """Returns the factor by which embeddings are multiplied, rounded to the dtype as in
+    transformers."""
     return torch.tensor(config.multipliers.embedding, dtype=dtype).item()
 
 
 def final_logits(config: ModelConfig, logits: torch.Tensor) -> torch.Tensor:
-    """Returns the final logits, multiplied and capped, from products with the output matrix."""
+    """Returns the final logits, multiplied and capped as the model requires. `logits` are the
+    products with the output matrix."""
     if config.multipliers.logits != 1.0:
         logits = logits * config.multipliers.logits
     if config.logit_cap is not None:
@@ -298,10 +302,11 @@ def final_logits(config: ModelConfig, logits: torch.Tensor) -> torch.Tensor:
 def rope_tables(
     rope: Rope, head_dim: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns rotary frequencies, and factors of cos and sin, each [head_dim / 2].
+    """Returns the rotary frequencies and the factors by which cos and sin are multiplied, each
+    [head_dim / 2].
 
     Pairs that are not rotated have frequency 0 and factor 1. If a rope rotates only a part of a
-    head, weights/load.py has put the pairs of this part first.
+    head, weights/load.py has reordered the rows so that the rotated pairs come first.
     """
     rotary_dim = 0 if rope.theta is None else rope.rotary_dim(head_dim)
     num_still = (head_dim - rotary_dim) // 2

@@ -19,15 +19,16 @@ from tandem_kernels.kv_cache import KvPool
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    num_tokens: int  # T; the rows after T are padding
+    num_tokens: int  # T; padding rows follow the first T rows
     token_ids: torch.Tensor  # [rows]
     positions: torch.Tensor  # [rows]
-    # one tensor [T, kv heads] for each KV group; see KvPool.token_rows
+    # One tensor [T, kv heads] for each KV group, made by `KvPool.token_rows`.
     token_rows: list[torch.Tensor]
     spans: list[list[QuerySpan]]  # one list for each KV group
     logit_rows: torch.Tensor  # the rows of slices that need logits, in the batch's order
-    adapted: Mapping[str, torch.Tensor]  # the rows of each adapter, by digest
-    shares: list[BlockShares]  # `BlockShares.finish` is called on each after the step
+    adapted: Mapping[str, torch.Tensor]  # the rows that use each adapter, by the adapter's digest
+    # sums of softmax weights; `BlockShares.finish` is called on each after the step
+    shares: list[BlockShares]
 
 
 def make_step_inputs(batch: StepBatch, pools: Sequence[KvPool], *, row_multiple: int) -> StepInputs:

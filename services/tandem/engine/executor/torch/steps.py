@@ -1,4 +1,5 @@
-"""Steps with torch's own operators, for any device, any dtype and both numerics."""
+"""Steps with torch's own operators. They support any device, any dtype, and fast and invariant
+numerics."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,7 +25,7 @@ class TorchSteps:
         self._adapters: dict[str, LoraWeights] = {}
 
     def add_adapter(self, weights: LoraWeights) -> None:
-        """Makes an adapter available to the slices of batches, by its digest."""
+        """Makes an adapter available to the slices of batches, which name it by its digest."""
         self._adapters[weights.digest] = weights
 
     def drop_adapter(self, digest: str) -> None:
@@ -66,8 +67,8 @@ class TorchSteps:
             for shares in inputs.shares:
                 shares.finish()
             return logits
-        # All remaining kernels are launched before the wait for the KV. So the device computes
-        # without a gap, and the wait ends when the KV is written, not when all kernels are done.
+        # All remaining kernels are launched before the wait for the KV, so the device does not idle
+        # during the wait. The wait ends when the KV is written, not when all kernels are done.
         written = torch.cuda.Event()  # type: ignore[no-untyped-call]
         logits = self._decoder.forward(inputs, pools, lora, written.record)
         written.synchronize()

@@ -1,7 +1,7 @@
 """Attention of a layer with the Triton kernels: stores a step's KV and then attends to it.
 
 rotate and store    one kernel: norms of heads, rope, cache write
-attention           one launch for single tokens, one for chunks
+attention           one launch for sequences with one token, one launch for chunks
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LayerStep:
 
 
 class HeadAttention:
-    """Attention over the keys and values of heads."""
+    """Attention that reads separate keys and values for each KV head."""
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         self._config = config
@@ -45,7 +45,7 @@ class HeadAttention:
     def attend(
         self, qkv: torch.Tensor, at: LayerStep, on_kv_launched: Callable[[], object]
     ) -> torch.Tensor:
-        """Returns the attention output, [T, heads * D], from q, k and v side by side.
+        """Returns the attention output [T, heads * D]. `qkv` has q, k and v side by side.
 
         `on_kv_launched` is called when the kernels that write the KV are in the stream.
         """

@@ -1,9 +1,9 @@
-"""Decode steps as CUDA graphs, one for each of several numbers of rows. A step is one launch.
+"""Decode steps as CUDA graphs, one graph for each of several batch sizes.
 
 The host takes longer to launch the many small kernels of a decode step than the device takes to run
-them. So each step is recorded once, with every tensor at a fixed address, and replayed: a step
-copies its inputs to the addresses that the recorded kernels read. A batch is padded to the next
-recorded number of rows.
+them. So a graph records these kernels once, with every tensor at a fixed address. A step copies its
+inputs to these addresses and replays the graph with a single launch. A batch is padded to the next
+recorded size.
 
 Without CUDA (in Triton's interpreter) the same buffers are used and the kernels run directly.
 """
@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 
 def bucket_sizes(num_seqs_max: int) -> list[int]:
-    """Returns the recorded numbers of rows: 1, 2, 4, 8, every 8 up to 64, every 16 up to 256, every
-    64 after that, and the maximum."""
+    """Returns the recorded batch sizes in rows: 1, 2, 4, multiples of 8 up to 64, of 16 up to 256,
+    of 64 after that, and the maximum."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, num_seqs_max, 64)]
     return [size for size in sizes if size < num_seqs_max] + [num_seqs_max]
 
@@ -57,8 +57,8 @@ class DecodeGraphs:
     def fits(self, slices: Sequence[SequenceSlice]) -> bool:
         """Returns whether these slices are a decode step that a graph can replay.
 
-        Steps with adapters differ from each other, and a replayed graph does not keep hidden
-        states.
+        A graph cannot replay a step with adapters, because such steps launch different kernels. Nor
+        can it replay a step that needs hidden states, because a replay does not keep them.
         """
         return 0 < len(slices) <= self._sizes[-1] and all(
             s.num_tokens == 1 and not (s.wants_hidden or s.adapter) for s in slices
@@ -100,10 +100,10 @@ class _Bucket:
         return self._logits
 
     def _record(self, num_blocks: int, pool: Any) -> None:
-        """Records the graph. A run before that compiles and tunes the kernels, with contexts as
-        long as tables and pool allow.
+        """Records the graph. Before that, one normal run compiles and tunes the kernels, with
+        contexts as long as the block tables and the pool allow.
 
-        Nothing is stored in the pool.
+        Neither run stores KV in the pool.
         """
         views = self._views
         views.slots.fill_(-1)

@@ -1,15 +1,15 @@
 """The decoder of torch/decoder.py with the fused Triton kernels.
 
-    x += delta, normed     one kernel: residual and norm       delta: the output of the part before
-    q, k, v                one product      (`_product`)
-    attention              attention.py; latent.py with latents
+    x += delta; norm(x)    one kernel; delta is the output of the preceding attention or MLP
+    q, k, v                one product (`_product`)
+    attention              attention.py, or latent.py for latent attention
     silu(gate) * up        one kernel
 
 Norms after attention and the MLP, and norms over all heads together, are separate kernels. Experts
 are in experts.py.
 
 The decoder only creates views and launches kernels. It never waits for the device, so a CUDA graph
-can record it.
+can record a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ from tandem_kernels.triton.packed_linear import can_multiply, packed_linear
 
 
 def _nothing() -> None:
-    """Does nothing; the default if no caller waits for the KV."""
+    """Does nothing. It is the default of `on_kv_launched`."""
 
 
 class TritonDecoder:
@@ -71,7 +71,7 @@ class TritonDecoder:
         clamp = config.gate_clamp
         self._clamp = (clamp.alpha, clamp.limit) if clamp else None
         self._embedding_multiplier = embedding_multiplier(config, weights.embedding.dtype)
-        # The hidden states after the final norm for the last step's logits; a replayed graph does
+        # The hidden states after the final norm for the last step's logits. A replayed graph does
         # not set them.
         dtype = weights.embedding.dtype
         self.final_hidden = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
@@ -164,16 +164,16 @@ class TritonDecoder:
     def _add_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, norm: torch.Tensor | None
     ) -> torch.Tensor:
-        """Adds delta, if any, to x in place. Returns the normalized rows of the sum, or the sum
-        itself without a norm."""
+        """Adds `delta`, if given, to x in place. Returns the normalized rows of the sum. If `norm`
+        is None, returns the sum itself."""
         if norm is None:
             return x if delta is None else x.add_(delta)
         eps = self._config.rms_norm_eps
         return rms_norm(x, norm, eps) if delta is None else add_rms_norm(x, delta, norm, eps)
 
     def _scaled(self, delta: torch.Tensor, post_norm: torch.Tensor | None) -> torch.Tensor:
-        """Returns delta after its norm and the residual multiplier, ready to be added to the
-        residual stream."""
+        """Returns `delta` after the norm `post_norm` and the residual multiplier, ready to be added
+        to the residual stream."""
         if post_norm is not None:
             delta = rms_norm(delta, post_norm, self._config.rms_norm_eps)
         multiplier = self._config.multipliers.residual
@@ -182,8 +182,8 @@ class TritonDecoder:
     def _project_qkv(
         self, x: torch.Tensor, index: int, layer: LayerWeights, lora: AddsLora
     ) -> torch.Tensor:
-        """Returns q, k and v side by side. Norms over all heads together are already applied to q
-        and k."""
+        """Returns q, k and v side by side. If the model normalizes all heads together, q and k are
+        already normalized."""
         qkv = lora.add(index, "qkv", _project(x, layer.qkv), x)
         if self._config.qk_norm == "all":
             assert layer.q_norm is not None
@@ -197,8 +197,12 @@ class TritonDecoder:
 
 
 def _project(x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
-    """Returns the products [rows, columns of all parts]. On a device, weights/tensors_by_name.py
-    has joined the parts."""
+    """Returns the products of x with the matrices `parts`, side by side, [rows, columns of all
+    parts].
+
+    On a CUDA device, dense weights are one part, because weights/tensors_by_name.py joins matrices
+    that have the same input.
+    """
     if len(parts) == 1:
         return _product(x, parts[0])
     return torch.cat([_product(x, part) for part in parts], dim=1)
@@ -207,8 +211,9 @@ def _project(x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
 def _product(x: torch.Tensor, matrix: Linear) -> torch.Tensor:
     """Returns the product [rows, outputs] of x [rows, inputs].
 
-    Dense weights use torch. Integers in groups use one kernel, which dequantizes them in registers.
-    Other quantized matrices are dequantized for a few outputs at a time and multiplied by torch.
+    torch multiplies dense weights. One Triton kernel multiplies integers in groups and dequantizes
+    them in registers. Other quantized matrices are dequantized a few outputs at a time, and torch
+    multiplies these.
     """
     groups = matrix.blocks
     if isinstance(groups, PackedGroups) and _is_multiplied(groups):

@@ -14,16 +14,17 @@ from tandem_kernels.triton.grouped_linear import grouped_linear, tile_by_expert
 
 
 class Stack(NamedTuple):
-    """One matrix of every expert in a layer."""
+    """The matrices of all experts of a layer for one product: gate and up, or down."""
 
-    # [experts, out, in]; None if quantized, then `parts` has the weights
+    # [experts, out, in]; None for quantized weights, which are in `parts`
     weight: torch.Tensor | None
     bias: torch.Tensor | None  # [experts, out]
-    parts: Sequence[Sequence[Linear]]  # the parts of each expert's matrix, if they are quantized
+    # the matrices of each expert if the weights are quantized, otherwise empty
+    parts: Sequence[Sequence[Linear]]
 
     @classmethod
     def of(cls, matrices: Sequence[Sequence[Linear]]) -> Self:
-        """Stacks the parts of each expert's matrix."""
+        """Creates the stack from the matrices of each expert."""
         biases = [[p.bias for p in parts if p.bias is not None] for parts in matrices]
         bias = _stacked(biases) if biases[0] else None
         if matrices[0][0].blocks is not None:
@@ -32,7 +33,8 @@ class Stack(NamedTuple):
         return cls(weight, bias, ())
 
     def numbers(self) -> torch.Tensor:
-        """Returns the weights [experts, out, in]. Quantized ones are dequantized for this call."""
+        """Returns the weights [experts, out, in]. Quantized weights are dequantized for this call
+        only."""
         if self.weight is not None:
             return self.weight
         made: torch.Tensor | None = None
@@ -68,10 +70,10 @@ class StackedExperts(NamedTuple):
         shares: torch.Tensor,
         gated: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Returns the weighted sum of each row's experts in fp32, [T, hidden].
+        """Returns the weighted sum of the outputs of each row's experts, fp32 [T, hidden].
 
-        `chosen` and `shares`, both [T, top_k], are the experts and their weights. `gated` is the
-        activation of gates and ups.
+        `chosen` has the experts of each row and `shares` their weights, both [T, top_k]. `gated`
+        applies the activation to gates and ups.
         """
         tiles = tile_by_expert(chosen, self.num)
         inner = gated(grouped_linear(x, self.gate_up.numbers(), self.gate_up.bias, tiles))
@@ -81,8 +83,8 @@ class StackedExperts(NamedTuple):
 
 
 def _stacked(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Returns one tensor for all experts: the tensor of which they are views (weights/experts.py),
-    or a copy."""
+    """Returns one tensor with the matrices of all experts. If `parts` are consecutive views of one
+    tensor (weights/experts.py), the result is a view too; otherwise it is a copy."""
     first = parts[0][0]
     num_bytes = first.numel() * first.element_size()
     storage = first.untyped_storage().data_ptr()

@@ -1,11 +1,20 @@
 """A step's batch as views of one int32 array, so that a single copy brings it to the device.
 
-    token_ids | positions | slots | context_lens | query_starts | logit_rows | block_tables
-        T          T        G x T        S            C + 1           L          G x S x M
+    part          size         unit
+    token_ids     T            tokens
+    positions     T            tokens
+    slots         G x T        KV groups, tokens
+    context_lens  S            sequences
+    query_starts  C + 1        chunks
+    logit_rows    L            rows of logits
+    block_tables  G x S x M    KV groups, sequences, entries of a block table
 
-T tokens of S sequences: first D sequences with one token each, for decode attention, then C chunks.
-In a decode step, padding rows may follow, up to the number of rows of a CUDA graph: they have no
-slot and an empty context. Each of the G KV groups has its own slots and tables.
+A step has T tokens of S sequences. The first D sequences have one token each and use the decode
+attention; the other C sequences are chunks. Each of the G KV groups has its own slots and block
+tables.
+
+A decode step that replays a CUDA graph is padded to the number of rows of the graph. Padding rows
+have no slot and an empty context.
 """
 
 from __future__ import annotations
@@ -24,9 +33,9 @@ class StepShape:
     num_tokens: int  # T: all tokens of the step
     num_seqs: int  # S: sequences
     num_single: int  # D: sequences with one token each
-    num_logits: int  # L: rows of logits
-    table_width: int  # M: entries of a block table
-    num_groups: int = 1  # G: KV groups
+    num_logits: int  # L: number of rows of logits
+    table_width: int  # M: number of entries of a block table
+    num_groups: int = 1  # G: number of KV groups
 
     @property
     def num_chunks(self) -> int:
@@ -34,7 +43,7 @@ class StepShape:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Sizes of the parts of the array, in its order."""
+        """The sizes of the array's parts, in the order of the parts."""
         tokens = self.num_tokens
         seqs = self.num_seqs
         groups = self.num_groups
@@ -44,15 +53,17 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class StepViews:
-    """The parts of the array."""
+    """Views of the parts of a step's array."""
 
     array: torch.Tensor
     shape: StepShape
     token_ids: torch.Tensor
     positions: torch.Tensor
-    slots: torch.Tensor  # [G, T]: block id * block size + offset; -1: not stored
+    # [G, T]: block id * block size + offset in the block; -1: the KV is not stored
+    slots: torch.Tensor
     context_lens: torch.Tensor
-    query_starts: torch.Tensor  # starts of the chunks, counted after the single tokens
+    # first row of each chunk, and the end of the last; single tokens are not counted
+    query_starts: torch.Tensor
     logit_rows: torch.Tensor
     block_tables: torch.Tensor  # [G, S, M]
 
@@ -67,7 +78,7 @@ class StepViews:
 
 
 def write_step(batch: StepBatch, block_size: int) -> StepViews:
-    """Returns the batch in a new array on the host."""
+    """Returns the batch as views of a new array on the host."""
     slices = _in_order(batch)
     shape = StepShape(
         num_tokens=batch.num_tokens,
@@ -108,7 +119,8 @@ def write_step(batch: StepBatch, block_size: int) -> StepViews:
 
 
 def adapted_rows(batch: StepBatch) -> dict[str, list[int]]:
-    """Returns the rows of each adapter by digest, in the order of `write_step`."""
+    """Returns the rows that use each adapter, by the adapter's digest. Rows are in the order of
+    `write_step`."""
     rows: dict[str, list[int]] = {}
     first = 0
     for piece in _in_order(batch):
@@ -130,7 +142,7 @@ class DecodeRows:
     """
 
     def __init__(self, array: torch.Tensor, shape: StepShape) -> None:
-        """`array` is int32 on the host, with the size that the shape requires."""
+        """`array` is an int32 array on the host with `sum(shape.sizes)` elements."""
         assert shape.num_chunks == 0
         assert shape.num_logits == shape.num_tokens == shape.num_seqs
         self._views = StepViews.of(array, shape)

@@ -1,10 +1,11 @@
-"""Latent attention of a layer with the Triton kernels (tandem/models/config/latent.py).
+"""Latent attention of a layer with the Triton kernels (tandem/models/config/latent.py). The steps
+are:
 
-queries             the projected queries, or the product of their normalized latent
-rotate and store    one kernel: norm of latents, rope, cache write
-absorbed            W_k^T of the queries' parts without position, all heads in one product
-attention           one launch for single tokens, one for chunks
-values              W_v of the attention output, all heads in one product
+    queries             the projected queries, or W_q of their normalized latent
+    rotate and store    one kernel: norm of the KV latents, rope, cache write
+    absorbed queries    W_k^T times the unrotated elements of the queries, all heads in one product
+    attention           one launch for sequences with one token, one launch for chunks
+    values              W_v times the attention output, all heads in one product
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tandem_kernels.triton.norm import rms_norm
 
 
 class LatentAttention:
-    """Attention over the tokens' latents; no keys and values of heads are computed."""
+    """Attention over the tokens' latents. The keys and values of heads are never computed."""
 
     def __init__(self, sizes: Latent, max_model_len: int) -> None:
         self._sizes = sizes
@@ -35,9 +36,9 @@ class LatentAttention:
     def attend(
         self, projected: torch.Tensor, at: LayerStep, on_kv_launched: Callable[[], object]
     ) -> torch.Tensor:
-        """Returns the attention output mapped to values, [T, heads * value].
+        """Returns the attention output after W_v, [T, heads * value].
 
-        `projected` has the queries or their latent, and the tokens' KV, side by side.
+        `projected` has the queries or their latent and, beside them, the tokens' KV.
         `on_kv_launched` is called when the kernels that write the KV are in the stream.
         """
         sizes = self._sizes
@@ -66,7 +67,8 @@ class LatentAttention:
         return at.lora.add_of_heads(at.index, "latent_values", values, attended).flatten(1)
 
     def _heads(self, queries: torch.Tensor, weights: LatentWeights, at: LayerStep) -> torch.Tensor:
-        """Returns the queries [T, heads, plain + rope]."""
+        """Returns the queries [T, heads, plain + rope]: unrotated elements, then elements to be
+        rotated."""
         if weights.q_norm is not None and weights.q_out is not None:
             normed = rms_norm(queries, weights.q_norm, LATENT_NORM_EPS)
             queries = at.lora.add(at.index, "q_out", linear(normed, weights.q_out), normed)

@@ -1,4 +1,4 @@
-"""LoRA adapters with the Triton kernels: two launches for each product, for all adapters of a step.
+"""LoRA adapters with the Triton kernels: two launches per product serve all adapters of a step.
 
 The per-head products of latent attention use torch, one adapter after the other.
 """
@@ -20,16 +20,18 @@ _PARTS_MAX = 3  # the largest number of parts of a product: q, k and v
 
 
 class TritonAdapters:
-    """The adapters in memory, and the addresses of their matrices for the kernels."""
+    """The loaded adapters, and the addresses of the adapters' matrices for the kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._weights: dict[str, LoraWeights] = {}
-        self._fields = torch.zeros(0, dtype=torch.int64)  # [adapters, layers, products, parts, 5]
-        self._sizes: list[dict[ProductName, tuple[int, int]]] = []  # one for each layer
+        # [adapters, layers, products, parts, 5]; see `_fields`
+        self._fields = torch.zeros(0, dtype=torch.int64)
+        # for each layer, the highest rank and the largest number of columns of each product
+        self._sizes: list[dict[ProductName, tuple[int, int]]] = []
 
     def add(self, weights: LoraWeights) -> None:
-        """Makes an adapter available to the slices of batches, by its digest."""
+        """Makes an adapter available to the slices of batches, which name it by its digest."""
         self._weights[weights.digest] = weights
         self._update()
 
@@ -39,8 +41,8 @@ class TritonAdapters:
         self._update()
 
     def of_step(self, rows: Mapping[str, Sequence[int]]) -> AddsLora:
-        """Returns the object that adds the LoRA deltas of a step. `rows` has the rows of each
-        adapter by digest."""
+        """Returns the object that adds the LoRA deltas of a step. `rows` has the rows that use each
+        adapter, by the adapter's digest."""
         if not rows:
             return NO_LORA
         numbers = {digest: number for number, digest in enumerate(self._weights)}
@@ -84,8 +86,8 @@ class _TritonStepLora:
     def add(
         self, index: int, product: ProductName, out: torch.Tensor, x: torch.Tensor
     ) -> torch.Tensor:
-        """Adds the adapters' deltas to `out`, a layer's product with input `x`, in place, and
-        returns it."""
+        """Adds the adapters' deltas to `out` in place and returns `out`. `out` is a product of
+        layer `index`, and `x` is the input of this product."""
         if (sizes := self._sizes[index].get(product)) is not None:
             parts = self._fields[:, index, _PRODUCTS.index(product)]
             rank, columns = sizes
@@ -94,7 +96,7 @@ class _TritonStepLora:
 
 
 def _fields(layer: LoraLayer) -> list[list[list[int]]]:
-    """Returns the addresses and sizes of each product's parts for the kernels,
+    """Returns the addresses and sizes of a layer's matrices for the kernels,
     [products][parts][5]."""
     products = []
     for name in _PRODUCTS:
@@ -104,8 +106,8 @@ def _fields(layer: LoraLayer) -> list[list[list[int]]]:
 
 
 def _largest(layers: Sequence[LoraLayer], product: ProductName) -> tuple[int, int] | None:
-    """Returns the highest rank and the largest number of columns of a product's parts; None without
-    parts."""
+    """Returns the highest rank and the largest number of columns of the parts of a product over
+    these layers; None if no layer changes the product."""
     shapes = [part.b.shape for layer in layers for part in getattr(layer, product)]
     if not shapes:
         return None

@@ -32,7 +32,7 @@ class TritonSteps:
         self._adapters = TritonAdapters(weights.embedding.device)
 
     def add_adapter(self, weights: LoraWeights) -> None:
-        """Makes an adapter available to the slices of batches, by its digest."""
+        """Makes an adapter available to the slices of batches, which name it by its digest."""
         self._adapters.add(weights)
 
     def drop_adapter(self, digest: str) -> None:
@@ -42,7 +42,7 @@ class TritonSteps:
     @torch.inference_mode()
     def prepare(self, pools: Sequence[KvPool]) -> None:
         """Compiles, tunes and records the kernels for steps over these pools, so that no request
-        waits for this.
+        waits for that work.
 
         `pools` has the pool of each KV group. They contain only zeros before and after the call.
         """
@@ -60,7 +60,7 @@ class TritonSteps:
             device=device,
         )
         if device.type == "cuda":
-            # one prompt for each class of prefill shapes
+            # One prompt for each of the two classes of prefill sizes for which kernels are tuned.
             for num_tokens in (16, min(512, self._max_model_len)):
                 blocks = list(range(min(num_blocks, -(-num_tokens // block_size))))
                 num_tokens = min(num_tokens, len(blocks) * block_size)
@@ -97,9 +97,10 @@ class TritonSteps:
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
         """Runs a step as `TorchSteps.forward` does. The logits of a decode step are valid until the
-        next one.
+        next decode step.
 
-        It waits for the device only before it calls `on_kv_written`, and not at all without it.
+        The host waits for the device only before it calls `on_kv_written`. Without `on_kv_written`
+        it does not wait.
         """
         if self._pools is not pools:
             self.prepare(pools)

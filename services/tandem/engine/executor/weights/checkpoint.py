@@ -1,4 +1,4 @@
-"""Maps the tensors of a checkpoint after models/checkpoint/check.py has checked it."""
+"""Maps the tensors of a checkpoint into memory, after models/checkpoint/check.py has checked it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Stored = Mapping[str, torch.Tensor | GgufBlocks | Coded | Mxfp4]
 
 
 def map_files(files: Sequence[Path], config: ModelConfig) -> Stored:
-    """Returns the tensors by name. They stay in the files' pages. The tensors of a quantized matrix
-    are joined.
+    """Returns the tensors by name, each quantized matrix as one object. The numbers stay in the
+    mapped pages of the files.
 
     Raises ConfigError, and names the file, if a file cannot be read.
     """
@@ -46,8 +46,8 @@ def map_files(files: Sequence[Path], config: ModelConfig) -> Stored:
 
 
 def check_tied(stored: Stored) -> None:
-    """Raises UnsupportedModel if the output matrix of a tied model is stored and differs from the
-    embedding.
+    """Raises UnsupportedModel if the config ties the output matrix to the embedding but the
+    checkpoint stores an output matrix that differs from the embedding.
 
     Some checkpoints store the tied matrix twice. transformers does not tie two matrices that
     differ.
@@ -65,8 +65,8 @@ def check_tied(stored: Stored) -> None:
 def _parts_of(
     matrix: torch.Tensor | GgufBlocks | Coded | Mxfp4 | None,
 ) -> Mapping[str, torch.Tensor]:
-    """Returns the tensors of a matrix by kind. Empty for GGUF, because a GGUF file stores a tied
-    matrix only once."""
+    """Returns the tensors that store a matrix, by kind. The result is empty for GGUF, because a
+    GGUF file stores a tied matrix only once."""
     if isinstance(matrix, Coded):
         return matrix.by_kind
     return {"weight": matrix} if isinstance(matrix, torch.Tensor) else {}

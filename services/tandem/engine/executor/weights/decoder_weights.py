@@ -1,4 +1,5 @@
-"""The weights of a decoder in the form that all decoders read. load.py creates them."""
+"""The weights of a decoder, in the form that the torch, native and Triton decoders read. load.py
+creates them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem.models.gguf.tensors import GgufBlocks
 
-# transformers ignores rms_norm_eps in the norms of latents.
+# The epsilon in the norms of latents. transformers ignores rms_norm_eps there.
 LATENT_NORM_EPS = 1e-6
 
 Quantized = GgufBlocks | Fp8 | PackedGroups
@@ -20,9 +21,10 @@ Quantized = GgufBlocks | Fp8 | PackedGroups
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    weight: torch.Tensor  # [out, in]; on the device "meta" if `blocks` has the numbers
+    weight: torch.Tensor  # [out, in]; on the device "meta", without numbers, if `blocks` is set
     bias: torch.Tensor | None  # [out]
-    blocks: Quantized | None = None  # set for a quantized matrix
+    # the numbers of a quantized matrix; None: `weight` has the numbers
+    blocks: Quantized | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,51 +35,57 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    router: Linear  # [experts, hidden]; may be float32
+    router: Linear  # [experts, hidden]; float32 or the compute dtype
     mlps: tuple[Mlp, ...]
     shared: Mlp | None = None  # an MLP that all tokens use
-    correction: torch.Tensor | None = None  # [experts], float32
+    # [experts], float32: added to the scores when experts are ranked
+    correction: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
-    """The weights of latent attention, in addition to the layer's `qkv` and `attention_out`."""
+    """The weights of latent attention. The layer's `qkv` and `attention_out` are used in
+    addition."""
 
     q_norm: torch.Tensor | None  # [q rank]
     q_out: torch.Tensor | None  # [heads * (plain + rope), q rank]
     kv_norm: torch.Tensor  # [kv rank]
-    keys: torch.Tensor  # [heads, kv rank, plain]: maps a query to the space of latents
-    values: torch.Tensor  # [heads, value, kv rank]: maps the attention output of a head to values
+    keys: torch.Tensor  # [heads, kv rank, plain]: maps a head's query to the space of latents
+    values: torch.Tensor  # [heads, value, kv rank]: maps a head's attention output to values
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of a layer. Norms of families that add an offset include it and are float32."""
+    """The weights of a layer. In families that add an offset to the weights of norms, the norms
+    here include this offset and are float32."""
 
-    # q, k and v, or one matrix with the rows of all three; see also `latent`
+    # q, k and v, or one matrix with the rows of all three. With latent attention: the matrices of
+    # the queries, or of the queries' latent, and of a token's KV.
     qkv: tuple[Linear, ...]
     attention_out: Linear
     mlp: Mlp | ExpertWeights
-    attention_norm: torch.Tensor | None = None  # before attention
+    attention_norm: torch.Tensor | None = None  # the norm before attention
     attention_post_norm: torch.Tensor | None = None  # applied to the output of attention
     mlp_norm: torch.Tensor | None = None
     mlp_post_norm: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None  # [head_dim], or [all heads * head_dim]
     k_norm: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None  # [heads]: attention scores that have no key
-    # if set, `qkv` computes queries or their latent, and a token's KV
+    sinks: torch.Tensor | None = None  # [heads]: scores of attention sinks, which have no key
+    # None: the layer has ordinary attention
     latent: LatentWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    embedding: torch.Tensor  # [vocab, hidden]; on the device "meta" if quantized, as in Linear
+    # [vocab, hidden]; on the device "meta", without numbers, if `embedding_blocks` is set
+    embedding: torch.Tensor
     layers: Sequence[LayerWeights]
     final_norm: torch.Tensor
-    output: torch.Tensor  # [vocab, hidden]; the embedding itself if they are tied
+    output: torch.Tensor  # [vocab, hidden]; the same tensor as `embedding` if the model ties them
     embedding_blocks: Quantized | None = None
     output_blocks: Quantized | None = None
-    pages: FilePages = field(default_factory=FilePages)  # the mapped files of the weights
+    # the mapped files from which the weights come
+    pages: FilePages = field(default_factory=FilePages)
 
     @property
     def device(self) -> torch.device:

@@ -1,8 +1,8 @@
 """Dequantizes matrices to the compute dtype, a few rows at a time.
 
-The torch kernels multiply with these rows, and so do the Triton kernels for formats that they
-cannot read. Only one piece exists at a time, so a model needs little more memory than its quantized
-weights.
+The torch kernels multiply with these rows. The Triton kernels do so for formats that they cannot
+read. Only a few rows exist in dequantized form at a time, so a model needs little more memory than
+its quantized weights.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import torch
 from tandem.engine.executor.weights.decoder_weights import Linear, ModelWeights
 
 _NUMBERS_AT_ONCE = 1 << 20
-_ON_A_DEVICE = 16 << 20  # on a device each operation has a launch cost, so pieces are larger
+# larger than on a CPU, because each operation on a device has a launch cost
+_ON_A_DEVICE = 16 << 20
 
 
 def pieces(matrix: Linear) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yields the weights [rows, in] and biases [rows] of consecutive outputs; all in one piece if
-    not quantized."""
+    """Yields a matrix in pieces of consecutive outputs: the weights [rows, in] and biases [rows] of
+    each piece. A matrix that is not quantized is one piece."""
     if matrix.blocks is None:
         yield matrix.weight, matrix.bias
         return

@@ -1,4 +1,4 @@
-"""Loads a layer's experts from any of the forms in which checkpoints store them (`ExpertNames`)."""
+"""Loads a layer's experts. `ExpertNames` describes the forms in which checkpoints store them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from tandem.models.checkpoint.expert_names import ExpertNames, bias_of
 from tandem.models.config.experts import Experts
 from tandem.models.gguf.tensors import GgufBlocks
 
-Parts = list[tuple[Linear, ...]]  # the parts of each expert's matrix
+# for each expert, one matrix or several that are applied to the same input
+Parts = list[tuple[Linear, ...]]
 
 
 def load_experts(
     tensors: TensorsByName, names: ExpertNames, layer: str, experts: Experts, shared: Mlp | None
 ) -> ExpertWeights:
-    """Returns the experts of the layer with this name. `shared` is the MLP that all tokens use."""
+    """Returns the experts of the layer whose tensors' names start with `layer`. `shared` is the MLP
+    that all tokens use."""
     gate_ups, downs = _products(tensors, names, layer, experts.num)
     correction = f"{layer}.{names.correction}"
     return ExpertWeights(
@@ -31,8 +33,8 @@ def load_experts(
 
 
 def _router(tensors: TensorsByName, names: ExpertNames, layer: str) -> Linear:
-    """Returns the router's matrix [experts, hidden], in float32 if transformers computes it in
-    float32."""
+    """Returns the router's matrix [experts, hidden]. It is float32 where transformers computes it
+    in float32."""
     name = f"{layer}.{names.router}"
     if names.form == "deepseek":
         return Linear(tensors.floats(f"{name}.weight"), None)
@@ -42,7 +44,7 @@ def _router(tensors: TensorsByName, names: ExpertNames, layer: str) -> Linear:
 def _products(
     tensors: TensorsByName, names: ExpertNames, layer: str, num: int
 ) -> tuple[Parts, Parts]:
-    """Returns the gate and up matrices, and the down matrices, of all experts."""
+    """Returns two lists for all experts: the gate and up matrices, and the down matrices."""
     stacked = [f"{layer}.{name}" for name in names.stacked]
     if names.is_gguf:
         matrices = [*tensors.matrices(stacked[:2]), tensors.matrix(stacked[2])]
@@ -72,9 +74,10 @@ def _of_gpt_oss(tensors: TensorsByName, name: str, is_mxfp4: bool) -> Linear:
 
 
 def _gates_first(gate_up: Linear) -> Linear:
-    """Returns the matrix with all gate rows before all up rows; the checkpoint interleaves them.
+    """Returns the matrix with all gate rows before all up rows. The checkpoint interleaves gate and
+    up rows.
 
-    Blocks are reordered in place, because nothing else refers to them.
+    Quantized blocks are reordered in place, because nothing else refers to them.
     """
     assert gate_up.bias is not None
     bias = _sorted(gate_up.bias)
@@ -92,7 +95,7 @@ def _sorted(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _one_by_one(stack: Linear) -> Parts:
-    """Returns the matrix of each expert as views of one tensor for all experts."""
+    """Splits a stack of all experts' matrices into the matrix of each expert, as views."""
     num = len(stack.weight)
     biases = [None] * num if stack.bias is None else stack.bias
     blocks = stack.blocks.matrices() if isinstance(stack.blocks, GgufBlocks) else [None] * num
@@ -100,9 +103,10 @@ def _one_by_one(stack: Linear) -> Parts:
 
 
 def _apart(tensors: TensorsByName, names: Sequence[Sequence[str]]) -> Parts:
-    """Returns the matrix of each expert, or its parts.
+    """Returns the matrices of each expert, whose names are in `names`.
 
-    They are views of one tensor for all experts if that needs no additional copy.
+    They are views of one tensor for all experts, unless the checkpoint's tensors can be used
+    without a copy or stay quantized.
     """
     every = [part for parts in names for part in parts]
     apart = tensors.matrices(every) if tensors.is_mapped(every[0]) else tensors.quantized(every)

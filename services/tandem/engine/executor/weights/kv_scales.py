@@ -1,8 +1,8 @@
-"""Reads the static scales for fp8_e4m3 KV that a checkpoint may have: one for K and one for V in
-each layer.
+"""Reads a checkpoint's static scales for fp8_e4m3 KV: one scale for K and one for V in each layer.
+Some checkpoints have none.
 
-They replace the scales per token (tandem_kernels/kv_fp8.py). All workers of a model must use the
-same scales; their digest is part of the KV data type's name.
+Static scales replace the scales per token (tandem_kernels/kv_fp8.py). All workers of a model must
+use the same scales, so the digest of the scales is part of the KV data type's name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from tandem_kernels.kv_int8 import SCALE_MAX, round_up
 
 
 def fixed_scales(folder: ModelFolder) -> FixedScales | None:
-    """Returns the scales of a model; None if neither its files nor its config have any.
+    """Returns the static scales of a model; None if neither the model's files nor its config have
+    any.
 
     Raises UnsupportedModel for a missing or invalid scale, and ConfigError with the name of a file
     that cannot be read.

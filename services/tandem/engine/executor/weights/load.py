@@ -3,7 +3,7 @@ file.
 
 Files are mapped: a tensor that is stored in the compute dtype is never copied, and all processes
 that map it share its memory. The config determines the name and shape of every tensor. A missing,
-surplus or wrongly shaped one is an error before any tensor is read.
+surplus or wrongly shaped tensor raises an error before any tensor is read.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from tandem.models.config.model import ModelConfig
 from tandem.models.files import naming
 from tandem.models.gguf.tensors import GgufBlocks
 
-# Is called with the number of bytes loaded so far and the number of all bytes.
+# A function that is called with the number of bytes loaded so far and the total number of bytes.
 OnProgress = Callable[[int, int], None]
 
 
 def ignore_progress(num_bytes: int, num_bytes_all: int) -> None:
-    """Ignores the progress of a load."""
+    """Ignores the progress. It is the default of `on_progress`."""
 
 
 def load_weights(
@@ -65,8 +65,9 @@ def load_weights(
 ) -> ModelWeights:
     """Loads the weights in `dtype`.
 
-    Matrices stay quantized if `kept_for` names kernels that multiply or dequantize them. Each
-    access to a layer loads it. `on_progress` is called with the progress.
+    If `kept_for` names kernels, the matrices that these kernels can multiply or dequantize stay
+    quantized. The layers of the result are loaded on access, and again on every access.
+    `on_progress` is called after each loaded layer.
 
     Raises UnsupportedModel with the names of tensors that are missing, surplus or wrongly shaped,
     and ConfigError with the name of a file that cannot be read.
@@ -100,14 +101,14 @@ def load_weights(
 
 
 def _is_read_by_rows(embedding: Quantized | None) -> bool:
-    """Returns whether the native kernels can look up rows of such an embedding."""
+    """Returns whether the native kernels can look up single rows of an embedding in this format."""
     if isinstance(embedding, GgufBlocks):
         return embedding.order is None
     return not isinstance(embedding, Fp8)
 
 
 class _Layers(Sequence[LayerWeights]):
-    """The layers of a model. Each access loads the layer again."""
+    """The layers of a model. Each access to a layer loads that layer again."""
 
     def __init__(
         self, builder: _Builder, specs: Sequence[LayerSpec], progress: LoadProgress
@@ -175,7 +176,8 @@ class _Builder:
     def norm(self, name: str) -> torch.Tensor:
         """Returns the weights of a norm.
 
-        With an offset they are float32, because in bfloat16 the sum would lose most of its digits.
+        If the model adds an offset to them, the sum is float32, because bfloat16 would lose most of
+        its digits.
         """
         if not self._config.norm_offset:
             return self._tensors.tensor(name)
@@ -226,8 +228,8 @@ class _Builder:
 def _keys_and_values(
     name: str, latent: Latent, tensors: TensorsByName
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the fields `keys` and `values` of latent attention, which a checkpoint stores as one
-    matrix or two."""
+    """Returns the fields `keys` and `values` of `LatentWeights`. A checkpoint stores them as two
+    matrices, or as one with the rows of both."""
     if f"{name}.k_b_proj.weight" in tensors:
         keys, values = (tensors.tensor(f"{name}.{part}_b_proj.weight") for part in "kv")
         return keys, values
@@ -250,7 +252,8 @@ class LoadProgress:
         num_bytes: int,
         on_progress: OnProgress = ignore_progress,
     ) -> None:
-        """`shapes` has the shapes of all tensors by name. `num_bytes` is the size of all files."""
+        """`shapes` has the shapes of all tensors by name. `num_bytes` is the total size of the
+        files."""
         self._shapes = shapes
         self._num_bytes = num_bytes
         self._num_elements = max(1, sum(map(prod, shapes.values())))

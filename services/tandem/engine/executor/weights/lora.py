@@ -1,6 +1,7 @@
-"""A LoRA adapter's weights in the form that the decoders read, by the products that they change.
+"""A LoRA adapter's weights in the form that the decoders read.
 
-Scales are multiplied into B in float32, before B is rounded to the compute dtype.
+A and B matrices are grouped by the decoder's product to which they belong. The adapter's scales are
+multiplied into B in float32, before B is rounded to the compute dtype.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from tandem.common.adapter import Adapter
 
 Parts = tuple[LoraPart, ...]
-# The matrices of each product, side by side; `_FUSED` has the names of fused ones. In a layer with
-# experts the MLP is the shared one.
+# For each product of a decoder, the names of its matrices, side by side. `_FUSED` replaces names if
+# the checkpoint stores one matrix for several. In a layer with experts, the MLP is the shared one.
 _PRODUCTS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "q_out": ("self_attn.q_b_proj",),
@@ -43,14 +44,14 @@ _FUSED = {"qkv": ("self_attn.qkv_proj",), "gate_up": ("mlp.gate_up_proj",)}
 
 @dataclass(frozen=True, slots=True)
 class LoraLayer:
-    """The parts of an adapter in the products of one layer; empty for products that it does not
-    change."""
+    """An adapter's matrices for one layer, by product. A product that the adapter does not change
+    is empty or None."""
 
     qkv: Parts
     attention_out: Parts
     gate_up: Parts
     down: Parts
-    q_out: Parts = ()  # this field and the next two are for latent attention
+    q_out: Parts = ()  # `q_out`, `latent_keys` and `latent_values` are for latent attention only
     latent_keys: LoraHeads | None = None
     latent_values: LoraHeads | None = None
 
@@ -69,7 +70,7 @@ def load_lora(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LoraWeights:
-    """Reads an adapter whose files must have its digest.
+    """Reads an adapter and checks that the files have its digest.
 
     Raises AdapterUnavailable if the digest differs, and ConfigError if the folder cannot be read or
     used.
@@ -101,8 +102,8 @@ def make_layers(
     rotated = _rotated_rows(config)
 
     def factors(name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns A [rank, in], and B [out, rank] multiplied by the scale; None if the module has
-        no adapter."""
+        """Returns A [rank, in], and B [out, rank] multiplied by the scale. Returns None if the
+        adapter does not change the module."""
         if (module := folder.modules.get(name)) is None:
             return None
         a, b = (stored[tensor] for tensor in folder.tensors[name])
@@ -119,7 +120,7 @@ def make_layers(
                 short = short.replace("mlp.", SHARED_MLP)
             if (found := factors(f"model.layers.{layer}.{short}")) is not None:
                 a, b = found
-                # the rows of a fused matrix are reordered
+                # `order` covers the rows of q, k and v, which this model stores as one fused matrix
                 if product == "qkv" and order is not None:
                     b = b[order]
                 elif short in rotated:
@@ -141,11 +142,14 @@ def make_layers(
 
 
 def _absorbed(a: torch.Tensor, b: torch.Tensor, latent: Latent) -> tuple[LoraHeads, LoraHeads]:
-    """Returns the adapter of kv_b_proj for the absorbed products of queries and of attention
-    outputs.
+    """Returns the adapter of kv_b_proj as two adapters: for the absorbed products of the queries,
+    and for those of the attention outputs.
 
-    With K = W_k + B_k A for a head, its query attends to latents as K^T q = W_k^T q + A^T (B_k^T
-    q), and V c = W_v c + B_v (A c). The sums equal those of the merged matrix.
+    The adapter adds B_k A to the key matrix W_k and B_v A to the value matrix W_v of a head. For a
+    query q and an attention output c in the space of latents:
+
+        query     (W_k + B_k A)^T q = W_k^T q + A^T (B_k^T q)
+        output    (W_v + B_v A) c   = W_v c + B_v (A c)
     """
     of_heads = b.view(-1, latent.plain_dim + latent.value_dim, len(a))
     num_heads = len(of_heads)
@@ -159,7 +163,7 @@ def _absorbed(a: torch.Tensor, b: torch.Tensor, latent: Latent) -> tuple[LoraHea
 
 
 def _names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Returns the names of the matrices of each product, side by side."""
+    """Returns for each product the names of its matrices, side by side."""
     if config.latent is not None:
         products = token_products(config.latent)
         return _PRODUCTS | {"qkv": tuple(f"self_attn.{name}" for name, _ in products)}
@@ -167,7 +171,8 @@ def _names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _rotated_rows(config: ModelConfig) -> dict[str, RotatedRows]:
-    """Returns the row order of latent attention's matrices by name; empty for other models."""
+    """Returns which rows are rotated in the matrices of latent attention, by the matrix's name.
+    Empty for other models."""
     if config.latent is None:
         return {}
     products = [*token_products(config.latent), ("q_b_proj", query_rows(config.latent))]
@@ -175,5 +180,6 @@ def _rotated_rows(config: ModelConfig) -> dict[str, RotatedRows]:
 
 
 def _widths(config: ModelConfig) -> dict[str, int]:
-    """Returns the number of outputs of each matrix."""
+    """Returns the number of outputs of each matrix that an adapter may change, by the matrix's name
+    in its layer."""
     return {name.split(".", 3)[3]: num_out for name, (num_out, _) in linear_shapes(config).items()}

@@ -1,11 +1,13 @@
-"""MXFP4: blocks of 32 numbers of 4 bits with one scale, a power of 2.
+"""MXFP4: blocks of 32 numbers of 4 bits with one scale per block, a power of 2.
 
-    NAME_blocks    [experts, out, blocks, 16] uint8; the lower half of a byte is the first number
-    NAME_scales    [experts, out, blocks] uint8: 127 + the exponent of 2
-    a number       1 bit of sign, 2 of exponent, 1 of mantissa (E2M1)
+    tensor         shape and type                             content
+    NAME_blocks    [experts, out, blocks, 16] uint8           two numbers per byte, low half first
+    NAME_scales    [experts, out, blocks] uint8               127 + the exponent of 2
+
+A number has 1 bit of sign, 2 of exponent and 1 of mantissa (E2M1).
 
 Source: OCP Microscaling Formats (MX) Specification 1.0. GGUF files store a block's scale before its
-numbers, and the lower halves of the bytes are the first 16 numbers.
+numbers, and the low halves of the 16 bytes hold the first 16 numbers.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ class Mxfp4:
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """The tensors of the checkpoint: codes and scales."""
+        """The tensors as the checkpoint stores them: codes and scales."""
         return self.codes, self.scales
 
     def numbers(self) -> torch.Tensor:
-        """Returns the numbers in bfloat16, which represents each of them exactly, [experts, out,
-        in]."""
+        """Returns the numbers in bfloat16, [experts, out, in]. bfloat16 represents each number
+        exactly."""
         numbers = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)])
         out = torch.empty((*self.codes.shape[:-1], MXFP4_BLOCK), dtype=torch.bfloat16)
         for expert, codes, scales in zip(out, self.codes, self.scales, strict=True):
@@ -63,7 +65,8 @@ class Mxfp4:
 
 
 def join_mxfp4(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | Mxfp4]:
-    """Returns the tensors of a checkpoint, with the blocks and scales of each matrix joined."""
+    """Returns the tensors of a checkpoint, with the blocks and scales of each matrix joined to one
+    `Mxfp4`."""
     joined: dict[str, torch.Tensor | Mxfp4] = dict(stored)
     for stem in [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]:
         del joined[f"{stem}_blocks"], joined[f"{stem}_scales"]
@@ -72,5 +75,6 @@ def join_mxfp4(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | M
 
 
 def _one_by_one(codes: torch.Tensor) -> torch.Tensor:
-    """Returns the codes of a block in their order, [..., 32]."""
+    """Returns the 4-bit codes of each block, one per element and in the order of the numbers, [...,
+    32]."""
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)

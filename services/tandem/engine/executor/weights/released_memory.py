@@ -1,10 +1,11 @@
-"""Returns memory to the system that a process no longer needs while it loads weights.
+"""Returns memory to the system while a process loads weights.
 
-A page of a mapped file counts as the process's memory after its first use, in addition to a
-converted copy. A page that is dropped here is read from the file again if it is needed.
+Two kinds of memory are no longer needed after a tensor is converted: the pages of the mapped file
+that held the tensor, and freed memory.
 
-glibc keeps freed blocks of up to 32 MiB for later allocations. A process that loads weights frees
-as much memory of converted tensors as it keeps.
+The file's pages count as the process's memory after their first use. A dropped page is read from
+the file again if it is needed. glibc keeps freed blocks of up to 32 MiB for later allocations, and
+a process that loads weights frees as much memory of converted tensors as it keeps.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has this f
 
 
 class FilePages:
-    """The address ranges at which these files are mapped now."""
+    """The address ranges at which some files are mapped when the object is created."""
 
     def __init__(self, files: Sequence[Path] = ()) -> None:
         self._spans: list[tuple[int, int]] = []
-        if not _MAPS.is_file():  # not on Linux
+        if not _MAPS.is_file():  # this is not Linux
             return
         names = {str(file.resolve()) for file in files}
         for line in _MAPS.read_text().splitlines():
@@ -37,7 +38,8 @@ class FilePages:
         self._madvise = ctypes.CDLL(None).madvise
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """Drops the pages that lie completely within a tensor, if it lies in one of the files."""
+        """Drops the pages that lie completely within a tensor. Does nothing if the tensor does not
+        lie in one of the files."""
         if tensor.device.type != "cpu":
             return
         begin = tensor.data_ptr()
@@ -50,6 +52,6 @@ class FilePages:
 
 
 def release_freed_memory() -> None:
-    """Returns pages of freed memory to the system."""
+    """Returns the pages of freed blocks to the system."""
     if _trim is not None:
         _trim(0)

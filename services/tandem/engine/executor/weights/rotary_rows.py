@@ -31,15 +31,20 @@ def rotary_rows(config: ModelConfig) -> torch.Tensor | None:
 
 
 class RotatedRows(NamedTuple):
-    """The rotated rows of a matrix, as checkpoints store them."""
+    """The rows of a matrix that are rotated, and the order in which a checkpoint stores them.
 
-    num: int  # number of rotated rows at the end of each part; 0: none
+    The matrix has one part of `part_dim` rows for each head, or one part for all heads.
+    """
+
+    num: int  # number of rotated rows at the end of each part; 0: no row is rotated
     part_dim: int
-    has_pairs: bool  # rows that are rotated together are adjacent
+    # True: rows that are rotated together are adjacent; False: they are half of the rotated rows
+    # apart
+    has_pairs: bool
 
     def in_halves(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the rows in the order that kernels expect: element i of one half is rotated with
-        element i of the other."""
+        """Returns the rows in the order that kernels expect: the rotated rows of a part form two
+        halves, and element i of one half is rotated with element i of the other."""
         if not self.num or not self.has_pairs:
             return rows
         parts = rows.view(-1, self.part_dim, *rows.shape[1:])
@@ -48,12 +53,13 @@ class RotatedRows(NamedTuple):
 
 
 def query_rows(latent: Latent) -> RotatedRows:
-    """Returns the row order of a query matrix."""
+    """Returns the rotated rows of a query matrix."""
     return RotatedRows(latent.rope_dim, latent.q_dim, latent.has_pairs)
 
 
 def token_products(latent: Latent) -> list[tuple[str, RotatedRows]]:
-    """Returns the products of a layer's input: the queries or their latent, and a token's KV."""
+    """Returns the names and rotated rows of the matrices that are applied to a layer's input. They
+    produce the queries or their latent, and a token's KV."""
     kv = RotatedRows(latent.rope_dim, latent.kv_dim, latent.has_pairs)
     if latent.q_rank is None:
         return [("q_proj", query_rows(latent)), ("kv_a_proj_with_mqa", kv)]

@@ -1,4 +1,5 @@
-"""The tensors of a checkpoint, in the compute dtype and on the device of a decoder."""
+"""Provides the tensors of a checkpoint by name, in the compute dtype and on the device of a
+decoder."""
 
 from __future__ import annotations
 
@@ -20,14 +21,15 @@ from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem.models.checkpoint.quantized.tensors import Coded
 from tandem.models.gguf.tensors import GgufBlocks, can_widen, is_packed
 
-# The kernels for which matrices stay quantized; empty: all are dequantized.
+# The kernels for which matrices stay quantized. If empty, all matrices are dequantized.
 KeptFor = Literal["", "native", "torch", "triton"]
 
 log = logging.getLogger(__name__)
 
 
 class TensorsByName:
-    """Converts tensors, and matrices that may stay quantized, to the form that decoders read."""
+    """Converts a checkpoint's tensors to the form that decoders read. Matrices may stay
+    quantized."""
 
     def __init__(
         self,
@@ -38,13 +40,13 @@ class TensorsByName:
         kept_for: KeptFor,
         pages: FilePages,
     ) -> None:
-        """`pages` are the mapped files; the pages of tensors that were converted are dropped."""
+        """`pages` are the mapped files. The pages of converted tensors are dropped from memory."""
         self._stored = stored
         self._kept_for = kept_for
         self._pages = pages
         self._dtype = dtype
         self._device = device
-        self._has_warned = False  # whether a warning about a converted matrix was logged
+        self._has_warned = False  # True: a warning about a converted matrix was logged
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -60,24 +62,24 @@ class TensorsByName:
         return self.dense(name).to(device=self._device, dtype=torch.float32)
 
     def dense(self, name: str) -> torch.Tensor:
-        """Returns the dequantized tensor, in any dtype."""
+        """Returns the tensor in the dtype in which it is stored, dequantized if it is quantized."""
         stored = self._stored[name]
         return stored if isinstance(stored, torch.Tensor) else stored.numbers()
 
     def matrix(self, name: str) -> Linear:
-        """Returns a matrix, or the matrices of all experts, without biases; quantized if the
-        kernels keep it so."""
+        """Returns a matrix, or one stack with the matrices of all experts, without biases. It stays
+        quantized if the kernels support that."""
         return self.matrices([name])[0]
 
     def matrices(self, names: Sequence[str]) -> list[Linear]:
-        """Returns matrices without biases, either all of them quantized or none."""
+        """Returns matrices without biases. Either all of them stay quantized or none does."""
         return self.quantized(names) or [Linear(self.tensor(name), None) for name in names]
 
     def quantized(self, names: Sequence[str]) -> list[Linear]:
         """Returns quantized matrices without biases.
 
-        Returns an empty list if one of them does not stay quantized, or if the native kernels would
-        have to multiply fp8 and integer matrices as one.
+        Returns an empty list if one of the matrices does not stay quantized. It also does so if the
+        native kernels would have to multiply fp8 and integer matrices as one matrix.
         """
         found = []
         for name in names:
@@ -98,10 +100,10 @@ class TensorsByName:
         return replace(matrix, bias=self.tensor(name)) if name in self else matrix
 
     def joined(self, *names: str) -> tuple[Linear, ...]:
-        """Returns the matrices of products with the same input, as one matrix if that needs no
-        additional copy.
+        """Returns the matrices of products with the same input.
 
-        Mapped tensors and quantized matrices stay separate.
+        They become one matrix if the tensors must be copied anyway. Mapped tensors and quantized
+        matrices stay separate.
         """
         weights, biases = ([f"{name}.{part}" for name in names] for part in ("weight", "bias"))
         apart = self.matrices(weights) if self.is_mapped(weights[0]) else self.quantized(weights)
@@ -110,14 +112,14 @@ class TensorsByName:
         return (Linear(self.stacked(weights), self.stacked(biases) if biases[0] in self else None),)
 
     def is_mapped(self, name: str) -> bool:
-        """Returns whether a tensor is used directly from its mapped file."""
+        """Returns whether a tensor is used directly from its mapped file, without a copy."""
         stored = self._stored[name]
         if not isinstance(stored, torch.Tensor):
             return False
         return stored.dtype == self._dtype and stored.device == self._device
 
     def stacked(self, names: Sequence[str]) -> torch.Tensor:
-        """Returns the rows of several tensors as one tensor, one after the other."""
+        """Returns one tensor with the rows of several tensors, one after the other."""
         shapes = [self._stored[name].shape for name in names]
         sizes = [shape[0] for shape in shapes]
         shape = (sum(sizes), *shapes[0][1:])
@@ -134,8 +136,8 @@ class TensorsByName:
         return self._native(name, stored) if self._kept_for == "native" else self._moved(stored)
 
     def _moved(self, stored: GgufBlocks | Coded | Mxfp4) -> Quantized | None:
-        """Returns a quantized matrix on the device, without loss, for kernels that dequantize it
-        themselves."""
+        """Returns a quantized matrix on the device for kernels that dequantize it themselves; None
+        if they cannot. The numbers do not change."""
         if isinstance(stored, GgufBlocks) and not can_widen(stored.type):
             return None
         quantized: Quantized
