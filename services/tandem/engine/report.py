@@ -1,4 +1,4 @@
-"""Gathers the events of an engine since its last report, for the report of the step."""
+"""Collects the events of an engine for its next report."""
 
 import time
 
@@ -56,7 +56,8 @@ class PendingReport:
                 depth=prefix or sequence.last_depth,
                 cached=sequence.cached or NONE_CACHED,
             )
-        # With windows, a sequence that awaits its prefix may have to release its blocks.
+        # With windows, a sequence that awaits its prefix may still have to release its blocks, so
+        # they are not final yet.
         if sequence.mode is Mode.PREFILL_ONLY and not (awaits and self._layout.has_windows):
             self.final_blocks(sequence)
 
@@ -137,8 +138,8 @@ class PendingReport:
         finish_reason: str,
         logprobs: TokenLogprobs | None = None,
     ) -> None:
-        """Reports new tokens. `logprobs`, if given, belongs to the single one in `token_ids`. The
-        prompt's log probabilities are sent with the first token."""
+        """Reports new tokens. `logprobs`, if given, belongs to the only token in `token_ids`. The
+        prompt's log probabilities are reported with the first token."""
         self._report.new_tokens.append(
             NewTokens(
                 sequence_id=sequence.sequence_id,

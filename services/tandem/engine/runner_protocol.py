@@ -39,8 +39,8 @@ class Runner(AdapterRunner, Protocol):
         """Writes the KV of the batch's tokens and returns fp32 logits [rows that need logits,
         vocab].
 
-        Calls `on_kv_written` once, as soon as all of the KV is in the pool. If it is None, the
-        device may still be computing when this returns.
+        Calls `on_kv_written` once, as soon as all of the KV is in the pool. If `on_kv_written` is
+        None, the device may still be computing when `forward` returns.
         """
 
     def sample(
