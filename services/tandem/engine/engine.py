@@ -274,8 +274,8 @@ class Engine:
         """Ends at most `count` of these sequences, the oldest first, so that the router can place
         them on another worker.
 
-        Only sequences that wait in the queue and have no computed tokens are ended. Each of them is
-        reported as failed.
+        Only sequences that wait in the queue and have no computed tokens are ended
+        (`Scheduler.returnable`). Each of them is reported as failed.
         """
         for sequence in self._scheduler.returnable(sequence_ids)[:count]:
             self._fail(sequence, Returned("it would wait here for others"))

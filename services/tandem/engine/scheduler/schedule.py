@@ -16,8 +16,8 @@ class Chunk(NamedTuple):
 
     sequence: Sequence
     num_tokens: int
-    samples: bool  # whether a token is sampled; then no token is missing after this chunk
-    all_logits: bool  # whether all logits are needed, for log probabilities of the prompt
+    samples: bool  # True: the chunk has all missing tokens, so the next token is sampled
+    all_logits: bool  # True: log probabilities of the prompt need the logits of all tokens
 
     @property
     def slice(self) -> SequenceSlice:
