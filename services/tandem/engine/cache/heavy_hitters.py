@@ -9,8 +9,8 @@ with the least attention so far are evicted:
     at an eviction point    [ sinks | heavy hitters | recent ][ free for the next tokens ]
 
 A block spans all heads and layers, and so does its sum of attention weights. Evicted tokens are not
-attended to again. The same tokens have the same sums and therefore evict the same blocks, in
-whatever chunks, steps or workers they are computed.
+attended to again. Chunks, steps and workers do not change the sums, so the same tokens always lead
+to the eviction of the same blocks.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class HeavyHitters:
         sums = self.sums(num_blocks * self._size)
         first = self._num_sinks
         end = num_blocks - self._num_recent
-        # Equal sums keep their order, so the oldest goes first.
+        # The sort is stable, so the oldest of blocks with equal sums is evicted first.
         order = np.argsort(sums[first:end], kind="stable")
         left = sorted((order[:num] + first).tolist())
         kept = sorted(set(range(num_blocks)).difference(left))
