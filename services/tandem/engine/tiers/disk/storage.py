@@ -1,11 +1,12 @@
 """The slots of a tier in a file. After a restart the worker finds them again by the manifest.
 
 The storage uses plain POSIX reads and writes, whose errors have a cause, such as a full disk.
-Nothing is synced to the disk, because syncing would cost more than a power failure loses. Each
-block has a checksum of its hash and its sealed bytes (seal.py), which is compared when the block is
-read.
+Nothing is synced to the disk, because syncing would cost more than the loss of the blocks in a
+power failure. Each block has a checksum of its hash and its sealed bytes (seal.py), which is
+compared when the block is read.
 
-The storages of a model's KV groups share a folder. Each has a file of blocks and a manifest there.
+The storages of a model's KV groups share a folder. Each storage has its own file of blocks and its
+own manifest in the folder.
 """
 
 import logging
@@ -110,8 +111,8 @@ class DiskStorage(Storage):
         return [self._lost.get_nowait() for _ in range(self._lost.qsize())]
 
     def _find_lost(self) -> None:
-        """Checks whether another process has truncated the file. All slots beyond its end have lost
-        their bytes then.
+        """Checks whether another process has truncated the file. If so, all slots beyond its end
+        have lost their bytes (`take_lost`).
 
         Raises OSError.
         """
