@@ -310,7 +310,7 @@ class Load:
         return True
 
     def _follow(self, num_left: int) -> None:
-        """Counts finished copies to the device, and waits until at most `num_left` are in flight."""
+        """Counts finished copies to the device. Waits until at most `num_left` are in flight."""
         while self._copies_in_flight:
             if len(self._copies_in_flight) > num_left:
                 self._copies_in_flight[0].synchronize()
