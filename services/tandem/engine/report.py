@@ -71,8 +71,8 @@ class PendingReport:
         depth: int,
         cached: CachedTokens = NONE_CACHED,
     ) -> None:
-        """Reports the blocks among the first `num_blocks` that are not cached and are to be filled
-        from a peer.
+        """Reports the blocks that are to be filled from a peer: those of the first `num_blocks`
+        blocks that are not cached.
 
         The request resumes after `depth` blocks.
         """
@@ -109,7 +109,7 @@ class PendingReport:
             self._report.final_blocks.append(FinalBlocks(sequence.sequence_id, number, block_ids))
 
     def report_final(self, on_final: OnFinal | None) -> None:
-        """Passes the blocks that became final to `on_final`, ahead of the report."""
+        """Passes the blocks that became final to `on_final`, before the step's report is ready."""
         final_blocks = self._report.final_blocks
         if on_final is not None and final_blocks:
             self._report.final_blocks = []

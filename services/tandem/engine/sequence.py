@@ -20,9 +20,9 @@ until it returns to WAITING or is removed.
 
 Ranges of a running sequence (n tokens):
 
-    [ cached | computed earlier | this step's chunk | missing  ]  token n is the next one sampled
-             num_cached         num_computed_tokens            n
-    [ stored blocks: hashed, shared, never written | own blocks: only this sequence writes them ]
+    tokens  [ cached | computed earlier | this step's chunk | missing ]   token n is sampled next
+                                        ^ num_computed_tokens          ^ n
+    blocks  [ stored: hashed, shared, never written | own: only this sequence writes them ]
 
 A fork shares its parent's stored blocks, as any sequence does, and gets a copy of the parent's next
 block. In this copy, all tokens of the fork except the last one are computed:
@@ -67,10 +67,10 @@ class Admission:
 
     num_cached_blocks: int
     num_computed_tokens: int
-    # Number of tokens before the first one that is computed after admission and after the arrival
-    # of awaited KV, on this engine or (PREFILL_ONLY) on the consumer's. Windows are based on it.
+    # Once awaited KV has arrived, computation continues after this number of tokens, on this engine
+    # or (PREFILL_ONLY) on the consumer's. It determines the blocks that windows need.
     resume: int
-    # One block id per KV group: the block to copy into the sequence's first own block. Empty: none.
+    # The block to copy into the first own block, as one id per KV group. Empty: none.
     sources: tuple[int, ...]
     is_fork: bool
 
@@ -144,8 +144,8 @@ class Sequence:
     has_waited: bool = False  # True once a step was planned while the sequence was in a queue
     may_load: bool = True  # loading from a tier is allowed; False after a load stalled
     num_preemptions: int = 0
-    # WAITING: time at which the sequence began to wait for blocks of another one (early_reuse.py);
-    # 0: it does not wait for blocks.
+    # WAITING: time at which the sequence began to wait for blocks of another one (early_reuse.py).
+    # 0: it has not waited since it was enqueued.
     shared_since: float = 0.0
     shared_wait_s: float = 0.0  # total time of waits for blocks of other sequences
     is_forked: bool = False  # True: admitted as a fork, so only the last token is missing

@@ -5,8 +5,8 @@ keys, and keys keep the rotations of their own positions, so the kernels simply 
 context. At fixed eviction points, which depend on the number of computed tokens alone, the blocks
 with the least attention so far are evicted:
 
-    n computed tokens       [ sinks | heavy hitters and others | recent ]          up to `tokens`
-    at an eviction point    [ sinks | heavy hitters | recent ][ free for the next tokens ]
+    before an eviction   [ sinks | heavy hitters and others | recent ]     at most `budget.tokens`
+    after an eviction    [ sinks | heavy hitters | recent ][ free for the next tokens ]
 
 A block spans all heads and layers, and so does its sum of attention weights. Evicted tokens are not
 attended to again. Chunks, steps and workers do not change the sums, so the same tokens always lead
@@ -39,7 +39,8 @@ class HeavyHitters:
         self._num_sinks = -(-budget.sinks // block_size)  # in blocks
         others = budget.tokens - self._num_sinks * block_size - self._border
         self._num_recent = others // 2 // block_size  # in blocks
-        self._first = budget.tokens // self._border * self._border  # the first eviction point
+        # the first eviction point, in computed tokens
+        self._first = budget.tokens // self._border * self._border
         self._sums: Sums = np.zeros(0, np.float32)
         self.num_evicted_tokens = 0
 

@@ -67,8 +67,8 @@ class ResumableDepths:
         return gained, lost
 
     def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
-        """Returns the published hashes h with `first` <= h < `end`; an empty `end` means no upper
-        bound."""
+        """Returns the hashes h of resumable blocks with `first` <= h < `end`; an empty `end` means
+        no upper bound."""
         return [h for h in self._published if first <= h and (not end or h < end)]
 
     def _is_resumable(self, block_hash: bytes) -> bool:

@@ -3,8 +3,8 @@
 For each scheduled sequence, a step computes the `num_tokens` tokens after those whose KV is in the
 pool. Prefill, a chunk of a prefill and decode differ only in the number of tokens.
 
-    tokens of a sequence   [ computed before | this step's tokens ]
-                             context_len - num_tokens    context_len
+    tokens of a sequence    [ computed before        | this step's tokens ]
+    number up to this end   context_len - num_tokens   context_len
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SequenceSlice(NamedTuple):
     # Entries before the group's window, and those that `visible` hides, are ignored and may be any
     # block of the pool.
     block_table: list[int]
-    # Whether the last token's logits are needed. They are not in a chunk before the prompt's last.
+    # Whether the last token's logits are needed. Only the last chunk of a prompt needs them.
     wants_logits: bool
     all_logits: bool = False  # whether the logits of all tokens of the slice are needed
     wants_hidden: bool = False  # whether the last token's hidden state is also needed

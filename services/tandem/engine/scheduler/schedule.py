@@ -57,7 +57,8 @@ class Chunk(NamedTuple):
 class Schedule:
     chunks: list[Chunk] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)  # made before the step's forward pass
+    # Block copies to make before the step's forward pass.
+    copies: list[BlockCopy] = field(default_factory=list)
     work: StepWork = field(default_factory=StepWork)
     num_prompt_logits: int = 0  # number of logit rows for log probabilities of prompts
 

@@ -31,7 +31,7 @@ class Sources:
         self._pools = pools
         self._tiers = tiers
         sizes = [group.layout.block_bytes for group in layout.groups]
-        # each group's fraction of the bytes of one block in every group
+        # For each group, its block size as a fraction of the sum of all groups' block sizes.
         self.shares = [size / sum(sizes) for size in sizes]
 
     def reach(

@@ -212,8 +212,8 @@ class Tier:
         return TierBlocks(self.storage.name, *changed)
 
     def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
-        """Returns the hashes h in events so far with `first` <= h < `end`; an empty `end` means no
-        upper bound."""
+        """Returns the hashes h with `first` <= h < `end` of the blocks that events report as
+        readable; an empty `end` means no upper bound."""
         if self._depths is None:
             return self.pool.readable_hashes(first, end)
         return self._depths.block_hashes(first, end)

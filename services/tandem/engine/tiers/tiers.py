@@ -81,7 +81,8 @@ class Tiers:
         self.clock = time.monotonic
         self._writes = Writes(self._groups, tiers, self._writers, lambda: self.clock())
         self.turn_s = TURN_S
-        self._progress_at = [0.0] * len(tiers)  # the last time a load ended in a tier or left it
+        # For each tier, the last time at which a load ended there or moved to the next tier.
+        self._progress_at = [0.0] * len(tiers)
         self.lookups = Lookups(tiers, start_thread, self.clock, layout, self._depth)
 
     @property

@@ -53,7 +53,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, *, report_tokens: bool = False) -> None:
         """With `report_tokens`, the events of stored blocks include their token ids."""
         self.num_blocks = num_blocks
-        self.children = ChildBlocks()  # blocks that were stored with their tokens
+        self.children = ChildBlocks()  # blocks that were stored with their tokens, by parent
         self.num_dropped = 0  # CACHED blocks that were evicted without a copy
         self.pins = Pins(0)
         self._blocks = [Block() for _ in range(num_blocks)]

@@ -23,7 +23,7 @@ from tandem.engine.cache.pool.eviction import EvictionQueue
 
 
 class Fate(Enum):
-    """The outcome of a request to pin a block, or of its pin."""
+    """The outcome of a request to pin a block, or of the pin itself."""
 
     PINNED = "pinned"
     REFUSED = "refused"  # not pinned, because the tenant's share is used up

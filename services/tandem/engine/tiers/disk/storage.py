@@ -64,9 +64,10 @@ class DiskStorage(Storage):
         try:
             self._file = self.folder.open(blocks)
             if not has_header(self.folder.path / manifest, own):
-                os.ftruncate(self._file, 0)  # this comes first, because a full disk needs the room
+                os.ftruncate(self._file, 0)  # frees room, if the disk is full, for what follows
                 if folder is None:
-                    self.folder.drop("blocks-*", "manifest-*")  # files of another model's groups
+                    # Removes the files of the other KV groups of an earlier model.
+                    self.folder.drop("blocks-*", "manifest-*")
             self._manifest = Manifest(self.folder.open(manifest), self.num_slots, own)
             found, self.num_torn = self._manifest.read()
             num_whole = os.fstat(self._file).st_size // block_bytes

@@ -1,6 +1,6 @@
 """Looks up how much of a waiting prompt is in the object store, to which other workers write too.
 
-    WAITING --lookup starts--> waits --result, or deadline--> admitted with what is known by then
+    WAITING --look-up starts--> waits --result, or deadline--> admitted with the blocks found so far
 
 A worker knows the blocks that it wrote or found. It keeps no list of the blocks of others, and
 reads none when it starts, because a store may have millions. Instead it looks up each prompt; for a

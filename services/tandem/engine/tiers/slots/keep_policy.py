@@ -137,7 +137,7 @@ class MostValuable:
         return self._sketch.estimate(block_hash) >= _USES_MIN
 
     def worth(self, block_hash: bytes, index: int) -> float:
-        """Returns the logarithm of the value, which has the same order."""
+        """Returns the logarithm of the block's value, which orders blocks as the value does."""
         return math.log2(1.0 + index * self._cost_by_index) + self._sketch.log2(block_hash)
 
     def _growth(self, rate: PrefillRate) -> float:

@@ -165,8 +165,8 @@ class SlotPool(BlockPool):
                 self._cached.update(slot)
 
     def _evict(self) -> Copy:
-        """Frees the leaf with the lowest current worth; uses since its last ranking may have raised
-        it."""
+        """Frees the leaf with the lowest current worth. It first updates the ranks of leaves whose
+        worth has risen since they were ranked."""
         if self._num_old:
             self._reprice_some()
         while (slot := self._cached.oldest(Copy.NONE)) is not None:
