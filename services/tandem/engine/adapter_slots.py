@@ -1,13 +1,13 @@
-"""The LoRA adapters in an engine's memory. Their number is bounded, and each is read when a
-sequence needs it.
+"""The LoRA adapters in an engine's memory. An adapter is read when a sequence needs it. The number
+of adapters is limited by the number of slots.
 
     absent --needed, and a slot is free or idle--> loading --settle--> loaded
-      ^ ^                                             `--> failed, for FAILED_S
+      ^ ^                                             `--read error--> failed, for FAILED_S seconds
       | '------ least recently used, and its slot is needed -----'
 
-A slot is in use while an admitted sequence needs its adapter; it is not evicted then. A thread
-reads the files while the engine steps, and `settle` installs the adapters between two steps. If
-reading hangs, the process ends.
+A slot is in use while an admitted sequence needs the adapter in it; otherwise it is idle. Only
+adapters in idle slots are evicted. A thread reads the files of an adapter during the engine's
+steps, and `settle` installs the adapter between two steps. If reading hangs, the process ends.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AdapterRunner(Protocol):
 
 class AdapterSlotState(Enum):
     LOADED = "loaded"
-    LOADING = "loading"  # its files are being read
+    LOADING = "loading"  # the adapter's files are being read
     NO_SLOT = "no_slot"  # all slots are in use
 
 
@@ -124,8 +124,8 @@ class AdapterSlots:
             return self._runner.load_adapter(adapter)
 
     def settle(self) -> dict[str, AdapterUnavailable]:
-        """Installs the adapters that were read. Returns the errors of those that failed, by
-        digest."""
+        """Installs the adapters that were read. Returns the errors of adapters that could not be
+        read, by digest."""
         errors = {}
         for digest, (adapter, future) in list(self._reading.items()):
             if not future.done():

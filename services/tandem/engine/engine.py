@@ -2,9 +2,9 @@
 model once and processes the results.
 
 The engine is synchronous. It knows no network, no asyncio, no Redis and no Ray. Every event, also
-one between two steps, is in the next `StepReport`. While `has_work` is False, only a call from
-outside can change that. sequence.py lists the states of a sequence, and cache/pool/block_pool.py
-those of a block.
+one between two steps, is in the next `StepReport`. `has_work` becomes True only by a call to the
+engine or by the result of one of its threads. sequence.py lists the states of a sequence, and
+cache/pool/block_pool.py those of a block.
 """
 
 import time
@@ -95,8 +95,8 @@ class Engine:
     def step(self, on_final: OnFinal | None = None) -> StepReport:
         """Runs the model once and returns all events since the last step.
 
-        `on_final` receives the final blocks that consumers wait for as soon as they are final,
-        before the step's tokens are reported. Without it, these blocks are in the report.
+        `on_final` receives the blocks that consumers wait for as soon as these blocks are final,
+        before the step's tokens are reported. Without `on_final`, they are in the report.
         """
         started = time.perf_counter()
         work = StepWork()
@@ -111,12 +111,13 @@ class Engine:
         self._runner.copy_blocks(schedule.copies)
         self._kv.end_copies(schedule.copies)
         for sequence in (*loaded, *schedule.admitted):
-            # The uses must count before the tiers look at its cached blocks again.
+            # The uses must count before the tiers choose among the sequence's cached blocks below.
             self._scheduler.loads.use(sequence)
             self._pending.admitted(sequence)
         self._tiers.write()
         self._pending.report_final(on_final)
-        # Peers wait for the result of admission: report it now and compute in the next step.
+        # If peers wait for reserved or final blocks, this step only reports them, without delay.
+        # The next step computes the chunks.
         if schedule.chunks and not self._pending.starts_a_transfer:
             self._run(schedule, on_final)
             work = schedule.work
@@ -143,11 +144,12 @@ class Engine:
         self._scheduler.start_local(self._sequences.awaiting_all(sequence_id))
 
     def restart(self, spec: SequenceSpec, unsafe_blocks: Collection[int] = ()) -> None:
-        """Discards pulled KV and queues the sequence again with `spec`, ordered by its first
-        arrival.
+        """Discards the pulled KV of a sequence and queues it again with `spec`. It keeps its place
+        in the order of arrival.
 
         `unsafe_blocks` are blocks of the sequence that a read may still write; they are
-        quarantined. Raises the errors of `add` except QueueFull; the sequence is removed then.
+        quarantined. Raises the errors of `add` except QueueFull. After an error the sequence is
+        removed.
         """
         old = self._sequences.find(spec.sequence_id)
         if Mode.PREFILL_ONLY in (old.mode, spec.mode):
@@ -161,11 +163,11 @@ class Engine:
         self._enter(new)
 
     def commit(self, sequence_id: str, first_token_id: int, sums: Iterable[float] = ()) -> None:
-        """Moves a WAITING_FOR_REMOTE_KV sequence, whose KV is complete and trusted, to decode.
+        """Starts to decode a WAITING_FOR_REMOTE_KV sequence, whose KV is complete and trusted.
 
-        `first_token_id`, and the attention sums of its blocks, come from the producer's
-        `Prefilled`. The client already has the first token, so it is not reported again; if it ends
-        the sequence, the end is reported.
+        `first_token_id` and `sums`, the attention sums of the blocks, come from the producer's
+        `Prefilled`. The client already has the first token, so this engine does not report it. If
+        the first token ends the sequence, the engine reports the end.
         """
         sequence = self._sequences.awaiting_all(sequence_id)
         sequence.advance(sequence.num_missing_tokens)
@@ -178,13 +180,13 @@ class Engine:
     def continue_prefill(
         self, sequence_id: str, num_blocks: int, unsafe_blocks: Collection[int] = ()
     ) -> None:
-        """Continues a sequence that awaits its prefix: its first `num_blocks` blocks are filled and
+        """Continues a sequence that awaits its prefix. The first `num_blocks` blocks are filled and
         trusted, and this engine computes the rest. If `num_blocks` is the number of cached blocks,
         no block was pulled.
 
-        `unsafe_blocks` are the sequence's own blocks after these that a read may still write; they
-        are quarantined and replaced. Raises QueueFull if no blocks are free to replace them, and
-        InternalError for blocks that cannot be trusted; the sequence is removed then.
+        `unsafe_blocks` are later blocks of the sequence that a read may still write; they are
+        quarantined and replaced. Raises QueueFull if no blocks are free to replace them, and
+        InternalError for blocks that cannot be trusted. After an error the sequence is removed.
         """
         sequence = self._sequences.awaiting(sequence_id)
         if sequence.mode is Mode.WAITING_FOR_REMOTE_KV:
@@ -214,8 +216,8 @@ class Engine:
     def pin_prefix(
         self, sequence_id: str, block_hashes: list[bytes], first_wanted_block: int = 0
     ) -> None:
-        """Holds the cached blocks of a chain for a consumer until `remove`. The next report has
-        them."""
+        """Holds the cached blocks of a chain for a consumer until `remove`. The next report lists
+        these blocks, from `first_wanted_block` on."""
         self._check_chain(sequence_id)
         self._peer_blocks.pin_prefix(sequence_id, block_hashes, first_wanted_block)
 
@@ -223,7 +225,8 @@ class Engine:
         """Reserves blocks for a chain whose KV comes from a peer, until `commit_import` or
         `remove`.
 
-        It evicts nothing: the chain is cut where no FREE block is left.
+        No block is evicted for it. If the FREE blocks do not suffice, only the first blocks of the
+        chain are reserved.
         """
         self._check_chain(sequence_id)
         self._peer_blocks.import_blocks(sequence_id, block_hashes)
@@ -236,8 +239,8 @@ class Engine:
         self._peer_blocks.commit(sequence_id, num_blocks, unsafe_blocks)
 
     def hot_prefixes(self, blocks_max: int) -> list[list[bytes]]:
-        """Returns the hashes of the most recently used chains, each from root to leaf, with at most
-        `blocks_max` distinct blocks in all."""
+        """Returns the hashes of the most recently used chains, each from its first block on. All
+        chains together have at most `blocks_max` distinct blocks."""
         return self._kv.hot_prefixes(blocks_max)
 
     def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
@@ -259,7 +262,7 @@ class Engine:
     def remove(self, sequence_id: str, unsafe_blocks: Collection[int] = ()) -> None:
         """Ends a sequence or chain in any state and frees its blocks. An unknown id is no error.
 
-        Nothing more is reported about it, also if it just ended and its end was not reported yet.
+        No more events of the sequence are reported, not even those that happened before this call.
         """
         if sequence_id in self._sequences:
             self._drop(self._sequences[sequence_id], unsafe_blocks)
@@ -271,8 +274,8 @@ class Engine:
         """Ends at most `count` of these sequences, the oldest first, so that the router can place
         them on another worker.
 
-        It takes only those of which nothing is computed yet and that wait for a running slot,
-        blocks or other prompts. Each one is reported as failed.
+        Only sequences that wait in the queue and have no computed tokens are ended
+        (`Scheduler.returnable`). Each of them is reported as failed.
         """
         for sequence in self._scheduler.returnable(sequence_ids)[:count]:
             self._fail(sequence, Returned("it would wait here for others"))
@@ -282,7 +285,8 @@ class Engine:
         self._kv.unquarantine(block_ids)
 
     def block_ids(self, sequence_id: str) -> list[int]:
-        """Returns the block ids of a sequence or chain. They do not change while it awaits KV."""
+        """Returns the block ids of a sequence or chain. The ids do not change while it awaits a
+        peer's KV."""
         if sequence_id in self._peer_blocks:
             return self._peer_blocks.block_ids(sequence_id)
         return self._kv.global_ids(self._sequences.find(sequence_id).tables)
@@ -319,8 +323,8 @@ class Engine:
         self._tiers.check_integrity()
 
     def close(self) -> None:
-        """Ends the threads of the tiers. They first write blocks without a copy, for a few seconds
-        at most."""
+        """Ends the threads of the tiers. Before that, these threads write blocks that have no copy
+        yet, for a few seconds at most."""
         self._tiers.close()
 
     def _enter(self, sequence: Sequence) -> None:
@@ -341,8 +345,8 @@ class Engine:
         return bool(reason)
 
     def _settle_loads(self) -> list[Sequence]:
-        """Handles finished and stalled loads. Returns the sequences whose admission is reported
-        now."""
+        """Handles finished and stalled loads. Returns the loaded sequences whose admission was not
+        reported before the load."""
         loaded = []
         for load in self._tiers.take_ended():
             sequence = self._sequences[load.sequence_id]
@@ -367,9 +371,10 @@ class Engine:
                 self._fail(sequence, errors[adapter.digest])
 
     def _settle_masks(self) -> list[GrammarMatcher]:
-        """Returns the matchers whose masks are late; their sequences skip the next step.
+        """Returns the matchers whose masks are late. Their sequences skip the next step.
 
-        It also starts the masks that must be ready before their sequence's last token is computed.
+        It also starts to compute each mask that must be ready before the last token of its sequence
+        is computed.
         """
         late = []
         for sequence in list(self._scheduler.running):
@@ -393,13 +398,14 @@ class Engine:
         def on_kv_written() -> None:
             for chunk in schedule.chunks:
                 self._scheduler.computed(chunk)
-                # If the mask is late, the last token is computed again.
+                # The last token of a sequence with a grammar is counted after sampling: if the mask
+                # is late, the token is computed again in a later step.
                 may_be_late = chunk.samples and chunk.sequence.grammar is not None
                 self._count(chunk.sequence, chunk.num_tokens - may_be_late)
             self._pending.report_final(on_final)
 
-        # Only a peer needs to know before the step ends that KV is written; otherwise one wait for
-        # the device at the end is enough.
+        # `on_kv_written` runs before the step ends only if a peer waits for KV. Otherwise a single
+        # wait for the device, at the end of the step, is enough.
         is_awaited = any(chunk.sequence.mode is Mode.PREFILL_ONLY for chunk in schedule.chunks)
         sampler = StepSampler(schedule.chunks)
         wait_until = time.perf_counter() + MASK_WAIT_S
@@ -408,8 +414,8 @@ class Engine:
         self._grammars.wait(wait_until)
         sampler.skip_late()
         sampled = sampler.run(self._runner, logits)
-        # Blocks that are freed below may be written by a peer, so the device must have read them.
-        # Sampled tokens imply that: they are copied from the device last.
+        # A peer may write to blocks that are freed below, so the device must have finished this
+        # step. If tokens were sampled, it has, because they are copied from the device last.
         if logits.is_cuda and not sampled:
             torch.cuda.current_stream(logits.device).synchronize()
         if not is_awaited:
@@ -434,7 +440,7 @@ class Engine:
             self._pending.final_blocks(sequence)
 
     def _advance(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Handles a token that was sampled for a sequence without missing tokens."""
+        """Handles the token that a step sampled for a sequence."""
         if sequence.grammar is not None and sequence.grammar.error:
             self._fail(sequence, _grammar_error(sequence.grammar.error))
         elif sequence.mode is Mode.PREFILL_ONLY:

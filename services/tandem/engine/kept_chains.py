@@ -1,9 +1,9 @@
 """Chains of blocks that clients want to reuse, pinned in the KV pools and in the tiers.
 
-    sequence ends, or its router calls keep --> pinned (cache/pool/pins.py) --> expired
+    a sequence ends, or a router calls `keep` --> pinned (cache/pool/pins.py) --> expired
 
-In the pool only cached blocks can be pinned. In a tier all blocks of the chain are pinned, because
-their copies may still be in flight.
+In the KV pools only cached blocks can be pinned. In a tier all blocks of the chain are pinned, also
+those that the tier does not have yet, because writes of them may be in flight.
 """
 
 import time
@@ -33,11 +33,12 @@ class KeptChains:
             pool.pins.capacity = int(share * pool.num_blocks)
 
     def keep(self, tenant: bytes, retention: Retention, block_hashes: Sequence[bytes]) -> Kept:
-        """Pins the full blocks of a chain within its first `num_tokens` tokens (0: all) for `pin_s`
-        seconds.
+        """Pins the blocks of a chain for `retention.pin_s` seconds, as far as the tenant's share
+        allows.
 
-        `tenant` is the salt of its hashes. In any case, tiers copy the blocks that windows need to
-        resume after the chain.
+        If `retention.num_tokens` is not 0, only the full blocks within the first `num_tokens`
+        tokens are pinned. `tenant` is the salt of the block hashes. Even if nothing is pinned,
+        tiers may copy the blocks that windows need to resume after the chain.
         """
         self._kv.want_copies(block_hashes)
         if retention.num_tokens:
@@ -74,8 +75,8 @@ class KeptChains:
             pool.expire_pins(now)
 
     def stats(self) -> list[PinStats]:
-        """Returns the pins of the KV pools together and of each tier; a place that never had a pin
-        is left out."""
+        """Returns the pins of all KV pools together, and of each tier. Places that never had a pin
+        are left out."""
         found = []
         for place, pools in self._pools.items():
             if any(pool.pins.fates for pool in pools):

@@ -22,7 +22,8 @@ def measure_load(
 ) -> WorkerLoad:
     """Counts each sequence once: as running, waiting, pulling KV or computed for a peer.
 
-    A held chain counts as a lease; an imported one and a LOADING sequence count as pulls.
+    A chain that is held for a peer counts as a lease. An imported chain and a LOADING sequence
+    count as pulls.
     """
     num_running = sum(s.mode is not Mode.PREFILL_ONLY for s in scheduler.running)
     num_waiting = len(scheduler.waiting)

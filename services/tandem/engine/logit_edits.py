@@ -1,7 +1,8 @@
-"""The edits that a sequence asks for between the model and its draw: bias, penalties and masks.
+"""The edits of a sequence's logits before a token is sampled: bias, penalties, bans and masks.
 
-It follows from the spec and the tokens alone, so a sequence that was moved, preempted or prefilled
-elsewhere rebuilds it. The formula and its order are in tandem_kernels/edits.py.
+The edits depend on the spec and the token ids only, so they can be rebuilt after a sequence was
+migrated, preempted or prefilled on another worker. tandem_kernels/edits.py has the formula and the
+order of the edits.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ _CAPACITY_MIN = 64
 def logit_edits(
     spec: SequenceSpec, vocab_size: int, grammar: GrammarMatcher | None = None
 ) -> LogitEdits | None:
-    """Returns the edits of a sequence, None if it asks for none. `grammar` is where its completion
-    is in its grammar."""
+    """Returns the edits of a sequence; None if its logits are not edited. `grammar` is the position
+    of the completion in the sequence's grammar."""
     sampling = spec.sampling
     bans = sampling.min_tokens > 0 or bool(sampling.bad_words_token_ids)
     if not (grammar or bans or sampling.logit_bias or _has_penalties(sampling)):
@@ -29,7 +30,8 @@ def logit_edits(
 
 
 class LogitEdits:
-    """Edits of the token that follows the sequence; `append` moves them on by one token."""
+    """The edits of the logits from which a sequence's next token is sampled. `append` updates them
+    for the token after that."""
 
     def __init__(
         self, spec: SequenceSpec, vocab_size: int, grammar: GrammarMatcher | None = None
@@ -41,14 +43,14 @@ class LogitEdits:
         self._bad_tokens = tuple(w[0] for w in spec.sampling.bad_words_token_ids if len(w) == 1)
         self._bad_runs = [w for w in spec.sampling.bad_words_token_ids if len(w) > 1]
         self._output: list[int] = []
-        self._places: dict[int, int] = {}  # of a token id in the arrays
+        self._places: dict[int, int] = {}  # index in the arrays below, by token id
         self._ids = np.zeros(_CAPACITY_MIN, np.int32)
         self._bias, self._scales, self._penalties = (
             np.full(_CAPACITY_MIN, value, np.float32) for value in (0.0, 1.0, 0.0)
         )
-        self._counts: dict[int, int] = {}  # of the completion's tokens
+        self._counts: dict[int, int] = {}  # occurrences in the completion, by token id
         for token_id, bias in (spec.sampling.logit_bias or {}).items():
-            place = self._place(token_id)  # first: it may make larger arrays
+            place = self._place(token_id)  # comes first, because it may replace the arrays
             self._bias[place] = bias
         if spec.sampling.repetition_penalty != 1.0:
             for token_id in spec.token_ids[: spec.num_prompt_tokens]:
@@ -58,7 +60,7 @@ class LogitEdits:
             self._note(token_id)
 
     def append(self, token_id: int) -> None:
-        """Takes a token of the completion into account."""
+        """Updates the edits after a token was appended to the completion."""
         if self.grammar is not None:
             self.grammar.append(token_id)
         self._note(token_id)
@@ -74,7 +76,8 @@ class LogitEdits:
         self._penalties[place] = sampling.frequency_penalty * count + sampling.presence_penalty
 
     def edit(self) -> Edit | None:
-        """Returns the edit of the next token's logits; it is good until `append`."""
+        """Returns the edit of the next token's logits; None if they do not change. The result is
+        valid until the next call of `append`."""
         banned = self._banned()
         mask = None
         if self.grammar is not None:
@@ -97,7 +100,7 @@ class LogitEdits:
         )
 
     def find_forced(self) -> int | None:
-        """Returns the next token if it is certain, whatever the model says."""
+        """Returns the next token if the grammar allows only this one; otherwise None."""
         forced = None if self.grammar is None else self.grammar.find_forced()
         return None if forced is None or forced in self._banned() else forced
 
@@ -111,7 +114,7 @@ class LogitEdits:
         return banned
 
     def _place(self, token_id: int) -> int:
-        """Returns the token's place in the arrays, a new one if it has none yet."""
+        """Returns the token's index in the arrays, and assigns one if the token has none yet."""
         place = self._places.setdefault(token_id, len(self._places))
         if place == len(self._ids):
             self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
@@ -130,8 +133,11 @@ def _only(token_id: int, num_words: int) -> Mask:
 
 
 def _without(mask: Mask, banned: list[int]) -> Mask:
-    """Returns the mask less the banned tokens, or as it is if that would leave none: the form of
-    the completion counts for more than `min_tokens` and `bad_words`."""
+    """Returns the mask without the banned tokens.
+
+    If no token would be left, it returns the mask unchanged, because the grammar takes precedence
+    over `min_tokens` and `bad_words`.
+    """
     if not banned:
         return mask
     left = mask.view(np.uint32).copy()

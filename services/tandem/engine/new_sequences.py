@@ -1,5 +1,5 @@
-"""Checks specs and makes sequences from them, with the root of their block hashes, their grammar
-and their logit edits."""
+"""Checks specs and creates sequences from them, with their block hashes, grammars and logit
+edits."""
 
 from functools import partial
 from itertools import count
@@ -17,8 +17,8 @@ from tandem.models.grammars.masks import GrammarMasks
 
 
 class NewSequences:
-    """Makes the sequences of one engine. It knows everything that the KV of all of them depends
-    on."""
+    """Creates the sequences of one engine, and hashes the properties that the KV of all of them
+    depends on, such as the model and the data types."""
 
     def __init__(
         self,
@@ -51,15 +51,15 @@ class NewSequences:
 
     @property
     def identity(self) -> str:
-        """Hash of everything that the KV of all sequences depends on, in hex."""
+        """Hash of the properties that the KV of all sequences depends on, in hexadecimal digits."""
         return self._root().hex()
 
     def make(self, spec: SequenceSpec, arrival: int | None = None) -> Sequence:
-        """Returns the sequence of a spec that passed `check`. Without `arrival` it is the
-        youngest."""
+        """Returns the sequence of a spec that passed `check`. Without `arrival`, the sequence is
+        the youngest one."""
         arrival = next(self._arrivals) if arrival is None else arrival
         salt = spec.cache_salt
-        # Its hashes must differ from those of all other sequences: its blocks are never shared.
+        # Blocks under a KV budget are never shared, so their hashes must be unique.
         if spec.kv_budget is not None:
             salt += f"#{arrival}".encode()
         root = self._root(cache_salt=salt, adapter=digest_of(spec.adapter))

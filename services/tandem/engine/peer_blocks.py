@@ -1,12 +1,15 @@
-"""Chains of blocks that a peer reads or fills. They are known by their hashes alone: no tokens, no
-steps.
+"""Chains of blocks that are held for a peer or pulled from one. Only the block hashes of these
+chains are known; no sequence of this engine has their tokens, and no step computes them.
 
-    pin_prefix    --> held: the cached blocks of a chain, for a consumer   --remove--> gone
-    import_blocks --> imported: blocks of a chain, to be filled by a pull  --commit--> gone, CACHED
-                         `--remove--> gone, FREE
+    pin_prefix    --> held: cached blocks of a chain, for a consumer     --remove--> removed
+    import_blocks --> imported: blocks of a chain, to be filled by pulls --commit--> removed
+                         `--remove--> removed
 
-Neither call waits or evicts: `pin_prefix` references cached blocks, and `import_blocks` also takes
-FREE blocks. So workers cannot wait for each other's blocks in a cycle through these chains.
+`commit` caches the pulled blocks of an imported chain. Without it, `remove` frees these blocks.
+
+Neither `pin_prefix` nor `import_blocks` waits or evicts: both reference cached blocks, and
+`import_blocks` also takes FREE blocks. So workers cannot wait for each other's blocks in a cycle
+through these chains.
 """
 
 from collections.abc import Collection
@@ -17,13 +20,14 @@ from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.report import PendingReport
 from tandem.errors import InternalError
 
-_ROOT_UNKNOWN = b""  # hashes come without the root of their chain, and nothing looks for it
+# The parent hash of a chain's first block. A peer does not send it, and no code looks it up.
+_ROOT_UNKNOWN = b""
 
 
 @dataclass(slots=True)
 class PeerChain:
-    """Blocks of a chain that a peer reads. If the chain is imported, blocks from
-    `num_cached_blocks` on are filled by a pull."""
+    """The blocks of a held or imported chain. In an imported chain, a pull fills the blocks from
+    `num_cached_blocks` on."""
 
     tables: BlockTables
     block_hashes: list[bytes]  # one hash for each block of the tables
@@ -62,8 +66,8 @@ class PeerBlocks:
     ) -> None:
         """References the cached blocks of the chain until `remove`.
 
-        With windows it references the whole chain or nothing: the blocks that a window needs at one
-        depth are of no use to a consumer that resumes at another depth.
+        With windows it references either the whole chain or no block. A consumer resumes at one
+        depth, and the blocks that windows need at a smaller depth are of no use to it.
         """
         depth = self._kv.match(block_hashes)
         if self._kv.has_windows and depth < len(block_hashes):
@@ -72,10 +76,10 @@ class PeerBlocks:
         self._pending.held(sequence_id, chain.tables, depth, first_wanted_block)
 
     def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> None:
-        """References the cached blocks of the chain, and takes FREE blocks for the next ones until
-        none is left.
+        """References the cached blocks of the chain, and takes FREE blocks for its other blocks as
+        long as there are any.
 
-        With windows it takes as many as the chain needs, or none.
+        With windows it takes FREE blocks for the whole chain, or none.
         """
         depth = self._kv.match(block_hashes)
         room = self._kv.room_for_import(block_hashes, depth)
@@ -97,7 +101,7 @@ class PeerBlocks:
     def commit(self, sequence_id: str, num_blocks: int, unsafe_blocks: Collection[int]) -> None:
         """Caches the first `num_blocks` blocks of an imported chain, which are filled and trusted.
 
-        The chain is removed, also if InternalError is raised because the blocks cannot be trusted.
+        Raises InternalError if the blocks cannot be trusted. The chain is removed in any case.
         """
         chain = self._chains.get(sequence_id)
         if chain is None or not chain.is_imported:
@@ -107,7 +111,7 @@ class PeerBlocks:
         try:
             check_trusted(sequence_id, num_blocks, num_cached, num_held)
             if self._kv.has_windows and num_blocks < num_held:
-                num_blocks = num_cached  # with windows, a part of the chain is of no use
+                num_blocks = num_cached  # with windows, only the complete chain is of use
             check_own(sequence_id, self._kv.global_ids(chain.tables, num_blocks), unsafe_blocks)
             self._kv.store(
                 chain.tables,

@@ -1,4 +1,4 @@
-"""Gathers the events of an engine since its last report, for the report of the step."""
+"""Collects the events of an engine for its next report."""
 
 import time
 
@@ -56,7 +56,8 @@ class PendingReport:
                 depth=prefix or sequence.last_depth,
                 cached=sequence.cached or NONE_CACHED,
             )
-        # With windows, a sequence that awaits its prefix may have to release its blocks.
+        # With windows, a sequence that awaits its prefix may still have to release its blocks, so
+        # they are not final yet.
         if sequence.mode is Mode.PREFILL_ONLY and not (awaits and self._layout.has_windows):
             self.final_blocks(sequence)
 
@@ -70,8 +71,8 @@ class PendingReport:
         depth: int,
         cached: CachedTokens = NONE_CACHED,
     ) -> None:
-        """Reports the blocks among the first `num_blocks` that are not cached and are to be filled
-        from a peer.
+        """Reports the blocks that are to be filled from a peer: those of the first `num_blocks`
+        blocks that are not cached.
 
         The request resumes after `depth` blocks.
         """
@@ -108,7 +109,7 @@ class PendingReport:
             self._report.final_blocks.append(FinalBlocks(sequence.sequence_id, number, block_ids))
 
     def report_final(self, on_final: OnFinal | None) -> None:
-        """Passes the blocks that became final to `on_final`, ahead of the report."""
+        """Passes the blocks that became final to `on_final`, before the step's report is ready."""
         final_blocks = self._report.final_blocks
         if on_final is not None and final_blocks:
             self._report.final_blocks = []
@@ -137,8 +138,8 @@ class PendingReport:
         finish_reason: str,
         logprobs: TokenLogprobs | None = None,
     ) -> None:
-        """Reports new tokens. `logprobs`, if given, belongs to the single one in `token_ids`. The
-        prompt's log probabilities are sent with the first token."""
+        """Reports new tokens. `logprobs`, if given, belongs to the only token in `token_ids`. The
+        prompt's log probabilities are reported with the first token."""
         self._report.new_tokens.append(
             NewTokens(
                 sequence_id=sequence.sequence_id,

@@ -21,16 +21,16 @@ class Runner(AdapterRunner, Protocol):
     max_model_len: int
     vocab_size: int  # token ids are below this number
     tokens_per_step: int  # the default token budget of a step on this device
-    why_no_budgets: str  # why no sequence can have a KV budget; empty if it can
+    why_no_budgets: str  # why sequences cannot have KV budgets; empty if they can
 
     kv: torch.Tensor  # all pools, one after the other; set by `allocate`
 
     def layout(self, *num_blocks: int) -> KvLayout:
-        """Returns the layout of pools with this number of blocks for each KV group; one block each
-        by default."""
+        """Returns the layout of pools with these numbers of blocks, one number for each KV group.
+        By default each pool has one block."""
 
     def allocate(self, *num_blocks: int) -> None:
-        """Allocates pools with this number of blocks for each KV group."""
+        """Allocates pools with these numbers of blocks, one number for each KV group."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copies the KV of blocks in order. Each copy is (source id, target id, KV group)."""
@@ -39,8 +39,8 @@ class Runner(AdapterRunner, Protocol):
         """Writes the KV of the batch's tokens and returns fp32 logits [rows that need logits,
         vocab].
 
-        Calls `on_kv_written` once, as soon as all of the KV is in the pool. If it is None, the
-        device may still be computing when this returns.
+        Calls `on_kv_written` once, as soon as all of the KV is in the pool. If `on_kv_written` is
+        None, the device may still be computing when `forward` returns.
         """
 
     def sample(

@@ -1,38 +1,40 @@
 """One sequence of an engine: its tokens, the progress of its KV, and the blocks that it references.
 
-    WAITING ---admit---> RUNNING ---(finish)---> removed                 Mode.LOCAL
-       |  ^                 |  `--(computed)---> HELD --remove--> removed  Mode.PREFILL_ONLY
+    WAITING ---admit---> RUNNING --last token--> removed                     (LOCAL)
+       |  ^                 |  `--prompt computed--> HELD --remove--> removed  (PREFILL_ONLY)
        |  '----preempt------'
-       |---admit---> LOADING --load ended--> RUNNING or WAITING_FOR_KV
-       |              (it may compute its first blocks meanwhile; then it is RUNNING next)
-       |                 `--stalled--> WAITING, and never LOADING again
-       `---admit---> WAITING_FOR_KV --commit or start_local_prefill--> RUNNING
-                          |           (WAITING_FOR_REMOTE_KV becomes LOCAL)
-                          |------continue_prefill--> RUNNING (LOCAL and PREFILL_ONLY with a prefix)
-                          `------restart--> WAITING  (also a sequence of a model with windows that
-                                                      did not get all the KV that it awaited)
+       |---admit---> LOADING --load ended--> RUNNING, or WAITING_FOR_KV if a peer's KV is needed too
+       |                 `--load stalled--> WAITING; the sequence is never LOADING again
+       `---admit---> WAITING_FOR_KV --commit--> RUNNING                      (WAITING_FOR_REMOTE_KV)
+                          |---start_local_prefill--> RUNNING                 (WAITING_FOR_REMOTE_KV)
+                          |---continue_prefill--> RUNNING    (LOCAL, PREFILL_ONLY with a prefix)
+                          `---restart--> WAITING
+
+The names in parentheses are modes (`Mode`). The mode WAITING_FOR_REMOTE_KV becomes LOCAL when the
+sequence is RUNNING. A LOADING sequence may compute its first blocks during the load. If a model has
+windows, a sequence that did not get all the KV it awaited goes back to WAITING.
 
 The scheduler moves sequences between WAITING and RUNNING; the engine makes all other transitions. A
 WAITING sequence references no block. Every other sequence references all blocks in its `tables`,
-and the transition that ends its state releases them.
+until it returns to WAITING or is removed.
 
 Ranges of a running sequence (n tokens):
 
-    [ cached | computed earlier | this step's chunk | missing  ]  token n is the next one sampled
-             num_cached         num_computed_tokens            n
-    [ stored blocks: hashed, shared, never written | own blocks: only this sequence writes them ]
+    tokens  [ cached | computed earlier | this step's chunk | missing ]   token n is sampled next
+                                        ^ num_computed_tokens          ^ n
+    blocks  [ stored: hashed, shared, never written | own: only this sequence writes them ]
 
-A fork shares its parent's stored blocks, as any sequence does, and gets a copy of the next block.
-Only its last token is missing in this copy:
+A fork shares its parent's stored blocks, as any sequence does, and gets a copy of the parent's next
+block. In this copy, all tokens of the fork except the last one are computed:
 
-    parent [ stored | partly filled: 5 of 8 tokens ]
-    fork   [ shared | its own copy, 4 of its 5 tokens computed ]
+    parent [ stored | own block: 5 of 8 tokens computed ]
+    fork   [ shared | own copy: 4 of 5 tokens computed, 1 missing ]
 
-A sequence that differs from a cached chain in the middle of a block gets a copy of that block, and
-continues after the tokens that both have:
+A sequence whose tokens differ from a cached chain of blocks in the middle of a block gets a copy of
+that block. It continues after the tokens that it has in common with the block:
 
-    chain    [ stored | a b c d e f g h | ... ]
-    sequence [ shared | a b c copied; u v w missing ]
+    cached chain [ stored | a b c d e f g h | ... ]
+    sequence     [ shared | a b c copied; u v w missing ]
 """
 
 from __future__ import annotations
@@ -65,26 +67,33 @@ class Admission:
 
     num_cached_blocks: int
     num_computed_tokens: int
-    resume: int  # once no KV is awaited, the sequence continues with the token after this many
-    # Block ids, one per KV group, that are copied into the sequence's first own block of the group.
+    # Once awaited KV has arrived, computation continues after this number of tokens, on this engine
+    # or (PREFILL_ONLY) on the consumer's. It determines the blocks that windows need.
+    resume: int
+    # The block to copy into the first own block, as one id per KV group. Empty: none.
     sources: tuple[int, ...]
     is_fork: bool
 
 
 @dataclass(slots=True)
 class Loading:
-    """The blocks of one sequence that are loaded from a tier below the pool.
+    """The load of one sequence's blocks from a tier below the pool.
 
-    [ stored | computed meanwhile, or loaded | computed later ]
-             ^ num_stored_blocks              end
-    [ stored, computed | could not be loaded | loaded | computed later ]      a load that failed
+    Blocks are loaded from the last to the first, so a load that fails leaves a gap before the
+    loaded blocks. The sequence computes the blocks of the gap.
+
+    during the load      [ stored | computed meanwhile, or loaded | computed later ]
+                                  ^ num_stored_blocks             ^ end
+    after a failed load  [ stored or computed | gap | loaded | computed later ]
     """
 
-    end: int = 0  # LOADING: number of the sequence's first blocks that are present after the load
-    computes: bool = False  # LOADING: the first of these blocks are computed during the load
-    num_spared: int = 0  # number of blocks of the load that are expected to be computed instead
-    awaits: bool = True  # LOADING: the blocks after `end` may come from a peer
-    loaded: range = range(0)  # blocks that are loaded and not yet reached by computation
+    end: int = 0  # number of leading blocks that have KV when the load ends; 0: no load
+    # True: the sequence computes its first missing blocks during the load. False: it only waits.
+    computes: bool = False
+    num_spared: int = 0  # expected number of blocks that are computed instead of loaded
+    # True: the blocks after `end` may come from a peer. False: this engine computes them.
+    awaits: bool = True
+    loaded: range = range(0)  # indices of loaded blocks after a gap that is still to be computed
 
     def take(self, first: int, end: int) -> None:
         """Ends the load: blocks first..end - 1 are filled."""
@@ -93,8 +102,8 @@ class Loading:
         self.loaded = range(first, end)
 
     def skip(self, num_blocks: int) -> int:
-        """Returns the number of leading blocks that have KV if `num_blocks` are computed. Loaded
-        blocks that directly follow them count too."""
+        """Returns the number of leading blocks that have KV when the first `num_blocks` blocks are
+        computed. It includes loaded blocks that directly follow the computed ones."""
         if self.loaded and num_blocks >= self.loaded.start:
             num_blocks = max(num_blocks, self.loaded.stop)
             self.loaded = range(0)
@@ -105,7 +114,7 @@ class Loading:
 class Sequence:
     sequence_id: str
     spec: SequenceSpec
-    # The spec's mode; WAITING_FOR_REMOTE_KV becomes LOCAL when no KV is awaited any more.
+    # The spec's mode. WAITING_FOR_REMOTE_KV becomes LOCAL when the wait for a peer's KV ends.
     mode: Mode
     token_ids: list[int]
     # Order of arrival. It survives preemption and restart, so the oldest sequence goes first.
@@ -113,9 +122,10 @@ class Sequence:
     block_size: int
     chain_root: bytes
     block_hashes: list[bytes]  # one hash for each full block of token_ids
-    num_reported_blocks: int  # PREFILL_ONLY: blocks that the consumer knows of or does not want
+    # PREFILL_ONLY: leading blocks that were reported to the consumer, or that it does not want.
+    num_reported_blocks: int
     next_in_transfer: int  # PREFILL_ONLY: index of the next block to report, in transfer order
-    # LOCAL, PREFILL_ONLY: number of first blocks to pull from a peer if not cached; 0: none.
+    # LOCAL, PREFILL_ONLY: number of leading blocks to pull from a peer if they are not cached.
     num_prefix_blocks: int
     status: Status = Status.WAITING
     tables: BlockTables = field(default_factory=BlockTables)
@@ -123,19 +133,22 @@ class Sequence:
     num_prefill_tokens: int = 0  # tokens at admission; decode starts after them
     num_stored_blocks: int = 0  # leading blocks of the table that the pool finds by their hash
     num_used_blocks: int = 0  # stored blocks that `take_used` has returned already
-    cached: CachedTokens | None = None  # tokens that the first admission reused; None before it
+    cached: CachedTokens | None = None  # tokens reused at the first admission; None: not admitted
     loading: Loading = field(default_factory=Loading)  # the load from a tier below the pool
-    # Leading blocks known from other sequences, maybe without all that windows need.
+    # Models with windows: leading blocks whose full-attention KV was in the pool or a tier at
+    # admission. KV that windows need may be missing.
     num_known_blocks: int = 0
-    num_matched_blocks: int = 0  # WAITING: leading blocks that were cached when it was enqueued
-    is_begun: bool = False  # this engine has computed a part of the sequence
-    has_waited: bool = False  # it did not start in the first step after its arrival
+    # WAITING: leading blocks that were cached when the sequence was enqueued.
+    num_matched_blocks: int = 0
+    is_begun: bool = False  # True once a step of this engine computes tokens of the sequence
+    has_waited: bool = False  # True once a step was planned while the sequence was in a queue
     may_load: bool = True  # loading from a tier is allowed; False after a load stalled
     num_preemptions: int = 0
-    # WAITING: when it began to wait for blocks of another sequence (early_reuse.py); 0: never.
+    # WAITING: time at which the sequence began to wait for blocks of another one (early_reuse.py).
+    # 0: it has not waited since it was enqueued.
     shared_since: float = 0.0
-    shared_wait_s: float = 0.0  # total time of these waits
-    is_forked: bool = False  # admitted as a fork: only its last token is missing
+    shared_wait_s: float = 0.0  # total time of waits for blocks of other sequences
+    is_forked: bool = False  # True: admitted as a fork, so only the last token is missing
     # PREFILL_ONLY: predicted time by which the consumer's pulls lag behind the computation.
     pull_lag_s: float = 0.0
     edits: LogitEdits | None = None  # edits of the next token's logits; None: no edits
@@ -173,21 +186,22 @@ class Sequence:
 
     @property
     def awaits_grammar(self) -> bool:
-        """True while the grammar is being compiled. The sequence is not admitted before that
-        ends."""
+        """True while the grammar is being compiled. The sequence is admitted only after that."""
         return self.grammar is not None and not self.grammar.is_compiled
 
     @property
     def awaits_mask(self) -> bool:
-        """True while the mask of the next token is being made. The sequence is in no step then."""
+        """True while the grammar's mask for the next token is being computed. Until the mask is
+        ready, the sequence is in no step."""
         return self.grammar is not None and self.grammar.is_late
 
     @property
     def needs_mask_first(self) -> bool:
-        """True if the last token may be computed only once the mask of the next token is ready.
+        """True if the sequence's last token may be computed only once the mask of the next token is
+        ready.
 
-        A late mask causes the last token to be computed again, and a KV budget would count its
-        attention twice.
+        If the mask were late, the last token would be computed a second time. Under a KV budget its
+        attention weights would then be counted twice.
         """
         if self.grammar is None or self.grammar.update_job is not None:
             return False
@@ -214,7 +228,7 @@ class Sequence:
 
     @property
     def num_next_tokens(self) -> int:
-        """Number of tokens that the next chunk may have: it ends before a loaded block or at an
+        """Largest number of tokens in the next chunk. A chunk ends before a loaded block and at an
         eviction point."""
         if hitters := self.tables.hitters:
             return min(
@@ -236,15 +250,17 @@ class Sequence:
 
     @property
     def last_depth(self) -> int:
-        """Number of full blocks before the last token, which is the most that a sequence of the
-        same tokens can reuse. A transfer to a peer therefore covers the blocks that the token at
-        this depth sees."""
+        """Number of full blocks before the last token.
+
+        A sequence of the same tokens can reuse at most these blocks. A peer therefore resumes after
+        them, and needs the blocks that the next token sees.
+        """
         return (len(self.token_ids) - 1) // self.block_size
 
     @property
     def earliest_next_token(self) -> int:
-        """Index of the earliest token that will still attend to this KV, on this engine or the
-        consumer's."""
+        """Index of the earliest token that is still to be computed from this sequence's KV, on this
+        engine or the consumer's."""
         if self.mode is not Mode.PREFILL_ONLY:
             return self.num_computed_tokens
         return min(self.num_computed_tokens, self.last_depth * self.block_size)
@@ -253,8 +269,8 @@ class Sequence:
     def reusable_hashes(self) -> list[bytes]:
         """Hashes of the blocks to look for at admission.
 
-        At least the last token is computed, because its logits are needed, and in an own block,
-        because shared blocks are never written.
+        The block of the last token is not among them: the last token is computed, because its
+        logits are needed, and shared blocks are never written.
         """
         return [] if self.wants_prompt_logits else self.block_hashes[: self.last_depth]
 
@@ -262,7 +278,8 @@ class Sequence:
     def wants_prompt_logits(self) -> bool:
         """True while log probabilities of the prompt are still to be computed.
 
-        They cover all tokens but the first, and are computed once, before the first output token.
+        The log probabilities cover all tokens of the prompt but the first. They are computed once,
+        before the first output token.
         """
         return (
             self.spec.sampling.prompt_logprobs is not None
@@ -282,7 +299,11 @@ class Sequence:
 
     @property
     def lacks_kv(self) -> bool:
-        """True if the sequence was admitted with fewer cached blocks than it awaits from a peer."""
+        """True if the sequence, when it has its blocks, must still wait for a peer's KV.
+
+        LOCAL and PREFILL_ONLY sequences wait if their prefix is not cached completely. A
+        WAITING_FOR_REMOTE_KV sequence waits if enough tokens are missing.
+        """
         if self.is_forked:
             return False
         if self.mode is Mode.WAITING_FOR_REMOTE_KV:
@@ -295,8 +316,8 @@ class Sequence:
 
     @property
     def missing_span(self) -> tuple[int, int]:
-        """Prefill that this engine has left for the sequence, as (number of tokens, tokens before
-        them).
+        """The tokens that this engine must still prefill, as (number of these tokens, number of
+        tokens before them).
 
         Before admission this is an estimate.
         """
@@ -323,9 +344,9 @@ class Sequence:
             self.block_hashes.append(block_hash(parent, self.token_ids[-self.block_size :]))
 
     def append_drawn(self, token_id: int, max_model_len: int, forced_max: int) -> list[int]:
-        """Appends a sampled token and at most `forced_max` tokens that its grammar forces after it.
+        """Appends a sampled token and at most `forced_max` tokens that the grammar forces after it.
 
-        Returns all appended tokens. None follows a token that ends the sequence.
+        Returns all appended tokens. Nothing is appended after a token that ends the sequence.
         """
         self.append(token_id)
         new = [token_id]
@@ -344,10 +365,10 @@ class Sequence:
         return new
 
     def reusable_part(self, num_blocks: int) -> tuple[bytes, list[int]]:
-        """Returns the hash of block `num_blocks` - 1, and the tokens after it that a copied block
-        may have.
+        """Returns the hash of block `num_blocks` - 1, and the tokens after this block that may be
+        copied from a cached block.
 
-        At least the sequence's last token is left to compute.
+        The sequence's last token is not copied, because it must be computed.
         """
         if self.wants_prompt_logits:
             return b"", []
@@ -358,10 +379,10 @@ class Sequence:
     def plan(
         self, num_cached_blocks: int, parent: Sequence | None = None, part: BlockPart | None = None
     ) -> Admission:
-        """Returns the admission of the sequence with `num_cached_blocks` blocks cached and a copied
-        `part` of the next one.
+        """Returns how the sequence starts if its first `num_cached_blocks` blocks are cached.
 
-        A sequence that awaits KV from a peer copies no part, because the peer sends whole blocks.
+        It may fork `parent`, or copy `part`, the first tokens of a cached block. A sequence that
+        awaits KV from a peer copies nothing, because the peer sends whole blocks.
         """
         start = num_cached_blocks * self.block_size
         fork = parent and self.fork_part(parent, num_cached_blocks)
@@ -384,8 +405,8 @@ class Sequence:
         return Admission(num_cached_blocks, num_computed, resume, part.sources, fork is not None)
 
     def hold(self, tables: BlockTables, admission: Admission) -> list[BlockCopy]:
-        """Takes the block tables at admission. Returns the copies that fill the copied part of a
-        block."""
+        """Assigns the block tables at admission. Returns the copies to make for the first own
+        blocks."""
         self.tables = tables
         self.num_stored_blocks = num_blocks = admission.num_cached_blocks
         self.num_computed_tokens = admission.num_computed_tokens
@@ -400,10 +421,11 @@ class Sequence:
         ]
 
     def fork_part(self, parent: Sequence, num_blocks: int) -> BlockPart | None:
-        """Returns the part of a parent's block from which this sequence can fork, or None.
+        """Returns the first tokens of the parent's block `num_blocks` that this sequence can copy
+        to become a fork; None if it cannot fork.
 
-        The part holds all tokens after the `num_blocks` shared blocks except this sequence's last
-        token.
+        The copied tokens are all tokens after the first `num_blocks` blocks, which are shared,
+        except this sequence's last token.
         """
         start = num_blocks * self.block_size
         end = self.num_tokens - 1
@@ -422,7 +444,7 @@ class Sequence:
         return BlockPart(end - start, sources)
 
     def take_prefix(self, num_blocks: int) -> None:
-        """Records that the KV of the first `num_blocks` blocks is filled, in part from a peer."""
+        """Records that the first `num_blocks` blocks have KV: cached blocks, then pulled ones."""
         num_stored_tokens = self.num_stored_blocks * self.block_size
         self.num_computed_tokens = num_blocks * self.block_size
         if self.num_computed_tokens > num_stored_tokens:
@@ -445,8 +467,8 @@ class Sequence:
             self.cached = self._countable(CachedTokens(device=device, **loaded))
 
     def advance(self, num_tokens: int) -> None:
-        """Records that the KV of `num_tokens` more tokens is in the pool. Loaded blocks that follow
-        count too."""
+        """Records that the KV of `num_tokens` more tokens is in the pool. Loaded blocks that
+        directly follow these tokens then count as computed too."""
         self.num_computed_tokens += num_tokens
         if self.loading.loaded:
             num_blocks = self.num_computed_tokens // self.block_size
@@ -454,8 +476,10 @@ class Sequence:
                 self.num_computed_tokens = reached * self.block_size
 
     def store_full_blocks(self, kv: KvCache) -> None:
-        """Caches the blocks that became full. A block that is cached already replaces the
-        sequence's own."""
+        """Caches the blocks that became full, and releases blocks that windows have passed.
+
+        If the pool already has an equal block, the sequence uses that one instead of its own.
+        """
         num_full_blocks = self.num_computed_tokens // self.block_size
         if self.spec.kv_budget is None and num_full_blocks > self.num_stored_blocks:
             kv.store(
@@ -479,14 +503,14 @@ class Sequence:
         return self.block_hashes[first : self.num_stored_blocks]
 
     def stop_awaiting_kv(self) -> None:
-        """Stops waiting for KV from a peer: this engine computes what is missing."""
+        """Ends the wait for a peer's KV. This engine computes the missing tokens."""
         if self.mode is Mode.WAITING_FOR_REMOTE_KV:
             self.mode = Mode.LOCAL
         self.num_prefix_blocks = 0
 
     def _countable(self, cached: CachedTokens) -> CachedTokens:
-        """Returns `cached` limited to the prompt's tokens; for a PREFILL_ONLY sequence, to all its
-        tokens."""
+        """Returns `cached` limited to the tokens that reports count: those of the prompt or, for a
+        PREFILL_ONLY sequence, all tokens."""
         counts_output = self.mode is Mode.PREFILL_ONLY
         return cached.first(self.num_tokens if counts_output else self.spec.num_prompt_tokens)
 

@@ -1,18 +1,21 @@
-"""Types of an engine's input and of a step's output: plain data that also travels by msgspec.
+"""The input of an engine and the output of its steps: plain data that is encoded by msgspec.
 
-A sequence on an engine is in one of three modes, named by who computes its prompt:
+A sequence on an engine has one of three modes:
 
-    LOCAL                  this engine prefills and decodes it
-    WAITING_FOR_REMOTE_KV  blocks for the whole prompt are reserved, reported (`Reserved`), filled
-                           from outside, until `commit` or `start_local_prefill` or `restart`
-    PREFILL_ONLY           this engine prefills it, reports blocks as they become final
-                           (`FinalBlocks`) and the first token (`Prefilled`), and holds every block
-                           until `remove`
+    LOCAL                  This engine prefills and decodes the sequence.
+    WAITING_FOR_REMOTE_KV  A peer prefills the sequence, and this engine decodes it. The engine
+                           reserves blocks for the whole prompt and reports them (`Reserved`). They
+                           are filled by a pull, which ends with `commit`; if the pull fails, the
+                           caller uses `start_local_prefill` or `restart`.
+    PREFILL_ONLY           This engine prefills the sequence for a peer. It reports blocks as they
+                           become final (`FinalBlocks`) and then the first token (`Prefilled`), and
+                           holds every block until `remove`.
 
-LOCAL and PREFILL_ONLY with `prefix_blocks` that are not all cached wait first, as
-WAITING_FOR_REMOTE_KV does, until `continue_prefill` says how many of them came from outside.
-Chains of blocks without tokens, which are held for a consumer (`FinalBlocks`, `Held`) or imported
-from a peer (`Reserved`), are in peer_blocks.py.
+A LOCAL or PREFILL_ONLY sequence whose `prefix_blocks` are not all cached waits first until they are
+pulled from a peer. Then `continue_prefill` gives the number of blocks that have KV.
+
+peer_blocks.py handles chains of blocks that are known by their hashes only: chains held for a
+consumer (`FinalBlocks`, `Held`) and chains imported from a peer (`Reserved`).
 """
 
 from collections.abc import Callable
@@ -37,73 +40,80 @@ class Mode(Enum):
 
 
 class SequenceSpec(msgspec.Struct, frozen=True):
-    """A sequence to run. `token_ids` is the prompt, then any tokens made elsewhere before."""
+    """A sequence to run. `token_ids` has the prompt and then the output tokens generated so far."""
 
     sequence_id: str
     token_ids: list[int]
     num_prompt_tokens: int
     mode: Mode
-    # Resolved. Its `max_tokens` counts completion tokens that token_ids has already. A token of its
-    # `stop_token_ids` ends the sequence and is its last token. Log probabilities of the prompt come
-    # with the first token, and are computed anew: cached blocks have no logits.
+    # The values of `SamplingParams.resolved`. `max_tokens` includes the output tokens that
+    # `token_ids` already has. A token in `stop_token_ids` ends the sequence as its last token.
+    # With `prompt_logprobs` the whole prompt is computed, because cached blocks have no logits.
     sampling: SamplingParams
     cache_salt: bytes = b""
-    adapter: Adapter | None = None  # that computes it; None: the base model alone
-    # WAITING_FOR_REMOTE_KV: with fewer tokens missing, prefill here at once.
+    adapter: Adapter | None = None  # the LoRA adapter; None: the base model alone
+    # WAITING_FOR_REMOTE_KV: if fewer tokens are missing, this engine prefills them without waiting.
     remote_prefill_min_tokens: int = 0
-    first_wanted_block: int = 0  # PREFILL_ONLY: blocks before it are not reported
-    embed: bool = False  # report the hidden state of the prompt's last token, with the first token
-    grammar: str = ""  # of the completion, as llguidance reads it; empty: any text
-    # A sequence here that has the same first tokens: what of its half-filled block they share is
-    # copied at admission, if only one token is left to compute then. Else it changes nothing.
+    first_wanted_block: int = 0  # PREFILL_ONLY: blocks before this index are not reported
+    # True: the hidden state of the prompt's last token is reported with the first token.
+    embed: bool = False
+    grammar: str = ""  # grammar of the completion, in the format of llguidance; empty: any text
+    # Id of a sequence on this engine that this sequence may fork. If only the last token is not in
+    # that sequence's blocks, its partly filled block is copied. Otherwise this field has no effect.
     fork_of: str = ""
-    prefix_blocks: int = 0  # LOCAL, PREFILL_ONLY: so many first blocks are to come from a peer
-    offer: Offer | None = None  # of a peer, for a prompt that may await its first blocks
-    # WAITING_FOR_REMOTE_KV: the peer that would have its KV soonest; None: it waits for one anyway.
+    # LOCAL, PREFILL_ONLY: number of leading blocks to pull from a peer if they are not cached.
+    prefix_blocks: int = 0
+    offer: Offer | None = None  # speed of the peer that has the prompt's first blocks, if known
+    # WAITING_FOR_REMOTE_KV: the producer, to compare its predicted time with other ways to get the
+    # KV. None: there is no prediction, and the sequence waits for a peer.
     producer: Producer | None = None
-    # PREFILL_ONLY: latency_s, bytes_per_s of its pulls.
+    # PREFILL_ONLY: speed of the consumer's pulls as (latency in seconds, bytes per second).
     consumer_rate: tuple[float, float] | None = None
-    retention: Retention = NO_RETENTION  # of its KV after its end
-    # Its tokens see so much KV; it is shared with no other sequence. None: all KV.
+    retention: Retention = NO_RETENTION  # how the KV is kept after the sequence ends
+    # Limit on the KV that each token sees; None: all KV. Blocks under a budget are never shared.
     kv_budget: KvBudget | None = None
-    # Of time.monotonic(), the same clock in all processes of a machine: a first token that would
-    # come later is of no use, so the sequence is refused before anything is computed. 0: none is.
+    # Latest useful time of the first token, by time.monotonic(), which is the same clock in all
+    # processes of a machine. A sequence that would be later is refused before it is computed. 0: no
+    # limit.
     first_token_by: float = 0.0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Natural log probabilities of a token and of the most likely ones at its place, by the model's
-    own logits: before temperature, filters and edits."""
+    """Natural log probabilities of a token and of the most likely tokens at its position.
+
+    They are computed from the model's logits before temperature, filters and edits.
+    """
 
     logprob: float
-    rank: int  # 1: no token is more likely
-    top_ids: list[int]  # the most likely first
+    rank: int  # rank of the token by probability; 1: no token is more likely
+    top_ids: list[int]  # the most likely tokens, the first one most likely
     top_logprobs: list[float]
 
 
 class Admitted(msgspec.Struct, frozen=True):
-    """A sequence left the queue: it has its blocks."""
+    """A sequence left the queue, because its blocks were allocated."""
 
     sequence_id: str
     at: float  # time.monotonic(), the same clock in all processes of a machine
-    shared_wait_s: float = 0.0  # in the queue, for blocks that another sequence computed or pulled
+    # seconds in the queue spent waiting for blocks that another sequence computed or pulled
+    shared_wait_s: float = 0.0
 
 
 class Reserved(msgspec.Struct, frozen=True):
-    """A sequence has all its blocks and waits for KV from outside; or so does an imported chain."""
+    """A sequence or an imported chain has its blocks, and waits for a pull to fill them."""
 
     sequence_id: str
     num_cached_tokens: int  # a multiple of the block size
-    block_ids: list[int]  # to be filled, in the order in which blocks travel (transfer_order.py)
-    cached: CachedTokens = NONE_CACHED  # of a sequence, at its first admission
+    block_ids: list[int]  # the blocks to fill, in transfer order (transfer_order.py)
+    cached: CachedTokens = NONE_CACHED  # tokens that the sequence reused at its first admission
 
 
 class FinalBlocks(msgspec.Struct, frozen=True):
-    """Blocks of a PREFILL_ONLY sequence or a held chain that will not change any more, in order,
-    without gaps."""
+    """Consecutive blocks of a PREFILL_ONLY sequence or a held chain that will not change any
+    more."""
 
     sequence_id: str
-    first_block: int  # its number in the order in which blocks travel (transfer_order.py)
+    first_block: int  # number of the first of these blocks in transfer order (transfer_order.py)
     block_ids: list[int]
 
 
@@ -111,49 +121,51 @@ OnFinal = Callable[[list[FinalBlocks]], object]
 
 
 class Prefilled(msgspec.Struct, frozen=True):
-    """A PREFILL_ONLY sequence is computed whole; this is the token that follows it."""
+    """All tokens of a PREFILL_ONLY sequence are computed, and the next token is sampled."""
 
     sequence_id: str
-    first_token_id: int
-    cached: CachedTokens = NONE_CACHED  # of token_ids
-    logprobs: TokenLogprobs | None = None  # of the first token
-    prompt_logprobs: list[TokenLogprobs] = []  # of the prompt from its second token on
-    embedding: list[float] = []  # of the prompt, if it was asked for
-    block_sums: list[float] = []  # weights that its blocks attracted, if its KV budget counts them
+    first_token_id: int  # the sampled token
+    cached: CachedTokens = NONE_CACHED  # the reused ones of the sequence's tokens
+    logprobs: TokenLogprobs | None = None  # log probabilities for `first_token_id`
+    prompt_logprobs: list[TokenLogprobs] = []  # one item per prompt token after the first
+    embedding: list[float] = []  # embedding of the prompt, if the spec has `embed`
+    # attention sum of each block, if the KV budget keeps heavy hitters
+    block_sums: list[float] = []
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens that were not computed for it."""
+        """Number of the sequence's tokens whose KV was reused instead of computed."""
         return self.cached.total
 
 
 class Held(msgspec.Struct, frozen=True):
-    """Tells that a chain's first `num_blocks` blocks are here, and stay until `remove`."""
+    """The first `num_blocks` blocks of a chain are held for a consumer until `remove`."""
 
     sequence_id: str
     num_blocks: int
 
 
 class NewTokens(msgspec.Struct, frozen=True):
-    """Tokens that a decoding sequence made in this step, and its end if this step ended it."""
+    """New output tokens of a decoding sequence, and the reason why it ended, if it did."""
 
     sequence_id: str
     token_ids: list[int]
     finish_reason: str = ""  # "", "stop" or "length"
-    cached: CachedTokens = NONE_CACHED  # of the prompt
+    cached: CachedTokens = NONE_CACHED  # the reused ones of the prompt's tokens
     num_preemptions: int = 0
-    logprobs: list[TokenLogprobs] = []  # of token_ids, one each, if they were asked for
-    prompt_logprobs: list[TokenLogprobs] = []  # with the first token: as Prefilled has them
-    embedding: list[float] = []  # the same
+    logprobs: list[TokenLogprobs] = []  # one item for each of `token_ids`, if requested
+    # one item per prompt token after the first, with the first output token only
+    prompt_logprobs: list[TokenLogprobs] = []
+    embedding: list[float] = []  # embedding of the prompt, with the first output token only
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of the prompt that were not computed for it."""
+        """Number of the prompt's tokens whose KV was reused instead of computed."""
         return self.cached.total
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """A sequence that ended without an answer; `code` is one of services/tandem/errors.py."""
+    """A sequence ended with an error. `code` is the code of a class in tandem/errors.py."""
 
     sequence_id: str
     code: str
@@ -162,42 +174,41 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class AdapterStats(msgspec.Struct, frozen=True):
-    """The LoRA adapters of an engine: names of those that its sequences want, and digests of those
-    in memory or not to be read."""
+    """The LoRA adapters of an engine."""
 
-    running: list[str] = []  # of sequences that have blocks
-    waiting: list[str] = []
-    loaded: list[str] = []
-    failed: list[str] = []
+    running: list[str] = []  # names of the adapters of sequences that have blocks
+    waiting: list[str] = []  # names of the adapters of sequences that wait for blocks
+    loaded: list[str] = []  # digests of the adapters in memory
+    failed: list[str] = []  # digests of the adapters that could not be read recently
 
 
 class TierStats(msgspec.Struct, frozen=True):
-    """A tier below the pool: the blocks that it holds, and what it has done since the start."""
+    """The current content of a tier below the pool, and its counters since the start."""
 
     name: str  # the name of one of KV_TIERS
     blocks_total: int
     blocks_held: int
     blocks_written: int
     blocks_loaded: int
-    blocks_bad: int  # could not be read back as they were written, or were left out at the start
+    blocks_bad: int  # blocks whose copy could not be read, or was left out when the tier started
     write_failures: int
-    block_s: float = 0.0  # to load a block; 0: not measured
+    block_s: float = 0.0  # seconds to load a block; 0: not measured
 
 
 class PinStats(msgspec.Struct, frozen=True):
-    """The pins of a place, once there were any."""
+    """The pinned blocks of the KV pools or of one tier."""
 
-    place: str  # device, or the name of one of KV_TIERS
-    blocks: int  # that are pinned now
-    fates: dict[str, int] = {}  # blocks since the start, by what became of their pins
+    place: str  # "device" for the KV pools, or the name of the tier
+    blocks: int  # number of blocks that are pinned now
+    fates: dict[str, int] = {}  # blocks since the start, by the outcome of their pins (`Fate`)
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """The state of an engine that is not part of its load: only its own worker reads it."""
+    """State of an engine for the metrics of its worker. Routers get the `WorkerLoad` only."""
 
     blocks_free: int = 0
-    blocks_leaving: int = 0  # blocks that only a tier still reads or writes
-    blocks_dropped: int = 0  # since the start: evicted without a copy in a tier
+    blocks_leaving: int = 0  # blocks that no sequence has, and that a tier still reads or writes
+    blocks_dropped: int = 0  # blocks evicted without a copy in a tier, since the start
     adapters: AdapterStats = AdapterStats()
     tiers: list[TierStats] = []
     load_queue_s: float = 0.0  # seconds until the current loads from tiers have ended
@@ -207,18 +218,18 @@ class EngineStats(msgspec.Struct, frozen=True):
 class StoredBlock(msgspec.Struct, frozen=True):
     parent_hash: bytes
     block_hash: bytes
-    # With `report_block_tokens` only, and not of blocks that were imported by their hashes.
+    # Empty without `report_block_tokens`, and for blocks that were imported by their hashes.
     token_ids: list[int] = []
-    index: int = 0  # of the block in its chain
-    adapter: Adapter | None = None  # that its KV is of, where token ids are known
+    index: int = 0  # index of the block in its chain
+    adapter: Adapter | None = None  # LoRA adapter of the KV, if `token_ids` are known
 
 
 class TierBlocks(msgspec.Struct, frozen=True):
     """Net changes of the blocks that can be read from a tier."""
 
-    tier: str  # its name
+    tier: str  # name of the tier
     stored: list[StoredBlock]  # parents before children
-    removed: list[bytes]  # children before parents, but those that could not be read
+    removed: list[bytes]  # children before parents, except blocks that could not be read
 
 
 class BlockChanges(msgspec.Struct, frozen=True):
@@ -229,14 +240,15 @@ class BlockChanges(msgspec.Struct, frozen=True):
 
 
 class StepReport(msgspec.Struct):
-    """Everything that happened since the report before; one message between the processes."""
+    """Everything that happened since the previous report. The engine process sends it as one
+    message to the I/O process."""
 
     step: int = 0
     step_ms: float = 0.0
     num_prefill_tokens: int = 0
-    num_prefill_context_tokens: int = 0  # tokens before each of those, summed
+    num_prefill_context_tokens: int = 0  # for each prefill token the tokens before it, summed
     num_decode_tokens: int = 0
-    num_decode_context_tokens: int = 0
+    num_decode_context_tokens: int = 0  # for each decoded token the tokens before it, summed
     admitted: list[Admitted] = []
     reserved: list[Reserved] = []
     final_blocks: list[FinalBlocks] = []
@@ -246,8 +258,10 @@ class StepReport(msgspec.Struct):
     failed: list[Failed] = []
     stored: list[StoredBlock] = []  # parents before children
     removed: list[bytes] = []  # children before parents
-    chains: BlockChanges | None = None  # of KV events, where `stored` and `removed` have no chains
-    tiers: list[TierBlocks] = []  # of those where something changed
+    # Changes to publish as KV events instead of `stored` and `removed`, where these do not include
+    # the parents of each block (models with windows).
+    chains: BlockChanges | None = None
+    tiers: list[TierBlocks] = []  # the tiers whose blocks changed
     load: WorkerLoad = WorkerLoad()
     stats: EngineStats = EngineStats()
-    rates: WorkerRates | None = None  # as measured so far; None: nothing was computed
+    rates: WorkerRates | None = None  # rates measured so far; None: this step computed nothing

@@ -12,7 +12,7 @@ class BlockCopy(NamedTuple):
 
 
 class BlockPart(NamedTuple):
-    """The first tokens of a block, which a sequence gets by a copy."""
+    """The first tokens of a block, whose KV a sequence gets by a copy of the block."""
 
     num_tokens: int
     # One source block per KV group, by its id in the pool; empty: nothing is copied.

@@ -1,13 +1,12 @@
 """Block tables of sequences and chains, one for each KV group.
 
-A table's first blocks are stored (hashed, shared, never written). The others belong to its owner
-alone. In a group with a window, blocks that no later token sees are not referenced any more:
+The first blocks of a table are stored (hashed, shared, never written). The other blocks are own
+blocks: only this sequence or chain references and writes them. Blocks that no later token sees are
+not referenced any more, and their entries become NULL_BLOCK. Examples by the kind of group:
 
-    full    [ stored  stored  stored  stored | own ]
-    window  [ NULL    NULL    stored  stored | own ]
-                              first
-    budget  [ own     NULL    own     own ]         a KV budget's first tokens and its window
-             kept             first
+    full attention   [ stored  stored  stored  stored | own ]
+    window           [ NULL    NULL    stored  stored | own ]    the first 2 blocks are passed
+    KV budget        [ own     NULL    own     own          ]    block 0 is kept; block 1 is passed
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ class UnfilledBlock(NamedTuple):
 
 @dataclass(slots=True)
 class BlockTables:
-    """`ids[g][i]` is the id of block i in group g, in the pool of this group.
+    """`ids[g][i]` is the id of block i in the pool of group g.
 
-    Entries from `kept[g]` to `firsts[g]` - 1 are NULL_BLOCK; no kernel reads them.
+    The entries `kept[g]` to `firsts[g]` - 1 of a group are NULL_BLOCK; no kernel reads them.
     """
 
     ids: list[list[int]] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     budget: KvLayout | None = None  # the layout under the sequence's KV budget; None without one
-    # Set if the KV budget keeps heavy hitters: the table then has no other tokens.
+    # Set if the KV budget keeps heavy hitters. The table then has only the blocks that are kept.
     hitters: HeavyHitters | None = None
 
     def __bool__(self) -> bool:
@@ -56,8 +55,8 @@ class BlockTables:
         return 0 if self.hitters is None else self.hitters.num_evicted_tokens
 
     def num_full(self, num_computed: int) -> int:
-        """Returns the number of blocks in the first table that have KV after `num_computed` tokens;
-        the last may be partly filled."""
+        """Returns the number of blocks in the first group's table that have KV once the first
+        `num_computed` tokens are computed. The last one may be partly filled."""
         return len(self.ids[0]) if self.hitters is None else self.hitters.num_blocks(num_computed)
 
     def evict(self, num_computed: int) -> None:
@@ -67,8 +66,8 @@ class BlockTables:
             self.hitters.evict(self.ids[0], num_computed)
 
     def block_sums(self, num_computed: int) -> list[float]:
-        """Returns the attention sums that a peer needs besides the KV; empty without heavy
-        hitters."""
+        """Returns the attention sums of the blocks, which a peer needs to continue the sequence;
+        empty without heavy hitters."""
         if self.hitters is None:
             return []
         sums: list[float] = self.hitters.sums(num_computed - self.num_evicted_tokens).tolist()
@@ -87,7 +86,7 @@ class BlockTables:
 
 
 def check_own(sequence_id: str, own: Collection[int], unsafe: Collection[int]) -> None:
-    """Raises InternalError if an unsafe block is not one of the sequence's own blocks."""
+    """Raises InternalError if a block in `unsafe` is not one of the sequence's `own` blocks."""
     if strangers := set(unsafe).difference(own):
         raise InternalError(
             f"blocks {sorted(strangers)} are not own blocks of sequence {sequence_id}"
@@ -95,8 +94,11 @@ def check_own(sequence_id: str, own: Collection[int], unsafe: Collection[int]) -
 
 
 def check_trusted(sequence_id: str, num_blocks: int, num_stored: int, num_held: int) -> None:
-    """Raises InternalError unless `num_stored` <= `num_blocks` <= `num_held`: trusted blocks
-    include all stored ones."""
+    """Raises InternalError unless `num_stored` <= `num_blocks` <= `num_held`.
+
+    The first `num_blocks` of a sequence's `num_held` blocks are reported as trusted. They must
+    include all stored blocks.
+    """
     if not num_stored <= num_blocks <= num_held:
         raise InternalError(
             f"{num_blocks} blocks of sequence {sequence_id} are said to be good; it has "

@@ -5,12 +5,12 @@ keys, and keys keep the rotations of their own positions, so the kernels simply 
 context. At fixed eviction points, which depend on the number of computed tokens alone, the blocks
 with the least attention so far are evicted:
 
-    n computed tokens       [ sinks | heavy hitters and others | recent ]          up to `tokens`
-    at an eviction point    [ sinks | heavy hitters | recent ][ free for the next tokens ]
+    before an eviction   [ sinks | heavy hitters and others | recent ]     at most `budget.tokens`
+    after an eviction    [ sinks | heavy hitters | recent ][ free for the next tokens ]
 
 A block spans all heads and layers, and so does its sum of attention weights. Evicted tokens are not
-attended to again. The same tokens have the same sums and therefore evict the same blocks, in
-whatever chunks, steps or workers they are computed.
+attended to again. Chunks, steps and workers do not change the sums, so the same tokens always lead
+to the eviction of the same blocks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class HeavyHitters:
         self._num_sinks = -(-budget.sinks // block_size)  # in blocks
         others = budget.tokens - self._num_sinks * block_size - self._border
         self._num_recent = others // 2 // block_size  # in blocks
-        self._first = budget.tokens // self._border * self._border  # the first eviction point
+        # the first eviction point, in computed tokens
+        self._first = budget.tokens // self._border * self._border
         self._sums: Sums = np.zeros(0, np.float32)
         self.num_evicted_tokens = 0
 
@@ -86,7 +87,7 @@ class HeavyHitters:
         sums = self.sums(num_blocks * self._size)
         first = self._num_sinks
         end = num_blocks - self._num_recent
-        # Equal sums keep their order, so the oldest goes first.
+        # The sort is stable, so the oldest of blocks with equal sums is evicted first.
         order = np.argsort(sums[first:end], kind="stable")
         left = sorted((order[:num] + first).tolist())
         kept = sorted(set(range(num_blocks)).difference(left))

@@ -27,7 +27,9 @@ from tandem.engine.cache.pool.window_pool import WindowPool
 from tandem.engine.cache.resumable_depths import ResumableChains, ResumableDepths
 from tandem.engine.types import BlockChanges, StoredBlock
 
-_LISTED_PER_BLOCK_MAX = 16  # bounds how often a long shared prefix is repeated
+# Limit on the listed hashes per distinct block, because each chain repeats the prefix that it
+# shares with others.
+_LISTED_PER_BLOCK_MAX = 16
 
 
 class KvCache:
@@ -44,7 +46,8 @@ class KvCache:
         self._depths = ResumableDepths(layout) if layout.has_windows else None
         has_chains = report_tokens and layout.has_windows and layout.groups[0].window is None
         self._chains = ResumableChains() if has_chains else None
-        self._chain_changes: BlockChanges | None = None  # the changes since events were last taken
+        # Changes of the chains for the events that were taken last; None: already taken.
+        self._chain_changes: BlockChanges | None = None
         self.has_windows = layout.has_windows
 
     def rates(self, step_tokens: int) -> WorkerRates:
@@ -70,11 +73,11 @@ class KvCache:
         return self.pools[group].find(block_hash) is not None
 
     def find_partial_block(self, parent_hash: bytes, token_ids: Sequence[int]) -> BlockPart | None:
-        """Returns the cached block that shares the most first tokens with `token_ids`, and their
-        number.
+        """Returns the cached block that shares the most first tokens with `token_ids`, and the
+        number of these tokens.
 
-        Only blocks that follow the chain ending in `parent_hash` count. Returns None if none of
-        them starts with the first token. References no block.
+        Only blocks whose parent is `parent_hash` are considered. Returns None if none of them
+        starts with the first token. References no block.
         """
         for num_tokens, block_hash in self.pools[0].children.closest(parent_hash, token_ids):
             found = [pool.find(block_hash) for pool in self.pools]
@@ -94,17 +97,18 @@ class KvCache:
         budget: KvBudget | None = None,
         loaded: int = 0,
     ) -> BlockTables | None:
-        """References the cached ones of the chain's first `depth` blocks and allocates the others.
+        """Returns the block tables of a sequence. They reference the first `depth` blocks of its
+        chain, which are cached, and the other blocks are allocated.
 
-        If the first `loaded` blocks come from tiers, it references those of them that are cached.
+        Returns None, and changes nothing, if there is not enough room.
 
-        `sources` has one block for each group, which will be copied into the first allocated block
-        if the table starts before it. These blocks are referenced until `end_copies`.
-
-        The tables cover a sequence of `num_tokens` tokens that resumes after `resume` tokens. With
-        a window they start at the first block that the next token sees and cover at least a decode
-        step. Returns None, and changes nothing, if there is not enough room. With a KV budget no
-        block is reused.
+        - The tables cover a sequence of `num_tokens` tokens that resumes after `resume` tokens.
+          With a window they start at the first block that the next token sees, and cover at least
+          a decode step. With a KV budget no cached block is referenced.
+        - `loaded` is the number of leading blocks that have KV after a load from tiers; 0: no load.
+          The cached ones of these blocks are referenced too.
+        - `sources` has one block for each group, to be copied into the first allocated block of the
+          group. It is referenced until `end_copies`. A group whose table starts later ignores it.
         """
         if not self.can_reserve(
             block_hashes,
@@ -153,7 +157,7 @@ class KvCache:
         budget: KvBudget | None = None,
         loaded: int = 0,
     ) -> bool:
-        """Returns whether `reserve` would find room."""
+        """Returns whether `reserve` would find enough room."""
         spans = _spans(self._layout_under(budget), _most_kept(budget, num_tokens), resume)
         for pool, (kept, first, end), source in zip(
             self.pools, spans, self._copied(sources, spans, depth), strict=True
@@ -181,8 +185,8 @@ class KvCache:
         ]
 
     def want_copies(self, block_hashes: Sequence[bytes]) -> None:
-        """Lets tiers copy the windows' blocks that a request needs to resume after this chain, or
-        one block before its end."""
+        """Lets tiers copy the blocks in windows that a request needs to resume after this chain, or
+        one block before the chain's end."""
         resume = (len(block_hashes) - 1) * self.layout.block_size
         for group, pool in zip(self.layout.groups, self.pools, strict=True):
             if block_hashes and isinstance(pool, WindowPool):
@@ -196,7 +200,8 @@ class KvCache:
     def _copied(
         self, sources: Sequence[int], spans: Sequence[tuple[int, int, int]], depth: int
     ) -> list[int | None]:
-        """Returns the source block of each group; None if the group's table starts after it."""
+        """Returns the source block of each group; None if the group's table starts after the block
+        at `depth`, which would be the copy."""
         if not sources:
             return [None] * len(spans)
         pairs = zip(sources, spans, strict=True)
@@ -211,10 +216,10 @@ class KvCache:
         return self.has_windows or tables.budget is not None
 
     def room_for_import(self, block_hashes: Sequence[bytes], depth: int) -> int:
-        """Returns the longest chain of these blocks that can be reserved without eviction if
-        `depth` of them are cached.
+        """Returns the number of leading blocks of a chain that can be reserved without eviction, if
+        the first `depth` blocks are cached.
 
-        With windows this is either the full chain or `depth`.
+        With windows this is either the length of the chain or `depth`.
         """
         num_blocks = len(block_hashes)
         num_tokens = num_blocks * self.layout.block_size
@@ -226,8 +231,8 @@ class KvCache:
         return min(room, num_blocks) if room >= num_blocks or not self.has_windows else depth
 
     def extend(self, tables: BlockTables, num_tokens: int) -> int:
-        """Extends the tables to cover `num_tokens` tokens. Returns the number that they cover,
-        which may be smaller."""
+        """Allocates blocks so that the tables cover `num_tokens` tokens. Returns the number of
+        tokens that they cover, which is smaller if a pool has too few blocks."""
         size = self._block_size
         passed = tables.num_evicted_tokens
         num_blocks = covered = -(-(num_tokens - passed) // size)
@@ -274,16 +279,17 @@ class KvCache:
         """Caches blocks first..last - 1 of the tables under their hashes. The blocks before them
         are cached already.
 
-        If the pool has an equal block already, this block replaces the table's own.
-        `block_tokens(i)` returns the token ids of block i, if known. `adapter` only goes into the
-        events. A request may resume after each of the depths in `resumable`.
+        If the pool already has an equal block, the table gets that block instead of its own.
+        `block_tokens(i)` returns the token ids of block i, if known. `adapter` is only used in
+        events. A request is expected to resume after each of the depths in `resumable`, so tiers
+        may copy the blocks that windows need there.
         """
         for group, pool, ids, held in zip(
             self.layout.groups, self.pools, tables.ids, tables.firsts, strict=True
         ):
             for i in range(max(first, held), last):
                 if pool.find(block_hashes[i]) == ids[i]:
-                    continue  # it was cached already when the blocks around it were loaded
+                    continue  # this block was cached before the blocks around it were loaded
                 ids[i] = pool.store(
                     ids[i],
                     parent_id=ids[i - 1] if i and group.window is None else None,
@@ -307,8 +313,8 @@ class KvCache:
                 pool.release([b for b in tables.held(number) if b not in quarantined])
 
     def replace(self, tables: BlockTables, unsafe: Collection[int]) -> bool:
-        """Quarantines `unsafe` blocks of the tables and replaces them. Returns False, and changes
-        nothing, if too few blocks are available."""
+        """Quarantines `unsafe` blocks of the tables and allocates other blocks in their place.
+        Returns False, and changes nothing, if too few blocks are available."""
         by_group = self._by_group(unsafe)
         if any(
             len(blocks) > pool.num_available
@@ -389,15 +395,15 @@ class KvCache:
         return changes
 
     def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
-        """Returns the hashes h in events so far with `first` <= h < `end`; an empty `end` means no
-        upper bound."""
+        """Returns the hashes h with `first` <= h < `end` of the blocks that events report as
+        present; an empty `end` means no upper bound."""
         if self._depths is None:
             return self.pools[0].block_hashes(first, end)
         return self._depths.block_hashes(first, end)
 
     def hot_prefixes(self, blocks_max: int) -> list[list[bytes]]:
-        """Returns the hashes of the most recently used chains, each from its root to where it can
-        be resumed."""
+        """Returns the hashes of the most recently used chains, each from its first block to the
+        largest depth at which a request can resume."""
         if self.layout.groups[0].window is not None:
             return []  # a pool with a window does not record chains
         chains = _hot_prefixes(self.pools[0], blocks_max)
@@ -415,14 +421,14 @@ class KvCache:
 
 
 def _most_kept(budget: KvBudget | None, num_tokens: int) -> int:
-    """Returns the largest number of tokens that a sequence of `num_tokens` tokens keeps at any
-    time."""
+    """Returns the largest number of tokens whose KV a sequence of `num_tokens` tokens keeps at the
+    same time."""
     return min(num_tokens, budget.tokens) if budget and budget.keeps_hitters else num_tokens
 
 
 def _spans(layout: KvLayout, num_tokens: int, resume: int) -> list[tuple[int, int, int]]:
-    """Returns (kept, first, end) for a table in each group: its first `kept` blocks stay, and the
-    blocks first..end - 1 are allocated."""
+    """Returns (kept, first, end) for each group. The group's table has the blocks first..end - 1,
+    and the blocks 0..kept - 1, which a KV budget keeps."""
     num_blocks = layout.blocks_of(num_tokens)
     spans = []
     for group in layout.groups:
@@ -435,13 +441,13 @@ def _spans(layout: KvLayout, num_tokens: int, resume: int) -> list[tuple[int, in
 
 
 def _hot_prefixes(pool: BlockPool, blocks_max: int) -> list[list[bytes]]:
-    """Returns the hashes of the most recently used chains, each from its root on.
+    """Returns the hashes of the most recently used chains, each from its first block on.
 
-    They have at most `blocks_max` distinct blocks; a prefix that chains share counts once. The last
-    chain may be cut.
+    All chains together have at most `blocks_max` distinct blocks; a prefix that chains share counts
+    once. Only the first blocks of the last chain may be included.
     """
     chains: list[list[bytes]] = []
-    taken: set[int] = set()  # ids of listed blocks; with a block it has all its parents
+    taken: set[int] = set()  # ids of listed blocks, which include the parents of each
     num_listed = 0
     for leaf in pool.leaves():
         room = blocks_max - len(taken)

@@ -2,14 +2,16 @@
 prefix tree lists them.
 
 A block is resumable if the group with full attention has it (and therefore its parents), and each
-group with a window has it and the blocks before it that the next token sees. For each block, a
-window counts the blocks of the chain that it has in a row up to this block. Removing a block
-shortens the counts of the blocks after it:
+group with a window has it and the blocks before it that the next token sees. Each block of a group
+with a window has a count: the number of consecutive blocks in the group's pool that end with this
+block, at most the length of the window. Removing a block lowers the counts of the blocks after it.
+An example with a window of 3 blocks, in which c and d are not resumable after b is removed:
 
-    window of 3 blocks   a b c d e f      b is removed:   a . c d e f
-    in a row             3 3 3 3 3 3                      3   1 2 3 3      c and d are not resumable
+              all present     b is removed
+    blocks    a b c d e f     a . c d e f
+    counts    3 3 3 3 3 3     3   1 2 3 3
 
-No token precedes a chain's first block, so this block counts as a full window.
+No block precedes a chain's first block, so the first block has the count of a full window.
 
 The counts follow the events of the pools. They may miss a depth that a pool could still serve, but
 never list a depth that it cannot serve.
@@ -65,8 +67,8 @@ class ResumableDepths:
         return gained, lost
 
     def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
-        """Returns the published hashes h with `first` <= h < `end`; an empty `end` means no upper
-        bound."""
+        """Returns the hashes h of resumable blocks with `first` <= h < `end`; an empty `end` means
+        no upper bound."""
         return [h for h in self._published if first <= h and (not end or h < end)]
 
     def _is_resumable(self, block_hash: bytes) -> bool:
@@ -121,8 +123,8 @@ class ResumableChains:
 
 
 class _Window:
-    """The blocks of one group's pool, each with the number of consecutive blocks present up to
-    it."""
+    """The blocks of one group's pool. The count of a block is the number of consecutive blocks in
+    the pool that end with this block."""
 
     def __init__(self, blocks_seen: int) -> None:
         self._blocks_seen = max(1, blocks_seen)
@@ -157,8 +159,8 @@ class _Window:
         return changed
 
     def _count_from(self, block_hash: bytes) -> list[bytes]:
-        """Recomputes the count of a block and of the blocks after it that depend on it. Returns
-        those that changed."""
+        """Recomputes the count of a block and of the blocks after it. Returns the blocks whose
+        counts changed."""
         changed = []
         waiting = [block_hash]
         while waiting:

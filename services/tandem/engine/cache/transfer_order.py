@@ -1,12 +1,15 @@
-"""The order in which blocks are transferred to a peer that continues from them. Both sides number
-the blocks by it.
+"""The order in which blocks are transferred to a peer that continues a sequence. Producer and
+consumer number the blocks in this order.
 
 The order is by index in the chain and, for each index, by group. In a group with a window, or under
-a KV budget, only blocks are transferred that are seen by the token after the depth at which the
-request resumes:
+a KV budget, only the blocks are transferred that the first token after the resume depth sees. The
+numbers of the blocks of two groups in an example:
 
-    full    [ 0  1  3  5 ]      a consumer that has block 0 receives 1, 2 ... by these numbers,
-    window  [       2  4 ]      and blocks before its first missing one are never transferred
+    index in the chain    0  1  2  3
+    full attention        0  1  2  4
+    window of 2 blocks    -  -  3  5      blocks at index 0 and 1 are not transferred
+
+A consumer that has index 0 already receives the blocks from number 1 on.
 """
 
 from tandem.engine.cache.block_table import BlockTables
@@ -16,8 +19,8 @@ from tandem.engine.cache.layout.kv_groups import KvLayout
 def transfer_order(
     layout: KvLayout, tables: BlockTables, first: int, end: int, *, depth: int
 ) -> list[int]:
-    """Returns the ids, unique among the pools, of the blocks to transfer with an index in
-    first..end - 1.
+    """Returns the ids, unique among the pools, of the blocks to transfer whose index in the chain
+    is in first..end - 1.
 
     The request resumes after `depth` blocks.
     """

@@ -3,8 +3,8 @@
 For each scheduled sequence, a step computes the `num_tokens` tokens after those whose KV is in the
 pool. Prefill, a chunk of a prefill and decode differ only in the number of tokens.
 
-    tokens of a sequence   [ computed before | this step's tokens ]
-                             context_len - num_tokens    context_len
+    tokens of a sequence    [ computed before        | this step's tokens ]
+    number up to this end   context_len - num_tokens   context_len
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class SequenceSlice(NamedTuple):
     # Entries before the group's window, and those that `visible` hides, are ignored and may be any
     # block of the pool.
     block_table: list[int]
-    # whether the last token's logits are needed (not in chunks before the last one)
+    # Whether the last token's logits are needed. Only the last chunk of a prompt needs them.
     wants_logits: bool
-    all_logits: bool = False  # whether the logits of all its tokens are needed
+    all_logits: bool = False  # whether the logits of all tokens of the slice are needed
     wants_hidden: bool = False  # whether the last token's hidden state is also needed
     other_tables: Sequence[list[int]] = ()  # block tables of the other KV groups
     adapter: str = ""  # digest of the LoRA adapter; empty for the base model
-    # the keys that are seen in layers without their own window; None: all keys
+    # The keys that each token sees in layers without a sliding window; None: all keys.
     visible: VisibleKeys | None = None
     # Number of evicted tokens. They count in positions, but not in context_len.
     num_evicted: int = 0
-    # Attention sums of the blocks [blocks] fp32; the step adds its weights in place.
+    # Attention sums of the blocks [blocks] fp32. The step adds its attention weights in place.
     block_sums: Sums | None = None
 
     @property
@@ -52,7 +52,7 @@ class SequenceSlice(NamedTuple):
 
     @property
     def num_logits(self) -> int:
-        """Number of the sequence's last tokens whose logits are needed."""
+        """Number of the slice's last tokens whose logits are needed."""
         return self.num_tokens if self.all_logits else int(self.wants_logits)
 
 

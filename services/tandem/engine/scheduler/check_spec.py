@@ -1,4 +1,5 @@
-"""Checks a spec before it enters an engine, against the model's context and the whole pool."""
+"""Checks a spec before its sequence enters an engine: the ranges of its values, the model's context
+and the size of the KV pools."""
 
 from collections.abc import Callable
 
@@ -10,8 +11,9 @@ from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.types import Mode, SequenceSpec
 from tandem.errors import BadRequest, ContextTooLong, NeverFits
 
-_EDIT_MAX = 1e6  # of a bias or penalty: far above any logit, and its sums stay finite in fp32
-_REPETITION_PENALTY_MIN = 1e-6  # a logit divided by it stays finite
+# Largest bias or penalty: far above any logit, and small enough that sums stay finite in fp32.
+_EDIT_MAX = 1e6
+_REPETITION_PENALTY_MIN = 1e-6  # a logit divided by this value stays finite
 # Smallest and largest value of each sampling parameter with which sampling can compute.
 _RANGES = {
     "temperature": (0.0, _EDIT_MAX),
@@ -43,7 +45,8 @@ def check_spec(
             param="prompt",
         )
     if min(spec.token_ids) < 0 or max(spec.token_ids) >= vocab_size:
-        # A text may fail, too: a tokenizer may have added tokens that its model does not embed.
+        # A prompt of text may have such ids too, if its tokenizer knows tokens that the model does
+        # not embed.
         raise BadRequest(
             f"token ids are from {min(spec.token_ids)} to {max(spec.token_ids)}; the model has "
             f"those from 0 to {vocab_size - 1}",
@@ -73,7 +76,7 @@ def check_spec(
 
 
 def _check_numbers(sampling: SamplingParams) -> None:
-    """Refuses values that make a logit NaN or infinite: then there is no distribution."""
+    """Refuses values that would make a logit NaN or infinite, so that nothing can be sampled."""
     for name, (least, largest) in _RANGES.items():
         _check_number(name, getattr(sampling, name), least, largest)
     for bias in (sampling.logit_bias or {}).values():

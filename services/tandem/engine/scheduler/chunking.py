@@ -10,8 +10,8 @@ best. Over a slow link, chunks shrink towards the end, so that each pull takes a
 computation of the next chunk. The functions predict the end of a few such plans and take the first
 chunk of the best one. The next call plans again.
 
-The functions are pure. Blocks are reported a little before their step ends; the predictions ignore
-this, which leaves a margin.
+The functions depend on their arguments only. Blocks are reported a little before their step ends.
+The predictions ignore this, so pulls start a little earlier than predicted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 from tandem.common.perf_model.rates import PrefillRate
 
-_SHAPED_BUDGETS = 4  # chunks shrink only within this many step budgets of the prompt's end
+# Chunks shrink only near the prompt's end: within this many times the token budget of a step.
+_SHAPED_BUDGETS = 4
 _LAST_MIN = 16
 
 
@@ -32,12 +33,13 @@ class Link:
 
     latency_s: float
     token_s: float  # seconds per token for all layers
-    # For each window: index of the first token that is transferred, and the share of `token_s` of
-    # the window's layers.
+    # For each window: index of the first token that is transferred, and seconds per token for the
+    # window's layers, which are included in `token_s`.
     windows: tuple[tuple[int, float], ...] = ()
 
     def pull_s(self, num_tokens: int, context: int) -> float:
-        """Returns the duration of a chunk's pull in seconds."""
+        """Returns the duration in seconds of the pull of `num_tokens` tokens after `context`
+        others."""
         seconds = self.latency_s + num_tokens * self.token_s
         for first, token_s in self.windows:
             seconds -= token_s * max(0, min(num_tokens, first - context))
@@ -73,8 +75,10 @@ def tail_chunk(num_missing: int, *, tokens_left: int, budget: int) -> int:
 
 
 def lag_after(num_tokens: int, context: int, lag_s: float, rate: PrefillRate, link: Link) -> float:
-    """Returns how long the pulls still take, in seconds, when this chunk is computed; its own pull
-    is included."""
+    """Returns the seconds that pulls still take once a chunk of `num_tokens` tokens is computed.
+
+    `lag_s` is that time at the start of the chunk. The pull of the chunk itself is included.
+    """
     computed_s = rate.seconds(num_tokens, context, num_tokens)
     return max(0.0, lag_s - computed_s) + link.pull_s(num_tokens, context)
 
@@ -101,8 +105,8 @@ def _plans(num_missing: int, budget: int, rate: PrefillRate, link: Link) -> Iter
 
 
 def _shaped(num_missing: int, last: int, budget: int, rate: PrefillRate, link: Link) -> list[int]:
-    """Plans backwards from the end: the pull of each chunk takes as long as the computation of the
-    next one."""
+    """Returns a plan whose last chunk has `last` tokens. Going backwards, each chunk is as large as
+    the link can pull while the next chunk is computed."""
     sizes = [last]
     while (left := num_missing - sum(sizes)) > 0:
         hidden_s = max(0.0, rate.step_s + sizes[-1] * rate.token_s - link.latency_s)
@@ -125,7 +129,8 @@ def _tail_plan(num_missing: int, tokens_left: int, budget: int) -> list[int]:
 
 
 def _fit(plan: list[int], tokens_left: int, budget: int) -> list[int]:
-    """Returns the plan with its chunks split to fit the tokens that each step has left."""
+    """Returns the plan with its chunks split to fit the steps: the first step has `tokens_left`
+    tokens left, and each later one has `budget`."""
     fitted: list[int] = []
     for size in plan:
         while size:

@@ -1,13 +1,13 @@
 """Finds sequences whose first token would be late, before any of their tokens is computed.
 
-    in `add`       a new sequence is refused if all queued prompts and its own take too long
-    while it waits it is refused once its own prompt takes too long, even if it is next
-
-The first check predicts far ahead, so it refuses only sequences that are late even if the rates are
-off by a factor of `RATES_OFF`. The second check is precise, because it predicts little more than
-the sequence's own prompt. It enforces the limit for requests that several routers admitted
-independently. A sequence that finds the engine idle is never refused, because refusing it would
-help no other sequence.
+- `check` runs when a sequence arrives. It predicts the time to compute all queued prompts and the
+  new one. This is far ahead, so it refuses only sequences that would be late even if the rates were
+  off by a factor of `RATES_OFF`. A sequence that finds the engine idle is never refused, because
+  refusing it would help no other sequence.
+- `find_late` runs while sequences wait. It predicts when each sequence would have its first token
+  if it were computed next, and refuses those that would be late even then. This is precise, because
+  little more than the sequence's own prompt is predicted. It enforces the deadlines if several
+  routers independently sent too many requests.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -22,8 +22,8 @@ from tandem.errors import Overloaded
 class Deadlines:
     """Checks the deadlines of an engine's sequences, `SequenceSpec.first_token_by`.
 
-    `rates` returns the current prefill rates, given the sequences that decode; None before they are
-    measured.
+    `rates` returns the prefill rates in steps that also decode the current sequences; None before
+    rates are measured.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Deadlines:
             raise _overloaded(late_s)
 
     def find_late(self, sequences: Collection[Sequence]) -> Iterator[tuple[Sequence, Overloaded]]:
-        """Yields the waiting sequences that would be late even if they came next after the
-        sequences already started."""
+        """Yields the waiting sequences that would be late even if each were computed right after
+        the sequences that have started."""
         waiting = [s for s in sequences if s.spec.first_token_by and s.has_waited]
         waiting = [s for s in waiting if not s.is_begun]
         if not waiting:

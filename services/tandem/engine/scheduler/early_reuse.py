@@ -1,7 +1,7 @@
 """Early reuse: a sequence waits while another one computes the blocks that both start with.
 
-    WAITING --the blocks are in the pool--> admitted, and reuses them
-            `--the other is gone, or the wait was too long--> admitted, and computes them
+    WAITING --the blocks are in the pool--> admitted; reuses the blocks
+            `--the other sequence has ended, or the wait was too long--> admitted; computes them
 
 A sequence waits only for sequences that hold their blocks: RUNNING, LOADING or awaiting KV from a
 peer. It holds no blocks itself, so no cycle of waits is possible on one worker. A sequence that
@@ -21,8 +21,8 @@ from tandem.engine.types import Mode
 
 class EarlyReuse:
     def __init__(self, kv: KvCache, wait_max_s: float) -> None:
-        """`wait_max_s` bounds a sequence's wait for blocks of others, counted from its first wait;
-        0 disables waiting."""
+        """`wait_max_s` is the longest time for which a sequence waits for blocks that others
+        compute or pull; 0 disables such waits."""
         self._kv = kv
         self.wait_max_s = wait_max_s
         self.clock = time.monotonic
@@ -66,9 +66,9 @@ def find_parent(sequence: Sequence, running: Iterable[Sequence], depth: int) -> 
     """Returns the RUNNING sequence that a sequence with `depth` cached blocks may fork; None if
     there is none.
 
-    This is its named parent, or a sequence for whose blocks it waited. The KV of a RUNNING sequence
-    is committed, and no read writes its blocks. No sequence is preempted between this call and the
-    copy.
+    This is the sequence that the spec names in `fork_of`, or a sequence for whose blocks it waited.
+    The KV of a RUNNING sequence is committed, so no pull writes its blocks. No sequence is
+    preempted between this call and the copy of the parent's block.
     """
     if name := sequence.spec.fork_of:
         return next((s for s in running if s.sequence_id == name), None)
@@ -77,18 +77,18 @@ def find_parent(sequence: Sequence, running: Iterable[Sequence], depth: int) -> 
 
 
 def _computes_next_of(other: Sequence, hashes: list[bytes]) -> bool:
-    """Returns whether the next block that `other` stores is one of `hashes`. It then holds all
-    earlier ones too, because a block's hash covers them."""
+    """Returns whether the next block that `other` stores is in the chain `hashes`. If so, `other`
+    has the earlier blocks of the chain too, because a block's hash covers them."""
     first = other.num_stored_blocks
     theirs = other.block_hashes
     return first < min(len(hashes), len(theirs)) and hashes[first] == theirs[first]
 
 
 def _pulls_most_of(other: Sequence, hashes: list[bytes]) -> bool:
-    """Returns whether `other` awaits mostly blocks that `hashes` lacks too: the common ones are at
-    least half of the longer of the two lists.
+    """Returns whether it pays to wait for the blocks that `other` pulls.
 
-    All blocks that a sequence awaits become usable together, when the last one has arrived.
+    All blocks of a pull become usable together, when the last one has arrived. So the blocks that
+    both chains have in common must be at least half of the missing blocks of the longer chain.
     """
     if not _computes_next_of(other, hashes):
         return False
@@ -97,7 +97,8 @@ def _pulls_most_of(other: Sequence, hashes: list[bytes]) -> bool:
 
 
 def _num_to_come(other: Sequence, hashes: list[bytes]) -> int:
-    """Returns the number of blocks of `hashes` that `other` has not stored yet."""
+    """Returns the number of blocks that both chains have in common and `other` has not stored
+    yet."""
     pairs = zip(other.block_hashes, hashes, strict=False)
     return (
         sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) - other.num_stored_blocks

@@ -1,13 +1,14 @@
-"""Decides which blocks of a sequence tiers below the pool load, and which it computes meanwhile.
+"""Decides which blocks of a sequence are loaded from tiers below the pool, and which of its blocks
+the engine computes during the load.
 
-perf_model/soonest.py decides, from the measured rates of the tiers and of this engine, their
-queues, and the blocks that peers offer. A sequence that computes meanwhile takes the tokens that
-others leave of a step, in whole blocks. Each step decides anew how far it computes, from the
-progress of the load.
+perf_model/soonest.py compares the ways to get the blocks, by the measured rates and the queues of
+the tiers and of this engine, and by the blocks that peers offer. A sequence that computes during
+its load gets the tokens that other sequences leave in a step, in whole blocks. In each step, the
+progress of the load determines how far the sequence should compute.
 
-With windows, a load brings the blocks that a sequence needs to continue at one depth, and the rest
-is computed here: blocks of windows at another depth are of no use before the load, or for a peer's
-KV after it.
+With windows, a load brings the blocks that a sequence needs to resume at one depth, and this engine
+computes the tokens after them. The sequence computes nothing during the load and awaits no peer's
+KV after it, because at another depth the windows would need other blocks.
 """
 
 from collections.abc import Iterable
@@ -27,9 +28,12 @@ from tandem.engine.tiers.jobs import Load
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
 
-# A load is given up for computing if a tier has read it for so many seconds, as many are left, and
-# it takes so many times as long as was expected. Without the last condition it would be given up
-# where it was chosen because computing delays other sequences.
+# A load is given up, and its blocks are computed, if all of these are true:
+# - a tier has read for more than _PATIENCE_S seconds, and more than _PATIENCE_S seconds are left;
+# - a block takes more than _LATE times as long as expected;
+# - computing is expected to be faster.
+# The second condition is for loads that are slower than computing but were chosen because computing
+# delays other sequences.
 _PATIENCE_S = 2.0
 _LATE = 4.0
 
@@ -48,8 +52,8 @@ class Loads:
     ) -> Loading:
         """Returns the load of a sequence that is about to be admitted.
 
-        `queued_tokens` prompt tokens are computed before its own. `num_delayed` sequences are
-        delayed while it computes.
+        `queued_tokens` tokens of other prompts are computed before this one. `num_delayed` other
+        sequences are delayed while this sequence computes.
         """
         if (rate := self._step_time.prefill_rate) is not None:
             self._tiers.take_rate(rate)
@@ -69,13 +73,16 @@ class Loads:
         return loading
 
     def admission(self, sequence: Sequence, num_cached_blocks: int) -> Admission:
-        """Returns the admission of a sequence that loads: it resumes after the loaded blocks."""
+        """Returns the admission of a sequence with a load. It resumes after the loaded blocks."""
         admission = sequence.plan(num_cached_blocks)
         return replace(admission, resume=sequence.loading.end * sequence.block_size)
 
     def _fits(self, sequence: Sequence, admission: Admission, loading: Loading) -> bool:
-        """Returns whether there is room for the blocks of a load. A load resumes at another depth
-        than the admission, so it references other blocks of windows."""
+        """Returns whether there is room for the blocks of a load.
+
+        The sequence resumes deeper after the load than without it, so windows need other blocks
+        than those for which the admission has found room.
+        """
         return self._kv.can_reserve(
             sequence.reusable_hashes,
             admission.num_cached_blocks,
@@ -121,7 +128,8 @@ class Loads:
         return Loading(choice.end, computes, choice.first - held, may_await and not computes)
 
     def awaits_lookup(self, sequence: Sequence, kv: KvCache) -> bool:
-        """Returns whether the sequence waits for a store to say how many of its blocks it has."""
+        """Returns whether a sequence should wait for the result of a look-up of its blocks in the
+        object store."""
         if not sequence.may_load or not self._tiers.lookups.are_on:
             return False
         hashes = sequence.reusable_hashes
@@ -149,14 +157,14 @@ class Loads:
         load.expected_s = {tier: r.block_s for tier, r in zip(load.ends, reach, strict=True)}
 
     def use(self, sequence: Sequence) -> None:
-        """Tells the tiers which blocks a sequence has stored or reused since the last call."""
+        """Reports to the tiers which blocks a sequence has stored or reused since the last call."""
         if used := sequence.take_used():
             asked = sequence.spec.retention
             self._tiers.use(used, keep=asked.returns, priority=asked.priority)
 
     def take(self, load: Load, sequence: Sequence) -> bool:
-        """Takes the blocks of a load that ended. Returns False if they are of no use, because a
-        block that windows need failed."""
+        """Records the loaded blocks of a load that ended. Returns False if they are of no use,
+        because a block that windows need could not be loaded."""
         if not self._kv.has_windows:
             sequence.take_loaded(load.blocks, load.first_block, load.num_read_by_tier)
             return True
@@ -164,14 +172,17 @@ class Loads:
         by_tier = load.num_read_by_tier
         if load.is_whole:
             num_held = end - sum(by_tier.values())
-            if self._kv.layout.groups[0].window is not None:  # no sequence needs the others
+            # Without full attention, blocks before the windows count as loaded too, because no
+            # token needs them.
+            if self._kv.layout.groups[0].window is not None:
                 by_tier[next(iter(by_tier))] += num_held
                 num_held = 0
             sequence.take_loaded(range(sequence.num_stored_blocks, end), num_held, by_tier)
         return load.is_whole
 
     def find_chunk(self, sequence: Sequence, tokens_left: int) -> int:
-        """Returns how many of the step's `tokens_left` a LOADING sequence should compute."""
+        """Returns how many tokens a LOADING sequence should compute in a step, at most
+        `tokens_left`."""
         rate = self._step_time.prefill_rate
         if not sequence.loading.computes or rate is None:
             return 0
@@ -193,8 +204,8 @@ class Loads:
         return (min(end, meeting_block(compute_s, load_s, at, load.blocks.start)) - at) * size
 
     def find_slow(self, loading: Iterable[Sequence]) -> list[str]:
-        """Returns the LOADING sequences whose loads stand still, or have become so slow that to
-        compute all of their blocks is sooner."""
+        """Returns the ids of LOADING sequences whose loads have stalled, or are so slow that
+        computing all their blocks is expected to be faster."""
         slow = self._tiers.find_stalled()
         return slow + [
             each.sequence_id
@@ -209,21 +220,26 @@ class Loads:
         left_s = part_s * num_left
         is_late = part_s > _LATE * load.expected_s[load.tier]
         if rate is None or not is_late or min(read_s, left_s) <= _PATIENCE_S:
-            return False  # a tier's first part may take long, and says little of the others
+            return False  # the first block of a tier may take much longer than the next ones
         start = sequence.num_stored_blocks
         size = sequence.block_size
         num_tokens = (sequence.loading.end - start) * size
         return left_s > UNSURE * rate.seconds(num_tokens, start * size, self._max_tokens_per_step)
 
     def has_work(self, loading: Iterable[Sequence]) -> bool:
-        """Returns whether a LOADING sequence computes, or ends its load."""
+        """Returns whether the next step would compute blocks of a LOADING sequence or give up its
+        load."""
         loading = list(loading)
         computes = any(self.find_chunk(each, self._max_tokens_per_step) for each in loading)
         return computes or bool(self.find_slow(loading))
 
     def take_chunk(self, sequence: Sequence, num_tokens: int) -> int:
-        """Takes the next blocks of a LOADING sequence from its load, to compute them instead.
-        Returns the tokens of those that are not being read yet."""
+        """Removes blocks from the load of a LOADING sequence, so that its next `num_tokens` tokens
+        can be computed instead.
+
+        Returns the number of tokens to compute. It is smaller if the tier is already reading some
+        of these blocks.
+        """
         size = sequence.block_size
         load = self._tiers.find_load(sequence.sequence_id)
         start = sequence.num_computed_tokens
@@ -233,7 +249,8 @@ class Loads:
 
 
 def is_awaited(index: int, block_hashes: list[bytes], loading: Iterable[Sequence]) -> bool:
-    """Returns whether a LOADING sequence loads the block at `index` of this chain."""
+    """Returns whether a LOADING sequence loads the block at `index` of the chain
+    `block_hashes`."""
     return any(
         s.num_stored_blocks <= index < s.loading.end
         and s.block_hashes[index] == block_hashes[index]
@@ -242,8 +259,10 @@ def is_awaited(index: int, block_hashes: list[bytes], loading: Iterable[Sequence
 
 
 def _may_compute(sequence: Sequence, num_blocks: int) -> bool:
-    """Returns whether a sequence may compute its first blocks while those up to `num_blocks` are
-    loaded. It may not if it would then wait for a peer's KV for an unknown time."""
+    """Returns whether a sequence may compute blocks during a load of its first `num_blocks` blocks.
+
+    It may not if it must wait for a peer's KV after the load, for an unknown time.
+    """
     if sequence.mode is Mode.WAITING_FOR_REMOTE_KV and sequence.spec.producer is None:
         missing = sequence.num_tokens - num_blocks * sequence.block_size
         return missing < sequence.spec.remote_prefill_min_tokens

@@ -1,13 +1,13 @@
 """Limits how many sequences decode at the same time, so that each gets its next token within the
-limit. Pure.
+ITL limit. The result depends on the arguments only.
 
 A sequence occupies a *running slot* from its admission, when it has blocks and decodes here or
 awaits its KV to decode here, until it ends. A sequence without a running slot waits.
 
 The number of slots is chosen so that a decode step, by the measured rates, takes
 `RUNNING_SLOTS_SHARE` of the limit. Prompt chunks lengthen such a step by at most half
-(`perf_model/step_time.py`). The rest is a reserve for steps that take longer than predicted: 99 of
-100 steps should be within the limit.
+(`perf_model/step_time.py`). The remaining time is a reserve for steps that take longer than
+predicted: 99 of 100 steps should be within the limit.
 """
 
 from tandem.common.perf_model.rates import DecodeRate
@@ -20,7 +20,7 @@ _ROUNDING = 1e-9
 def num_running_slots(rate: DecodeRate | None, *, max_num_seqs: int, itl_limit_s: float) -> int:
     """Returns the number of running slots, at least 1.
 
-    It is `max_num_seqs` until decode is measured, and if `itl_limit_s` is 0 (no limit).
+    It is `max_num_seqs` if `itl_limit_s` is 0 (no limit), or if no rate is measured yet.
     """
     if not itl_limit_s or rate is None:
         return max_num_seqs

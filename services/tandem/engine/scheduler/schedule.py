@@ -16,8 +16,8 @@ class Chunk(NamedTuple):
 
     sequence: Sequence
     num_tokens: int
-    samples: bool  # whether a token is sampled; then no token is missing after this chunk
-    all_logits: bool  # whether all logits are needed, for log probabilities of the prompt
+    samples: bool  # True: the chunk has all missing tokens, so the next token is sampled
+    all_logits: bool  # True: log probabilities of the prompt need the logits of all tokens
 
     @property
     def slice(self) -> SequenceSlice:
@@ -57,7 +57,8 @@ class Chunk(NamedTuple):
 class Schedule:
     chunks: list[Chunk] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)  # made before the step's forward pass
+    # Block copies to make before the step's forward pass.
+    copies: list[BlockCopy] = field(default_factory=list)
     work: StepWork = field(default_factory=StepWork)
     num_prompt_logits: int = 0  # number of logit rows for log probabilities of prompts
 

@@ -6,13 +6,13 @@ decode first and then to prefill in order of arrival. Prefill chunks are sized t
 within its time limit (perf_model/step_time.py). Then waiting sequences are admitted, oldest first.
 
 Loads: if a tier below the pool has more blocks of a sequence than the pool, the sequence is LOADING
-first, while others run. It holds all its blocks then, like a sequence that awaits KV. If a step has
-tokens left, the sequence may compute its first blocks during the load (loads.py).
+first, while others run. A LOADING sequence holds all its blocks, like a sequence that awaits KV. If
+a step has tokens left, it may compute its first blocks during the load (loads.py).
 
-Blocks: admission reserves every block that a sequence's tokens need, or the sequence waits and
-holds none. In a KV group with a window it reserves the blocks of a decode step; the other blocks of
-a chunk are allocated when the chunk is planned and released when it is computed. A decoding
-sequence allocates one more block when its last one is full.
+Blocks: a sequence is admitted only if every block that its tokens need can be reserved; until then
+it holds no block. In a KV group with a window, admission reserves only the blocks of a decode step.
+The other blocks of a chunk are allocated when the chunk is planned, and released when it is
+computed. A decoding sequence allocates one more block when its last one is full.
 
 Preemption: if the pool has no block, the youngest running sequence is preempted. It releases its
 blocks, waits again in its place by age, and computes them again. Sequences that are LOADING or
@@ -92,7 +92,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_arrival)
 
     def start(self, sequence: Sequence) -> None:
-        """Makes a sequence RUNNING that has all its blocks and awaits no KV."""
+        """Makes a sequence RUNNING. It must have its blocks, and waits for no more KV."""
         self.withdraw(sequence)
         sequence.stop_awaiting_kv()
         sequence.status = Status.RUNNING
@@ -113,7 +113,7 @@ class Scheduler:
         """Releases the blocks of a sequence that awaited KV, and queues it so that this engine
         computes all of it.
 
-        Blocks of a window that were pulled for one depth are of no use at another.
+        Blocks that were pulled for a window at one depth are of no use at another depth.
         """
         self.withdraw(sequence)
         self._kv.release(sequence.release_tables(), unsafe_blocks)
@@ -121,7 +121,8 @@ class Scheduler:
         self.enqueue(sequence)
 
     def enter(self, sequence: Sequence) -> None:
-        """Makes a sequence that has its blocks RUNNING, or WAITING_FOR_KV if it lacks KV."""
+        """Makes a sequence RUNNING, or WAITING_FOR_KV if it must wait for a peer's KV. It must have
+        its blocks."""
         self.withdraw(sequence)
         if sequence.lacks_kv:
             sequence.status = Status.WAITING_FOR_KV
@@ -149,7 +150,8 @@ class Scheduler:
         self.deadlines.check(sequence, before)
 
     def find_late(self) -> list[tuple[Sequence, Overloaded]]:
-        """Returns the sequences without any computed token whose first token would be late."""
+        """Returns the sequences, with errors, whose first token would be late and that have no
+        computed token yet."""
         return list(self.deadlines.find_late([*self.running, *self.waiting]))
 
     def returnable(self, sequence_ids: Collection[str]) -> list[Sequence]:
@@ -187,7 +189,7 @@ class Scheduler:
                 self._add_chunk(schedule, sequence)
         for sequence in self.loading:
             self._compute_meanwhile(schedule, sequence)
-        # Otherwise blocks are short, and an admitted sequence would be the next victim.
+        # After a preemption, blocks are short: an admitted sequence would be preempted next.
         if not preempted:
             self._admit(schedule)
         for chunk in schedule.chunks:
@@ -276,7 +278,7 @@ class Scheduler:
             sequence.stop_awaiting_kv()
 
     def _compute_meanwhile(self, schedule: Schedule, sequence: Sequence) -> None:
-        """Plans a chunk of a LOADING sequence that ends before the blocks that are being read."""
+        """Plans a chunk of a LOADING sequence. The chunk ends before the blocks being read."""
         tokens_left = self._tokens_left(schedule, sequence.num_computed_tokens)
         if len(schedule.chunks) < self._max_num_seqs:
             num_tokens = self.loads.find_chunk(sequence, tokens_left)
@@ -284,11 +286,11 @@ class Scheduler:
                 schedule.add(sequence, num_tokens)
 
     def _next_waiting(self) -> Sequence | None:
-        """Returns the oldest waiting sequence that has its grammar and adapter and need not wait
-        for blocks of others.
+        """Returns the oldest waiting sequence whose grammar and adapter are ready, and that need
+        not wait for blocks of other sequences.
 
-        While all adapter slots are in use, younger sequences with adapters are skipped too;
-        otherwise a slot might never become free.
+        If a sequence gets no slot for its adapter, all younger sequences with adapters are skipped
+        too. Otherwise they might keep all slots in use for ever.
         """
         is_full = False
         for sequence in self.waiting:
@@ -314,8 +316,8 @@ class Scheduler:
         return {adapter.digest for adapter in of_admitted if adapter is not None}
 
     def _admission(self, sequence: Sequence, schedule: Schedule) -> Admission | None:
-        """Returns how a sequence would start; None without a running slot or without room for its
-        blocks."""
+        """Returns how a sequence would start; None if it gets no running slot or its blocks cannot
+        be reserved."""
         if not self._has_slot(sequence, schedule):
             return None
         depth = self._kv.match(hashes := sequence.reusable_hashes)
@@ -336,12 +338,12 @@ class Scheduler:
         return None
 
     def _has_slot(self, sequence: Sequence, schedule: Schedule) -> bool:
-        """Returns whether the sequence gets a running slot in addition to those already planned.
+        """Returns whether a sequence can be admitted in addition to the admitted sequences.
 
-        A sequence that will decode here waits until each step has room for it and all admitted
-        ones. Otherwise sequences whose KV arrives would keep prompts out of every step. A sequence
-        that prefills for a peer does not wait for those, because two workers may prefill for each
-        other.
+        A sequence that will decode here needs a running slot, and a place in each step beside all
+        admitted sequences. Otherwise the sequences that await KV could fill every step when their
+        KV arrives, and no prompt would be computed. A PREFILL_ONLY sequence does not wait for
+        sequences that await KV, because two workers may prefill for each other.
         """
         if sequence.mode is not Mode.PREFILL_ONLY:
             admitted = (*self.running, *self.awaiting, *self.loading)
@@ -365,8 +367,8 @@ class Scheduler:
         )
 
     def _prefill_rates(self) -> WorkerRates | None:
-        """Returns the prefill rates while the current sequences decode; None before they are
-        measured."""
+        """Returns the prefill rates in steps that also decode the current sequences; None before
+        rates are measured."""
         rates = self._step_time.rates(self._unmeasured)
         num_decoding = sum(s.in_decode for s in self.running)
         return beside_decode(rates, self.chunk_tokens, num_decoding) if rates.measured else None
@@ -384,8 +386,8 @@ class Scheduler:
         return self._tokens_left(Schedule(work=work), 0)
 
     def _tokens_left(self, schedule: Schedule, context: int) -> int:
-        """Returns the largest chunk, in tokens, that fits the step after `context` tokens of its
-        sequence."""
+        """Returns the largest number of tokens of a chunk that still fits the step. The chunk
+        follows `context` tokens of its sequence."""
         tokens_left = self._max_tokens_per_step - schedule.work.num_tokens
         in_time = self._step_time.chunk_max(schedule.work, context)
         return max(0, tokens_left if in_time is None else min(tokens_left, in_time))
@@ -403,8 +405,8 @@ class Scheduler:
         num_tokens = min(num_tokens, sequence.num_next_tokens)
         if sequence.needs_mask_first:
             num_tokens = min(num_tokens, sequence.num_missing_tokens - 1)
-        # While other sequences hold blocks that their windows have passed, a window's pool may have
-        # room for only a part of the chunk.
+        # The pool of a window may have room for only a part of the chunk, while other sequences
+        # still hold blocks for the chunks of their own.
         end = self._kv.extend(sequence.tables, sequence.num_computed_tokens + num_tokens)
         if end > sequence.num_computed_tokens:
             schedule.add(sequence, end - sequence.num_computed_tokens)
@@ -435,8 +437,8 @@ class Scheduler:
         return Link(latency_s, layout.block_bytes / size / bytes_per_s, windows)
 
     def _chunk_prefill_only(self, sequence: Sequence, tokens_left: int) -> int:
-        """Chooses the size of a chunk whose pull overlaps the next chunk; only the last pull is
-        exposed."""
+        """Returns the size of the next chunk of a PREFILL_ONLY sequence, chosen so that the
+        consumer has all blocks soonest (chunking.py)."""
         num_missing = sequence.num_missing_tokens
         rate = self._step_time.prefill_rate
         link = self._link(sequence)
@@ -455,9 +457,10 @@ class Scheduler:
         )
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Gives a decoding sequence a block for its next token if it needs one.
+        """Allocates a block for a decoding sequence's next token if it needs one, and preempts
+        younger sequences if no block is available.
 
-        Returns False if the sequence itself was preempted because there was no younger one.
+        Returns False if the sequence itself was preempted, because there was no younger one.
         """
         num_tokens = sequence.num_tokens
         # Fast path for one group: most steps need no block.

@@ -1,9 +1,10 @@
 """The jobs of the tiers' threads: writes of blocks to a tier, and loads of a sequence's blocks from
 tiers.
 
-A job keeps its resources until the engine handles its end: a device block that is being written is
-not reallocated, and the slots of a load are referenced. A job cannot be stopped within a block. A
-load ends when all copies to the device that it started are done, also if it fails or is cancelled.
+A job keeps its resources until the engine handles its end: the device block of a write is not
+reallocated, and the slots of a load stay referenced. A job cannot be stopped in the middle of a
+block. A load that fails or is cancelled also ends only when all copies to the device that it
+started are done.
 """
 
 from __future__ import annotations
@@ -52,12 +53,13 @@ class Write:
 
     @property
     def awaits(self) -> set[int]:
-        """The tiers whose end of this write the engine has not handled."""
+        """Numbers of the tiers in which the write has not ended, or whose end the engine has not
+        handled yet."""
         return {target.tier for target in self.targets if not target.is_settled}
 
     def begin_out(self, target: Target, channel: Channel) -> Callable[[], Bytes]:
-        """Starts a copy of the block to the host for one target. The returned function waits for
-        the bytes."""
+        """Starts to copy the block to the host for one target. The returned function waits for the
+        end of the copy and returns the bytes."""
         return channel.begin_out(self.block_id, self.after, target.storage.memory(target.table[-1]))
 
     def begin(self, target: Target, data: Bytes) -> Callable[[], None]:
@@ -80,8 +82,8 @@ class Write:
 def write_all(writes: Sequence[tuple[Write, Target]], channel: Channel) -> None:
     """Writes blocks to one tier and KV group.
 
-    `on_end` is called for each write, also if one raises. After an error no more writes are
-    started, and those in flight end once nothing reads their blocks any more.
+    `on_end` is called once for each write, also if one raises. After an error no more writes are
+    started. `on_end` of a write in flight is called only when nothing reads its block any more.
     """
     num_begun = 0
     try:
@@ -143,24 +145,26 @@ class LoadPart(NamedTuple):
 @dataclass(slots=True, kw_only=True)
 class Load:
     """Reads blocks from the last to the first. Meanwhile the engine may compute the first ones: it
-    takes these parts from the load, which then skips them.
+    takes their parts from the load, which does not read them.
 
         [ taken by the engine | not read yet | being read or copied | loaded ]
-                      num_taken                      num_parts - num_read
+         <---- num_taken ---->                <-------- num_begun -------->
+                                                                     <- num_read ->
 
-    Each tier has a thread for reads. A load moves from one tier's thread to the next, so a tier
-    that hangs does not block the loads of others.
+    Each tier has a thread for reads. A load that needs several tiers moves from one tier's thread
+    to the next, so a tier that hangs does not block loads from other tiers.
     """
 
     sequence_id: str
     chain: Sequence[bytes]  # hashes of the prompt's blocks, up to the last one to load
     parts: list[LoadPart]  # ordered by tier, the fastest first, and within a tier by chain index
-    # The slots that are referenced until the end, by (tier, group).
+    # The slots that stay referenced until the load ends, by (tier, group).
     tables: dict[tuple[int, int], list[int]]
-    share: float  # average bytes of a part, as a fraction of the bytes of one block in every group
+    # Average size of a part, as a fraction of the sum of all groups' block sizes.
+    share: float
     num_spared: int  # number of first parts that the engine is expected to compute
 
-    channels: Sequence[Sequence[Channel]]  # the channel of each group and tier
+    channels: Sequence[Sequence[Channel]]  # channels[group][tier]
     after: Event  # the device event after the engine's last use of the blocks
     clock: Callable[[], float]  # returns the time in seconds
     on_end: Callable[[Load], object]
@@ -172,18 +176,19 @@ class Load:
     num_begun: int = field(default=0, init=False)
     num_read: int = field(default=0, init=False)  # number of last parts that are loaded
     failed: LoadPart | None = field(default=None, init=False)
-    # Its sequence is gone, so it starts no more reads.
+    # True: the sequence is gone, so the load starts no more reads.
     is_cancelled: bool = field(default=False, init=False)
-    ends: dict[int, int] = field(init=False)  # by tier: the index + 1 of its last part
-    tier: int = field(init=False)  # the tier in whose thread the load is
-    # when it was submitted to the current tier's thread, in `clock` seconds
+    ends: dict[int, int] = field(init=False)  # index + 1 of the last part from each tier, by tier
+    tier: int = field(init=False)  # number of the tier from which the load reads now
+    # `clock` time at which the load was submitted to the current tier's thread
     submitted_at: float = field(init=False)
+    # `clock` time at which the last block from the current tier was loaded; 0: none yet
     progress_at: float = field(default=0.0, init=False)
     seconds: dict[int, float] = field(default_factory=dict, init=False)  # time spent by tier
     # expected seconds per part, by tier
     expected_s: dict[int, float] = field(default_factory=dict, init=False)
-    # Start of the current tier's reads, the number of parts loaded before, and the tier's first
-    # part; None before they start.
+    # (start time of the current tier's reads, number of parts loaded before that, index of the
+    # tier's first part); None before the reads start.
     _since: tuple[float, int, int] | None = field(default=None, init=False)
     # copies to the device in flight, last parts first
     _copies_in_flight: deque[Event] = field(default_factory=deque, init=False)
@@ -209,7 +214,8 @@ class Load:
 
     @property
     def num_free(self) -> int:
-        """Number of first parts that the engine may take or has taken."""
+        """Number of first parts that are not loaded or being read. The engine has taken some of
+        them, or may take them."""
         return len(self.parts) - self.num_begun
 
     def take(self, num_parts: int) -> int:
@@ -232,8 +238,8 @@ class Load:
 
     @property
     def pace(self) -> tuple[float, float, int]:
-        """Returns (seconds of reading, seconds per part, parts left) of the current tier; zeros
-        before its reads start."""
+        """Progress in the current tier: (seconds since its reads started, seconds per part, number
+        of parts left to read). All are 0 before the reads start."""
         if (since := self._since) is None:
             return 0.0, 0.0, 0
         began_at, num_before, first = since
@@ -253,8 +259,8 @@ class Load:
 
     @property
     def num_read_by_tier(self) -> dict[str, int]:
-        """Number of loaded blocks by the tier's name. A block in several groups counts for the
-        slowest tier."""
+        """Number of loaded blocks by the name of the tier. A block whose groups come from several
+        tiers counts for the slowest of them."""
         names = {part.chain_index: part.storage.name for part in self.parts_read}
         return dict(Counter(names.values()))
 
@@ -281,7 +287,7 @@ class Load:
         return self.parts[self.num_free - 1].tier if is_left else None
 
     def _begin(self, first: int) -> LoadPart | None:
-        """Returns the next part to read; None if it would be before the part at index `first`."""
+        """Returns the next part to read; None if no part from index `first` on is left to read."""
         with self._lock:
             if self.is_cancelled or self.num_free <= max(self.num_taken, first):
                 return None
@@ -304,7 +310,7 @@ class Load:
         return True
 
     def _follow(self, num_left: int) -> None:
-        """Counts the copies that are done. Waits until at most `num_left` are in flight."""
+        """Counts finished copies to the device. Waits until at most `num_left` are in flight."""
         while self._copies_in_flight:
             if len(self._copies_in_flight) > num_left:
                 self._copies_in_flight[0].synchronize()

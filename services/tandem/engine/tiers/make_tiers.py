@@ -32,12 +32,13 @@ CHAIN_TOKENS = 8192  # a typical length of a conversation or a document
 
 @dataclass(frozen=True, slots=True)
 class TierInputs:
-    """What the storages of a tier are made of. The sequences have an item for each KV group."""
+    """The inputs of the functions that create a tier's storages. `blocks`, `identities` and `seals`
+    have one item for each KV group."""
 
     config: EngineConfig
     layout: KvLayout
-    blocks: Sequence[DeviceBlocks]  # the pool's
-    identities: Sequence[str]  # name what the KV is computed with
+    blocks: Sequence[DeviceBlocks]  # the blocks of the KV pools
+    identities: Sequence[str]  # strings that name everything on which the KV depends
     seals: Sequence[Seal]
 
 
@@ -119,7 +120,7 @@ def _store_storages(inputs: TierInputs) -> list[Storage]:
     return [first, *others]
 
 
-# Makes the storages of the KV groups of each tier in KV_TIERS.
+# For each tier in KV_TIERS, the function that creates its storages, one for each KV group.
 STORAGES: dict[str, Callable[[TierInputs], list[Storage]]] = {
     HOST: _host_storages,
     DISK: _disk_storages,
@@ -133,9 +134,9 @@ def _divide(
     """Divides the bytes of a tier, except `fixed` bytes, among the KV groups. `slots` has the bytes
     of a slot in each group.
 
-    For chains of `CHAIN_TOKENS` tokens, each group gets room for two requests: one that resumes
-    after the prompt, and one that resumes after the end. Raises ConfigError if a group would have
-    no slot.
+    The bytes are divided by what a group needs of a chain of `CHAIN_TOKENS` tokens: the whole chain
+    or, with a window, the blocks for a request that resumes after the prompt and for one that
+    resumes after the chain's end. Raises ConfigError if a group would have no slot.
     """
     chain = layout.blocks_of(CHAIN_TOKENS)
     needs = [

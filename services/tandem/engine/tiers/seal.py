@@ -1,10 +1,13 @@
-"""Seals the bytes of blocks that leave their worker's memory: unchanged, or encrypted.
+"""Seals the bytes of blocks before they leave the worker's memory. A seal encrypts the bytes, or
+leaves them unchanged if there is no key.
 
-    encrypted   key id, 8 | nonce, 12 | the block's bytes, encrypted | tag, 16     (bytes)
+An encrypted block has these fields (sizes in bytes):
+
+    key id, 8 | nonce, 12 | the block's bytes, encrypted | tag, 16
 
 Encryption is AES-256-GCM (NIST SP 800-38D). The associated data are the identity of the KV and the
-block's hash, so a block in the place of another one fails to decrypt. Nonces are random; NIST
-allows 2^32 blocks for a key.
+block's hash, so the bytes of another block fail to decrypt. Nonces are random, and with random
+nonces NIST allows 2^32 blocks for a key.
 """
 
 import hashlib
@@ -60,8 +63,8 @@ class Encrypted:
     num_extra_bytes = _HEAD_BYTES + _TAG_BYTES
 
     def __init__(self, keys: list[bytes], identity: str) -> None:
-        """Seals with the first key, and opens with each of them. `identity` names everything on
-        which the KV depends."""
+        """`keys` starts with the key that seals blocks; the others only open blocks. `identity`
+        names everything on which the KV depends."""
         self._ciphers = {key_id(key): AESGCM(key) for key in keys}
         self._own = key_id(keys[0])
         self._identity = identity.encode()

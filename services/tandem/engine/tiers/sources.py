@@ -1,11 +1,12 @@
 """Finds the tier that provides each missing block of a chain, and the depth to which a chain can be
 loaded.
 
-    group without a window   [ in the pool | in the first tier | in the second tier ]
-    group with a window                                [ pool | 2nd | pool | 1st  ]   in any order
+    group without a window   [ in the pool | in the first tier | in the second tier         ]
+    group with a window      [ not needed               | pool | 2nd tier | pool | 1st tier ]
 
-A hit is defined as in the pools (`KvLayout.deepest_hit`), but a block may be in the pool or in any
-tier. This module knows no threads.
+In a window, the blocks of the pool and the tiers may be in any order. A chain can be loaded up to
+the deepest hit (`KvLayout.deepest_hit`), where a block may be in the pool or in any tier. This
+module knows no threads.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ class Sources:
         self._pools = pools
         self._tiers = tiers
         sizes = [group.layout.block_bytes for group in layout.groups]
-        # each group's fraction of the bytes of one block in every group
+        # For each group, its block size as a fraction of the sum of all groups' block sizes.
         self.shares = [size / sum(sizes) for size in sizes]
 
     def reach(
         self, block_hashes: Sequence[bytes], held: int, tiers: Sequence[Tier]
     ) -> list[TierReach]:
-        """Returns, for each tier, the depth to which it and the faster tiers can load a chain, and
-        the time of a block.
+        """Returns, for each tier, the depth up to which a chain can be loaded from it and the
+        faster tiers, and the seconds per block.
 
-        Only tiers in `tiers` count. The time is that of a block after the first `held`, in seconds;
-        0 if no load is measured.
+        Only tiers in `tiers` are used. The seconds are an average over the blocks after the first
+        `held` blocks; 0 if no load is measured.
         """
         if not self._layout.has_windows:
             return [
@@ -60,9 +61,11 @@ class Sources:
     def find_parts(
         self, block_hashes: Sequence[bytes], wanted: Sequence[UnfilledBlock], tiers: Sequence[Tier]
     ) -> tuple[list[LoadPart], Tables]:
-        """Returns the parts of a load, the fastest tier's first, and the slots referenced for it.
+        """Returns the parts of a load, the fastest tier's first, and the slots that are referenced
+        for them.
 
-        Each wanted block must be in a tier. Tiers outside `tiers` provide only what these lack.
+        Each wanted block must be in a tier. A tier that is not in `tiers` provides only the blocks
+        that no tier in `tiers` has.
         """
         parts: list[LoadPart] = []
         tables: Tables = {}
@@ -116,7 +119,8 @@ class Sources:
         return tier.groups[group].pool.hold(chain)
 
     def depth(self, block_hashes: Sequence[bytes], tiers: Sequence[Tier]) -> int:
-        """Returns how many first blocks of a chain the pools and these tiers provide together."""
+        """Returns the largest depth at which a request can resume with the blocks of a chain that
+        the pools and these tiers have together."""
         has_full = self._layout.groups[0].window is None
         depth = self.known_depth(block_hashes, tiers) if has_full else len(block_hashes)
         return self._layout.deepest_hit(
@@ -143,8 +147,8 @@ class Sources:
         return max(len(self._pools[0].match(block_hashes)), *reached, 0)
 
     def _seconds(self, block_hashes: Sequence[bytes], depth: int, tiers: Sequence[Tier]) -> float:
-        """Returns the seconds to load the blocks that the pools lack of a chain's first `depth`
-        blocks."""
+        """Returns the seconds to load the blocks that a request needs to resume after the first
+        `depth` blocks of a chain, and that are not in the pools."""
         seconds = 0.0
         for number, group in enumerate(self._layout.groups):
             first = group.first_seen(depth * self._layout.block_size)

@@ -63,7 +63,7 @@ class Storage(Protocol):
         return None
 
     def take_lost(self) -> list[int]:
-        """Returns the slots that were found to have lost their bytes since the last call."""
+        """Returns the slots whose bytes were found to be lost since the last call."""
         return []
 
     def forget(self) -> None:
@@ -81,8 +81,8 @@ class SharedStorage(Storage, Protocol):
     """A storage that other workers also write to."""
 
     def look_up(self, block_hashes: Sequence[bytes], first: int) -> int:
-        """Returns how many first blocks of a chain are stored; the first `first` are known to be.
-        Raises OSError."""
+        """Returns how many leading blocks of a chain are stored. The first `first` blocks are known
+        to be stored. Raises OSError."""
 
     def look_up_each(self, block_hashes: Sequence[bytes]) -> list[bool]:
         """Returns, for each of these blocks, whether it is stored. Raises OSError."""

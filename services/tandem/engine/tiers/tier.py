@@ -115,16 +115,16 @@ class TierGroup:
         return removed
 
     def _publish(self, entry: Entry) -> None:
-        # Only whether it is the first block of its chain is known.
+        # The exact index is not known. Readers only need to recognize the first block of a chain.
         index = int(entry.parent_hash != b"")
         self.events.store(StoredBlock(entry.parent_hash, entry.block_hash, index=index))
 
 
 class LoadRate:
-    """The measured rate of loads from a tier. If loads are slower than computing, blocks are
-    computed.
+    """The measured rate of loads from a tier, by which the scheduler decides whether to load or to
+    compute blocks.
 
-    A declined load is not measured, so a rate that seems too slow would never be corrected.
+    A declined load is not measured, so an estimate that is too slow would never be corrected.
     Therefore each decline lowers the estimate a little, until a load is tried again.
     """
 
@@ -155,7 +155,7 @@ class Tier:
             )
             for storage, group in zip(storages, layout.groups, strict=True)
         ]
-        self.rate = LoadRate()  # measured for one block in every group together
+        self.rate = LoadRate()  # seconds for one block of every group together
         self.paused_until = 0.0  # no write starts before this time of the tiers' clock
         self.num_written = 0
         self.num_loaded = 0
@@ -192,7 +192,7 @@ class Tier:
                 group.pool.reprice()
 
     def depth(self, block_hashes: Sequence[bytes]) -> int:
-        """Returns how many first blocks of a chain the first KV group can load from this tier
+        """Returns how many leading blocks of a chain this tier can load for the first KV group
         now."""
         return self.pool.depth(block_hashes) if self.is_ready else 0
 
@@ -212,8 +212,8 @@ class Tier:
         return TierBlocks(self.storage.name, *changed)
 
     def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
-        """Returns the hashes h in events so far with `first` <= h < `end`; an empty `end` means no
-        upper bound."""
+        """Returns the hashes h with `first` <= h < `end` of the blocks that events report as
+        readable; an empty `end` means no upper bound."""
         if self._depths is None:
             return self.pool.readable_hashes(first, end)
         return self._depths.block_hashes(first, end)

@@ -1,17 +1,17 @@
 """The tiers below the device's KV pool: which blocks are written to them, and which are loaded.
 
-    device block   CACHED, one of the oldest --Write--> CACHED with a copy --evict--> FREE
-    sequence       WAITING --admit--> LOADING --Load--> RUNNING, or WAITING_FOR_KV
+    hashed block of the pool   without a copy --Write--> with a copy --evict--> FREE
+    sequence                   WAITING --admit--> LOADING --Load--> RUNNING, or WAITING_FOR_KV
 
 The engine's thread makes all decisions and updates all state, in `settle`, `write` and when a load
 ends. Each tier has two threads that move bytes, one in each direction, so a tier that hangs does
-not block another. Writes go from the root of a chain to its leaf, and a tier evicts leaves first,
-so each tier holds complete prefixes. A load that fails or stalls only costs the time to compute its
-blocks. It changes no token.
+not block another. The blocks of a chain are written from the first to the last, and a tier evicts
+leaves first, so each tier holds complete prefixes. A load that fails or stalls only costs the time
+to compute its blocks. It changes no token.
 
-A model with sliding windows has a pool for each KV group, and a tier has slots for each. A load
-brings everything that a sequence needs at one depth, or nothing, because a window at another depth
-is of no use.
+A model with sliding windows has a pool for each KV group, and a tier has slots for each group. A
+load brings all blocks that a sequence needs to resume at one depth, or none, because windows need
+other blocks at another depth.
 """
 
 from __future__ import annotations
@@ -69,35 +69,39 @@ class Tiers:
         self._ended: SimpleQueue[Load] = SimpleQueue()
         self._loads: dict[str, Load] = {}  # loads in flight, by sequence id
         self._cancelled: list[Load] = []  # cancelled loads in flight, whose sequence is gone
-        self._settles = False  # this step handles finished writes
-        self._starts_load = False  # this step starts a load
-        self._has_settled = False  # finished writes were handled since writes were last started
-        self._has_waited = False  # starting writes was postponed for a load since then
+        self._settles = False  # True: this step handles finished writes
+        self._starts_load = False  # True: this step starts a load
+        # True: finished writes were handled since writes were last started.
+        self._has_settled = False
+        # True: `write` was skipped because of a load since it last ran.
+        self._has_waited = False
         # Uses that the policies have not counted yet: (block hashes, whether to keep them,
         # priority).
         self._uses: list[tuple[Sequence[bytes], bool, int]] = []
         self.clock = time.monotonic
         self._writes = Writes(self._groups, tiers, self._writers, lambda: self.clock())
         self.turn_s = TURN_S
-        self._progress_at = [0.0] * len(tiers)  # the last time a load ended in a tier or left it
+        # For each tier, the last time at which a load ended there or moved to the next tier.
+        self._progress_at = [0.0] * len(tiers)
         self.lookups = Lookups(tiers, start_thread, self.clock, layout, self._depth)
 
     @property
     def has_results(self) -> bool:
-        """True if `settle` or the end of a load has something to do for a sequence."""
+        """True if the next step has work for the tiers: results to handle, events to report, writes
+        to start, or stalled loads to cancel."""
         has_ended = not self._ended.empty() or self.lookups.has_ended or self._writes.have_ended
         has_events = any(tier.has_events for tier in self.tiers)
         return has_ended or has_events or self._writes.are_wanted or bool(self.find_stalled())
 
     @property
     def is_busy(self) -> bool:
-        """True while threads work; `has_results` may turn True then."""
+        """True while threads work. `has_results` may turn True when they finish."""
         is_reading = self._loads or any(not self._is_stalled(load) for load in self._cancelled)
         return bool(is_reading or self._writes.are_under_way or self.lookups.is_busy)
 
     @property
     def num_fenced(self) -> int:
-        """Number of quarantined device blocks that loads without a sequence may still write."""
+        """Number of quarantined device blocks that cancelled loads may still write."""
         return sum(len(load.unsafe_parts) for load in self._cancelled)
 
     def settle(self) -> None:
@@ -116,9 +120,10 @@ class Tiers:
     def write(self) -> None:
         """Counts uses and starts new writes, for about `turn_s` seconds.
 
-        In one step this method starts writes, or `settle` handles finished ones, or a load starts.
-        After a step of the model neither code nor data is in the processor's caches, so the first
-        block takes many times as long as the next ones.
+        Where possible, each step does only one of three things: it starts writes here, it handles
+        finished writes in `settle`, or it starts a load. After a step of the model neither code nor
+        data is in the processor's caches, so the first block of each of these takes many times as
+        long as the next ones.
         """
         waits = self._settles or (self._starts_load and not self._has_waited)
         self._has_waited |= self._starts_load
@@ -139,17 +144,18 @@ class Tiers:
             tier.take_rate(rate)
 
     def use(self, block_hashes: Sequence[bytes], *, keep: bool, priority: int) -> None:
-        """Records that a sequence computed or reuses these blocks. `keep` says that they are likely
+        """Records that a sequence computed or reuses these blocks. `keep`: True if they are likely
         to be needed again.
 
-        The uses count before the next writes, because a tier takes blocks that are used often.
+        The policies count the uses before the next writes, because some accept only blocks that are
+        used often.
         """
         if self.tiers:
             self._uses.append((block_hashes, keep, priority))
 
     def reach(self, block_hashes: Sequence[bytes], held: int = 0) -> list[TierReach]:
-        """Returns, for each tier, how many first blocks of a chain it and the faster tiers can
-        load, and the measured time of a block after the first `held`; 0 if no load is measured."""
+        """Returns, for each tier, how many leading blocks of a chain can be loaded from it and the
+        faster tiers, and the seconds per block after the first `held` blocks (0: not measured)."""
         return self._sources.reach(block_hashes, held, self._readable)
 
     def known_depth(self, block_hashes: Sequence[bytes]) -> int:
@@ -158,7 +164,8 @@ class Tiers:
         return self._sources.known_depth(block_hashes)
 
     def decline(self) -> None:
-        """Records that a load was not made because another way was expected to be faster."""
+        """Records that a load was not made, because another way to get the blocks was expected to
+        be faster."""
         for tier in self.tiers:
             tier.rate.decline()
 
@@ -170,11 +177,11 @@ class Tiers:
         *,
         num_spared: int = 0,
     ) -> None:
-        """Starts to fill blocks of a chain, ordered by chain index in each group. The tiers must
-        have all of them.
+        """Starts a load of the `wanted` blocks of a chain, which are ordered by chain index in each
+        group. Each of them must be in a tier.
 
-        The engine is expected to compute the first `num_spared` of them meanwhile (`Load.take`),
-        which is possible with a single group.
+        The engine is expected to compute the first `num_spared` of these blocks during the load
+        (`Load.take`). This must be 0 if there are several groups.
         """
         parts, tables = self._sources.find_parts(block_hashes, wanted, self._readable)
         load = Load(
@@ -195,15 +202,16 @@ class Tiers:
         self._readers[load.tier].submit(load)
 
     def reach_of(self, load: Load) -> list[TierReach]:
-        """Returns the depth that each tier covers in a load, and the expected time of a block."""
+        """Returns, for each tier of a load, the chain index at which its blocks end, and the
+        expected seconds per block."""
         return [
             TierReach(load.first_block + end, load.share * self.tiers[number].rate.block_s)
             for number, end in load.ends.items()
         ]
 
     def take_ended(self) -> list[Load]:
-        """Returns the loads that ended, except cancelled ones. Their blocks are no longer
-        written."""
+        """Returns the loads that ended, except cancelled ones. No thread writes to the blocks of
+        ended loads any more."""
         ended = []
         while not self._ended.empty():
             load = self._ended.get_nowait()
@@ -240,7 +248,7 @@ class Tiers:
         return [name for name, load in self._loads.items() if self._is_stalled(load)]
 
     def reset(self) -> None:
-        """Drops all copies. A write in flight is dropped when it ends."""
+        """Drops all copies. The copy of a write in flight is dropped when the write ends."""
         self._writes.forget()
         for tier in self.tiers:
             for group in tier.groups:
@@ -289,7 +297,7 @@ class Tiers:
 
     @property
     def _readable(self) -> list[Tier]:
-        """The tiers that are ready and have no stalled load, which would block their thread."""
+        """The tiers that are ready and whose reader thread is not blocked by a stalled load."""
         stalled = {load.tier for load in self._cancelled if self._is_stalled(load)}
         return [tier for tier in self.tiers if tier.is_ready and tier.number not in stalled]
 
@@ -327,13 +335,12 @@ class Tiers:
             self._drop_chain(load, load.failed)
 
     def _drop_chain(self, load: Load, failed: LoadPart) -> None:
-        """Handles a block that could not be read: the copies of its chain in this tier, up to it,
-        count as bad.
+        """Handles a block that could not be read. The tier's copies of this block and of the
+        earlier blocks in its chain are marked as bad, except copies that this load has read.
 
-        Damage often affects several blocks, and each one would end a later load. Blocks that were
-        just read stay good. Bad ones are written again when they are computed. If the tier itself
-        is not ready, only this block counts as bad, because the error says nothing about the
-        others.
+        Damage often affects several blocks, and each bad block would end another load. Bad copies
+        are written again when their blocks are computed. If the tier is not ready, only the block
+        that could not be read is marked, because the error says nothing about other blocks.
         """
         tier = self.tiers[failed.tier]
         tier.num_bad += 1

@@ -1,10 +1,11 @@
 """The writes of blocks to the tiers: which ones start, and how they end.
 
-    block   Copy.NONE, the first in the pool's order --start--> WRITING --settle--> COMPLETE or LOST
+    state of a block's copy (`Copy`)   NONE --start--> WRITING --settle--> COMPLETE or LOST
 
-The engine's thread starts writes and handles their ends, and each tier's writer thread moves the
-bytes. A block is written to all tiers that accept it, and its write ends with the last of them. A
-tier that hangs or fails gets no new writes for a while. It does not block writes to other tiers.
+The engine's thread starts writes, in the order of the pool (`BlockPool.next_unwritten`), and
+handles their ends. Each tier's writer thread moves the bytes. A block is written to all tiers that
+accept it, and its write ends when it has ended in each of them. A tier that hangs or fails gets no
+new writes for a while. It does not block writes to other tiers.
 """
 
 from __future__ import annotations
@@ -118,13 +119,13 @@ class Writes:
         return any(g.wants_writes(hung) for g in self._groups) and bool(self._writable(hung))
 
     def start(self, until: float) -> None:
-        """Starts to write blocks without a copy, group by group in turn, as one job for each tier
-        and group.
+        """Starts to write blocks without a copy, one of each group in turn. The blocks of a tier
+        and group are written by one job.
 
         It continues until the time `until` of `time.perf_counter`, but starts at least one block.
         """
         writes: defaultdict[tuple[int, int], list[tuple[Write, Target]]] = defaultdict(list)
-        after = self._groups[0].blocks.mark()  # the blocks are full by then
+        after = self._groups[0].blocks.mark()  # all stored blocks are full at this event
         hung = self._hung
         tiers = self._writable(hung)
         groups = deque(group for group in self._groups if group.wants_writes(hung))
@@ -171,7 +172,7 @@ class Writes:
         entry = Entry(*group.pool.hashes_of(block_id))
         found = (tier.groups[group.number].target(entry) for tier in tiers)
         targets = [target for target in found if target is not None]
-        if not targets:  # a tier has the block, or none has its parent or a free slot
+        if not targets:  # a tier already has the block, or no tier accepts it
             has_copy = is_held(self._tiers, group.number, entry.block_hash)
             group.pool.end_write(block_id, has_copy=has_copy)
             return []

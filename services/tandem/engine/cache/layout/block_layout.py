@@ -10,10 +10,10 @@ If the latents are quantized, the rotated keys keep their dtype:
 
     latents [block_size][rank] | rotated keys [block_size][rope] | scales | padding
 
-A block is one transfer descriptor, and so is a tensor-parallel rank's share of it (its heads). Only
-quantized dtypes have scales and padding. The scales are float16: one per token for K and then one
-per token for V, or one per latent. A part is padded to a multiple of 64 bytes, so that each part
-starts on a cache line.
+A block is contiguous, and so are the heads of a block that one tensor-parallel rank has. Each is
+therefore one transfer descriptor. Only quantized dtypes have scales and padding. The scales are
+float16: one per token for K and then one per token for V, or one per latent. A part is padded to a
+multiple of 64 bytes, so that each part starts on a cache line.
 
 No other module knows this order. This module imports no tensor library, so that the transfer code
 can use it.
@@ -48,8 +48,8 @@ class BlockLayout:
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """Bytes of one token's K row and V row in one layer of one head; a run has `block_size`
-        rows. With quantized latents, the bytes of the latent and of the rotated key."""
+        """Bytes of one token's K and V in one layer of one head. With quantized latents, these are
+        the bytes of the latent and of the rotated key."""
         return kv_row_bytes(self.dtype, self.head_dim, self.has_values, self.rotated)
 
     @property

@@ -1,8 +1,8 @@
-"""The byte spans of blocks by id. The pools lie one after the other in one memory; blocks of a pool
-have one size.
+"""The byte spans of blocks by id. The pools lie one after the other in one memory. All blocks of a
+pool have the same size.
 
-Both processes of a worker, and its transports, locate blocks with it. This module imports nothing
-of Tandem.
+Both processes of a worker, and its transports, use this module to locate blocks. It imports no
+other module of Tandem.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """KV groups: the layers of a model that keep KV by the same rule. Each group has its own pool and
 block tables.
 
-A rule is a sliding window, or none (full attention). All pools lie in one span of memory, and block
-ids are unique among them: the ids of a group follow those of the group before.
+A rule is either full attention or a sliding window of one size. All pools lie in one span of
+memory. Block ids are unique among the pools: the ids of a group follow those of the group before.
 
     ids      [ group 0: 0 .. n0 - 1 | group 1: n0 .. n0 + n1 - 1 | ... ]
     memory   [ pool of group 0      | pool of group 1            | ... ]
 
-Most models have one group; its ids are the ids of its pool. This module imports no tensor library.
+Most models have one group, so these ids are the same as the ids in the group's pool. This module
+imports no tensor library.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class KvGroup:
 
     @property
     def blocks_seen(self) -> int:
-        """Number of blocks before a block's first token that this token sees. Only for a group with
-        a window."""
+        """Number of earlier blocks that the first token of a block sees. Only for a group with a
+        window."""
         assert self.window is not None
         return -(-(self.window - 1) // self.layout.block_size)
 
@@ -137,8 +138,8 @@ class KvLayout:
     def _last_gap(
         self, block_hashes: Sequence[bytes], depth: int, has: Callable[[int, bytes], bool]
     ) -> int:
-        """Returns the index + 1 of the last block that a window lacks for a hit at `depth`; 0 if
-        none is missing."""
+        """Returns the index + 1 of the last block that is missing in a window for a hit at `depth`;
+        0 if no block is missing."""
         gap = 0
         for number, group in enumerate(self.groups):
             if group.window is None:
@@ -176,7 +177,7 @@ class KvLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in every group together."""
+        """Sum of the groups' block sizes in bytes."""
         return sum(group.layout.block_bytes for group in self.groups)
 
     @property
@@ -235,10 +236,11 @@ def divide_pool(
     """Returns the layout of pools that share an engine's KV memory. `layout` makes a layout from
     the number of blocks of each group.
 
-    A group with a window needs at most the blocks that `max_num_seqs` decoding sequences hold in
-    it, plus one step's tokens. It gets these, but at most as many blocks as each group would have
-    if all had the same number. The group that sees furthest gets the rest, so it has at least as
-    many blocks as with equal division. Raises ConfigError if not even one block fits.
+    The group that sees furthest (full attention or the longest window) gets the memory that the
+    other groups leave. Each other group gets the blocks that it needs at most: those of
+    `max_num_seqs` decoding sequences and of the tokens of one step. It gets fewer if it would
+    otherwise have more blocks than with equal numbers of blocks in all groups. Raises ConfigError
+    if not even one block fits.
     """
     one = layout()
     equal = num_blocks_of(config, one.block_bytes)

@@ -73,9 +73,9 @@ class HostPoolBytes(PoolBytes):
 class PinnedPoolBytes(PoolBytes):
     """Pools on a device, copied through pinned host memory at the speed of the bus.
 
-    The staging memory comes from torch's cache of pinned memory, which reuses it when its last view
-    is gone and the copies that use it are done. Each block is one copy on the kernels' stream, so
-    it runs after a step that writes the block and before a step that reads it.
+    The staging memory comes from torch's cache of pinned memory. Torch reuses it when its last view
+    is gone and all copies from and to it are done. Each block is one copy on the stream of the
+    kernels, so the copy is ordered after earlier steps and before later ones.
     """
 
     def read(self, block_ids: list[int]) -> memoryview:

@@ -62,9 +62,9 @@ def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
 def populate(address: int, num_bytes: int) -> threading.Thread:
     """Starts a thread that allocates a pool's pages before the steps that first write them.
 
-    Without it, such a step waits until each page is allocated and zeroed: 5 to 7% of a prefill
-    where it was measured (docs/kernels.md). The thread has a lower priority than the engine's. It
-    ends when all pages are allocated, or if the system does not support the call.
+    Without the thread, such a step waits until each page is allocated and zeroed: 5 to 7% of a
+    prefill in a measurement (docs/kernels.md). The thread has a lower priority than the engine's
+    thread. It ends when all pages are allocated, or if the system does not support the call.
     """
 
     def work() -> None:
@@ -89,9 +89,9 @@ def populate(address: int, num_bytes: int) -> threading.Thread:
 
 
 def _in_huge_pages(pages: mmap.mmap) -> mmap.mmap:
-    """Requests huge pages, because a layer's share of a block is spread over the whole pool.
+    """Requests huge pages, because each layer of a model reads small spans all over the pool.
 
-    This is only a hint: a kernel without huge pages returns EINVAL.
+    This is only a hint: a Linux kernel without huge pages returns EINVAL.
     """
     with contextlib.suppress(OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)

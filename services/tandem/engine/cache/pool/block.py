@@ -8,17 +8,18 @@ class Copy(Enum):
     """The state of a hashed block's copy in a lower tier.
 
     A pool evicts leaves in the order of these values, but treats COMPLETE and LOST as equal. A tier
-    that stores only recurring blocks has copies mainly of the blocks that the pool should keep too,
-    so a copy must not make them go first.
+    may accept only blocks that recur, which the pool should keep too. So a block with a copy must
+    not be evicted before a block whose copy was refused.
     """
 
-    # in a window, and no request is expected to resume after it (window_pool.py)
+    # No copy. The block is in a window's pool, and no request is expected to need it
+    # (window_pool.py).
     UNWANTED = "unwanted"
-    COMPLETE = "complete"
-    # The tier evicted or refused it; it is not copied again before the block's next use.
+    COMPLETE = "complete"  # a tier has a readable copy
+    # No copy, because tiers evicted or refused it. The block's next use offers it to tiers again.
     LOST = "lost"
-    NONE = "none"
-    WRITING = "writing"
+    NONE = "none"  # no copy yet; the block is to be offered to tiers
+    WRITING = "writing"  # a tier is copying the block
 
     __hash__ = object.__hash__  # Enum's hash is a Python function, and pools look copies up often
 
@@ -27,12 +28,14 @@ class Copy(Enum):
 class Block:
     num_references: int = 0
     block_hash: bytes | None = None
-    # the parent of a hashed block; None if the parent is the chain's root
+    # Parent of a hashed block. None for the first block of a chain, and in a window's pool.
     parent_id: int | None = None
     num_children: int = 0  # number of hashed blocks whose parent is this block
-    # set for a CACHED leaf by the pool's policy: leaves of the lowest worth are evicted first
+    # Set by the policy of a tier's slots (slot_pool.py). Leaves of the lowest worth are evicted
+    # first.
     worth: float = 0.0
-    # counts the pool's releases; among leaves of equal worth the oldest is evicted first
+    # Time of the last release, as a count of the pool's releases. Among leaves of equal worth, the
+    # one with the lowest value is evicted first.
     last_used: int = 0
     copy: Copy = Copy.NONE
-    is_pinned: bool = False  # evicted after all blocks that are not pinned (pins.py)
+    is_pinned: bool = False  # True: evicted after all blocks that are not pinned (pins.py)

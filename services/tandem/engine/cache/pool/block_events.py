@@ -4,8 +4,11 @@ from tandem.engine.types import StoredBlock
 
 
 class BlockEvents:
-    """The net changes of a pool. A block that was stored and then removed is in neither list,
-    because a consumer applies all stored blocks before all removed ones."""
+    """The net changes of a pool since the last `take`.
+
+    A block that was stored and then removed is neither reported as stored nor as removed, because a
+    reader of the events applies all stored blocks before all removed ones.
+    """
 
     def __init__(self, *, with_tokens: bool = False) -> None:
         """With `with_tokens`, stored blocks are reported with their token ids."""
@@ -17,7 +20,7 @@ class BlockEvents:
         return bool(self._stored or self._removed)
 
     def store(self, block: StoredBlock) -> None:
-        """Records that a block can be found now. Its parents were stored before."""
+        """Records that a block can be found now. The block's parents must be recorded before."""
         if not self._with_tokens and (block.token_ids or block.adapter is not None):
             block = StoredBlock(block.parent_hash, block.block_hash, index=block.index)
         if block.block_hash in self._removed:
@@ -26,7 +29,8 @@ class BlockEvents:
             self._stored[block.block_hash] = block
 
     def remove(self, block_hash: bytes) -> None:
-        """Records that a block cannot be found any more. Its children were removed before."""
+        """Records that a block cannot be found any more. The block's children must be removed
+        before."""
         if block_hash in self._stored:
             del self._stored[block_hash]
         else:
@@ -42,5 +46,5 @@ class BlockEvents:
         return stored, removed
 
     def forget_stored(self) -> None:
-        """Forgets stored blocks, so that the later removal of such a block is an event."""
+        """Forgets the stored blocks. If such a block is removed later, the removal is an event."""
         self._stored.clear()

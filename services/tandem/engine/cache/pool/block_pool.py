@@ -3,26 +3,28 @@
 The pool knows block ids and hashes, but no tensors and no sequences. A block is in one of these
 states:
 
-    FREE --allocate--> USED --release--> FREE          no hash: it cannot be found again
+    FREE --allocate--> USED --release--> FREE          (no hash, so it cannot be found again)
       ^                 | store (full, final)
       |                 v
       |               USED, hashed --release--> CACHED (no reference, found by `match`)
       |                 ^------- reserve ---------'|
       '---------- evict or drop, leaf first -------'
-    USED --quarantine--> QUARANTINED --unquarantine--> FREE     a read may still write it
+    USED --quarantine--> QUARANTINED --unquarantine--> FREE     (a read may still write it)
     CACHED --evicted while a tier copies it--> LEAVING --end_write--> FREE
 
-A hashed block never changes, so a tier (engine/tiers) may copy it at any time. `allocate` takes
-FREE blocks first, then CACHED leaves for which no copy is due, then other CACHED leaves, then
-pinned ones (pins.py). It never waits for a copy.
+A leaf is a hashed block without hashed children. A hashed block never changes, so a tier
+(engine/tiers) may copy it at any time. `allocate` takes FREE blocks first, then CACHED leaves that
+no tier is still to copy, then other CACHED leaves, then pinned ones (pins.py). It never waits for a
+copy.
 
 These invariants always hold, and `check_integrity` checks them:
-- A table that references a hashed block references its parents too. So a CACHED block has no USED
-  child, and eviction of leaves keeps every chain complete from its root on (prefix-closed).
-- A hash names one block. A second block of the same content is never entered: its owner gets the
-  first one instead (`store`).
-- A hashed block is full and never written again. A block without a hash is written by its one owner
-  only.
+- A table that references a hashed block references the block's parents too. So a CACHED block has
+  no USED child, and eviction of leaves keeps every chain complete from its first block on
+  (prefix-closed).
+- A hash names one block. If a second block has the same content, `store` does not cache it: the
+  caller gets the first block instead.
+- A hashed block is full and never written again. A block without a hash has one reference, and only
+  the sequence that holds this reference writes it.
 
 A prompt that diverges from a cached chain inside a block copies the beginning of this block: see
 `children`, and `source` of `reserve`.
@@ -51,12 +53,13 @@ class BlockPool:
     def __init__(self, num_blocks: int, *, report_tokens: bool = False) -> None:
         """With `report_tokens`, the events of stored blocks include their token ids."""
         self.num_blocks = num_blocks
-        self.children = ChildBlocks()  # blocks that were stored with their tokens
+        self.children = ChildBlocks()  # blocks that were stored with their tokens, by parent
         self.num_dropped = 0  # CACHED blocks that were evicted without a copy
         self.pins = Pins(0)
         self._blocks = [Block() for _ in range(num_blocks)]
         self._cached = CachedBlocks(self._blocks)
-        # A stack: lowest ids first, then the blocks freed last, which are warm in the CPU caches.
+        # A stack: the block that was freed last is taken first, because it may still be in the
+        # CPU's caches. At the start the lowest id is taken first.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._by_hash: dict[bytes, int] = {}
         self._quarantined: set[int] = set()
@@ -220,14 +223,14 @@ class BlockPool:
             self._set_copy(block_id, Copy.COMPLETE if has_copy else Copy.LOST)
 
     def lose_copy(self, block_hash: bytes) -> None:
-        """Records that no lower tier has a copy of this block any more."""
+        """Records that no tier has a copy of this block any more."""
         block_id = self._by_hash.get(block_hash)
         if block_id is not None and self._blocks[block_id].copy is Copy.COMPLETE:
             self._set_copy(block_id, Copy.LOST)
 
     def renew_copy(self, block_hash: bytes) -> None:
-        """Records that lower tiers cannot read their copy of this block. If it is cached, they copy
-        it again."""
+        """Records that the tiers cannot read their copies of this block. If the block is still in
+        the pool, they may copy it again."""
         block_id = self._by_hash.get(block_hash)
         if block_id is not None and self._blocks[block_id].copy is Copy.COMPLETE:
             self._set_copy(block_id, Copy.NONE)
@@ -258,10 +261,10 @@ class BlockPool:
         """Caches a full block, which is final in memory, under its hash. Parents must be stored
         before children.
 
-        Returns the block that holds this content from now on. If the content is cached already, the
-        caller's reference moves to that block, and `block_id` is freed. With `token_ids`, the
-        block's beginning can be found. The block's `index` in its chain and its `adapter` only go
-        into the event.
+        Returns the block that holds this content from now on. If the content is cached already in
+        another block, the caller's reference moves to that block, and `block_id` is freed. With
+        `token_ids`, a prompt that shares only the block's first tokens can find it (`children`).
+        The block's `index` in its chain and its `adapter` are only used in the event.
         """
         block = self._blocks[block_id]
         assert block.num_references == 1, f"block {block_id} is shared before it was stored"
@@ -286,13 +289,14 @@ class BlockPool:
         return block_id
 
     def is_writable(self, block_id: int) -> bool:
-        """Returns whether the block's owner may still write it: it has one reference and no
-        hash."""
+        """Returns whether the sequence that holds the block may still write it: the block has one
+        reference and no hash."""
         block = self._blocks[block_id]
         return block.num_references == 1 and block.block_hash is None
 
     def quarantine(self, block_ids: Iterable[int]) -> None:
-        """Takes blocks from their owner and keeps them unallocated until `unquarantine`."""
+        """Drops the only reference of each of these blocks, and keeps the blocks unallocated until
+        `unquarantine`."""
         for block_id in block_ids:
             assert self.is_writable(block_id), f"block {block_id} is shared, and a read writes it"
             self._blocks[block_id].num_references = 0
@@ -327,7 +331,7 @@ class BlockPool:
         return leaves
 
     def chain(self, leaf: int) -> list[int]:
-        """Returns the block ids from the root of a chain to `leaf`, a hashed block."""
+        """Returns the block ids of a chain from its first block to `leaf`, a hashed block."""
         chain = []
         block_id: int | None = leaf
         while block_id is not None:
@@ -360,8 +364,8 @@ class BlockPool:
         is_cached = not block.num_references
         if is_cached:
             self._cached.discard(block_id)
-        # A tier is offered the block again at this use, also while others use it, as with a system
-        # prompt.
+        # This use offers the block to tiers again. A block with a LOST copy is offered even while
+        # other sequences use it, because a system prompt may be in use all the time.
         if block.copy is Copy.LOST or (is_cached and block.copy is Copy.UNWANTED):
             block.copy = Copy.NONE
             self._unwritten[block_id] = None
@@ -401,7 +405,7 @@ class BlockPool:
         self._check_sets(expected, cached)
 
     def copies(self) -> list[tuple[int, bytes | None, Copy]]:
-        """Returns (block id, hash, state of the copy) of each block."""
+        """Returns (block id, hash, state of the copy in lower tiers) for each block."""
         return [(i, block.block_hash, block.copy) for i, block in enumerate(self._blocks)]
 
     def _check_sets(self, expected: Counter[int], cached: set[int]) -> None:

@@ -1,5 +1,5 @@
-"""The CACHED blocks of a pool by the state of their copies, and the leaves among them, which can be
-evicted."""
+"""The CACHED blocks of a pool by the state of their copies in lower tiers, and the leaves among
+them, which can be evicted."""
 
 from collections.abc import Collection
 
@@ -33,16 +33,16 @@ class CachedBlocks:
             self._queue(block).add(block_id, (block.worth, block.last_used))
 
     def discard(self, block_id: int) -> None:
-        """Removes a block that is referenced again or evicted. Its copy and its pin must not have
-        changed yet."""
+        """Removes a block. The states of its copy and its pin must still be those with which the
+        block was added."""
         block = self._blocks[block_id]
         self._num[block.copy] -= 1
         if not block.num_children:
             self._queue(block).discard(block_id)
 
     def update(self, block_id: int) -> None:
-        """Moves a block to its new place after it got its first child, lost its last one, was used
-        or gained worth. Ignores referenced blocks."""
+        """Updates the place of a block in the order of eviction after its number of children, its
+        last use or its worth changed. Ignores referenced blocks."""
         block = self._blocks[block_id]
         leaves = self._queue(block)
         leaves.discard(block_id)

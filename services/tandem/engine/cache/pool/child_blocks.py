@@ -1,8 +1,8 @@
-"""The cached blocks of a pool by their parents, to find the block that shares the longest beginning
-with a prompt.
+"""The cached blocks of a pool by their parents, to find the block that shares the most first tokens
+with the next tokens of a prompt.
 
 The children of a parent are sorted by their tokens, so the child with the longest common beginning
-is adjacent to the position at which the wanted tokens would be inserted.
+is adjacent to the position at which the prompt's tokens would be inserted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TOKEN_BYTES = 4
 
 
 class PartialMatch(NamedTuple):
-    """A block and the number of its first tokens that equal the wanted tokens."""
+    """A block, and the number of its first tokens that are equal to those of the prompt."""
 
     num_tokens: int
     block_hash: bytes
@@ -45,8 +45,8 @@ class ChildBlocks:
             del self._children[parent_hash]
 
     def closest(self, parent_hash: bytes, token_ids: Sequence[int]) -> list[PartialMatch]:
-        """Returns at most two children that begin with the same token as `token_ids`, the longest
-        match first."""
+        """Returns at most two children of a parent that begin with the same token as `token_ids`,
+        the longest match first."""
         siblings = self._children.get(parent_hash)
         if not siblings or not token_ids:
             return []
@@ -59,7 +59,7 @@ class ChildBlocks:
         return sorted((each for each in found if each.num_tokens), reverse=True)
 
     def block_hashes(self) -> set[bytes]:
-        """Returns the hashes of all blocks that can be found."""
+        """Returns the hashes of all blocks that were added and not removed."""
         return set(self._places)
 
 

@@ -1,16 +1,17 @@
 """The pinned blocks of a pool, which are evicted last. A tenant pins blocks until a given time.
 
-    pin --> pinned --its time is over--> EXPIRED
-                |--a new tenant makes the share smaller--> TRIMMED
+    pin --> pinned --the pin's time is over--> EXPIRED
+                |--a new tenant makes the tenant's share smaller--> TRIMMED
                 `--no unpinned block is left to evict--> EVICTED
 
-Tenants that have pins share the capacity by their weights, and none exceeds its share. A pin
-reserves no room: a pinned block without references is evicted when nothing else is left, so pins
-delay no request.
+The capacity is divided among the tenants that have pins, by their weights. No tenant has more
+pinned blocks than its share. A pin reserves no room: if nothing else can be evicted, pinned blocks
+without references are evicted, so pins delay no request.
 
-A chain is pinned from its first block on, and no block stays pinned longer than the blocks before
-it. So the end of a chain loses its pins first, and the pinned blocks of a tree form a tree. The
-module knows hashes, no blocks. Times are the caller's, in seconds.
+A chain of blocks is pinned from its first block on, and no block stays pinned longer than the
+blocks before it. So the last blocks of a chain lose their pins first, and the parents of a pinned
+block are pinned too. The module knows block hashes, not the blocks of the pool. Times are in
+seconds of the caller's clock.
 """
 
 from collections import Counter
@@ -22,10 +23,10 @@ from tandem.engine.cache.pool.eviction import EvictionQueue
 
 
 class Fate(Enum):
-    """The outcome of a request to pin a block, or of its pin."""
+    """The outcome of a request to pin a block, or of the pin itself."""
 
     PINNED = "pinned"
-    REFUSED = "refused"  # exceeds the tenant's share
+    REFUSED = "refused"  # not pinned, because the tenant's share is used up
     EXPIRED = "expired"
     TRIMMED = "trimmed"
     EVICTED = "evicted"
@@ -54,8 +55,8 @@ class Pins:
         return block_hash in self._owner
 
     def share(self, tenant: bytes, weight: int) -> int:
-        """Returns the number of blocks that a tenant of this weight may pin, given the other
-        tenants."""
+        """Returns the number of blocks that a tenant of this weight may pin, given the weights of
+        the other tenants that have pins."""
         others = sum(each.weight for name, each in self._tenants.items() if name != tenant)
         return self.capacity * weight // (others + weight)
 
@@ -64,10 +65,10 @@ class Pins:
         return len(self._tenants[tenant].blocks) if tenant in self._tenants else 0
 
     def pin(self, tenant: bytes, weight: int, chain: Sequence[bytes], until: float) -> int:
-        """Pins a chain for a tenant, as far as its share allows, until the time `until`.
+        """Pins blocks for a tenant until the time `until`, as far as the tenant's share allows.
 
-        `chain` starts with the chain's first block. Returns the number of leading blocks that are
-        pinned until then or longer.
+        `chain` has the block hashes of a chain from its first block on. Returns the number of
+        leading blocks that are pinned until then or longer.
         """
         share = self.share(tenant, weight)
         if not share or not chain:
@@ -128,7 +129,7 @@ class Pins:
         assert counted == len(self._owner), f"{len(self._owner)} are pinned, tenants have {counted}"
 
     def _trim(self, name: bytes) -> None:
-        """Ends the pins of a tenant that exceed its share; those that would end first go first."""
+        """Ends pins of a tenant until its share suffices, starting with those that expire first."""
         tenant = self._tenants[name]
         share = self.share(name, tenant.weight)
         while len(tenant.blocks) > share:

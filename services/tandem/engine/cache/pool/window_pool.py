@@ -1,12 +1,12 @@
 """The pool of a KV group with a sliding window. Its blocks have no parents, so any of them may be
 evicted.
 
-Blocks that the window has passed are evicted first, then the least recently used ones. Among the
-blocks of one sequence the earliest position goes first, because a later request most likely resumes
-after the last ones.
+Blocks that the window of their sequence has passed are evicted first, then the least recently used
+ones. Of the blocks of one sequence the earliest is evicted first, because a later request most
+likely resumes after the last ones.
 
-Tiers copy a block only if a request is expected to need it, because the window soon passes most
-blocks:
+Most blocks are soon passed by the window, so tiers copy a block only if a request is expected to
+need it. The state of its copy (`Copy`) says whether it is to be copied:
 
     stored --> UNWANTED --want_copies, or another sequence reuses it--> NONE --> copied
 """
@@ -17,7 +17,8 @@ from tandem.common.adapter import Adapter
 from tandem.engine.cache.pool.block import Copy
 from tandem.engine.cache.pool.block_pool import BlockPool
 
-# ranks passed blocks before all blocks that were released at the end of their sequence
+# Subtracted from the time of release of blocks that the window has passed, so that they are evicted
+# before blocks that were released at the end of their sequence.
 _PASSED = 1 << 62
 
 
@@ -64,8 +65,8 @@ class WindowPool(BlockPool):
         return stored
 
     def want_copies(self, block_hashes: Iterable[bytes]) -> None:
-        """Lets tiers copy those of these blocks that are cached, because a request may need
-        them."""
+        """Lets tiers copy these blocks, because a request may need them. Ignores blocks that are
+        not in the pool."""
         for block_hash in block_hashes:
             block_id = self.find(block_hash)
             if block_id is not None and self._blocks[block_id].copy is Copy.UNWANTED:
@@ -83,10 +84,10 @@ class WindowPool(BlockPool):
         return self._fits(self._find_any(block_hashes), num_blocks, None)
 
     def reserve_any(self, block_hashes: Sequence[bytes], num_blocks: int) -> list[int] | None:
-        """References those of these blocks that are cached, in any order, and allocates the rest of
-        `num_blocks`.
+        """Returns a table of `num_blocks` blocks that starts with the blocks of `block_hashes`.
 
-        Returns None, and changes nothing, if there is not enough room.
+        Cached blocks are referenced, even if blocks before them are missing. The others are
+        allocated. Returns None, and changes nothing, if there is not enough room.
         """
         cached = self._find_any(block_hashes)
         if not self._fits(cached, num_blocks, None):

@@ -42,7 +42,8 @@ class Channel(Protocol):
         """Starts to copy a block to the host, after the engine's work that `after` marks. The copy
         goes to `slot`, if given.
 
-        The returned function waits for the bytes. They may change after `num_at_once` more calls.
+        The returned function waits for the end of the copy and returns the bytes. They may be
+        overwritten after `num_at_once` more calls of `begin_out`.
         """
 
     def buffer(self, block_id: int, slot: Bytes | None) -> Bytes:
@@ -52,7 +53,7 @@ class Channel(Protocol):
         """Starts to copy `data`, the filled result of `buffer`, to the block, after the engine's
         work that `after` marks.
 
-        Until the returned event, `data` must not change and the block is being written.
+        Until the returned event, the block is being written, so `data` must not change.
         """
 
 

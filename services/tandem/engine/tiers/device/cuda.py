@@ -1,7 +1,7 @@
 """A CUDA device for tiers: streams separate from the engine's, events, and pinned host memory.
 
-A copy waits for an event on the engine's stream, and the host waits for an event after the copy. So
-the engine submits no step that reads a block before its copy is known to be done.
+A copy starts after an event on the engine's stream, and the host waits for an event that follows
+the copy. So the engine submits a step that reads a block only when the copy of the block is done.
 """
 
 import logging
@@ -32,8 +32,8 @@ class CudaDevice(Device):
     def host_pages(self, num_bytes: int) -> HostPages:
         """Allocates pages and registers them with CUDA, which allocates all of them immediately.
 
-        If CUDA refuses, copies block in the driver, and a tier in host memory also copies through
-        buffers.
+        If CUDA cannot register the pages, copies to and from them block in the driver. A tier in
+        host memory then copies its blocks through the buffers of a channel.
         """
         pages = own_pages(num_bytes)
         data = np.frombuffer(pages, np.uint8)

@@ -65,7 +65,7 @@ class StagedChannel(Channel):
         self.num_at_once = max(RING_MIN, min(RING_MAX, RING_BYTES // block_bytes))
         pages = device.host_pages(self.num_at_once * block_bytes)
         self._ring = pages.data.reshape(self.num_at_once, block_bytes)
-        # the end of the last copy of each buffer
+        # for each buffer, the event at which the last copy that used it ends
         self._used: list[Event] = [DONE] * self.num_at_once
         self._next = 0
 

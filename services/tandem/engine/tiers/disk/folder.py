@@ -43,7 +43,7 @@ class DiskFolder:
                 os.unlink(name, dir_fd=self._folder)
 
     def duplicate(self) -> "DiskFolder":
-        """Returns the same folder for another user. It stays locked until all have closed it."""
+        """Returns another handle of the folder, which stays locked until all handles are closed."""
         return DiskFolder(self.path, os.dup(self._folder), os.dup(self._lock))
 
     def close(self) -> None:

@@ -1,11 +1,12 @@
 """The slots of a tier in a file. After a restart the worker finds them again by the manifest.
 
 The storage uses plain POSIX reads and writes, whose errors have a cause, such as a full disk.
-Nothing is synced to the disk, because syncing would cost more than a power failure loses. Each
-block has a checksum of its hash and its sealed bytes (seal.py), which is compared when the block is
-read.
+Nothing is synced to the disk, because syncing would cost more than the loss of the blocks in a
+power failure. Each block has a checksum of its hash and its sealed bytes (seal.py), which is
+compared when the block is read.
 
-The storages of a model's KV groups share a folder. Each has a file of blocks and a manifest there.
+The storages of a model's KV groups share a folder. Each storage has its own file of blocks and its
+own manifest in the folder.
 """
 
 import logging
@@ -63,9 +64,10 @@ class DiskStorage(Storage):
         try:
             self._file = self.folder.open(blocks)
             if not has_header(self.folder.path / manifest, own):
-                os.ftruncate(self._file, 0)  # this comes first, because a full disk needs the room
+                os.ftruncate(self._file, 0)  # frees room, if the disk is full, for what follows
                 if folder is None:
-                    self.folder.drop("blocks-*", "manifest-*")  # files of another model's groups
+                    # Removes the files of the other KV groups of an earlier model.
+                    self.folder.drop("blocks-*", "manifest-*")
             self._manifest = Manifest(self.folder.open(manifest), self.num_slots, own)
             found, self.num_torn = self._manifest.read()
             num_whole = os.fstat(self._file).st_size // block_bytes
@@ -110,8 +112,8 @@ class DiskStorage(Storage):
         return [self._lost.get_nowait() for _ in range(self._lost.qsize())]
 
     def _find_lost(self) -> None:
-        """Checks whether another process has truncated the file. All slots beyond its end have lost
-        their bytes then.
+        """Checks whether another process has truncated the file. If so, all slots beyond its end
+        have lost their bytes (`take_lost`).
 
         Raises OSError.
         """

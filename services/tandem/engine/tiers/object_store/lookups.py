@@ -1,6 +1,6 @@
 """Looks up how much of a waiting prompt is in the object store, to which other workers write too.
 
-    WAITING --lookup starts--> waits --result, or deadline--> admitted with what is known by then
+    WAITING --look-up starts--> waits --result, or deadline--> admitted with the blocks found so far
 
 A worker knows the blocks that it wrote or found. It keeps no list of the blocks of others, and
 reads none when it starts, because a store may have millions. Instead it looks up each prompt; for a
@@ -27,7 +27,8 @@ from tandem.engine.tiers.tier import LoadRate, Tier, TierGroup
 
 log = logging.getLogger(__name__)
 
-WAIT_SHARE = 0.1  # fraction of the time to compute the blocks that the store may have
+# A prompt waits at most this fraction of the time to compute the blocks that the store may have.
+WAIT_SHARE = 0.1
 WAIT_S_MAX = 1.0
 _AT_ONCE = 4  # number of found blocks to add between checks of the clock
 
@@ -132,8 +133,8 @@ class Lookups:
         return True
 
     def settle(self, until: float) -> None:
-        """Adds the results of look-ups until the time `until` of `time.perf_counter`, but at least
-        one part of one."""
+        """Adds the results of look-ups to the tier until the time `until` of `time.perf_counter`,
+        but at least one part of a result."""
         while self.has_ended:
             if self._current is None:
                 self._open(self._ended.get_nowait())
@@ -148,12 +149,13 @@ class Lookups:
                 return
 
     def _open(self, lookup: _Lookup) -> None:
-        """Divides a result into parts that take little time to add."""
+        """Divides the result of a look-up into parts that each take little time to add."""
         self._current = lookup
         self._rate.observe(1, lookup.seconds)
         assert self._tier is not None
         links = list(pairwise((b"", *lookup.block_hashes)))
-        if lookup.found:  # the worker that wrote these blocks used them, at an unknown priority
+        # Another worker used these blocks when it wrote them, with a priority that is not known.
+        if lookup.found:
             written = [lookup.block_hashes[i] for i in lookup.found[0]]
             self._tier.policy.use(written, keep=False, priority=PRIORITY_MIN)
         for group, indexes in zip(self._tier.groups, lookup.found, strict=False):

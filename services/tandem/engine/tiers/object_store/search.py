@@ -1,12 +1,14 @@
-"""Finds how much of a chain an object store has, by requests to it. Runs in its own thread.
+"""Finds which blocks of a chain an object store has, by requests to the store. It runs in the
+thread of the look-ups.
 
-For a group without a window, complete prefixes are looked up (storage.py). For a group with a
-window the store has runs of blocks: those that requests need to resume somewhere. A run as long as
-the window contains at least one of the blocks at multiples of the window's length, so few requests
-find the deepest run:
+For a group without a window, the store has complete prefixes (storage.py). For a group with a
+window it has runs of consecutive blocks, which requests need to resume after the run. A run is at
+least as long as the window. If blocks at a distance of the window's length are requested, one of
+them is in each run, so few requests find the deepest run. Then the neighbours of the found block
+are requested. An example with a window of 3 blocks and the runs a and b:
 
-    blocks of a window of 3    . . a a a . . . . b b b b . . .
-    requested                          ^     ^     ^     ^       then their neighbours
+    blocks in the store   . . a a a . . . . b b b b . . .
+    first requests        ^     ^     ^     ^     ^     ^
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ def _search_windows(
             end = min(depth, index + stride)
             for number in windows:
                 look_up(number, range(max(0, index - stride), end))
-            # Blocks of runs before `index` may not all have been requested yet.
+            # A smaller depth is not certain, because blocks before `index` may not have been
+            # requested yet.
             if (deepest := layout.deepest_hit(chain, end, has)) >= max(1, index):
                 return deepest
     return 0

@@ -5,10 +5,10 @@
     PREFIX/1-MODEL/about    a description of everything on which the KV depends
 
 MODEL is a digest of everything on which the KV depends, and HASH is the block's hash, so a worker
-finds the blocks that any other worker wrote. Slots are only numbers here: they limit how many
-blocks a worker remembers. An object has one block. Objects of several blocks would save requests,
-but two prompts that diverge within an object would both write its first blocks; and requests run in
-parallel anyway.
+finds the blocks that any other worker wrote. Slots have no memory here: their number only limits
+how many blocks a worker remembers. An object has one block. Objects of several blocks would save
+requests, but prompts that diverge within an object would each write the object's first blocks
+again. Requests run in parallel anyway.
 
 Every failure is an OSError or a BadBlock. After an error of the store the storage is not ready for
 a while; then a single request tries the store again.
@@ -104,11 +104,12 @@ class ObjectStorage(SharedStorage):
         self.begin_read(slot, block_hash)(target)
 
     def look_up(self, block_hashes: Sequence[bytes], first: int) -> int:
-        """Returns how many first blocks of a chain are in the store; the first `first` are known to
-        be.
+        """Returns how many leading blocks of a chain are in the store. The first `first` blocks are
+        known to be.
 
-        It assumes that the store has complete prefixes; a load detects a gap. If no further block
-        is there this costs one request, otherwise log(length) / log(9) rounds of parallel requests.
+        It assumes that the store has complete prefixes; a load detects a gap. If the next block is
+        not in the store, this costs one request. Otherwise it costs log(length) / log(9) rounds of
+        parallel requests.
         """
         if not self._has(block_hashes[first]):
             return first
@@ -172,7 +173,7 @@ class ObjectStorage(SharedStorage):
         return f"{self._folder}/{block_hash.hex()}{self._suffix}"
 
     def _request(self, call: Callable[..., T], name: str, *data: bytes) -> T:
-        """Makes a request. Raises OSError, without a request while the store is not ready."""
+        """Makes a request. Raises OSError; while the store is not ready, it makes no request."""
         self._health.enter()
         errors = self._obstore.exceptions
         try:
@@ -208,8 +209,8 @@ class _Health:
             return self._may_request()
 
     def enter(self) -> None:
-        """Raises OSError if no request may be made now. While another request tries the store, this
-        one waits for its result."""
+        """Raises OSError if no request may be made now. While a single request tries the store
+        after a failure, other requests wait here for the result."""
         with self._lock:
             self._lock.wait_for(lambda: not self._is_probed, 2 * REQUEST_S)
             if not self._may_request():
@@ -226,7 +227,7 @@ class _Health:
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
-            # Other requests that were in flight do not extend the pause.
+            # Failures of other requests that were in flight do not extend the pause.
             if not self._has_failed or self._is_probed:
                 pause_s = self._backoff.next_s()
                 log.warning("the store fails; off for %.0f s: %s", pause_s, _first_line(error))

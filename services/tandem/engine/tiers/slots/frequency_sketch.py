@@ -1,9 +1,9 @@
 """Estimates how often blocks were used recently, in a few bytes per block: a count-min sketch.
 
-Each row has one cell for a block, selected by a part of its hash, and the smallest of its cells is
-the estimate. A use counts twice as much as a use one half-life earlier. So old uses fade, and two
-blocks that are not used keep their order. Compare TinyLFU (Einziger, Friedman and Manes, 2017),
-which halves all cells from time to time.
+Each row has one cell for a block, selected by a part of the block's hash. A use adds to all cells
+of the block, and the smallest of them is the estimate. A use counts twice as much as a use one
+half-life earlier. So old uses fade, and the order of two blocks that are not used does not change.
+Compare TinyLFU (Einziger, Friedman and Manes, 2017), which halves all cells from time to time.
 
 _sketch_cells.c reads and writes the cells. If it could not be compiled, NumPy and Python do the
 same several times more slowly.

@@ -19,17 +19,17 @@ from tandem.common.perf_model.rates import DEFAULT_PREFILL, PrefillRate
 from tandem.common.retention import PRIORITY_DEFAULT, PRIORITY_MIN
 from tandem.engine.tiers.slots.frequency_sketch import FrequencySketch
 
-# Uses that a block needs to be accepted: now, and once within the half-life before. A use of a
-# block that is to be kept counts twice.
+# A block is accepted if its estimated uses reach this value: one use now, and another use at most
+# one half-life ago.
 _USES_MIN = 1.5
-_KEPT_USES = 2
-# A prefill rate is adopted when it changes the worth of a block with this many tokens before it,
-# relative to a chain's first block, by more than this (log2). The fitted rate changes with every
-# step.
+_KEPT_USES = 2  # number of uses that a use of a block that is to be kept counts for
+# The fitted prefill rate changes with every step. A new rate is adopted only if it changes the
+# worth of a block with _DEEP_TOKENS tokens before it, relative to a chain's first block, by at
+# least _CHANGE_MIN (log2).
 _DEEP_TOKENS = 8192
 _CHANGE_MIN = 0.1
-# Limits on the number of blocks whose priorities are remembered, including blocks that no tier has
-# yet.
+# The larger of these limits is the number of blocks whose priorities are remembered. These include
+# blocks that no tier has yet.
 _REMEMBERED_PER_SLOT = 2
 _REMEMBERED_MIN = 65_536
 
@@ -38,15 +38,15 @@ class KeepPolicy(Protocol):
     def use(
         self, block_hashes: Sequence[bytes], *, keep: bool, priority: int = PRIORITY_DEFAULT
     ) -> None:
-        """Records that a sequence of this priority computed or reuses these blocks. `keep` says
-        that they are likely to be needed again."""
+        """Records that a sequence of this priority computed or reuses these blocks. `keep`: True if
+        they are likely to be needed again."""
 
     def restore(self, block_hashes: Collection[bytes]) -> None:
         """Records the blocks that the tier found when it started."""
 
     def take_rate(self, rate: PrefillRate) -> bool:
-        """Adopts the worker's measured prefill rate. Returns whether some blocks may be worth less
-        than before."""
+        """Adopts the worker's measured prefill rate, if the policy uses it. Returns whether some
+        blocks may be worth less than before."""
 
     def takes(self, block_hash: bytes) -> bool:
         """Returns whether the tier should store a copy."""
@@ -94,8 +94,8 @@ class HighestPriorities(LeastRecentlyUsed):
     def use(
         self, block_hashes: Sequence[bytes], *, keep: bool, priority: int = PRIORITY_DEFAULT
     ) -> None:
-        """Raises the priority of these blocks to `priority`; blocks that are not remembered get
-        exactly this one."""
+        """Raises the priorities of these blocks to at least `priority`. Blocks that are not
+        remembered get exactly this priority."""
         priorities = self._priorities
         for block_hash in block_hashes:
             priorities[block_hash] = max(priority, priorities.get(block_hash, PRIORITY_MIN))
@@ -137,7 +137,7 @@ class MostValuable:
         return self._sketch.estimate(block_hash) >= _USES_MIN
 
     def worth(self, block_hash: bytes, index: int) -> float:
-        """Returns the logarithm of the value, which has the same order."""
+        """Returns the logarithm of the block's value, which orders blocks as the value does."""
         return math.log2(1.0 + index * self._cost_by_index) + self._sketch.log2(block_hash)
 
     def _growth(self, rate: PrefillRate) -> float:

@@ -1,9 +1,13 @@
 """The slots of a tier: which block's copy each slot holds, and which copy is evicted next.
 
-A slot is for a tier what a block is for the device: it is found by its block's hash, readers
-reference it, and leaves are evicted first. So the pool is a `BlockPool` with four additions: slots
-whose bytes are bad, parents that are kept for a child in flight, slots that a tier on disk finds
-when it starts, and a policy that ranks the leaves.
+A tier manages its slots as a KV pool manages its blocks: a slot is found by the hash of its block,
+readers reference it, and leaves are evicted first. So the pool of slots is a `BlockPool`, with four
+additions:
+
+- Slots whose bytes could not be read are marked as bad.
+- A slot is not evicted while a child of its block is being written.
+- A tier on disk restores the slots of an earlier process when it starts.
+- A policy ranks the leaves by their worth.
 
 The rank of a leaf is only updated when it would be evicted next, because a use can only raise its
 worth. A new prefill rate may lower the worth: `reprice` then updates all leaves, a few at each
@@ -31,10 +35,10 @@ class SlotPool(BlockPool):
         self._bad: set[bytes] = set()  # hashes of copies that could not be read
         # hashes of blocks whose children are being written
         self._awaiting: Counter[bytes] = Counter()
-        self._num_old = 0  # number of first slots whose ranks may be higher than their worth
+        self._num_old = 0  # slots below this number may have ranks above their current worth
 
     def depth(self, block_hashes: Sequence[bytes]) -> int:
-        """Returns how many first blocks of a chain can be read."""
+        """Returns how many leading blocks of a chain have readable copies in this pool."""
         found = len(self.match(block_hashes))
         if not self._bad:
             return found
@@ -61,9 +65,11 @@ class SlotPool(BlockPool):
         self._bad.add(block_hash)
 
     def hold_bad(self, block_hash: bytes) -> list[int]:
-        """References a bad copy without readers, and its parents, until `release`.
+        """References the slot of a bad copy that is to be written again, and the slots of its
+        parents, until `release`.
 
-        Returns the chain of slots, the bad one last; empty if there is none.
+        Returns the slots from the chain's first block on, the bad one last. Returns an empty list
+        if the copy is not bad, or is still being read.
         """
         slot = self.find(block_hash)
         if slot is None or block_hash not in self._bad or self._blocks[slot].num_references:
@@ -78,14 +84,15 @@ class SlotPool(BlockPool):
         self._bad.discard(block_hash)
 
     def link(self, entry: Entry) -> Entry:
-        """Returns an entry with the parent that this pool requires."""
+        """Returns the entry with the parent that must be in this pool before the block. Here this
+        is the block's own parent."""
         return entry
 
     def adopt(self, slot: int, entry: Entry) -> bool:
-        """Caches a slot that was written, so that its block can be found.
+        """Caches a slot after it was written, so that its block can be found.
 
-        Returns False, and frees the slot, if the tier lacks the block's parent or another slot has
-        the block.
+        Returns False, and frees the slot, if the block's parent is not in the tier or another slot
+        has the block.
         """
         entry = self.link(entry)
         parent = self.find(entry.parent_hash) if entry.parent_hash else None
@@ -100,7 +107,7 @@ class SlotPool(BlockPool):
         if parent is not None:
             self._cached.update(parent)
         self.release([stored])
-        self._events.forget_stored()  # so that its later eviction is an event
+        self._events.forget_stored()  # makes a later eviction of the block an event
         return stored == slot
 
     def take_slot(self) -> list[int]:
@@ -113,18 +120,17 @@ class SlotPool(BlockPool):
         return self.allocate(1) or []
 
     def await_child(self, parent_hash: bytes) -> None:
-        """Keeps a block's slot from eviction while a child of the block is being written, until
-        `end_child`.
+        """Protects a parent's slot from eviction while a child is being written, until `end_child`.
 
-        The block may still be written itself, and not be findable yet. Ignores the empty hash of a
-        chain's root.
+        The parent may still be being written itself, so that no slot has it yet. Ignores an empty
+        hash, which stands for the parent of a chain's first block.
         """
         if parent_hash:
             self._awaiting[parent_hash] += 1
             self._follow_worth(parent_hash)
 
     def end_child(self, parent_hash: bytes) -> None:
-        """Records that a child that was being written is in its slot, or that its write failed."""
+        """Records that the write of a child has ended, with or without success."""
         if parent_hash:
             self._awaiting[parent_hash] -= 1
             if not self._awaiting[parent_hash]:
@@ -146,7 +152,7 @@ class SlotPool(BlockPool):
         return self.policy.worth(block_hash, self._indexes[slot])
 
     def reprice(self) -> None:
-        """Marks the ranks of all slots as outdated, because they may be worth less now."""
+        """Marks the ranks of all slots as outdated, because some blocks may be worth less now."""
         self._num_old = self.num_blocks
 
     def _reprice_some(self) -> None:
@@ -159,8 +165,8 @@ class SlotPool(BlockPool):
                 self._cached.update(slot)
 
     def _evict(self) -> Copy:
-        """Frees the leaf with the lowest current worth; uses since its last ranking may have raised
-        it."""
+        """Frees the leaf with the lowest current worth. It first updates the ranks of leaves whose
+        worth has risen since they were ranked."""
         if self._num_old:
             self._reprice_some()
         while (slot := self._cached.oldest(Copy.NONE)) is not None:
@@ -190,14 +196,15 @@ class SlotPool(BlockPool):
 
         Slots whose parent is missing are left out. The pool must be empty.
         """
-        # if two slots have a block, the last one counts
+        # If two slots have the same block, the later one is used.
         slots = {entry.block_hash: slot for slot, entry in entries}
         children: defaultdict[bytes, list[bytes]] = defaultdict(list)
         for slot, entry in entries:
             if slots[entry.block_hash] == slot:
                 children[entry.parent_hash].append(entry.block_hash)
         self.policy.restore(slots)
-        reached = [(b"", block_hash) for block_hash in children[b""]]  # from the roots down
+        # Parents are restored before their children.
+        reached = [(b"", block_hash) for block_hash in children[b""]]
         while reached:
             parent_hash, block_hash = reached.pop()
             after = children.get(block_hash, [])
