@@ -6,9 +6,9 @@ Redis key                    Type and value
 {tandem:CLUSTER}:autoscale   STRING, JSON of the last decisions; expires likewise
 
 Every router writes its own demand. One router is the leader: it runs the policy
-(`autoscaler/policy.py`) and requests the sizes from the program that owns them (`size_owner.py`), as
-`tandem scale` does. If an HPA or KEDA owns the sizes, it reads the metric `tandem_desired_workers`,
-which every router exports. While Redis is lost, sizes do not change.
+(`autoscaler/policy.py`) and requests the sizes from the program that owns them (`size_owner.py`),
+as `tandem scale` does. If an HPA or KEDA owns the sizes, it reads the metric
+`tandem_desired_workers`, which every router exports. While Redis is lost, sizes do not change.
 """
 
 import asyncio
