@@ -118,7 +118,7 @@ class Work:
 class Reuse(msgspec.Struct, frozen=True):
     """The first tokens of a prompt that the worker reuses, and the seconds until it has their KV.
 
-    A worker may compute a few of these tokens while it loads the KV of the others from a tier.
+    A worker may compute some of these tokens while it loads the KV of the others from a tier.
     """
 
     num_tokens: int

@@ -27,9 +27,9 @@ class Shares:
         return float(2.0 ** ((now_s - self._origin_s) / HALF_LIFE_S))
 
     def rebase(self, now_s: float) -> bool:
-        """Rescales all shares if the last time is long ago, so that the numbers do not overflow.
+        """Rescales all shares once every `REBASE_S` seconds, so that the numbers do not overflow.
 
-        Returns whether the shares were rescaled. Callers of `Shares` call it before other methods.
+        Returns whether the shares were rescaled.
         """
         elapsed_s = now_s - self._origin_s
         if elapsed_s < REBASE_S:

@@ -3,7 +3,7 @@
 States of the stream:
     down -> connecting -> up --the stream breaks--> down: all attempts fail with WorkerLost
                           up --the worker drains--> draining: the attempts continue
-                    draining --the stream ends----> down: the remaining attempts fail with WorkerLeft
+                    draining --the stream ends----> down: the attempts left fail with WorkerLeft
 From `down`, the client connects again. An `Attempt` is one submission of a request to this worker
 (attempt.py). The queue of commands has at most one submit and one cancel for each live request.
 """
@@ -49,7 +49,7 @@ class WorkerClient:
         on_change: Callable[[], None],
         on_load: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change` is called when the stream goes up or down, or when the worker begins to drain.
+        """`on_change` is called when the stream goes up or down, and when the worker drains.
 
         `on_load` is called when the reported load or the work sent since the report changes.
         """

@@ -245,9 +245,9 @@ class ClusterView:
         return min((w.record.max_model_len for w in self._compatible()), default=None)
 
     def pool_tokens(self) -> int | None:
-        """Returns how many tokens fit the smallest block pool of the compatible decode workers.
+        """Returns the length, in tokens, of the longest sequence that every decode worker can hold.
 
-        No longer sequence can run on every decode worker. Returns None while no size is known.
+        Returns None while no worker has reported its limit.
         """
         sizes = (
             w.load.longest_sequence * w.record.compatibility.block_size

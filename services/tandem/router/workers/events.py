@@ -97,7 +97,8 @@ class EventLog:
             if was is not None and was.transport != pair.transport:
                 text += f" now, before over {was.transport}{why}"
                 self.add("transport", name, text, once=f"{epoch}:{peer}:{now.num_writes}")
-            # One event for each process is enough, because it fails with all peers for one reason.
+            # One event per process and transport is enough: all pairs of workers in which this
+            # process takes part have the same reason.
             elif was is None and why:
                 self.add("transport", name, text + why, once=f"{epoch}:{pair.transport}")
 

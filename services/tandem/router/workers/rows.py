@@ -59,7 +59,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """A worker as operators see it. Only a worker in state ready or loading can have a `trouble`."""
+    """A worker as operators see it. Only a ready or loading worker can have a `trouble`."""
 
     worker_id: str
     pool: str
