@@ -2,8 +2,8 @@
 
 The workers that hold a block are stored as an integer with one bit for each worker's slot, so a
 look-up costs the same for one worker and for a thousand. Like lua/match.lua, the look-up probes the
-depths 1, 2, 4, ... of the prompt and then searches between two probes. The bits of a dropped worker
-stay until `sweep` has cleared them. Only then can another worker use the slot.
+prompt's blocks in growing steps (1, 2, 4, ...) and then searches between two probes. The bits of a
+dropped worker stay until `sweep` has cleared them. Only then can another worker use the slot.
 """
 
 from collections.abc import Iterator, Sequence

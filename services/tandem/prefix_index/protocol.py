@@ -1,14 +1,14 @@
 """The global prefix tree, which records the workers that hold each KV block.
 
 Only a worker knows for certain which blocks it holds; the tree may be a little out of date. So a
-match is a hint, and the worker that is matched checks it.
+match is a hint, and the worker checks whether it still has the blocks.
 
 The parent of a block is the block before it in the prompt. Each worker publishes its stored and
 removed blocks in a log of numbered batches; parents are stored before their children. A batch is
 rejected and changes nothing if its number is not the next one or its epoch is not the epoch of the
 log in the tree. The worker then starts a log under a new epoch (`reset`) and publishes all its
-blocks again. So the tree is prefix-closed for each worker: with a block, it has all the block's
-ancestors.
+blocks again. So the tree is prefix-closed: if it lists a worker for a block, it lists the worker
+for all earlier blocks of the prefix, too.
 
 If a model has sliding-window attention, workers free blocks outside the window. They then publish
 only the blocks after which a request can continue, and the tree is not prefix-closed. `match` looks

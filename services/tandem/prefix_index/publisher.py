@@ -5,8 +5,8 @@ The loop is one task with two states:
     behind    The tree may have no log of the current epoch. `reset` starts a log under a new epoch,
               and all held blocks are published again.
     in step   Changes since the last batch are published every `interval_s`. Without changes, an
-              empty batch is sent every `heartbeat_s`. It keeps the worker's slot and detects that
-              the tree was lost.
+              empty batch is sent every `heartbeat_s`. The empty batch keeps the worker's slot and
+              detects that the tree was lost.
 
 A rejected batch, a Redis error or a missed deadline leads from `in step` to `behind`. Retries have
 a growing, jittered delay. `add` only changes dicts in memory, so a slow, stopped or empty Redis
@@ -76,8 +76,8 @@ class Publisher:
         self.num_logs = 0  # number of epochs so far
         self._next_number = 0
         self._in_step = False
-        # These dicts are ordered sets. `_held` has parents before children. The tree has the
-        # worker's blocks `_held` without `_to_store` and with `_to_remove`.
+        # These dicts are ordered sets of block hashes. `_held` has parents before children. The
+        # tree has the worker's blocks `_held`, minus `_to_store`, plus `_to_remove`.
         self._held: dict[bytes, None] = {}
         self._to_store: dict[bytes, None] = {}
         self._to_remove: dict[bytes, None] = {}

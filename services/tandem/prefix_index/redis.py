@@ -24,7 +24,7 @@ cluster (SHARD is 0, 1, ...) has these keys, which share one hash slot of Redis 
         small enough for Redis's compact encoding (listpack).
 
 The server must not evict keys (`maxmemory-policy noeviction`), because a lost bucket would leave
-blocks in the tree whose parents are missing, which `match` relies on. Clients find the shards by
+blocks in the tree without their parents, and `match` relies on the parents. Clients find shards by
 following `next` from shard 0. A look-up queries all known shards in one pipeline. If it discovers
 another shard, the next look-up queries that shard, too. Errors of redis-py propagate. Redis 6.2 or
 later is required.
@@ -158,7 +158,7 @@ class RedisIndex:
             self._num_shards += 1
 
     async def find(self, worker_id: str) -> tuple[int, int] | None:
-        """Returns the worker's (shard, slot); None if it has no log."""
+        """Returns the worker's (shard, slot); None if the worker has no log in the tree."""
         for shard in range(_SHARDS_MAX):
             slot, more = await self._hmget(shard, f"slot:{worker_id}", "next")
             if slot is not None:

@@ -1,10 +1,9 @@
 """Ends a process before its memory use harms others on its machine.
 
-Growth of the memory       Action
-up to the limit            none
-above the limit            `give_way` is called: the process drains, and ends
-1.5 times the limit, and   the process ends at once
-256 MiB above the limit
+    Growth of the memory    Action
+    above the limit         `give_way` is called: the process drains and then ends
+    above the hard limit    the process ends at once
+The hard limit is 1.5 times the limit, but at least 256 MiB above the limit.
 
 gRPC's core never frees the header tables (HPACK) of some connections. Anyone who can reach the gRPC
 port can make gRPC build such tables, without an API key: 0.25 to 0.9 MB for each 15 KB sent. The
@@ -21,8 +20,8 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.1
-# Minimum growth between the start of the drain and the hard limit. The drain needs this room to
-# disconnect the clients that fill the memory.
+# Smallest difference between the limit and the hard limit. The drain needs this room, because it
+# takes time to disconnect the clients that fill the memory.
 _ABOVE_BYTES_MIN = 256 << 20
 _BEHIND_BYTES = 1 << 30  # added to RLIMIT_DATA, because thread stacks count towards it
 _LOADED_BYTES_MAX = 256 << 20  # largest growth that `rebase` accepts; a tokenizer needs less

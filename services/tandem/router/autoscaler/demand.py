@@ -1,9 +1,9 @@
 """The autoscaler's observations: demand, latencies and the state of the pools. Does no I/O.
 
-The counters of `Demand` only grow. So the counters of several routers can be added, the next report
-includes what a lost report would have said, and the difference of two reports is the demand between
-them. A latency is divided by its SLO limit and counted in a histogram bucket, so the quantile over
-many routers needs only the sum of their buckets.
+The counters of `Demand` only grow. So the counters of several routers can be added, a lost report
+is made up for by the next one, and the difference of two reports is the demand between them. A
+latency is divided by its SLO limit and counted in a histogram bucket, so a quantile over many
+routers needs only the sum of the routers' buckets.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import NamedTuple
 class Forecast(NamedTuple):
     now: float  # value of the line now
     ahead: float  # value of the line at the horizon, at least 0
-    bound: float  # `ahead` plus the quantile of the loads above the line
+    bound: float  # `ahead` plus a quantile of the differences between the loads and the line
 
 
 def forecast(

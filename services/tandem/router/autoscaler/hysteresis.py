@@ -3,7 +3,8 @@
 - A pool grows at once to its requested size.
 - A pool shrinks some time after its last change, by the fraction `step_down` of its size at a time.
   It never shrinks below the largest size to keep (`keep`) of the last `down_window_s` seconds. The
-  size to keep is the requested size plus a margin, so a load between two sizes gets the larger one.
+  size to keep is the requested size plus a margin, so a pool whose load is between two sizes does
+  not oscillate: it keeps the larger size.
 - A change of direction waits until the last change of direction was `reversal_s` ago. There are two
   exceptions: a pool grows at once after a step of the load, and if it is empty.
 - A pool that has had no request for a while gets its smallest size, and its history is dropped.

@@ -2,10 +2,10 @@
 
     signal  size that the signal requests
     load    the forecast's upper bound, one cold start ahead, divided by the target utilization
-    step    the same just after a step of the load, where the forecast may use only the loads since
+    step    as `load`, after a sudden increase (step) of the load: the forecast may skip older loads
     queue   enough workers to finish, in a minute, what is still queued when a new worker is ready
-    ttft    a quarter more in the pool whose requests wait, if the TTFT quantile is over its limit
-    itl     a quarter more decode workers, if the ITL quantile is over its limit
+    ttft    a quarter more workers in the pool where requests wait, if the TTFT quantile is too high
+    itl     a quarter more decode workers, if the ITL quantile is too high
     kv      enough decode workers to bring the use of their KV cache below its limit
     held    at least one decode worker, if requests wait for an empty pool
 The requested size of a pool is the largest of these, within the configured bounds. `hysteresis.py`
@@ -38,13 +38,13 @@ Role = Literal["prefill", "decode"]
 
 OUTPUT_TOKENS_GUESS = 256  # output tokens of a request, before one has ended
 _RECENT_S = 60.0  # age of the latencies considered; older ones have already changed the sizes
-_COUNT_MIN = 10  # fewest latencies for a quantile, because fewer vary randomly
+_COUNT_MIN = 10  # fewest latencies from which a quantile is taken, because few vary randomly
 _DRAIN_S = 60.0  # time in which a queue should be empty once new workers are ready
-_MORE = 0.25  # share of the pool to add when the SLO is missed
+_MORE = 0.25  # fraction of the pool to add when the SLO is missed
 # A pool is idle only after this multiple of the mean pause between requests. By chance, 1 in 3,000
 # pauses is as long.
 _PAUSES = 8
-_STEP_S = 60.0  # time after a step in which pools grow even if they have just shrunk
+_STEP_S = 60.0  # seconds after a step of the load; meanwhile a pool grows even if it just shrank
 
 
 class ScalingDecision(msgspec.Struct, frozen=True):
@@ -54,7 +54,9 @@ class ScalingDecision(msgspec.Struct, frozen=True):
     size: int  # current size
     wanted: int  # size that the signals request, within the bounds
     to: int  # new size
-    why: str  # name of the signal that requests the largest size, "bounds", "start" or "idle"
+    # Name of the signal that requests the largest size. "bounds": a bound has changed this size.
+    # "start": no load is known yet. "idle": the pool had no request for a while.
+    why: str
     line: str
 
 

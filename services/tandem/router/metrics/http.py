@@ -13,7 +13,7 @@ _CLIENT_GONE = 499  # nginx's code for a client that left before the answer
 
 
 class HttpMetrics:
-    """ASGI middleware. The duration ends when the last byte of the answer was sent.
+    """ASGI middleware that counts calls. A call ends when the last byte of the answer was sent.
 
     The value of each label is a route's path or comes from a fixed list, so clients cannot create
     new time series.

@@ -62,7 +62,7 @@ class Placement(msgspec.Struct, frozen=True):
     prefill_candidates: tuple[WorkerSnapshot, ...]
     # Workers that have more of the prompt cached than the first candidate, longest prefix first.
     prefix_holders: tuple[WorkerSnapshot, ...]
-    tokens_missing: int  # prompt tokens that the worker which prefills must compute
+    tokens_missing: int  # number of prompt tokens that must be prefilled
     reason: str
 
     @property

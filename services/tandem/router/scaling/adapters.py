@@ -1,4 +1,4 @@
-"""Operators' changes of the LoRA adapters that the cluster serves, over HTTP and gRPC.
+"""Loads and unloads LoRA adapters on the workers, as operators request over HTTP or gRPC.
 
 Change   Workers                                           Then this router waits until
 load     all read the folder; those that can use the       their records have the name

@@ -136,7 +136,7 @@ class AutoscaleLoop:
             self._view.decisions = msgspec.json.decode(encoded or b"[]", type=list[ScalingDecision])
             return
         num_held = await self._sum_demand()
-        owned: dict[str, int] = {}  # has no pool whose size cannot be set or read
+        owned: dict[str, int] = {}  # the pools whose sizes can be read and set
         try:
             owned = await self._owner.sizes()
         except TandemError as error:
@@ -153,7 +153,7 @@ class AutoscaleLoop:
             await self._owner.set_sizes(changes, who=who)
 
     async def _sum_demand(self) -> int:
-        """Adds the demand on all routers since the last call to `_total`.
+        """Adds to `_total` the demand on all routers since the last call.
 
         Returns the number of requests that all routers hold because a pool is empty.
         """
@@ -176,7 +176,7 @@ class AutoscaleLoop:
             name = field.decode(errors="replace") if isinstance(field, bytes) else field
             num_held += holds if now - written_at < 3 * self._config.autoscale.interval_s else 0
             seen[name] = demand
-            if not is_first:  # a new leader does not know when the counters were last added
+            if not is_first:  # at its first call, a new leader only notes the counters
                 self._total = self._total.plus(demand.since(self._last.get(name, Demand())))
         self._last = seen
         return num_held

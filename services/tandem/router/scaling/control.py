@@ -1,4 +1,7 @@
-"""Operators' changes over HTTP and gRPC: pool sizes, a worker's role, its drain, its cache."""
+"""Changes that operators request over HTTP or gRPC.
+
+Operators can change pool sizes and a worker's role, drain a worker, and reset prefix caches.
+"""
 
 import asyncio
 import logging

@@ -3,7 +3,7 @@
 Owner                   When                How the router requests a size
 a pool controller       Ray, `tandem up`    through the controller's list in Redis
 Kubernetes' API server  `--scale-objects`   through the scale of each pool's object
-an HPA, KEDA, a person  otherwise           not at all: the owner reads the requested size
+an HPA, KEDA, a person  otherwise           not at all: the owner reads the size from the metrics
 """
 
 from __future__ import annotations

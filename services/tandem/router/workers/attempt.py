@@ -28,8 +28,8 @@ class Attempt:
         self.worker_id = worker_id
         self.failure: TandemError | None = None
         self.is_finished = False  # True: the finish reason "stop" or "length" has arrived
-        self.is_draining = False  # the worker drains and continues its running sequences
-        self.num_lost = 0  # lost prefill workers that the worker last reported
+        self.is_draining = False  # True: the worker drains; its running sequences continue
+        self.num_lost = 0  # number of lost prefill workers that the worker last reported
         self._number = number
         self._tokens_left = tokens_max
         self._on_close = on_close

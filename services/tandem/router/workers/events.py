@@ -43,7 +43,8 @@ class EventLog:
     def add(self, kind: str, about: str, text: str, once: str = "") -> None:
         """Queues an event.
 
-        With `once`, it is not written if a router has written an event of this kind with this key.
+        `once` is a key, or empty. If any router has written an event of the same kind and key, the
+        event is not written again.
         """
         event = ClusterEvent(time.time(), kind, about, text)
         self._journal.add(_STREAM, event, f"{kind}:{once}" if once else "")
@@ -77,7 +78,7 @@ class EventLog:
             self.add(kind, about, f"{number} request{'' if number == 1 else 's'} {text}")
 
     def joined(self, record: WorkerRecord) -> None:
-        """Adds an event for a process that has a record."""
+        """Adds an event for a worker process whose record is new."""
         text = f"{record.role} worker at {record.address}, process {record.pid} of {record.host}"
         self.add("started", record.worker_id, text, once=record.epoch)
 

@@ -32,7 +32,7 @@ class PoolWatch:
         self.sizes: dict[str, int] = {}  # last requested size of each pool
         self.ready: dict[str, int] = {}  # ready workers of each pool
         self._have_agents: set[str] = set()
-        self._short_since: dict[str, float] = {}  # pool -> monotonic seconds since workers lack
+        self._short_since: dict[str, float] = {}  # pool -> time since which workers are missing
         self._now = 0.0
 
     def states(

@@ -15,8 +15,9 @@ read. The producer's agent stays, so the metadata that peers have of it stays va
 The engine may free the local blocks of a DONE pull at any time. It does not reuse the blocks of a
 FAILED pull until `unfenced` returns them.
 
-The consumer's agent is created when it is first needed, and a peer's metadata is loaded then, too.
-After the agent was replaced (instance.py), all peers are loaded again. Only `poll` makes progress.
+The consumer's agent is created when it is first needed, and a peer's metadata is loaded when the
+peer is first needed. After the agent was replaced (instance.py), all peers are loaded again. Pulls
+progress only while `poll` runs.
 """
 
 import ctypes

@@ -76,7 +76,7 @@ class PullResult(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The end of a submitted pull. Each pull has exactly one."""
+    """The end of a submitted pull. Exactly one `Settled` is sent for each pull."""
 
     result: PullResult
 

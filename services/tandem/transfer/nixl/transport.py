@@ -15,7 +15,7 @@ _ENGINE_MARGIN_S = 5.0
 
 
 class ReadingEngine(Protocol):
-    """The parts of the link to the engine process that concern its transfer thread."""
+    """The parts of the link to the engine process that control the engine's transfer thread."""
 
     async def connect_peer(
         self, peer_id: str, metadata: bytes, pool: RemotePool

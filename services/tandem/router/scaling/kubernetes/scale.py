@@ -41,8 +41,8 @@ class KubernetesScale:
     async def set_sizes(self, sizes: Mapping[str, int]) -> None:
         """Sets all sizes at the API server.
 
-        Raises NotNow before the first request if this router may not set one of them. Otherwise
-        raises the first error; its message has the result of each size.
+        If this router may not set one of the sizes, NotNow is raised and no size is set. If some
+        requests fail, the first error is raised, and its message has the result for each size.
         """
         if foreign := [pool for pool in sizes if pool not in self._objects]:
             raise NotNow(
