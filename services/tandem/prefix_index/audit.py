@@ -61,7 +61,7 @@ class Differences:
 @dataclass(frozen=True, slots=True)
 class TreeWorker:
     num_blocks: int
-    silent_s: int  # seconds since its last publication; a worker publishes every second
+    silent_s: int  # seconds since the worker's last publication, which should be 1 at most
 
 
 @dataclass(frozen=True, slots=True)

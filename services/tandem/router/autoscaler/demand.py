@@ -26,7 +26,8 @@ class Demand(msgspec.Struct, frozen=True):
     """Counters since a router started, or their sum over all routers."""
 
     num_requests: int = 0  # all requests, including refused ones
-    # seconds that one worker needs to prefill the uncached tokens, by the workers' measured rates
+    # Seconds that one worker needs to prefill the uncached tokens of all requests. The workers'
+    # measured rates give this time.
     prefill_s: float = 0.0
     num_ended: int = 0
     output_tokens: int = 0  # output tokens of all ended requests

@@ -36,7 +36,7 @@ from tandem.router.autoscaler.load_step import step_start
 
 Role = Literal["prefill", "decode"]
 
-OUTPUT_TOKENS_GUESS = 256  # output tokens of a request, before one has ended
+OUTPUT_TOKENS_GUESS = 256  # assumed output tokens of a request until a request has ended
 _RECENT_S = 60.0  # age of the latencies considered; older ones have already changed the sizes
 _COUNT_MIN = 10  # fewest latencies from which a quantile is taken, because few vary randomly
 _DRAIN_S = 60.0  # time in which a queue should be empty once new workers are ready

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S = 5.0
 SAMPLE = CALL_ENTRIES
-SILENT_S = 10  # silence that counts; a healthy publisher is never silent for more than 2 s
+SILENT_S = 10  # seconds without a publication that are suspicious; usual are at most 2 s
 _ROUNDS_SILENT_MAX = 2
 _ANSWER_DEADLINE_S = 30.0
 _WORKERS_AT_ONCE = 4

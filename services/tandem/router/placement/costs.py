@@ -233,8 +233,8 @@ def _adapter_s(adapter: Adapter, worker: WorkerSnapshot) -> float:
 def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reuse:
     """Returns the tokens of the prompt that the worker has in its block pool or loads from a tier.
 
-    A tier is used only if loading is faster than computing. The worker decides with the same
-    function (`choose_soonest`).
+    A tier is used only if loading is faster than computing. The worker's engine decides with the
+    same module (`perf_model/soonest.py`).
     """
     held = cached_tokens(work, worker, matches)
     rates = worker.rates

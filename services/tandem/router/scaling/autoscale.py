@@ -127,7 +127,8 @@ class AutoscaleLoop:
         mine = msgspec.msgpack.encode((time.time(), self._num_held(), self._meter.demand()))
         await redis.hset(self._demand_key, self._name, mine)
         keep_ms = round(_LEASE_INTERVALS * config.interval_s * 1000)
-        # A picker, a front or a gRPC replica never becomes the leader. It only writes its demand.
+        # An endpoint picker, an HTTP front or a gRPC replica never becomes the leader. It only
+        # writes its demand.
         may_lead = self._config.gateway.is_router and self._config.api != "grpc"
         lead = may_lead and await self._lead(redis, [self._leader_key], self._name, keep_ms)
         if not lead:

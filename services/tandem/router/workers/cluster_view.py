@@ -390,7 +390,7 @@ class ClusterView:
             if known.take_record(record, last_read_at=self._read_at, forgotten_before=forgotten):
                 self._stale.add(worker_id)
         if record.role != "decode" and known.client is not None:
-            self._leaving.append(known.client)  # its running requests continue
+            self._leaving.append(known.client)  # requests on the stream continue
             known.client = None
         if record.role == "decode" and known.client is None:
             known.client = WorkerClient(

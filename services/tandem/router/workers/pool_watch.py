@@ -16,7 +16,7 @@ from tandem.net.store.registry import WorkerRecord
 from tandem.router.workers.pools import pool_states
 from tandem.router.workers.rows import WorkerRow
 
-_GONE = {"stopped", "lost", "failed"}  # rows of processes that have ended
+_GONE = {"stopped", "lost", "failed"}  # states of rows whose process has ended
 
 
 class PoolWatch:
