@@ -42,7 +42,8 @@ from tandem.common.perf_model.soonest import Prompt, TierReach, choose_soonest
 from tandem.common.worker_load import NO_LOAD, WorkerLoad
 from tandem.prefix_index.holders import source_of
 
-TOKENS_PER_RUNNING = 24.0  # decode steps that the cost counts for each running sequence
+# Number of decode steps. Each running sequence costs the time that it adds to so many steps.
+TOKENS_PER_RUNNING = 24.0
 TOKENS_PER_WAITING = 64.0
 TOKENS_PER_LEASE = 32.0
 PULL_PRICE = 0.25  # cost of pulling KV relative to computing it, if no pull rate was measured

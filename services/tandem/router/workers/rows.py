@@ -32,9 +32,9 @@ _STALLS_S, _STALLED_S = 8.0, 30.0
 class Seen:
     """A worker with a record, as this router sees it.
 
-    `silent_s` is the time since an overdue record, and `stuck_s` the time for which the engine has
-    made no step although it has work. Both are 0 without such a delay. `clock_ahead_s` is the
-    worker's clock minus this router's clock.
+    `silent_s` is the time since the worker last wrote its record, or 0 if no write is overdue.
+    `stuck_s` is the time for which the engine has made no step although it has work, or 0 if no
+    step is overdue. `clock_ahead_s` is the worker's clock minus this router's clock.
     """
 
     record: WorkerRecord
