@@ -103,7 +103,7 @@ class GenAiMetrics:
             self._tpot_s.record(decode_s / (timeline.num_tokens - 1), attributes)
 
     def close(self) -> None:
-        """Sends the remaining data within a bounded time."""
+        """Sends the remaining data, and gives up after a deadline."""
         if self._sdk is not None:
             close_within(self._sdk.shutdown)
 

@@ -45,7 +45,7 @@ class WorkerSums:
     blocks_cached: int = 0
     num_pulls: int = 0
     num_leases: int = 0
-    held_shares: Mapping[str, float] = field(default_factory=dict)  # used share of each tier
+    held_shares: Mapping[str, float] = field(default_factory=dict)  # used part of each tier
 
 
 class History:

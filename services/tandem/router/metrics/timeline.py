@@ -42,7 +42,7 @@ class Timeline:
         self.began_s = time.monotonic()
         self.ttft_s: float | None = None
         self.last_token_s = self.began_s
-        self.num_tokens = 0  # counted by `note_tokens`
+        self.num_tokens = 0  # number of tokens sent to the client
         self.stages_s: dict[Stage, float] = {}
         # Until the first token, all time before this moment belongs to a stage.
         self._covered_until_s = self.began_s

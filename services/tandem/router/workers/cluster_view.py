@@ -58,7 +58,8 @@ class ClusterView:
     cluster: ClusterConfig
     redis: Client
     tls_dir: str = ""
-    model_fingerprint: str = ""  # empty until the model is loaded; no worker is compatible before
+    # Empty until this router has loaded the model. Until then, no worker is compatible.
+    model_fingerprint: str = ""
     redis_state: Literal["unknown", "ok", "lost"] = "unknown"
     pools_json: bytes | None = None  # state of the pools, as written by the pool controller
     pool_watch: PoolWatch = field(default_factory=PoolWatch)

@@ -18,7 +18,7 @@ class LoadingNow:
     """The current state of a worker's notice. `silent_s` is 0 while the notice keeps changing."""
 
     notice: LoadingNotice
-    stalled_s: float = 0.0  # seconds since more bytes of weights were loaded
+    stalled_s: float = 0.0  # seconds since the number of loaded bytes last grew
     silent_s: float = 0.0
 
 
@@ -26,7 +26,7 @@ class LoadingNow:
 class _DatedNotice:
     notice: LoadingNotice
     changed_at: float  # monotonic seconds of the last change of the notice
-    moved_at: float  # monotonic seconds when more bytes were loaded
+    moved_at: float  # monotonic seconds when the number of loaded bytes last grew
 
 
 class LoadingWorkers:

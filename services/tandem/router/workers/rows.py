@@ -16,7 +16,7 @@ from tandem.net.store.registry import WorkerRecord
 from tandem.router.workers.loading import LoadingNow
 from tandem.router.workers.troubles import Trouble, blames_peers, clock_of_router, trouble_of
 
-_PROBLEMS_MAX = 2  # problems named in the headline
+_PROBLEMS_MAX = 2  # largest number of problems named in the headline
 
 RowState = (
     Literal["ready", "starting", "loading", "draining", "restarting", "silent", "hung"]
@@ -54,7 +54,7 @@ class Gone:
     record: WorkerRecord
     at: float  # seconds since the Unix epoch when the record was found missing
     has_left: bool
-    silent_s: float = 0.0  # silence before the record expired
+    silent_s: float = 0.0  # seconds without a write before the record expired
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class HostIdentity(msgspec.Struct, frozen=True):
     # True: the kernel and UCX_TLS let other processes of this user read this process's memory.
     cma: bool
     rdma: bool  # True: an RDMA device has an active port, and UCX_TLS allows RDMA
-    ipc_namespace: str = ""  # empty if the process has an older version
+    ipc_namespace: str = ""  # empty if the process runs an older version of Tandem
     tcp: bool = False  # True: the option is `--nixl-tcp insecure`, and UCX_TLS allows TCP
 
     @property
