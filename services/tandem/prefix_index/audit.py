@@ -1,14 +1,14 @@
 """Compares the prefix tree in Redis with the blocks that a worker holds, and measures the tree.
 
-This module serves audits and metrics; it is not on a request's path. Each Redis call is bounded and
-delays look-ups by one or two milliseconds.
+Audits and metrics use this module; requests do not. Each Redis call reads at most `CALL_ENTRIES`
+entries, so it delays look-ups by one or two milliseconds.
 
-Both sides change during an audit, because recent changes of a worker are still on their way to the
-tree. So a range of buckets that differs is read several times, and only a difference found in every
-look counts: a working publisher publishes any change within the pauses. Two cases are no
-difference. A block that is evicted and stored repeatedly: from the second look on, a block counts
-as held only if it is held before and after the tree is read. A log that began between two looks:
-the count of looks restarts with it.
+A worker's recent changes are still on their way to the tree during an audit. So a range of buckets
+that differs is compared several times ("looks"), with pauses in which a working publisher publishes
+any change. Only a difference found in every look counts. Two special cases must not count:
+- A block is evicted and stored repeatedly. So, from the second look on, a block counts as held only
+  if the worker holds it both before and after the tree is read.
+- The worker's log in the tree began between two looks. Then the looks are counted from 1 again.
 """
 
 from __future__ import annotations
@@ -22,21 +22,26 @@ from tandem.net.store.client import Client
 from tandem.prefix_index.entries import NUM_BUCKETS, split_entries
 from tandem.prefix_index.redis import RedisIndex, lua_script
 
-CALL_ENTRIES = 2048  # Number of entries that one call reads, about 1 ms of Redis's time
+CALL_ENTRIES = 2048  # Number of entries that one Redis call reads, about 1 ms of Redis's time
 _RANGE_ENTRIES = 32_768  # Number of entries that one comparison covers
 
-# Returns the entries that a worker holds in the buckets from the first one up to the second.
+# held(first, end) returns the entries of the blocks that a worker holds, for the buckets from
+# `first` up to `end`, `end` excluded.
 Held = Callable[[int, int], Awaitable[set[bytes]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Blocks that are `missing` (held, not in the tree) or `stale` (in the tree, not held)."""
+    """Numbers of blocks that differ between a worker and the tree.
 
-    num_checked: int = 0  # entries on either side
+    The worker holds `missing` blocks that are not in the tree. The tree has `stale` blocks that the
+    worker does not hold.
+    """
+
+    num_checked: int = 0  # number of entries that the worker or the tree has
     missing: int = 0
     stale: int = 0
-    in_tree: bool = True  # whether the worker has a log in the tree
+    in_tree: bool = True  # True: the worker has a log in the tree
     error: str = ""  # reason if nothing could be compared
 
     @property
@@ -56,12 +61,12 @@ class Differences:
 @dataclass(frozen=True, slots=True)
 class TreeWorker:
     num_blocks: int
-    silent_s: int  # seconds since its last publication; a worker publishes every second
+    silent_s: int  # seconds since the worker's last publication, which should be 1 at most
 
 
 @dataclass(frozen=True, slots=True)
 class TreeStats:
-    """Sizes of all shards together. `num_bytes` is estimated from a sample."""
+    """Sizes of all shards of the tree together. `num_bytes` is estimated from a sample."""
 
     num_entries: int
     num_swept: int
@@ -70,12 +75,15 @@ class TreeStats:
 
 
 class TreeInspector:
-    """Reads one cluster's tree. Redis errors propagate."""
+    """Audits and measures one cluster's tree. Redis errors propagate."""
 
     def __init__(
         self, redis: Client, index: RedisIndex, *, looks: int = 3, pause_s: float = 1.0
     ) -> None:
-        """A difference counts if each of `looks` finds it; looks are `pause_s` apart."""
+        """A difference counts if each of `looks` comparisons finds it.
+
+        There are `pause_s` seconds between two comparisons.
+        """
         self.looks = looks
         self.pause_s = pause_s
         self._redis = redis
@@ -84,13 +92,13 @@ class TreeInspector:
         self._stats = lua_script("stats")
 
     async def audit(self, worker_id: str, held: Held, *, sample: int | None = None) -> Differences:
-        """Compares all entries, or about `sample` of them from a random bucket on.
+        """Compares all entries of a worker, or about `sample` entries from a random bucket on.
 
-        An empty bucket counts as one entry of the sample. Errors of `held` propagate.
+        Each bucket counts as one more entry of the sample. Errors of `held` propagate.
         """
         first = 0 if sample is None else random.randrange(NUM_BUCKETS)
         found = Differences()
-        # wrap around, so that all of a small tree is compared
+        # The sample continues at bucket 0 after the last bucket, so a small tree is compared whole.
         for at, end in ((first, NUM_BUCKETS), (0, first)):
             while at < end and (sample is None or sample > 0):
                 part, stopped = await self._compare(
@@ -121,17 +129,23 @@ class TreeInspector:
     async def _compare(
         self, worker_id: str, held: Held, first: int, end: int, entries: int
     ) -> tuple[Differences, int]:
-        """Returns the lasting differences and the bucket at which the comparison stopped."""
+        """Compares the buckets from `first` on, but not `end`, until `entries` entries are read.
+
+        Returns the differences that every look found, and the bucket after the last compared one.
+        """
         missing = set[bytes]()
         stale = set[bytes]()
-        num_looks, was_there = 0, True  # consecutive looks that found a log, or none
+        # `num_looks` counts consecutive looks with the same result `was_there`: the worker has a
+        # log in the tree, or it has none.
+        num_looks, was_there = 0, True
         for look in range(2 * self.looks):
             before = None
             if look:
                 await asyncio.sleep(self.pause_s)
                 before = await held(first, end)
             said = await self._read(worker_id, first, end, entries)
-            # Later looks read the same buckets in full, even if they have grown.
+            # The looks after the first read the same buckets in full, even if the buckets have
+            # grown, so the number of entries has no limit.
             entries = NUM_BUCKETS + (1 << 30)
             claimed, end = said or (set(), end)
             after = await held(first, end)
@@ -143,7 +157,7 @@ class TreeInspector:
             stale = surplus & stale if num_looks > 1 else surplus
             if num_looks == self.looks or (said and not missing and not stale):
                 break
-        if num_looks < self.looks:  # the log appeared and disappeared, or nothing differs
+        if num_looks < self.looks:  # nothing differs, or the log appeared and disappeared
             missing = set()
             stale = set()
         return Differences(len(claimed | after), len(missing), len(stale), was_there), end

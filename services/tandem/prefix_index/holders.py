@@ -1,25 +1,28 @@
-"""Names of the holders in the prefix tree: each worker's KV pool and each of its tiers.
+"""Names of the holders in the prefix tree: each worker's block pool and each of the worker's tiers.
 
-    decode-0         the pool of the worker decode-0
-    decode-0#host    its tier in host memory
-    decode-0#disk    its tier on disk
-    decode-0#store   the blocks of the object store that it knows
-    #store           the object store for every worker; not in the tree, see `with_shared_tiers`
+Name             Holder
+decode-0         the block pool of the worker decode-0
+decode-0#host    decode-0's tier in host memory
+decode-0#disk    decode-0's tier on disk
+decode-0#store   the blocks that decode-0 knows to be in the object store
+#store           the object store for all workers; not in the tree, see `with_shared_tiers`
 
-Each holder has its own slot and log. A tier holds whole prefixes, as a pool does, so its entries
-are prefix-closed. A worker's depth over several holders (device and host; device, host and disk) is
-the largest of their depths. A reader without support for tiers sees a tier as an unknown worker.
+Each holder has its own slot and log in the tree. A tier holds whole prefixes, as a block pool does,
+so its entries are prefix-closed: a holder of a block holds all earlier blocks of the prefix, too. A
+worker's depth is the number of leading blocks of a prompt that the worker has, and the largest
+depth among its holders counts. A program without support for tiers sees a tier as an unknown
+worker.
 """
 
 from collections.abc import Mapping
 
 from tandem.common.kv_tiers import SHARED_TIERS
 
-MARK = "#"  # separator; worker ids do not contain it
+MARK = "#"  # separates the worker id from the tier; worker ids do not contain it
 
 
 def holder_of(worker_id: str, tier: str) -> str:
-    """Returns the holder name of a worker's tier; an empty `tier` means its pool."""
+    """Returns the holder name of a worker's tier; an empty `tier` means the worker's block pool."""
     return f"{worker_id}{MARK}{tier}" if tier else worker_id
 
 
@@ -29,8 +32,9 @@ def worker_of(holder: str) -> str:
 
 
 def source_of(worker_id: str, tier: str) -> str:
-    """Returns the name under which a look-up reports the blocks that a worker can load from a
-    tier.
+    """Returns the holder name in a look-up's matches for blocks that a worker can load from a tier.
+
+    The object store has one name for all workers.
     """
     return MARK + tier if tier in SHARED_TIERS else holder_of(worker_id, tier)
 

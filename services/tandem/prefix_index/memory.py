@@ -1,8 +1,9 @@
 """A prefix tree in this process's memory, for the simulator and for tests.
 
-The holders of a block are an integer with one bit for each worker's slot, so a look-up costs the
-same for one worker and for a thousand. The look-up gallops over the depth, as lua/match.lua does.
-Bits of a dropped worker stay until `sweep` has cleared them; only then is its slot free again.
+The workers that hold a block are stored as an integer with one bit for each worker's slot, so a
+look-up costs the same for one worker and for a thousand. Like lua/match.lua, the look-up probes the
+prompt's blocks in growing steps (1, 2, 4, ...) and then searches between two probes. The bits of a
+dropped worker stay until `sweep` has cleared them. Only then can another worker use the slot.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,12 +20,16 @@ class _Log:
 
 
 class MemoryIndex:
-    """Holds prefix-closed blocks of each worker, so the set of holders only shrinks with depth."""
+    """A `PrefixIndex` in memory.
+
+    Workers hold whole prefixes, so a later block of a prompt never has more holders than an earlier
+    block.
+    """
 
     def __init__(self) -> None:
         self._logs: dict[str, _Log] = {}
         self._holders: dict[bytes, int] = {}  # block hash -> mask of slots, dropped slots included
-        self._worker_ids: list[str] = []  # index: slot
+        self._worker_ids: list[str] = []  # the worker id of each slot; the index is the slot
         self._free_slots: list[int] = []
         self._live = 0  # mask of the slots in use
         self._dropped = 0  # mask of the dropped slots that await a sweep
@@ -131,8 +136,9 @@ class MemoryIndex:
     def _narrow(
         self, hashes: Sequence[bytes], mask: int, low: int, high: int, depths: dict[str, int]
     ) -> None:
-        """Sets the depths of the workers in `mask`; all of them hold block `low`, none holds
-        `high`.
+        """Sets the depths of the workers in `mask` by binary search.
+
+        All these workers hold the prompt's first `low` blocks, and none holds block `high`.
         """
         while mask and low:
             if high - low == 1:
@@ -160,7 +166,8 @@ _ZERO_IS_FALSE = bytes.maketrans(b"0", b"\0")
 
 
 def _flags(mask: int) -> bytes:
-    """Returns one byte for each bit, lowest first. It uses no Python loop, even for 1,000
-    workers.
+    """Returns one byte, 0 or 1, for each bit of `mask`, lowest bit first.
+
+    The function uses no Python loop, so it is fast even for 1,000 workers.
     """
     return bin(mask)[:1:-1].encode().translate(_ZERO_IS_FALSE)

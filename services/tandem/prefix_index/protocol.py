@@ -1,13 +1,18 @@
 """The global prefix tree, which records the workers that hold each KV block.
 
-The workers own the facts; the tree is a cache of them.
-Each worker's events form a log with sequence numbers, parents before children. A batch is rejected
-with False and changes nothing if its number is not the next one or its epoch is not the tree's. The
-worker then takes a new epoch (`reset`) and publishes all its blocks again. So the tree is
-prefix-closed for each worker: a worker that holds a block holds its parents. A match is a hint,
-which the holder checks.
-If a model has windows that free blocks, the events name the blocks after which a request can
-continue, and the tree is not prefix-closed. `match` then looks for the deepest such block.
+Only a worker knows for certain which blocks it holds; the tree may be a little out of date. So a
+match is a hint, and the worker checks whether it still has the blocks.
+
+The parent of a block is the block before it in the prompt. Each worker publishes its stored and
+removed blocks in a log of numbered batches; parents are stored before their children. A batch is
+rejected and changes nothing if its number is not the next one or its epoch is not the epoch of the
+log in the tree. The worker then starts a log under a new epoch (`reset`) and publishes all its
+blocks again. So the tree is prefix-closed: if it lists a worker for a block, it lists the worker
+for all earlier blocks of the prefix, too.
+
+If a model has sliding-window attention, workers free blocks outside the window. They then publish
+only the blocks after which a request can continue, and the tree is not prefix-closed. `match` looks
+for the last such block of the prompt.
 """
 
 from collections.abc import Sequence
@@ -15,10 +20,10 @@ from typing import Protocol
 
 
 class PrefixIndex(Protocol):
-    """Interface of a tree. All implementations pass the tests in tests/unit/prefix_index/."""
+    """Interface of a prefix tree. All implementations pass tests/unit/prefix_index/."""
 
     async def reset(self, worker_id: str, epoch: str) -> None:
-        """Forgets the worker's blocks and starts a log at sequence number 0 for `epoch`."""
+        """Forgets the worker's blocks and starts a log under `epoch`, at sequence number 0."""
 
     async def publish(
         self,
@@ -28,26 +33,30 @@ class PrefixIndex(Protocol):
         stored: Sequence[bytes],
         removed: Sequence[bytes],
     ) -> bool:
-        """Applies one batch: stored blocks, parents first, then removed blocks, children first.
+        """Applies one batch of a worker's log: adds `stored` blocks, then drops `removed` blocks.
 
-        Returns False for a gap, a repeat or another epoch; nothing has changed then.
+        In `stored`, parents precede children; in `removed`, children precede parents. If the
+        sequence number is not the next one or the epoch is not the log's, nothing is changed and
+        False is returned.
         """
 
     async def match(self, block_hashes: Sequence[bytes], *, closed: bool = True) -> dict[str, int]:
-        """Returns for each worker the number of leading blocks after which it can continue.
+        """Returns for each worker the number of leading blocks that it need not compute.
 
-        Workers with none, and forgotten workers, are left out. It takes one round trip. `closed` is
-        False for a model with windows, where an entry says only that a request can continue after
-        that block.
+        Workers without such blocks, and forgotten workers, are left out. The call takes one round
+        trip. `closed` is False for a model with sliding-window attention: then an entry says only
+        that a request can continue after that block, and not that the worker holds the blocks
+        before it.
         """
 
     async def forget(self, worker_id: str) -> None:
-        """Drops a worker. It does not match again until its next `reset`."""
+        """Drops a worker. `match` leaves the worker out until its next `reset`."""
 
     async def num_blocks(self, worker_id: str) -> int:
         """Returns the number of blocks that the tree holds for the worker."""
 
     async def sweep(self, limit: int) -> bool:
-        """Clears bits of dropped workers in at most `limit` entries; returns False if none are
-        left.
+        """Removes dropped workers from up to `limit` entries, so that their slots can be reused.
+
+        Returns False if nothing is left to sweep.
         """

@@ -1,20 +1,21 @@
-"""Publishes the blocks that one worker holds, so that the tree converges to the worker's own set.
+"""Publishes the blocks that one worker holds to the prefix tree.
 
-States of the loop, which is one task:
+The loop is one task with two states:
 
-    behind    the tree has no log of this epoch, or may have none: `reset` starts one under a new
-              epoch, and all held blocks wait to be published again
-    in step   changes since the last batch are published every `interval_s`; without changes, an
-              empty batch every `heartbeat_s` keeps the worker's slot and detects a lost tree
+    behind    The tree may have no log of the current epoch. `reset` starts a log under a new epoch,
+              and all held blocks are published again.
+    in step   Changes since the last batch are published every `interval_s`. Without changes, an
+              empty batch is sent every `heartbeat_s`. The empty batch keeps the worker's slot and
+              detects that the tree was lost.
 
-A rejected batch, a Redis error or a deadline leads from `in step` to `behind`; retries have a
-growing, jittered delay. `add` only changes two dicts, so a slow, stopped or empty Redis never
-delays the engine, and no event is lost. Waiting changes that cancel each other are dropped, so
-their number is bounded by the blocks of the worker and of the tree. Blocks are stored parents
-first, then others are removed children first.
+A rejected batch, a Redis error or a missed deadline leads from `in step` to `behind`. Retries have
+a growing, jittered delay. `add` only changes dicts in memory, so a slow, stopped or empty Redis
+never delays the engine, and no event is lost. Waiting changes that cancel each other are dropped,
+so there are never more of them than the worker and the tree have blocks. In a batch, parents are
+stored before children, and then children are removed before parents.
 
-An epoch is `PROCESS_EPOCH:COUNTER`; the counter grows with each new log. The worker's record has it
-too (`WorkerRecord.epoch`), which shows that a record and a log belong together.
+An epoch is `PROCESS_EPOCH:COUNTER`, and the counter grows with each new log. The worker's record
+has the epoch, too (`WorkerRecord.epoch`), which shows that a record and a log belong together.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 class PublisherConfig:
     interval_s: float = 0.03  # pause between two batches while changes wait
     heartbeat_s: float = 1.0
-    # Bounds how long one batch occupies Redis, and so how long a look-up may wait for it.
+    # Largest batch. It limits how long one batch occupies Redis, and so how long a look-up waits.
     batch_blocks: int = 256
     deadline_s: float = 2.0  # deadline of each Redis call
     backoff_min_s: float = 0.1
@@ -47,7 +48,10 @@ class PublisherConfig:
 
 
 class Publisher:
-    """Publishes one worker's log on one event loop: `start`, then `add`, then `aclose`."""
+    """Publishes one worker's log on one event loop.
+
+    The caller calls `start` first, then `add` for each report, and `aclose` last.
+    """
 
     def __init__(
         self,
@@ -58,27 +62,28 @@ class Publisher:
         on_epoch: Callable[[str], None] = lambda epoch: None,
         config: PublisherConfig | None = None,
     ) -> None:
-        """`on_epoch` is called with each new epoch, before its log begins."""
+        """`on_epoch` is called with each new epoch, before the epoch's log begins."""
         self._index = index
         self._worker_id = worker_id
         self._process_epoch = process_epoch
         self._on_epoch = on_epoch
         self._config = config or PublisherConfig()
-        # Half of each delay is random, so this base keeps it at `backoff_min_s` or more.
+        # Up to half of each delay is random, so twice the minimum keeps every delay at
+        # `backoff_min_s` or more.
         self._backoff = Backoff(
             doubling_at_random(2 * self._config.backoff_min_s, self._config.backoff_max_s)
         )
         self.num_logs = 0  # number of epochs so far
         self._next_number = 0
         self._in_step = False
-        # These dicts are ordered sets. `_held` has parents before children. The tree's content is
-        # held - to_store + to_remove.
+        # These dicts are ordered sets of block hashes. `_held` has parents before children. The
+        # tree has the worker's blocks `_held`, minus `_to_store`, plus `_to_remove`.
         self._held: dict[bytes, None] = {}
         self._to_store: dict[bytes, None] = {}
         self._to_remove: dict[bytes, None] = {}
         self._num_in_flight = 0
         self.num_published = 0  # total number of changes that the tree accepted
-        self._sweep_at = 0.0  # in time.monotonic() seconds
+        self._sweep_at = 0.0  # monotonic seconds of the next sweep
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -88,7 +93,10 @@ class Publisher:
 
     @property
     def lag(self) -> int:
-        """Number of changes that the tree does not have yet; all held blocks if it has no log."""
+        """Number of changes that the tree does not have yet.
+
+        If the tree has no log of the current epoch, this is the number of held blocks.
+        """
         if not self._in_step:
             return len(self._held)
         return len(self._to_store) + len(self._to_remove) + self._num_in_flight
@@ -108,7 +116,10 @@ class Publisher:
         self._task.add_done_callback(_log_failure)
 
     def add(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """Takes the events of one report: stored, parents first; then removed, children first."""
+        """Takes one report of the engine: blocks that were stored, then blocks that were removed.
+
+        In `stored`, parents precede children; in `removed`, children precede parents.
+        """
         for block_hash in stored:
             if block_hash in self._held:
                 continue
@@ -129,7 +140,7 @@ class Publisher:
             self._changed.set()
 
     async def aclose(self) -> None:
-        """Ends the log. The tree forgets the worker at once if Redis answers in time."""
+        """Stops publishing. The tree forgets the worker at once if Redis answers in time."""
         if self._task is not None:
             await cancel(self._task)
             self._task = None
@@ -154,13 +165,13 @@ class Publisher:
                     failures += 1
                     logger.warning("the prefix tree lost step with epoch %s", self.epoch)
             except (*UNREACHABLE, TandemError) as error:
-                # It is unknown whether the call was applied, so the log cannot continue.
+                # Redis may or may not have applied the call, so the log cannot continue.
                 self._in_step = False
                 failures += 1
                 if failures == 1:
                     logger.warning("the prefix tree is out of reach: %r", error)
             except Exception:
-                # This is a bug. A new log costs less than a worker that stops publishing.
+                # This is a bug. Starting a new log is better than a worker that stops publishing.
                 self._in_step = False
                 failures += 1
                 logger.exception("publishing to the prefix tree broke")
@@ -179,8 +190,11 @@ class Publisher:
         logger.info("publishing %d blocks under epoch %s", len(self._held), self.epoch)
 
     async def _publish_batch(self) -> bool:
-        """Publishes one batch, empty if nothing waits. Stores precede removals."""
-        # Blocks in flight leave the waiting sets, so that a new event cannot cancel them.
+        """Publishes one batch, which is empty if no change waits. Returns whether it was applied.
+
+        Stored blocks take precedence over removed blocks if both do not fit into the batch.
+        """
+        # Blocks of the batch leave the waiting sets, so that `add` cannot cancel them meanwhile.
         stored = _take(self._to_store, self._config.batch_blocks)
         removed = _take(self._to_remove, self._config.batch_blocks - len(stored))
         self._num_in_flight = len(stored) + len(removed)
@@ -217,7 +231,7 @@ class Publisher:
 
 
 def _take(waiting: dict[bytes, None], count: int) -> list[bytes]:
-    """Removes and returns the first `count` keys."""
+    """Removes and returns the first `count` keys of `waiting`."""
     taken = list(islice(waiting, count))
     for block_hash in taken:
         del waiting[block_hash]

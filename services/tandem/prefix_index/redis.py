@@ -1,29 +1,33 @@
-"""The prefix tree in Redis: Lua scripts (lua/*.lua) over one hash per 65,536 buckets of a shard.
+"""The prefix tree in Redis: Lua scripts (lua/*.lua) over shards of 65,536 buckets, each a HASH.
 
-A worker has a slot (a bit, 0 to 30) in a shard; a block's entry is the mask of the slots that hold
-it. Keys of shard 0, 1, ... of a cluster, all in the hash slot of their shard's tag:
+Each shard has up to 31 workers. A worker has a slot in one shard, which is a bit from 0 to 30. The
+entry of a block in a shard is a mask of the slots whose workers hold the block. Each shard of a
+cluster (SHARD is 0, 1, ...) has these keys, which share one hash slot of Redis Cluster:
 
     {tandem:CLUSTER:SHARD}:prefix          HASH, the shard's state:
-        live        mask of slots whose bits count; dropping a bit forgets a worker at once
+        live        mask of slots in use; a worker is forgotten at once when its bit is cleared here
         dirty       mask of dropped slots whose bits are not swept yet
         sweeping    mask of slots that the current sweep clears
         cursor      next bucket of the current sweep
         entries     number of blocks in the buckets
         swept       number of entries from which a sweep removed a dropped slot's bit
         next        1 if a worker found this shard full, so that the next shard exists
-        slot:ID     slot of worker ID; each live slot N has:
-        worker:N    id of its worker
-        epoch:N     epoch of its log
-        seq:N       next sequence number of its log
-        seen:N      time of the last publication, in seconds of Redis's clock
-        blocks:N    number of blocks that it holds
-    {tandem:CLUSTER:SHARD}:prefix:b:XX     HASH of the blocks whose hash begins with the bytes XX:
-        bytes 2 to 9 of the hash -> mask. Small enough to stay a listpack up to 30 million blocks.
+        slot:ID     slot of the worker with this id
+      and for each slot N in use:
+        worker:N    id of the slot's worker
+        epoch:N     epoch of the worker's log
+        seq:N       next sequence number of the worker's log
+        seen:N      time of the worker's last publication, in seconds of Redis's clock
+        blocks:N    number of blocks that the worker holds
+    {tandem:CLUSTER:SHARD}:prefix:b:XX     HASH, the bucket of the hashes that begin with bytes XX:
+        bytes 2 to 9 of the block hash -> mask. Up to 30 million blocks in a shard, the buckets are
+        small enough for Redis's compact encoding (listpack).
 
-The server must not evict keys (`maxmemory-policy noeviction`): a hole would break prefix closure.
-Shards are found by following `next` from shard 0. A look-up queries all known shards in one
-pipeline; a shard that it discovers is queried from the next look-up on. Errors of redis-py
-propagate. Needs Redis 6.2.
+The server must not evict keys (`maxmemory-policy noeviction`), because a lost bucket would leave
+blocks in the tree without their parents, and `match` relies on the parents. Clients find shards by
+following `next` from shard 0. A look-up queries all known shards in one pipeline. If it discovers
+another shard, the next look-up queries that shard, too. Errors of redis-py propagate. Redis 6.2 or
+later is required.
 """
 
 import asyncio
@@ -38,15 +42,16 @@ from tandem.net.store.script import Script
 _LUA = Path(__file__).parent / "lua"
 _SHARDS_MAX = 64
 SILENT_S = 60
-# Each look-up at the same time needs a connection; Redis runs one call at a time anyway
+# Simultaneous look-ups need one connection each. Redis runs one call at a time anyway, so few
+# connections are enough.
 LOOKUPS_AT_ONCE_MAX = 8
 
 
 class RedisIndex:
-    """One client's view of a cluster's tree. Any number of clients may use the same tree."""
+    """A client of a cluster's prefix tree. Any number of clients may use the same tree."""
 
     def __init__(self, redis: Client, cluster_id: str, *, silent_s: int = SILENT_S) -> None:
-        """`silent_s`: the sweep drops a worker that has not published for this long."""
+        """The sweep drops a worker that has published nothing for more than `silent_s` seconds."""
         self._redis = redis
         self._cluster_id = cluster_id
         self._silent_s = silent_s
@@ -61,8 +66,8 @@ class RedisIndex:
     async def open(self) -> None:
         """Opens connections, loads the look-up's script and finds all shards.
 
-        This makes a first burst of look-ups fast and complete. Without it, look-ups do the same
-        step by step.
+        Without this call, the first look-ups do these steps, so they are slower and may miss shards
+        that are not known yet.
         """
         await warm(self._redis, LOOKUPS_AT_ONCE_MAX)
         await self._match.load(self._redis)
@@ -110,7 +115,7 @@ class RedisIndex:
 
     async def match(self, block_hashes: Sequence[bytes], *, closed: bool = True) -> dict[str, int]:
         chain = b"".join(block_hashes)
-        async with self._turns:  # waiting is faster than opening a connection
+        async with self._turns:  # waiting for another look-up is faster than a new connection
             replies = await self._match.on_each(self._redis, self._keys(), chain, int(closed))
         self._learn(replies[-1][0])
         return {
@@ -148,12 +153,12 @@ class RedisIndex:
         return [self.key(shard) for shard in range(self._num_shards)]
 
     def _learn(self, more: int) -> None:
-        """Adds the next shard if the last known shard's reply says that it exists."""
+        """Adds the next shard to the known shards if `more`, from the last shard's reply, is 1."""
         if more and self._num_shards < _SHARDS_MAX:
             self._num_shards += 1
 
     async def find(self, worker_id: str) -> tuple[int, int] | None:
-        """Returns the worker's (shard, slot); None if it has no log."""
+        """Returns the worker's (shard, slot); None if the worker has no log in the tree."""
         for shard in range(_SHARDS_MAX):
             slot, more = await self._hmget(shard, f"slot:{worker_id}", "next")
             if slot is not None:

@@ -1,4 +1,7 @@
-"""The program `tandem router`: one replica. Secrets come from the environment, see config."""
+"""The program `tandem router`, which runs one router replica.
+
+Secrets come from the environment (`common/config/router.py`).
+"""
 
 import sys
 
@@ -6,12 +9,12 @@ from tandem.common.process.early_end import end_on_sigterm, quietly
 
 
 def main() -> int:
-    """Returns the exit status: 2 for wrong settings, 1 for a used port or a model that fails to
-    load.
+    """Runs the router and returns the exit status.
 
-    One line on stderr has the reason.
+    The status is 2 for wrong settings, and 1 for a used port or a model that fails to load. One
+    line on stderr has the reason.
     """
-    # Tokenizer processes import this module again, so heavy imports are inside.
+    # Tokenizer processes import this module again, so heavy imports are inside this function.
     from tandem.common.config.cluster import ClusterConfig
     from tandem.common.config.router import RouterConfig, RouterOptions
     from tandem.common.options import extended, read

@@ -1,10 +1,13 @@
 """Ends a process before its memory use harms others on its machine.
 
-    grew by less than the limit --the limit--> `give_way`: the process drains, and ends
-                                               --half as much again, or 256 MiB--> it ends at once
-gRPC's core never frees the tables of some headers (HPACK). Anyone who can reach its port can make
-it build them, without an API key: 0.25 to 0.9 MB for each 15 KB sent. RLIMIT_DATA is a second bound
-in case this thread runs too late. Child processes inherit it.
+    Growth of the memory    Action
+    above the limit         `give_way` is called: the process drains and then ends
+    above the hard limit    the process ends at once
+The hard limit is 1.5 times the limit, but at least 256 MiB above the limit.
+
+gRPC's core never frees the header tables (HPACK) of some connections. Anyone who can reach the gRPC
+port can make gRPC build such tables, without an API key: 0.25 to 0.9 MB for each 15 KB sent. The
+watch also sets RLIMIT_DATA, in case its thread runs too late. Child processes inherit RLIMIT_DATA.
 """
 
 import logging
@@ -17,10 +20,11 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.1
-# above the limit, as room in which the drain can still end the clients that fill the memory
+# Smallest difference between the limit and the hard limit. The drain needs this room, because it
+# takes time to disconnect the clients that fill the memory.
 _ABOVE_BYTES_MIN = 256 << 20
-_BEHIND_BYTES = 1 << 30  # address space above the limit, because thread stacks count towards it
-_LOADED_BYTES_MAX = 256 << 20  # a model's tokenizer takes less
+_BEHIND_BYTES = 1 << 30  # added to RLIMIT_DATA, because thread stacks count towards it
+_LOADED_BYTES_MAX = 256 << 20  # largest growth that `rebase` accepts; a tokenizer needs less
 _PAGE_BYTES = resource.getpagesize()
 
 
@@ -28,7 +32,7 @@ class MemoryWatch:
     """Watches how much this process has grown since `start` or the last `rebase`."""
 
     def __init__(self, growth_bytes_max: int, give_way: Callable[[str], object]) -> None:
-        """`give_way` is called once, in the watch's thread, with the reason as a sentence."""
+        """`give_way` is called once, in the watch's thread. Its argument is the reason as text."""
         self._growth_bytes_max = growth_bytes_max
         self._hard_bytes = growth_bytes_max + max(growth_bytes_max // 2, _ABOVE_BYTES_MIN)
         self._give_way = give_way
@@ -40,15 +44,19 @@ class MemoryWatch:
         threading.Thread(target=self._run, name="memory-watch", daemon=True).start()
 
     def rebase(self) -> None:
-        """Starts counting again, because loaded data is no growth.
+        """Restarts the count of growth after the model's tokenizer has been loaded.
 
-        The port is open meanwhile, so only a bounded amount counts as loaded.
+        Clients may already have filled memory while the tokenizer was loaded, so at most
+        `_LOADED_BYTES_MAX` is excluded from the growth.
         """
         self._base_bytes = min(resident_bytes(), self._base_bytes + _LOADED_BYTES_MAX)
         self._bound_data()
 
     def _bound_data(self) -> None:
-        """Sets RLIMIT_DATA. The growth since the base does not raise it."""
+        """Sets RLIMIT_DATA to the hard limit plus a margin.
+
+        Memory that has grown since `start` or `rebase` does not raise the limit.
+        """
         data_bytes = _statm()[5] * _PAGE_BYTES  # private writable memory
         grown_bytes = resident_bytes() - self._base_bytes
         bound = data_bytes - grown_bytes + self._hard_bytes + _BEHIND_BYTES

@@ -3,12 +3,12 @@
 A transport connects this worker to one peer and reads blocks from the peer's pool into the local
 pool. A peer never writes a worker's memory.
 
-    created --> connected (repeatable: each time measures the pair) --> pull, pull, ... --> closed
+    created --connect--> connected --pull, pull, ...--> connected --close--> closed
+`connect` may be called again, and measures the speed of reads from the peer each time.
 
 A pull belongs to a live lease. It either puts every byte in place before its deadline or raises a
-TandemError (errors.py); after an error the contents of its blocks are undefined. If a sequence
-gives up its pulls, the engine is informed before the blocks go to another sequence, and no byte
-lands in them after that.
+TandemError (errors.py). After an error, the contents of its local blocks are undefined. If a
+sequence gives up its pulls, no byte is written to its blocks after they go to another sequence.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from typing import Protocol
 
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 
-PROBE_BYTES = 4 << 20  # Size in bytes of the largest reads that measure a pair
+PROBE_BYTES = 4 << 20  # Size in bytes of the largest reads that measure the speed between workers
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPull:
-    """A read of the peer's blocks `producer_block_ids` into `local_block_ids`, pairwise.
+    """A read of the peer's blocks `producer_block_ids` into this worker's `local_block_ids`.
 
-    The local blocks belong to the sequence.
+    Blocks at the same index belong together. The local blocks belong to the sequence.
     """
 
     lease_id: str
@@ -35,15 +35,14 @@ class BlockPull:
 
 
 class Transport(Protocol):
-    """A connection to one peer. It belongs to one event loop."""
+    """A connection to one peer. All methods must be called on one event loop."""
 
     @property
     def name(self) -> str:
-        """The name of the transport in workers and metrics: "nixl" or "grpc"."""
+        """The name of the transport in workers' records and metrics: "nixl" or "grpc"."""
 
     async def connect(self, offer: pb.ConnectResponse) -> list[tuple[int, float]]:
-        """Makes the peer readable and measures reads from it; returns (bytes, seconds) of each
-        read.
+        """Connects to the peer and measures reads from it; returns (bytes, seconds) of each read.
 
         May be called again. Raises TandemError if the peer cannot be read.
         """
@@ -51,7 +50,7 @@ class Transport(Protocol):
     async def pull(self, pull: BlockPull) -> float:
         """Reads the blocks and returns the duration in seconds once all bytes are in place.
 
-        Raises LeaseLost or another TandemError if it fails. It may be cancelled.
+        Raises LeaseLost or another TandemError if the pull fails. The call may be cancelled.
         """
 
     def close(self) -> None:

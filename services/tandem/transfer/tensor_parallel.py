@@ -1,12 +1,14 @@
 """Computes the byte ranges that one tensor-parallel rank reads from a producer.
 
-The two workers may have different degrees. Heads are a block's outermost axis, so a rank's share of
-another rank's block is one span:
-    whole block         [ head 0 | head 1 | head 2 | head 3 ]   one head: all its layers
+The degree is a worker's number of tensor-parallel ranks. Producer and consumer may have different
+degrees. Heads are the outermost axis of a block, and each head's bytes cover all layers. So the
+heads that a consumer rank needs from a producer rank's block are one contiguous byte range. In this
+example, a block of the whole model has 4 heads:
+    heads               [ head 0 | head 1 | head 2 | head 3 ]
     producer, degree 2  [ rank 0          | rank 1          ]
     consumer, degree 4  [ rank 0 | rank 1 | rank 2 | rank 3 ]   rank 2 reads half of producer rank 1
-    consumer, degree 1  [ rank 0                            ]   reads producer ranks 0 and 1
-    producer, degree 8  [ 0   1  | 2   3  | 4   5  | 6   7  ]   each head is held twice
+    consumer, degree 1  [ rank 0                            ]   rank 0 reads producer ranks 0 and 1
+    producer, degree 8  [ 0   1  | 2   3  | 4   5  | 6   7  ]   two ranks have the same head
 This module is arithmetic only: it opens no transfer and knows offsets into pools, not addresses.
 """
 
@@ -16,15 +18,14 @@ from dataclasses import dataclass, replace
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.errors import Incompatible
 
-# Both workers' whole-model layouts must agree in these fields; num_blocks may differ.
+# The block layouts of the whole model must agree in these fields on both workers. The number of
+# blocks may differ.
 _EQUAL = ("num_kv_heads", "num_layers", "block_size", "head_dim", "dtype", "has_values", "rotated")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPairs:
-    """Blocks to read, pairwise: `producer_ids[i]` of the peer into `local_ids[i]` of this
-    worker.
-    """
+    """Blocks to read: the peer's block `producer_ids[i]` goes to the local block `local_ids[i]`."""
 
     producer_ids: Sequence[int]
     local_ids: Sequence[int]
@@ -40,10 +41,10 @@ class BlockPairs:
 class ParallelLayout:
     """The KV layout of one worker's tensor-parallel ranks.
 
-    `whole` has all KV heads of the model and the number of blocks of each rank's pool. With H heads
-    and degree T, rank r holds H/T heads from head r*H//T on. If T is larger than H, each rank holds
-    one head, and T/H ranks hold the same one. Raises Incompatible if neither number divides the
-    other.
+    `whole` is the layout of a block with all KV heads of the model; its number of blocks is that of
+    each rank's pool. With H heads and degree T, rank r has H/T heads from head r*H//T on. If T is
+    larger than H, each rank has one head, and T/H ranks have the same head. The constructor raises
+    Incompatible if neither H nor T divides the other.
     """
 
     whole: BlockLayout
@@ -60,7 +61,7 @@ class ParallelLayout:
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that hold the same heads."""
+        """Number of ranks that have the same heads."""
         return max(1, self.degree // self.whole.num_kv_heads)
 
     @property
@@ -78,7 +79,10 @@ class ParallelLayout:
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """A byte range that is contiguous on both sides. Offsets start at each rank's pool."""
+    """A byte range that is contiguous in the producer's pool and in the local pool.
+
+    Each offset is counted from the start of the rank's pool.
+    """
 
     producer_offset: int
     local_offset: int
@@ -96,11 +100,11 @@ class RankRead:
 def descriptors(
     producer: ParallelLayout, local: ParallelLayout, blocks: BlockPairs, *, local_rank: int
 ) -> list[RankRead]:
-    """Returns the reads that give `local_rank` its heads of `blocks`, from as few ranks as
-    possible.
+    """Returns the reads that bring the heads of `local_rank` in `blocks`.
 
-    If several producer ranks hold the same heads, consumer ranks are spread over them. Raises
-    Incompatible that names every layout difference other than the degree and the number of blocks.
+    The reads use as few producer ranks as possible. If several producer ranks have the same heads,
+    the consumer ranks are spread over them. Raises Incompatible if the layouts differ in more than
+    the degree and the number of blocks; the message names every difference.
     """
     _check_alike(producer.whole, local.whole)
     wanted = local.heads(local_rank)

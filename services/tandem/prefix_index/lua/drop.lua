@@ -1,7 +1,8 @@
--- Shared by reset.lua and sweep.lua, which begin with it: taking a slot away from its worker.
+-- Functions that take slots away from their workers. redis.py puts this text before reset.lua and
+-- sweep.lua.
 --
--- From then on its bits do not count. A slot that never had a block is clean at once; another one
--- waits for the sweep.
+-- drop: takes a slot away. From then on, the slot's bits in the entries do not count. If its worker
+-- has no blocks, another worker can use the slot at once; otherwise the slot waits for the sweep.
 local function drop(state, slot)
   local owner = redis.call('HGET', state, 'worker:' .. slot)
   local bits = bit.lshift(1, tonumber(slot))
@@ -15,7 +16,7 @@ local function drop(state, slot)
     'seq:' .. slot, 'seen:' .. slot, 'blocks:' .. slot)
 end
 
--- Drops the slots whose worker published nothing for longer than `silent` seconds.
+-- Drops the slots whose worker has published nothing for more than `silent` seconds.
 local function drop_silent(state, silent)
   local now = tonumber(redis.call('TIME')[1])
   local fields = {}

@@ -1,12 +1,13 @@
--- The entries of one worker in a range of buckets.
+-- Returns the entries of one worker in a range of buckets.
 --
 -- KEYS[1]   the shard's state, see redis.py; bucket keys are made from it, in the same hash slot
 -- ARGV[1]   worker id
 -- ARGV[2]   the first bucket, 0 to 65535
--- ARGV[3]   the bucket to end before
--- ARGV[4]   how many entries to look at, a bucket counting as one more; at least one bucket is read
--- returns   {end, entries}: the range was read up to bucket `end`, and the worker's entries there
---           are in one string, 10 bytes each; or nothing for a worker that is not here
+-- ARGV[3]   the bucket after the last one
+-- ARGV[4]   number of entries to read, where each bucket counts as one more entry; at least one
+--           bucket is read
+-- returns   {end, entries}: buckets were read up to `end`, `end` excluded; `entries` is one string
+--           with the worker's entries, 10 bytes each. Empty if this shard does not have the worker
 local state = KEYS[1]
 local slot = redis.call('HGET', state, 'slot:' .. ARGV[1])
 if not slot then return {} end

@@ -1,15 +1,19 @@
--- How many leading blocks of a chain each worker of one shard can go on from.
+-- Returns for each worker of one shard the number of leading blocks of a prompt that the worker
+-- need not compute.
 --
 -- KEYS[1]   the shard's state, see redis.py; bucket keys are made from it, in the same hash slot
--- ARGV[1]   the chain's block hashes, 16 bytes each, without anything between
--- ARGV[2]   1: each worker's blocks are prefix-closed; 0: an entry stands for itself (protocol.py)
--- returns   {next, worker, depth, worker, depth, ...}: next is 1 when a further shard exists;
---           workers that hold none of the chain are left out
+-- ARGV[1]   hashes of the prompt's blocks, concatenated, 16 bytes each
+-- ARGV[2]   1: a worker that holds a block holds all blocks before it (prefix-closed);
+--           0: an entry says nothing about the blocks before it (protocol.py)
+-- returns   {next, worker, depth, worker, depth, ...}: next is 1 if another shard exists; depth is
+--           a number of blocks; workers without any of the blocks are left out
 --
--- If they are prefix-closed, the set of holders only shrinks with depth. The look-up then gallops
--- (1, 2, 4, ...) until nobody is left and halves the gap in which a worker was lost: about
--- 2 log2(depth) reads where all workers agree, at most that for each worker. Else it goes from the
--- deepest block up until it has found every worker.
+-- With prefix-closed blocks, a later block never has more holders than an earlier block. The
+-- look-up probes growing depths (steps of 1, 2, 4, ...) until no worker holds the block. If a
+-- worker holds the block of one probe and not of the next, binary search between the two finds the
+-- worker's depth. This needs about 2 log2(depth) reads if all workers have the same depth, and at
+-- most as many for each worker otherwise. Without prefix-closed blocks, the look-up goes from the
+-- last block to the first until it has found every worker.
 local state, chain = KEYS[1], ARGV[1]
 local head = redis.call('HMGET', state, 'next', 'live')
 local reply = {tonumber(head[1] or 0)}
@@ -17,7 +21,8 @@ local live = tonumber(head[2] or 0)
 local count = math.floor(#chain / 16)
 local buckets = state .. ':b:'
 
--- The slots that hold the block at depth `depth`, which starts at 1; dropped ones among them.
+-- Returns the mask of the slots that hold the block at depth `depth`, counted from 1. The mask may
+-- include dropped slots.
 local function holders(depth)
   local at = (depth - 1) * 16
   local mask = redis.call('HGET', buckets .. chain:sub(at + 1, at + 2), chain:sub(at + 3, at + 10))
@@ -34,7 +39,8 @@ local function report(mask, depth)
   end
 end
 
--- All of `mask` hold block `low`, none of it holds block `high`.
+-- Reports the depths of the slots in `mask` by binary search. All of them hold the block at depth
+-- `low`, and none of them holds the block at depth `high`.
 local function narrow(mask, low, high)
   if mask == 0 then return end
   if high - low == 1 then return report(mask, low) end

@@ -1,12 +1,13 @@
--- Applies one batch of a worker's log, or nothing when the batch is not the next one.
+-- Applies one batch of a worker's log. Changes nothing if the batch is not the next one.
 --
 -- KEYS[1]   the shard's state, see redis.py; bucket keys are made from it, in the same hash slot
 -- ARGV[1]   worker id
 -- ARGV[2]   epoch of the log
 -- ARGV[3]   sequence number of the batch
--- ARGV[4]   hashes of blocks stored, 16 bytes each, parents first
--- ARGV[5]   hashes of blocks removed, 16 bytes each, children first
--- returns   1 applied; 0 a gap, a repeat, another epoch or a worker that is not here: no change
+-- ARGV[4]   hashes of the stored blocks, 16 bytes each, parents before children
+-- ARGV[5]   hashes of the removed blocks, 16 bytes each, children before parents
+-- returns   1: the batch was applied. 0: nothing was changed, because the sequence number is not
+--           the next one, the epoch is not the log's, or this shard does not have the worker
 local state = KEYS[1]
 local slot = redis.call('HGET', state, 'slot:' .. ARGV[1])
 if not slot then return 0 end
@@ -15,9 +16,10 @@ if log[1] ~= ARGV[2] or tonumber(log[2]) ~= tonumber(ARGV[3]) then return 0 end
 
 local buckets = state .. ':b:'
 local mine = bit.lshift(1, tonumber(slot))
-local added, fresh = 0, 0 -- entries of this worker, and entries that nobody had
+-- `added`: change of the number of this worker's blocks; `fresh`: change of the number of entries
+local added, fresh = 0, 0
 
--- A number takes Redis longer to write out than Lua to find its text.
+-- Keeps the text of each mask: Redis converts a number to text more slowly than Lua finds the text.
 local texts = {}
 local function text_of(mask)
   local text = texts[mask]
@@ -34,8 +36,9 @@ local function each(hashes, change)
   end
 end
 
--- Chains part from what others hold and never meet it again, so a block is most likely as new, or
--- as shared, as the one before it: one call for a new block, two for a shared one.
+-- Stores the blocks with few calls: one call for a new block, two for a block that other workers
+-- hold. `shared` predicts which case applies: once a prompt differs from the prompts that others
+-- hold, all its later blocks are new. So a block is most likely in the same case as the one before.
 local alone = text_of(mine)
 local shared = false
 each(ARGV[4], function(bucket, field)

@@ -1,11 +1,13 @@
--- Drops a worker from one shard and, when asked to, starts a new log for it in a clean slot there.
+-- Drops a worker from one shard. If an epoch is given, starts a new log for the worker in a free
+-- slot of the shard. A free slot is not live, dirty or sweeping (redis.py).
 --
 -- KEYS[1]   the shard's state, see redis.py
 -- ARGV[1]   worker id
 -- ARGV[2]   epoch of the new log; empty: only drop the worker
--- ARGV[3]   seconds of silence after which a slot may be taken away when none is clean
--- returns   {placed, next}: placed is 1 when the log now starts here, at sequence number 0; next is
---           1 when a further shard exists, or must be tried because this one is full
+-- ARGV[3]   if no slot is free, workers that were silent for more than this many seconds are
+--           dropped first
+-- returns   {placed, next}: placed is 1 if the log was started in this shard, at sequence number 0;
+--           next is 1 if another shard exists or must be tried because this shard is full
 local state, worker, epoch = KEYS[1], ARGV[1], ARGV[2]
 
 local function mask_of(name) return tonumber(redis.call('HGET', state, name) or 0) end

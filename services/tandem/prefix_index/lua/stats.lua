@@ -1,10 +1,10 @@
--- What one shard holds, for metrics.
+-- Returns the sizes of one shard and of its workers' blocks, for metrics.
 --
 -- KEYS[1]   the shard's state, see redis.py; bucket keys are made from it, in the same hash slot
--- ARGV[1]   a bucket, 0 to 65535: 64 of them from there on are measured
--- returns   {next, entries, swept, bytes, worker, blocks, silent, ...}: next is 1 when a further
---           shard exists; bytes is what its buckets take, as those 64 let expect; silent is the
---           seconds since the worker last published
+-- ARGV[1]   a bucket, 0 to 65535: the memory of 64 buckets from this one on is measured
+-- returns   {next, entries, swept, bytes, worker, blocks, silent, ...}: next is 1 if another shard
+--           exists; bytes is the memory of all buckets, estimated from the 64 measured ones; silent
+--           is the number of seconds since the worker last published
 local state = KEYS[1]
 local head = redis.call('HMGET', state, 'next', 'entries', 'swept', 'live')
 local live, now = tonumber(head[4] or 0), tonumber(redis.call('TIME')[1])

@@ -1,14 +1,15 @@
--- Drops workers that fell silent, and clears the bits of dropped ones from a bounded part of one
--- shard, so that slots can be reused.
+-- Drops silent workers. Then clears the bits of dropped workers in the next buckets of one shard,
+-- so that their slots can be reused.
 --
 -- KEYS[1]   the shard's state, see redis.py; bucket keys are made from it, in the same hash slot
--- ARGV[1]   how many entries to look at, a bucket counting as one more
--- ARGV[2]   seconds without a publish after which a worker is dropped
--- returns   {left, next}: left is 1 while there is more to sweep here; next is 1 when a further
---           shard exists
+-- ARGV[1]   number of entries to read, where each bucket counts as one more entry
+-- ARGV[2]   a worker that has published nothing for more than this many seconds is dropped
+-- returns   {left, next}: left is 1 if this shard has more to sweep; next is 1 if another shard
+--           exists
 --
--- A round goes over all 65,536 buckets for the slots that were dirty when it began. A slot that is
--- dropped meanwhile waits for the next round: buckets behind the cursor can still have its bit.
+-- Several calls make one round over all 65,536 buckets. A round clears the bits of the slots that
+-- were dirty when it began. A slot that is dropped during a round waits for the next round, because
+-- buckets that the round has already passed can still have the slot's bit.
 local state = KEYS[1]
 drop_silent(state, tonumber(ARGV[2]))
 local head = redis.call('HMGET', state, 'next', 'dirty', 'sweeping', 'cursor')
@@ -41,6 +42,6 @@ while budget > 0 and cursor < 65536 do
 end
 if cursor == 65536 then sweeping = 0 end
 redis.call('HINCRBY', state, 'swept', swept)
-redis.call('HINCRBY', state, 'entries', 0 - freed) -- to Redis 6.2 a -0 is no integer
+redis.call('HINCRBY', state, 'entries', 0 - freed) -- not -freed: Redis 6.2 rejects -0
 redis.call('HSET', state, 'dirty', dirty, 'sweeping', sweeping, 'cursor', cursor)
 return {(sweeping ~= 0 or dirty ~= 0) and 1 or 0, more}

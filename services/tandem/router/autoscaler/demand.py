@@ -1,8 +1,9 @@
-"""The autoscaler's observations: demand, latencies and the state of the pools. Pure.
+"""The autoscaler's observations: demand, latencies and the state of the pools. Does no I/O.
 
-The counters of `Demand` only grow. So the demands of several routers can be added, a missed one is
-included in the next, and the difference of two is the demand in between. Latencies are counted in
-buckets, as multiples of their SLO limit, so that a quantile over many routers needs only a sum.
+The counters of `Demand` only grow. So the counters of several routers can be added, a lost report
+is made up for by the next one, and the difference of two reports is the demand between them. A
+latency is divided by its SLO limit and counted in a histogram bucket, so a quantile over many
+routers needs only the sum of the routers' buckets.
 """
 
 from __future__ import annotations
@@ -13,30 +14,33 @@ import msgspec
 
 from tandem.common.perf_model.rates import DecodeRate
 
-# Upper edges of the buckets, as multiples of the limit; one more bucket has no upper edge.
+# Upper edges of the latency buckets, as multiples of the SLO limit. One more bucket has no upper
+# edge.
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0)
 NO_COUNTS = (0,) * (len(EDGES) + 1)
 Counts = tuple[int, ...]
-_LATE = 50  # recent requests over which the mean output is taken
+_LATE = 50  # the mean output length is taken over about this many recent requests
 
 
 class Demand(msgspec.Struct, frozen=True):
     """Counters since a router started, or their sum over all routers."""
 
     num_requests: int = 0  # all requests, including refused ones
-    # seconds of one worker to prefill the missing tokens, by the workers' rates
+    # Seconds that one worker needs to prefill the uncached tokens of all requests. The workers'
+    # measured rates give this time.
     prefill_s: float = 0.0
     num_ended: int = 0
-    output_tokens: int = 0  # of the ended requests
-    ttft: Counts = NO_COUNTS  # first tokens, by latency relative to the limit
-    itl: Counts = NO_COUNTS  # later tokens, by latency relative to the limit
+    output_tokens: int = 0  # output tokens of all ended requests
+    ttft: Counts = NO_COUNTS  # number of first tokens in each latency bucket
+    itl: Counts = NO_COUNTS  # number of tokens after the first in each latency bucket
 
     def plus(self, other: Demand) -> Demand:
         return self._with(other, 1)
 
     def since(self, earlier: Demand) -> Demand:
-        """Returns the growth since `earlier`, or all counts if a counter decreased after a
-        restart.
+        """Returns the growth since `earlier`.
+
+        A counter that decreased shows that the router restarted; then all counts are new.
         """
         grown = self._with(earlier, -1)
         went_back = grown.num_requests < 0 or grown.num_ended < 0 or min(grown.ttft) < 0
@@ -57,7 +61,7 @@ class DemandMeter:
     """Counts the demand on one router, or in one simulation."""
 
     def __init__(self) -> None:
-        self.output_tokens_mean = 0.0  # recent mean per request; 0 if none has ended
+        self.output_tokens_mean = 0.0  # recent mean per request; 0 if no request has ended
         self._num_requests = self._num_ended = self._output_tokens = 0
         self._prefill_s = 0.0
         self._ttft = list(NO_COUNTS)
@@ -68,11 +72,11 @@ class DemandMeter:
         self._prefill_s += prefill_s
 
     def first_token(self, share: float) -> None:
-        """Counts a first token whose latency was `share` times its limit."""
+        """Counts a first token whose TTFT was `share` times the TTFT limit."""
         self._ttft[bisect_left(EDGES, share)] += 1
 
     def next_tokens(self, share: float, count: int = 1) -> None:
-        """Counts later tokens whose latencies were `share` times their limit."""
+        """Counts tokens after the first whose latency was `share` times the ITL limit."""
         self._itl[bisect_left(EDGES, share)] += count
 
     def ended(self, output_tokens: int) -> None:
@@ -95,12 +99,12 @@ class DemandMeter:
 class PoolSeen(msgspec.Struct, frozen=True):
     """The current state of one pool."""
 
-    wanted: int  # its size, including workers that are starting
+    wanted: int  # the configured number of workers, including workers that are starting
     num_ready: int
-    queued_s: float = 0.0  # seconds of prefill for one worker that are queued
+    queued_s: float = 0.0  # seconds that one worker would need to prefill all queued prompts
     num_waiting: int = 0  # sequences in the workers' queues
-    kv_use: float = 0.0  # of the median worker, 0 to 1
-    num_running: int = 0  # number of sequences with blocks, leases and pulls
+    kv_use: float = 0.0  # used fraction of the median worker's KV cache, 0 to 1
+    num_running: int = 0  # number of leases, pulls, and sequences that hold blocks
 
     @property
     def is_idle(self) -> bool:
@@ -109,18 +113,21 @@ class PoolSeen(msgspec.Struct, frozen=True):
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """Everything that is observed at one moment. `now_s` is the time of any monotonic clock."""
+    """Everything that the autoscaler observes at one moment.
+
+    `now_s` is the time of any monotonic clock.
+    """
 
     now_s: float
     demand: Demand
     prefill: PoolSeen
     decode: PoolSeen
-    decode_rate: DecodeRate = DecodeRate()  # rate of one worker
+    decode_rate: DecodeRate = DecodeRate()  # decode rate of one worker
     num_held: int = 0  # requests that routers hold because a pool is empty
 
 
 def quantile(counts: Counts, share: float) -> float:
-    """Returns a quantile of the latencies, as the upper edge of its bucket; 0 if there are none."""
+    """Returns the upper edge of the bucket that has the `share` quantile; 0 without latencies."""
     total = sum(counts)
     seen = 0
     for edge, count in zip(EDGES, counts, strict=False):

@@ -1,13 +1,13 @@
-"""Moves a pool to its requested size: fast up, slowly down, without oscillation. Pure.
+"""Moves a pool to its requested size: fast up, slowly down, without oscillation. Does no I/O.
 
-    up    at once, to the requested size
-    down  to the largest size to keep in the last `down_window_s`, `step_down` at a time, some time
-          after the last change; the size to keep is the requested size plus a margin, so that a
-          load between two sizes gets the larger one
-    a change of direction waits until the last one was `reversal_s` ago
-Regardless of earlier changes, a pool grows at once after a step of the load, or if the pool is
-empty and a request waits for it. A pool without any request gets its smallest size, and its history
-is dropped.
+- A pool grows at once to its requested size.
+- A pool shrinks some time after its last change, by the fraction `step_down` of its size at a time.
+  It never shrinks below the largest size to keep (`keep`) of the last `down_window_s` seconds. The
+  size to keep is the requested size plus a margin, so a pool whose load is between two sizes does
+  not oscillate: it keeps the larger size.
+- A change of direction waits until the last change of direction was `reversal_s` ago. There are two
+  exceptions: a pool grows at once after a step of the load, and if it is empty.
+- A pool that has had no request for a while gets its smallest size, and its history is dropped.
 """
 
 from collections import deque
@@ -18,17 +18,17 @@ from tandem.common.config.autoscale import AutoscaleConfig
 
 class SizeStep(NamedTuple):
     size: int
-    held: str  # reason why it is not the requested size; empty if it is
+    held: str  # reason why `size` is not the requested size; empty if the two are equal
 
 
 class Stabilizer:
-    """Stabilizes the size of one pool. `now_s` never decreases."""
+    """Stabilizes the size of one pool. Callers must pass `now_s` values that never decrease."""
 
     def __init__(self, config: AutoscaleConfig, now_s: float) -> None:
         self._config = config
         self._kept: deque[tuple[float, int]] = deque()
         self._direction = 0  # direction of the last change: 1 up, -1 down
-        self._changed_s = now_s  # earlier loads are unknown, so no size falls at once
+        self._changed_s = now_s  # starts now, so that the pool cannot shrink at once
         self._reversed_s = -float("inf")
 
     def rest(self, now_s: float) -> None:
@@ -42,8 +42,8 @@ class Stabilizer:
     ) -> SizeStep:
         """Returns the next size of a pool of `size` workers that needs `wanted` workers.
 
-        It never shrinks below the largest `keep` and `wanted` of the last `down_window_s`. With
-        `is_urgent` it grows even just after a change of direction.
+        The pool never shrinks below the largest `keep` and `wanted` of the last `down_window_s`
+        seconds. With `is_urgent` the pool grows even just after a change of direction.
         """
         config = self._config
         most = self._most_kept(now_s, max(wanted, keep))

@@ -1,24 +1,26 @@
-"""Detects a step of the load: many more requests than the earlier samples predict. Pure.
+"""Detects a step of the load: many more requests than the earlier samples predict. Does no I/O.
 
     requests |              x x
-             |                    n requests in the latest samples
-             |  x     x           e by the rate of the samples before them
+             |
+             |  x     x
              |x   x x   x   x
-             +---------------|----
-               before         since the step: n >= 2 e + 10
-A line over ten minutes follows a step only minutes later. Random variation is no step: with e = 4
-expected requests, 18 occur once in ten million times.
+             +-------------|------
+               before       after the step
+There is a step if n >= 2 e + 10. Here n is the number of requests in the latest samples, and e is
+the number that the rate of the samples before them predicts. The forecast needs this detection,
+because its line over ten minutes follows a step only minutes later. Random variation rarely counts
+as a step: if e = 4, there are 18 requests once in ten million times.
 """
 
 from collections.abc import Sequence
 
-_TIMES = 2  # multiple of the expected requests
-_MORE = 10  # additional requests, because small numbers vary randomly
-_LATEST_S = 60.0  # a slower increase is not a step
+_TIMES = 2  # a step has at least this multiple of the expected requests, plus `_MORE`
+_MORE = 10  # excludes steps by chance, because small numbers of requests vary randomly
+_LATEST_S = 60.0  # an increase that takes longer than this is not a step
 
 
 def step_start(samples: Sequence[tuple[float, int]]) -> int | None:
-    """Returns the index of the first (seconds, requests) sample after a step; None without one.
+    """Returns the index of the first (seconds, requests) sample after a step; None without a step.
 
     The samples before the step must cover at least as much time as those after it.
     """

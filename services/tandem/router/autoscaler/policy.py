@@ -1,17 +1,21 @@
-"""Decides how many workers each pool should have, from observations. Pure.
+"""Decides how many workers each pool should have, from observations. Does no I/O.
 
-    load   the bound of the forecast one cold start ahead, divided by what a worker carries
-    step   the same, just after a step of the load: the forecast since the step, if it is larger
-    queue  the work that will still be queued when a new worker is ready, done within a minute
-    ttft   the quantile of first tokens is over the limit: a quarter more, in the pool that waits
-    itl    the quantile of later tokens is over the limit: a quarter more decode workers
-    kv     the decode workers' memory
-    held   requests wait for an empty pool
-The requested size of a pool is the largest of these, within its bounds; `hysteresis.py` decides
-when the pool gets it. If no request arrived or ran for a while (idle), it gets its smallest size at
-once. Prefill load is measured in seconds of one worker per second, decode load in tokens per
-second. The capacity comes from the workers' measured rates, so the sizes of the two pools follow
-their work. Without a prefill pool (its bounds are 0), decode workers carry both loads.
+    signal  size that the signal requests
+    load    the forecast's upper bound, one cold start ahead, divided by the target utilization
+    step    as `load`, after a sudden increase (step) of the load: the forecast may skip older loads
+    queue   enough workers to finish, in a minute, what is still queued when a new worker is ready
+    ttft    a quarter more workers in the pool where requests wait, if the TTFT quantile is too high
+    itl     a quarter more decode workers, if the ITL quantile is too high
+    kv      enough decode workers to bring the use of their KV cache below its limit
+    held    at least one decode worker, if requests wait for an empty pool
+The requested size of a pool is the largest of these, within the configured bounds. `hysteresis.py`
+decides when the pool gets that size. A pool gets its smallest size at once if it is idle, which
+means that no request arrived or ran for a while.
+
+Loads are measured in workers: 1.0 keeps one worker busy. The measured rates of the workers give
+the load of a request, so the sizes of the two pools follow the work. Without a prefill pool (its
+bounds are 0), decode workers carry both loads.
+
 This module knows no clock, network or Ray. The router runs it (`router/scaling/autoscale.py`), and
 so does the simulator (`simulator/autoscaled.py`).
 """
@@ -32,13 +36,15 @@ from tandem.router.autoscaler.load_step import step_start
 
 Role = Literal["prefill", "decode"]
 
-OUTPUT_TOKENS_GUESS = 256  # output tokens of a request, before one has ended
-_RECENT_S = 60.0  # latencies that are considered; older violations have been answered
-_COUNT_MIN = 10  # fewest latencies for a quantile, because fewer vary randomly
+OUTPUT_TOKENS_GUESS = 256  # assumed output tokens of a request until a request has ended
+_RECENT_S = 60.0  # age of the latencies considered; older ones have already changed the sizes
+_COUNT_MIN = 10  # fewest latencies from which a quantile is taken, because few vary randomly
 _DRAIN_S = 60.0  # time in which a queue should be empty once new workers are ready
-_MORE = 0.25  # share of the pool to add when the SLO is missed
-_PAUSES = 8  # multiple of the usual pause between requests; 1 in 3,000 pauses is as long
-_STEP_S = 60.0  # time after a step in which pools grow even if they have just shrunk
+_MORE = 0.25  # fraction of the pool to add when the SLO is missed
+# A pool is idle only after this multiple of the mean pause between requests. By chance, 1 in 3,000
+# pauses is as long.
+_PAUSES = 8
+_STEP_S = 60.0  # seconds after a step of the load; meanwhile a pool grows even if it just shrank
 
 
 class ScalingDecision(msgspec.Struct, frozen=True):
@@ -46,9 +52,11 @@ class ScalingDecision(msgspec.Struct, frozen=True):
 
     role: Role
     size: int  # current size
-    wanted: int  # requested by the signals
+    wanted: int  # size that the signals request, within the bounds
     to: int  # new size
-    why: str  # the decisive signal
+    # Name of the signal that requests the largest size. "bounds": a bound has changed this size.
+    # "start": no load is known yet. "idle": the pool had no request for a while.
+    why: str
     line: str
 
 
@@ -59,21 +67,22 @@ class _Wish(NamedTuple):
 
 class _Load(NamedTuple):
     at_s: float
-    prefill: float  # seconds of one worker per second
-    decode: float  # multiples of the capacity of one worker
+    prefill: float  # load of the prefill pool, as a multiple of one worker's capacity
+    decode: float  # load of the decode pool, as a multiple of one worker's capacity
     span_s: float
     num_requests: int
 
 
 class Autoscaler:
-    """Takes observations in order and keeps the history that it needs."""
+    """Decides the sizes of the pools from observations, and keeps the history of the loads."""
 
     def __init__(self, config: AutoscaleConfig, now_s: float) -> None:
         self._config = config
         self._seen: deque[Observation] = deque()
         self._loads: deque[_Load] = deque()
         self._stabilizers = {role: Stabilizer(config, now_s) for role in get_args(Role)}
-        # time when the last step was detected; time of the first load after it
+        # `_stepped_s`: time when the last step of the load was detected. `_step_from_s`: time of
+        # the first load after that step.
         self._stepped_s = self._step_from_s = -float("inf")
         self._busy_s = now_s  # time of the last request
 
@@ -140,15 +149,19 @@ class Autoscaler:
         return ScalingDecision(role, pool.wanted, least, least, "idle", line)
 
     def _output_tokens(self, seen: Observation) -> float:
-        """Returns the mean output tokens of recent requests; an assumed number before one has
-        ended.
+        """Returns the mean output tokens of recent requests.
+
+        Before any request has ended, an assumed number is returned.
         """
         came = seen.demand.since(self._seen[0].demand)
         ended = came if came.num_ended else seen.demand
         return ended.output_tokens / ended.num_ended if ended.num_ended else OUTPUT_TOKENS_GUESS
 
     def _forecast(self, loads: Sequence[tuple[float, float]], seen: Observation) -> Forecast:
-        """Returns the larger of the forecasts from all loads and from those since the last step."""
+        """Returns the maximum of two forecasts: from all loads, and from loads since the last step.
+
+        The maximum is taken for each field.
+        """
         if not loads:
             return Forecast(0.0, 0.0, 0.0)
         config = self._config
@@ -198,8 +211,9 @@ class Autoscaler:
         return "step" if seen.now_s - self._stepped_s <= _STEP_S else "load"
 
     def _left_s(self, pool: PoolSeen, load: Forecast) -> float:
-        """Returns the seconds of one worker's queued work that remain when a new worker is
-        ready.
+        """Returns the queued work that will remain when a new worker is ready.
+
+        The unit is seconds of one worker's time.
         """
         spare = max(0.0, max(pool.num_ready, pool.wanted) - load.now)
         return max(0.0, pool.queued_s - spare * self._config.cold_start_s)
@@ -256,8 +270,9 @@ def decode_tokens_per_s(rate: DecodeRate, itl_s: float) -> float:
 
 
 def _more(pool: PoolSeen) -> int:
-    """Returns the ready workers plus a quarter, at least one. Workers that start are not
-    counted.
+    """Returns the number of ready workers plus a quarter of it, rounded up.
+
+    Workers that are still starting are not counted.
     """
     return pool.num_ready + max(1, math.ceil(_MORE * pool.num_ready))
 

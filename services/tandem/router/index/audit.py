@@ -1,9 +1,10 @@
 """Compares the prefix tree with the workers' blocks, by regular samples or on request.
 
-Each `INTERVAL_S` it compares one worker in turn, at most `SAMPLE` of its entries. That takes about
-a millisecond of Redis's time and one pass through the worker's hashes. A difference that three
-looks in a row find is an alarm; so is a log that does not change while its worker writes its
-record.
+Every `INTERVAL_S` seconds, up to `SAMPLE` entries of one worker are compared; the workers take
+turns. This takes about a millisecond of Redis's time and one pass through the worker's hashes. Two
+findings raise an alarm (`trust.py`):
+- a difference that three looks in a row find
+- a publication log in the prefix tree that does not change while its worker writes its record
 """
 
 import asyncio
@@ -27,14 +28,14 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S = 5.0
 SAMPLE = CALL_ENTRIES
-SILENT_S = 10  # a healthy publisher is never silent for more than 2 s
+SILENT_S = 10  # seconds without a publication that are suspicious; usual are at most 2 s
 _ROUNDS_SILENT_MAX = 2
 _ANSWER_DEADLINE_S = 30.0
 _WORKERS_AT_ONCE = 4
 
 
 class IndexAudit:
-    """The audit of the prefix tree. `run` samples for ever; `verify` serves an operator."""
+    """Audits the prefix tree. `run` compares samples for ever; operators' requests use `verify`."""
 
     def __init__(
         self, view: ClusterView, tree: TreeInspector, trust: IndexTrust, metrics: IndexMetrics
@@ -58,9 +59,10 @@ class IndexAudit:
                 log.exception("an audit of the prefix tree broke")
 
     async def verify(self, *, everything: bool) -> dict[str, Differences]:
-        """Returns each worker's differences in a sample or in all entries. Raises QueueFull.
+        """Returns each worker's differences in a sample, or in all entries with `everything`.
 
-        A worker whose entries differ must publish them again.
+        A worker whose entries differ must publish them again. Raises QueueFull if another
+        verification runs.
         """
         if self._verifying:
             raise QueueFull("the prefix tree is being verified already", retry_after_s=1.0)
@@ -97,7 +99,8 @@ class IndexAudit:
             log_of_worker = logs.get(holder)
             if log_of_worker is not None and log_of_worker.silent_s <= SILENT_S:
                 continue
-            # A worker that was cut off is ready shortly before its log continues.
+            # One round of silence is no alarm: a worker that was cut off from Redis is ready
+            # shortly before its log continues.
             silent[holder] = self._rounds_silent.get(holder, 0) + 1
             if silent[holder] > _ROUNDS_SILENT_MAX:
                 what = "it has no log in the prefix tree"
@@ -152,5 +155,5 @@ class IndexAudit:
 
 
 def _tiers_of(worker: KnownWorker) -> tuple[str, ...]:
-    """Returns the tiers of the worker's holders; "" is its pool."""
+    """Returns the names of the worker's tiers, and "" for its block pool."""
     return "", *(tier.name for tier in worker.record.rates.tiers)

@@ -1,4 +1,4 @@
-"""Metrics of the prefix tree as this router sees it, and a look-up that counts itself."""
+"""Metrics of the prefix tree as this router sees it, and a look-up that updates them."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ _LOOKUP_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 
 
 class IndexMetrics(MetricSet, Collector):
-    """Counters of look-ups and audits, and gauges of the tree's last statistics."""
+    """Counters of look-ups and audits, and gauges of the prefix tree's last statistics."""
 
     lookups = counter(
         "tandem_prefix_lookups",
@@ -46,7 +46,7 @@ class IndexMetrics(MetricSet, Collector):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
-        self.stats: TreeStats | None = None  # last statistics
+        self.stats: TreeStats | None = None  # last statistics of the prefix tree
         for outcome in ("hit", "miss", "failed"):
             self.lookups.labels(outcome=outcome)
         for outcome in ("same", "missing", "stale"):
@@ -88,7 +88,10 @@ async def counted_match(
     compatibility: Callable[[], KvCompatibility | None],
     block_hashes: Sequence[bytes],
 ) -> dict[str, int]:
-    """Looks up in the tree and counts it. `compatibility` returns the one for the hashes."""
+    """Looks up the holders of a prompt's blocks in the prefix tree, and counts the look-up.
+
+    `compatibility` returns the KV compatibility for which `block_hashes` were computed.
+    """
     began = time.perf_counter()
     outcome = "failed"
     try:

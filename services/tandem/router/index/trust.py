@@ -1,11 +1,14 @@
 """Ends the trust in a worker's entries in the prefix tree after an alarm.
 
-    trusted --alarm--> forgotten in the tree: no router matches its entries any more
-                            `--its publisher's next heartbeat detects that, and publishes all
-                               blocks again under a new epoch--> trusted
-So no list of distrusted workers must be kept or shared: the tree has no entries of a worker that
-does not publish. Alarms: `hits` (predicted tokens were not cached, see `HitWatch`), `audit` (its
-entries differ from its blocks), `silent` (its log does not change although the worker is alive).
+    trusted --alarm--> forgotten: the tree has no entries of the worker, so no router matches them
+                            `--the worker's publisher detects that at its next heartbeat, and
+                               publishes all blocks again under a new epoch--> trusted
+So no list of distrusted workers must be kept or shared.
+
+Alarm    Cause
+hits     predicted tokens were not cached on the worker (`HitWatch`)
+audit    the worker's entries differ from its blocks
+silent   the worker's publication log does not change although the worker is alive
 """
 
 import asyncio
@@ -26,12 +29,12 @@ from tandem.router.workers.cluster_view import ClusterView
 log = logging.getLogger(__name__)
 
 Alarm = Literal["hits", "audit", "silent"]
-# After an alarm a worker has this much time to publish all blocks before the next alarm.
+# Seconds after an alarm that a worker has to publish all blocks, before the next alarm.
 RENEWAL_S = 20.0
-WINDOW_TOKENS = 8192  # predicted tokens in the window
-EVIDENCE_TOKENS = 1024  # predicted tokens that are needed for a result
+WINDOW_TOKENS = 8192  # predicted tokens in the window of recent requests
+EVIDENCE_TOKENS = 1024  # predicted tokens in the window that are needed for an alarm
 REQUESTS_MIN = 4
-HIT_RATIO_MIN = 0.5  # lower ratios mean wrong entries; eviction under pressure costs far less
+HIT_RATIO_MIN = 0.5  # lower hit ratios mean wrong entries; eviction lowers the ratio far less
 
 
 class IndexTrust:
@@ -40,11 +43,11 @@ class IndexTrust:
         self._index = index
         self._metrics = metrics
         self._watch = HitWatch()
-        self._alarmed_at: dict[str, float] = {}  # monotonic seconds
+        self._alarmed_at: dict[str, float] = {}  # holder -> monotonic seconds of its last alarm
         self._forgetting: set[asyncio.Task[None]] = set()
 
     def observe(self, job: Job) -> None:
-        """Compares the cached tokens predicted for a request that ended with the actual ones."""
+        """Compares the predicted cached tokens of an ended request with the actual number."""
         compatibility = self._view.compatibility()
         routed = job.routing.routed
         cached_tokens = job.progress.cached_tokens
@@ -65,7 +68,7 @@ class IndexTrust:
                 self.alarm(worker_id, "hits", what)
 
     def alarm(self, holder: str, kind: Alarm, what: str) -> None:
-        """Logs and counts an alarm, and makes the tree forget the entries of a worker or tier."""
+        """Logs and counts an alarm, and removes the entries of a worker or tier from the tree."""
         now = time.monotonic()
         if now - self._alarmed_at.get(holder, -RENEWAL_S) < RENEWAL_S:
             return
@@ -77,8 +80,8 @@ class IndexTrust:
             if gone != holder:
                 del self._alarmed_at[gone]
         self._metrics.alarms.labels(worker=holder, kind=kind).inc()
-        # This is only a warning, because a burst may have evicted blocks although no entry was
-        # wrong.
+        # An alarm of kind `hits` is only a warning, because a burst of requests may have evicted
+        # blocks although no entry was wrong.
         level = logging.WARNING if kind == "hits" else logging.ERROR
         log.log(level, "%s: %s; it must publish its blocks anew", holder, what)
         text = f"{what}; it publishes its blocks anew"
@@ -92,23 +95,25 @@ class IndexTrust:
             async with asyncio.timeout(REPLY_TIMEOUT_S):
                 await self._index.forget(holder)
         except UNREACHABLE as error:
-            self._alarmed_at.pop(holder, None)  # a worker that left may already be forgotten
+            # Allows the next alarm at once. The key is missing if the worker has left meanwhile.
+            self._alarmed_at.pop(holder, None)
             log.warning("%s is not forgotten in the prefix tree yet: %r", holder, error)
 
 
 @dataclass(slots=True)
 class _Window:
-    requests: deque[tuple[int, int]] = field(default_factory=deque)  # tokens: (predicted, cached)
+    # (predicted tokens, cached tokens) of each request
+    requests: deque[tuple[int, int]] = field(default_factory=deque)
     predicted: int = 0
     cached: int = 0
 
 
 class HitWatch:
-    """Checks whether the blocks that the prefix tree predicts are really cached on a worker. Pure.
+    """Checks whether the blocks that the prefix tree predicts are cached on a worker. Does no I/O.
 
-    For each worker it keeps a window of recent requests with the tokens that were predicted to be
-    cached when the request was placed, and those that were. Reuse on another worker counts as a
-    hit, so a low ratio shows that the predictions are wrong.
+    For each worker it keeps a window of recent requests. Each request has the number of tokens that
+    were predicted to be cached when it was placed, and the number that were cached. Tokens that
+    were reused from another worker count as cached, so a low ratio shows wrong predictions.
     """
 
     def __init__(self) -> None:
@@ -117,7 +122,8 @@ class HitWatch:
     def observe(self, worker_id: str, predicted: int, cached: int) -> float | None:
         """Adds a request; returns the hit ratio if it is too low to trust the worker's entries.
 
-        `cached` is a lower bound of the reused tokens. After a result the window starts again.
+        `cached` is a lower bound of the reused tokens. When a ratio is returned, the worker's
+        window is cleared.
         """
         if predicted <= 0:
             return None
@@ -142,6 +148,6 @@ class HitWatch:
         self._windows.pop(worker_id, None)
 
     def keep(self, worker_ids: Collection[str]) -> None:
-        """Drops all other workers."""
+        """Drops the windows of all workers that are not in `worker_ids`."""
         for worker_id in self._windows.keys() - set(worker_ids):
             del self._windows[worker_id]

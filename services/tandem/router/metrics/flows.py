@@ -1,19 +1,20 @@
-"""Recent KV transfers for the operators' page: pulls between workers and migrated streams. Pure.
+"""Counts recent pulls of KV blocks and migrations of streams for the operators' page. Does no I/O.
 
-A migration is recorded before its target is known. It waits until the request has another worker,
-or is dropped. All numbers are bounded; the oldest entries are dropped first.
+A migration is recorded before its target is known. `Flows` keeps it until the request has another
+worker, and drops it after `_LOOKS_MAX` calls of `take`. At most `_FLOWS_MAX` pairs of workers and
+`_FLOWS_MAX` migrations are kept.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-_FLOWS_MAX = 256  # pairs of workers between two calls of `take`, and migrations without a target
-_LOOKS_MAX = 30  # calls of `take` for which a migration waits
+_FLOWS_MAX = 256  # largest number of worker pairs, and of migrations whose target is unknown
+_LOOKS_MAX = 30  # calls of `take` after which a migration without a target is dropped
 
 
 class Flow(NamedTuple):
-    """Blocks or streams that moved from one worker to another."""
+    """The number of blocks ("pull") or streams ("move") that moved from one worker to another."""
 
     kind: Literal["pull", "move"]
     source: str
@@ -22,7 +23,7 @@ class Flow(NamedTuple):
 
 
 class Flows:
-    """The flows since the last call of `take`."""
+    """Collects the flows between two calls of `take`."""
 
     def __init__(self) -> None:
         self._pulled: Counter[tuple[str, str]] = Counter()
@@ -35,7 +36,10 @@ class Flows:
             self._pulled[pair] += num_blocks
 
     def note_move(self, source: str, where: Callable[[], str]) -> None:
-        """Records a stream that leaves `source`; `where` returns the worker that has it now."""
+        """Records a stream that leaves `source`.
+
+        `where` returns the worker that has the stream now, or "" if none has it.
+        """
         self._moves.append((source, where, 0))
 
     def take(self) -> list[Flow]:

@@ -3,9 +3,9 @@
     gen_ai.server.request.duration         s, every request
     gen_ai.server.time_to_first_token      s, successful requests
     gen_ai.server.time_per_output_token    s, mean of a successful request after its first token
-They are off, and the SDK is not loaded, unless OpenTelemetry's variables enable them
-(observability/otlp.py). Names, attributes and buckets follow OpenTelemetry's semantic conventions,
-"Generative AI metrics".
+The metrics are off, and OpenTelemetry's SDK is not loaded, unless OpenTelemetry's environment
+variables enable them (observability/otlp.py). Names, attributes and buckets follow OpenTelemetry's
+semantic conventions, "Generative AI metrics".
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _TPOT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2
 
 
 def operation_of(kind: str) -> str:
-    """Returns the conventions' `gen_ai.operation.name` for a kind of request."""
+    """Returns the attribute `gen_ai.operation.name` of the conventions for a kind of request."""
     return _OPERATIONS[kind]
 
 
 class GenAiMetrics:
-    """One router's histograms. They are off with the API's no-op provider."""
+    """One router's histograms. With OpenTelemetry's no-op provider, they record nothing."""
 
     def __init__(self, provider: MeterProvider, sdk: SdkMeterProvider | None = None) -> None:
         self._sdk = sdk
@@ -103,7 +103,7 @@ class GenAiMetrics:
             self._tpot_s.record(decode_s / (timeline.num_tokens - 1), attributes)
 
     def close(self) -> None:
-        """Sends the remaining data within a bounded time."""
+        """Sends the remaining data, and gives up after a deadline."""
         if self._sdk is not None:
             close_within(self._sdk.shutdown)
 
@@ -112,9 +112,10 @@ NO_GEN_AI_METRICS = GenAiMetrics(NoOpMeterProvider())
 
 
 def make_gen_ai_metrics(service: str, instance: str) -> GenAiMetrics:
-    """Creates the metrics that the environment enables. Raises ConfigError without the SDK.
+    """Creates the metrics if the environment enables them, else the no-op metrics.
 
-    `service` and `instance` name the process (`make_resource`).
+    Raises ConfigError if they are enabled and OpenTelemetry's SDK is not installed. `service` and
+    `instance` name the process in the exported data (`make_resource`).
     """
     if not is_enabled("METRICS"):
         return NO_GEN_AI_METRICS

@@ -1,8 +1,8 @@
-"""The last 15 minutes of a router, for the operators' page. Pure.
+"""Keeps samples of a router's metrics of the last 15 minutes, for the operators' page. No I/O.
 
-A sample is taken every `STEP_S`. It has rates since the previous sample, from the router's metrics,
-and sums over the workers that the router knows. The oldest sample is dropped. Percentiles are
-interpolated within the buckets of the histograms, as PromQL's histogram_quantile does.
+A sample is taken every `STEP_S` seconds. It has rates since the previous sample, from the router's
+metrics, and sums over the workers that the router knows. Percentiles are interpolated within the
+buckets of the histograms, as PromQL's histogram_quantile does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _WELL = ("stop", "length")
 _NO_ERRORS = (*_WELL, "cancelled")
 _KV_TIERS = tuple(tier.name for tier in KV_TIERS)
 _TIERS = (*_KV_TIERS, "peer")
-# The columns of a sample. A share is 0 to 1. None: nothing was measured, or no worker has such a
-# tier.
+# The columns of a sample. A share is between 0 and 1. The value None means that nothing was
+# measured or that no worker has the tier.
 COLUMNS = (
     "at",  # seconds since the epoch
     *("requests_per_s", "errors_per_s", "cancelled_per_s", "running", "waiting"),
@@ -45,11 +45,11 @@ class WorkerSums:
     blocks_cached: int = 0
     num_pulls: int = 0
     num_leases: int = 0
-    held_shares: Mapping[str, float] = field(default_factory=dict)  # used share of each tier
+    held_shares: Mapping[str, float] = field(default_factory=dict)  # used part of each tier
 
 
 class History:
-    """The samples of one router. `metrics` has the attributes of `Metrics`."""
+    """The samples of one router. The argument `metrics` has the attributes of `Metrics`."""
 
     def __init__(self, metrics: Any) -> None:
         self._metrics = metrics
@@ -68,7 +68,7 @@ class History:
         self.num_taken += 1
 
     def since(self, num_taken: int) -> list[Sample]:
-        """Returns the samples after the first `num_taken`, as far as they are kept."""
+        """Returns the samples taken after the first `num_taken`, without those already dropped."""
         new = min(self.num_taken - num_taken, len(self._samples))
         return list(self._samples)[len(self._samples) - new :] if new > 0 else []
 
@@ -126,15 +126,15 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class _Buckets:
-    """A histogram: upper bounds, and the number of observations up to each."""
+    """A histogram: upper bounds, and the number of observations up to each bound."""
 
     bounds: Sequence[float]
     counts: Sequence[float]
 
     def quantile_ms(self, before: _Buckets, share: float) -> float | None:
-        """Returns a quantile of the observations since `before`; None without any.
+        """Returns a quantile of the observations since `before`; None without observations.
 
-        In the last bucket, which has no upper bound, it is the bucket's lower bound.
+        A quantile in the last bucket, which has no upper bound, is the bucket's lower bound.
         """
         counts = [count - was for count, was in zip(self.counts, before.counts, strict=True)]
         if not counts[-1]:
@@ -154,7 +154,7 @@ class _Buckets:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """The metrics at one moment. All of them only grow."""
+    """Values of the router's counters and histograms at one moment. The values only grow."""
 
     outcomes: dict[str, float]
     ttft: _Buckets

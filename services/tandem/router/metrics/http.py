@@ -13,13 +13,14 @@ _CLIENT_GONE = 499  # nginx's code for a client that left before the answer
 
 
 class HttpMetrics:
-    """ASGI middleware. The duration ends when the last byte of the answer was sent.
+    """ASGI middleware that counts calls. A call ends when the last byte of the answer was sent.
 
-    A label is a route's path or from a fixed list, so clients cannot create series.
+    The value of each label is a route's path or comes from a fixed list, so clients cannot create
+    new time series.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, uncounted: tuple[str, ...]) -> None:
-        """`uncounted` are paths of probes."""
+        """`uncounted` has the paths of probes, which are not counted."""
         self._app = app
         self._metrics = metrics
         self._uncounted = uncounted

@@ -1,7 +1,7 @@
 """The router's metrics, under the usual names of LLM servers prefixed with `tandem_`.
 
-Each router has its own registry, so that tests may have several in one process. Gauges of workers
-are read from the cluster view at each scrape.
+Each router has its own Prometheus registry, so that tests may run several routers in one process.
+Gauges of workers are read from the cluster view at each scrape.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Metrics(MetricSet):
         self.gen_ai = gen_ai
         self.registry = CollectorRegistry()
         self.demand = DemandMeter()  # demand and latencies for the autoscaler
-        self.flows = Flows()  # for the operators' page
+        self.flows = Flows()  # pulls and migrations for the operators' page
         ProcessCollector(registry=self.registry)
         super().__init__(self.registry)
         self._stages = {stage: self.stage_s.labels(stage=stage) for stage in STAGES}

@@ -2,14 +2,17 @@
 
     tokenize --> route --> queue --> prefill --> wire --> first token --> transfer_exposed --> ...
     |------------------------- ttft: the sum of these ------|             ... --> first_decode
-A stream that migrates after its first token also has `move`: the time until the new worker's first
-token, whether or not the old worker still generated some.
-Router and workers each measure their own part. `queue` is the wait for a turn or a worker in the
-router, and in the queues of the decode and the prefill worker. `transfer_exposed` and
-`first_decode` are between the first and the second token, because the first is sent before the
-blocks are pulled. `wire` is the part of a submission outside the worker: the network and both event
-loops. `retry` is a submission without a token, because its worker was lost or refused it. Until the
-first token, the stages cover all time: time between two stages belongs to the later one.
+The router and the workers each measure their own stages:
+- `queue` is the wait for a turn or a worker in the router, and the wait in the queues of the decode
+  worker and the prefill worker.
+- `wire` is the time of a submission outside the worker: the network and both event loops.
+- `transfer_exposed` and `first_decode` lie between the first and the second token, because the
+  first token is sent before the decode worker pulls the blocks.
+- `retry` is the time of a submission that produced no token, because the worker was lost or refused
+  the request.
+- `move` exists if a stream migrates after its first token. It is the time until the new worker's
+  first token, whether or not the old worker still generated tokens meanwhile.
+Until the first token, the stages cover all time: time between two stages belongs to the later one.
 """
 
 import time
@@ -32,18 +35,18 @@ STAGES: tuple[Stage, ...] = (*TTFT_STAGES, "transfer_exposed", "first_decode", "
 
 
 class Timeline:
-    """The stages of one request. Repeated stages are added."""
+    """The stages of one request. The times of a repeated stage are added."""
 
     def __init__(self, span: RequestSpan = NO_SPAN) -> None:
         self.span = span
         self.began_s = time.monotonic()
         self.ttft_s: float | None = None
         self.last_token_s = self.began_s
-        self.num_tokens = 0  # counted by `note_tokens`
+        self.num_tokens = 0  # number of tokens sent to the client
         self.stages_s: dict[Stage, float] = {}
-        # until the first token, all time before this is in a stage
+        # Until the first token, all time before this moment belongs to a stage.
         self._covered_until_s = self.began_s
-        self._is_submitted = False  # a worker has it and has sent no token
+        self._is_submitted = False  # True: a worker has the request and has sent no token yet
 
     @contextmanager
     def stage(self, name: Stage) -> Iterator[None]:
@@ -67,7 +70,7 @@ class Timeline:
 
     @asynccontextmanager
     async def queueing(self, turn: AbstractAsyncContextManager[None]) -> AsyncIterator[None]:
-        """Enters `turn` and counts the time until then as queueing."""
+        """Enters the context `turn` and counts the time until it is entered as `queue`."""
         async with AsyncExitStack() as inside:
             with self.stage("queue"):
                 await inside.enter_async_context(turn)
@@ -83,11 +86,11 @@ class Timeline:
 
     @property
     def wire_s(self) -> float:
-        """Seconds since the last known stage, when a worker's first token has just arrived."""
+        """Seconds since the last stage: the wire time, if read when the first token arrives."""
         return time.monotonic() - self._covered_until_s
 
     def take(self, timings: pb.SequenceTimings, num_tokens: int) -> None:
-        """Adds a decode worker's timings, which arrive with its first and second token.
+        """Adds a decode worker's timings, which arrive with the worker's first and second token.
 
         `num_tokens` is the request's number of tokens so far, over all workers.
         """
@@ -113,7 +116,7 @@ class Timeline:
         return ", ".join(f"{name};dur={1000 * seconds:.3f}" for name, seconds in known)
 
     def _cover_until(self, now: float, name: Stage) -> None:
-        """Adds the time that is in no stage yet to a stage."""
+        """Adds the time until `now` that belongs to no stage yet to the stage `name`."""
         if now > self._covered_until_s:
             self._add(name, now - self._covered_until_s)
             self._covered_until_s = now

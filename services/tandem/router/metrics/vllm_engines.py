@@ -1,4 +1,4 @@
-"""The counts and loads in the workers' records, under vLLM's names."""
+"""Exports the counts and loads in the workers' records as metrics under vLLM's names."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -56,7 +56,8 @@ _NIXL: tuple[tuple[str, str, Sequence[float], Callable[[NixlCounts], Observed]],
     ("bytes_transferred", "Bytes of a pull", PULL_BYTES, lambda n: n.num_bytes),
     ("num_descriptors", "Blocks of a pull", PULL_BLOCKS, lambda n: n.num_blocks),
 )
-# Tokens that a prefill worker computed for a prompt count as computed.
+# Prompt tokens that a prefill worker computed count as computed (`local_compute`), although the
+# decode worker pulled their KV.
 _SOURCES: tuple[tuple[str, Callable[[EngineCounts], float]], ...] = (
     ("local_compute", lambda c: c.prompt_tokens - c.cached_here - c.cached_elsewhere),
     ("local_cache_hit", lambda c: c.cached_here),
@@ -87,7 +88,7 @@ def _histogram(
     bounds: Sequence[float],
     engines: Iterable[tuple[tuple[str, str], Observed]],
 ) -> Metric:
-    """Returns a histogram. Workers of another version with other buckets are left out."""
+    """Returns a histogram. Workers of a version with different buckets are left out."""
     family = HistogramMetricFamily(f"vllm:{name}", text, labels=_LABELS)
     les = (*map(floatToGoString, bounds), "+Inf")
     for engine, observed in engines:
@@ -110,7 +111,10 @@ def _by_source(engines: Sequence[tuple[tuple[str, str], EngineCounts]]) -> Metri
 
 
 def _waiting(workers: Sequence[WorkerRecord], model_name: str) -> Metric:
-    """Returns the numbers of sequences that wait for capacity, and for KV of another worker."""
+    """Returns each engine's number of sequences that wait, by reason.
+
+    The reasons are "capacity" and "deferred". A deferred sequence waits for KV of another worker.
+    """
     gauge = GaugeMetricFamily(
         "vllm:num_requests_waiting_by_reason",
         "Sequences that wait, by what for",

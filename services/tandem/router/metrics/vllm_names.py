@@ -1,8 +1,8 @@
 """The router's metrics under vLLM's names, for dashboards and tools made for vLLM.
 
-All have the label `model_name` except those of the HTTP server, which have none in vLLM either.
-Those of a worker also have the label `engine`. Names and labels follow vLLM's documentation,
-"Production Metrics", and its dashboards.
+All metrics have the label `model_name` except the HTTP server's, which lack it in vLLM, too. The
+metrics of a worker also have the label `engine`. Names and labels follow vLLM's documentation,
+"Production Metrics", and vLLM's dashboards.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +26,9 @@ def _none(_: Labels) -> Labels:
 class _Name:
     """One of vLLM's metrics.
 
-    `labels` maps the labels of a Tandem sample to vLLM's; it returns None if vLLM has no such
-    sample. Samples with the same labels are added. `always` are labels that exist before anything
-    was counted.
+    `labels` maps the labels of a Tandem sample to vLLM's labels. It returns None if vLLM has no
+    such sample. Samples that get the same labels are summed. `always` lists labels whose samples
+    are exported as 0 before anything was counted.
     """
 
     name: str
@@ -37,7 +37,7 @@ class _Name:
 
     @property
     def is_of_a_model(self) -> bool:
-        """True if it has the label `model_name`."""
+        """True if the metric has the label `model_name`."""
         return self.name.startswith("vllm:")
 
 
@@ -53,7 +53,7 @@ def _stage(stage: str, vllm: str) -> _Name:
 
 
 def _finished(labels: Labels) -> Labels | None:
-    """Returns vLLM's reason for the end of a request; None if it was refused before its start."""
+    """Returns vLLM's labels for the outcome of a request; None if the request was refused."""
     outcome = labels["outcome"]
     reason = {"stop": "stop", "length": "length", "cancelled": "abort"}.get(outcome, "error")
     if reason == "error" and from_code(outcome, "").http_status < 500:
@@ -77,7 +77,8 @@ _SAME = (
 )
 _NAMES: dict[str, Sequence[_Name]] = {  # keyed by Tandem's name without `tandem_`
     **{name: (_Name(f"vllm:{name}"),) for name in _SAME},
-    # vLLM's second metric is the longest choice's length; here it is that of all choices.
+    # In vLLM, the second metric has the length of the longest choice (`n` choices are requested).
+    # Tandem exports the length of all choices together.
     "request_generation_tokens": (
         _Name("vllm:request_generation_tokens"),
         _Name("vllm:request_max_num_generation_tokens"),
@@ -119,14 +120,14 @@ class VllmMetrics:
 
 
 class _Renamed:
-    """The metrics of a registry that vLLM has, too, read at a scrape."""
+    """Metrics of a Prometheus registry under vLLM's names, if vLLM has them. Read at a scrape."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry = registry
         self._model = {"model_name": model_name}
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one family for each of vLLM's names."""
+        """Yields one metric family for each of vLLM's names."""
         for metric in self._registry.collect():
             for name in _NAMES.get(metric.name.removeprefix("tandem_"), ()):
                 yield _renamed(metric, name, self._model if name.is_of_a_model else {})

@@ -1,12 +1,15 @@
 """Chooses where a request goes: a decode worker, and prefill workers in order of preference.
 
-This module is pure: it takes plain data and a random source, and uses no clock or socket. The
-simulator runs the same code. The cost of a worker is the predicted time that the request loses on
-it (`costs.py`).
-Routers see loads that are a step or a record old, so the choice is random among the near-best
-workers: those that hold the most of the prompt and have not many more requests than the others. In
-a large pool, only a random sample and the workers that hold the most of the prompt are compared, so
-a choice among a thousand takes little longer than one among thirty.
+This module takes plain data and a random source, and uses no clock or socket. The simulator runs
+the same code. The cost of a worker is the predicted time that the request loses on it (`costs.py`).
+
+The choice among similar workers is random, because the loads that a router sees are as old as the
+last engine step or record:
+1. The near-best workers are those whose cost is close to the lowest cost.
+2. Of these, workers with many more requests than the others are left out.
+3. Of the rest, one of the workers that have the most of the prompt cached is chosen at random.
+In a large pool, only a random sample and the workers with the most of the prompt are compared, so a
+choice among a thousand workers takes little longer than a choice among thirty.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,27 +41,28 @@ __all__ = [
     "near_best",
 ]
 
-NEAR_BEST_S = 8e-3  # a decode step: the precision of a load that is one step old
+NEAR_BEST_S = 8e-3  # about one decode step, because a load is up to one step old
 PREFILL_CANDIDATES_MAX = 3
 PREFIX_HOLDERS_MAX = 3
 FEW = 32  # a pool of up to this size is compared completely; a larger one is sampled
-DRAWN = 6  # sample size for each pool
+DRAWN = 6  # number of workers drawn at random from each large pool
 DRAWS_MAX = 8 * DRAWN
-# How far a worker with a cached prefix may exceed the near-best workers' mean number of requests,
-# plus one request
+# A worker with a cached prefix may have this fraction more requests than the mean of the near-best
+# workers. The mean includes the new request.
 LOAD_EXCESS = 0.25
-# Excess over the mean share: half of 10%, because the predicted shares are inexact
+# A worker's share of recent prefill may exceed the mean share by this fraction. It is half of the
+# intended 10%, because the predicted shares are inexact.
 SHARE_EXCESS = 0.05
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """The workers of a request."""
+    """The workers chosen for a request."""
 
     decode: WorkerSnapshot
     prefill_candidates: tuple[WorkerSnapshot, ...]
-    # Workers that have more of the prompt than the first candidate, deepest first.
+    # Workers that have more of the prompt cached than the first candidate, longest prefix first.
     prefix_holders: tuple[WorkerSnapshot, ...]
-    tokens_missing: int  # tokens to compute on the first candidate, or on the decode worker
+    tokens_missing: int  # number of prompt tokens that must be prefilled
     reason: str
 
     @property
@@ -83,10 +87,10 @@ def choose(
 ) -> Placement | None:
     """Places a request; returns None if no decode worker is usable.
 
-    `matches` maps a holder (a worker or one of its tiers) to its number of the prompt's blocks.
-    Decode workers whose epoch is in `refused` have refused this request. The decode worker
-    `required_decode` is chosen at any cost if it is usable. So is `required_prefill` as the first
-    prefill candidate.
+    `matches` maps a holder (a worker or a tier of a worker) to the number of the prompt's blocks
+    that it has. Decode workers whose epoch is in `refused` have refused this request. If the decode
+    worker `required_decode` is usable, it is chosen at any cost. If the prefill worker
+    `required_prefill` is usable, it is the first prefill candidate at any cost.
     """
     roster = workers if isinstance(workers, Roster) else Roster(workers)
     if len(roster.compatibility_keys) > 1:
@@ -157,10 +161,10 @@ def _choose_in_one_group(
     required_decode: str,
     required_prefill: str,
 ) -> Placement | None:
-    """Places on workers of one KV compatibility during an upgrade, when there are several.
+    """Places a request on workers of one KV compatibility, while an upgrade runs.
 
-    Workers of different groups cannot exchange KV. A group is drawn with the number of its usable
-    decode workers as weight.
+    Workers of the old and the new version cannot exchange KV, so they form groups. A group is drawn
+    at random, weighted by its number of usable decode workers.
     """
     groups: dict[bytes, Roster] = {}
     for worker in roster.by_id.values():
@@ -197,7 +201,10 @@ def _num_usable(work: Work, roster: Roster, refused: frozenset[str]) -> int:
 
 
 def near_best(candidates: Sequence[PricedWorker]) -> list[PricedWorker]:
-    """Returns the candidates whose cost is indistinguishable from the lowest with stale loads."""
+    """Returns the candidates whose cost is at most `NEAR_BEST_S` above the lowest cost.
+
+    Costs are computed from stale loads, so smaller differences mean nothing.
+    """
     limit = min([c.cost_s for c in candidates]) + NEAR_BEST_S
     return [c for c in candidates if c.cost_s <= limit]
 
@@ -205,14 +212,14 @@ def near_best(candidates: Sequence[PricedWorker]) -> list[PricedWorker]:
 def _hold_most(
     candidates: list[PricedWorker], matches: Mapping[str, int], roster: Roster
 ) -> list[PricedWorker]:
-    """Returns the near-best candidates that hold the most of the prompt.
+    """Returns the candidates that have the most of the prompt cached.
 
-    Workers with many more requests than the mean are left out. Several routers may choose the same
-    prefix holder, and each knows only its own requests.
+    Workers with many more requests than the mean are left out, because several routers may choose
+    the same worker, and each router knows only its own requests.
     """
     if len(candidates) == 1 or not matches:
         return candidates
-    # blocks of a tier count only if loading them is faster than computing
+    # Blocks in a tier count only if loading them is faster than computing them.
     if roster.num_with_tiers:
         held = [c.reused.num_tokens for c in candidates]
     else:
@@ -232,12 +239,12 @@ def _pick(candidates: list[PricedWorker], rng: Random) -> PricedWorker:
 
 
 def _within_share(work: Work, candidates: list[PricedWorker], roster: Roster) -> list[PricedWorker]:
-    """Returns the candidates that may get more prefill; if none may, the one furthest below the
-    mean.
+    """Returns the candidates that may get more prefill; if none may, the one with the lowest share.
 
-    A worker's recent share, this request included, may exceed the mean by `SHARE_EXCESS` and the
-    time to compute one whole prompt. So a conversation stays with its blocks, because its turns
-    together cost that once; a prefix of many conversations is spread.
+    A worker's share of recent prefill may exceed the mean by the fraction `SHARE_EXCESS`, plus the
+    prefill seconds that the worker's cached blocks save for this request. So the turns of one
+    conversation stay on the worker with its blocks, because together they cost about one whole
+    prompt. Conversations that share a prefix are spread over several workers.
     """
     limit = (1 + SHARE_EXCESS) * roster.mean_prefill_share(candidates[0].worker.role)
     fit = [
@@ -270,8 +277,8 @@ def _order_prefill(
 ) -> list[PricedWorker]:
     """Returns the prefill candidates in order.
 
-    The first one is the required worker, or a random near-best one within its share. The others
-    follow by cost.
+    The first candidate is the required worker, or else a random one of the near-best workers whose
+    share of recent prefill is not too large. The others are in order of cost.
     """
     held = {h.worker_id: cached_tokens(work, h, matches) for h in holders}
     priced = [price_prefill(work, w, matches, held=held) for w in workers]
@@ -292,7 +299,7 @@ def _shortlist(
     refused: frozenset[str],
     rng: Random,
 ) -> list[WorkerSnapshot]:
-    """Returns the workers to compare: a whole small pool, or a random sample and the holders.
+    """Returns the workers to compare: all of a small pool, or a random sample plus `holders`.
 
     Workers that cannot load the request's adapter are left out.
     """
@@ -321,7 +328,11 @@ def _shortlist(
 
 
 def _by_worker(matches: Mapping[str, int]) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """Returns the depths of the workers' pools, and the depths of each worker's deepest holder."""
+    """Returns two maps from a worker to the number of the prompt's blocks that it has.
+
+    The first map counts the blocks in the worker's block pool. The second map counts the blocks in
+    the block pool or the tier that has the most.
+    """
     pools = {holder: depth for holder, depth in matches.items() if MARK not in holder}
     reach: dict[str, int] = {}
     for holder, depth in matches.items():
@@ -331,13 +342,13 @@ def _by_worker(matches: Mapping[str, int]) -> tuple[Mapping[str, int], Mapping[s
 
 
 def _deepest(roster: Roster, matches: Mapping[str, int], rng: Random) -> list[WorkerSnapshot]:
-    """Returns a few workers that hold the most of the prompt, deepest first; ties are random."""
+    """Returns a few workers that have the most of the prompt, most first; ties are random."""
     if not matches:
         return []
     found = _usable_of_deepest(roster, matches, rng)
     if len(found) >= PREFIX_HOLDERS_MAX or len(matches) <= FEW:
         return found
-    # The deepest workers may be unusable while others have nearly as much.
+    # The workers with the most blocks may be unusable while others have nearly as many.
     by_id = roster.by_id
     usable = {n: d for n, d in matches.items() if (w := by_id.get(n)) is not None and w.usable}
     return _usable_of_deepest(roster, usable, rng) if usable else []
@@ -349,7 +360,7 @@ def _usable_of_deepest(
     few = PREFIX_HOLDERS_MAX + 2
     names = list(matches)
     if len(names) > FEW:
-        # Often a thousand workers have the first block, and only a few have more.
+        # Often a thousand workers have the first block and only a few workers have more blocks.
         deepest = max(matches.values())
         among = [name for name, depth in matches.items() if depth == deepest]
         names = among if len(among) >= few else names

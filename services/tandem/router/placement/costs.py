@@ -1,20 +1,26 @@
-"""Prices of placement: the predicted seconds that a request loses on a worker. Pure.
+"""Predicts the seconds that a request loses on a worker, for placement. Does no I/O.
 
-    decode   its queued prompts + a share for each of its running and waiting sequences
-             + the wait for a running slot, by the mean output of requests
-             + the missing part of the prompt: loaded from a tier, pulled or computed, whichever is
-               fastest; computing counts again for each waiting sequence that it delays
-             + a price for each missing free block
-    prefill  its queued prompts + a share for each of its leases
-             + the missing part of the prompt: computed, or first loaded from a tier or pulled from
-               a holder; computing counts again for each lease that it delays
+The cost of a decode worker is the sum of:
+- the time to compute the prompts in its queue
+- an amount for each of its running and waiting sequences
+- the wait for a running slot, from the mean output length of requests
+- the time to obtain the missing tokens of the prompt, which are loaded from a tier, pulled or
+  computed, whichever is fastest; computing counts again for each waiting sequence that it delays
+- a penalty for each needed block that is not free
 
-A second of computing delays the requests behind it; in a steady state these are as many as wait
-now. So long prompts go to workers where no request waits, and short ones may queue.
+The cost of a prefill worker is the sum of:
+- the time to compute the prompts in its queue
+- an amount for each of its leases
+- the time to obtain the missing tokens, which are computed, loaded from a tier or pulled from
+  another worker; computing counts again for each lease that it delays
+
+Computing is counted again because it delays the requests behind it. In a steady state, as many
+requests arrive behind it as wait now. So long prompts go to workers where no request waits, and
+short prompts may wait in a queue.
 
 `perf_model/predict.py` converts the rates in the workers' records into seconds. A worker without
-measurements is assumed to be like the others. If none has measured, all have the same assumed
-rates, and only the ratios of these prices matter.
+measurements is assumed to be like the others. If no worker has measurements, all have the same
+assumed rates, and only the ratios of the costs matter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,12 +42,14 @@ from tandem.common.perf_model.soonest import Prompt, TierReach, choose_soonest
 from tandem.common.worker_load import NO_LOAD, WorkerLoad
 from tandem.prefix_index.holders import source_of
 
-TOKENS_PER_RUNNING = 24.0  # decode steps by which one running sequence lengthens the others' time
+# Number of decode steps. Each running sequence costs the time that it adds to so many steps.
+TOKENS_PER_RUNNING = 24.0
 TOKENS_PER_WAITING = 64.0
 TOKENS_PER_LEASE = 32.0
-PULL_PRICE = 0.25  # price of pulling a token's KV relative to computing it, if no rate was measured
-ADAPTER_READ_S = 0.05  # assumed; prefers workers that have the adapter among similar ones
-# price of a token without a free block, because a sequence is preempted for it
+PULL_PRICE = 0.25  # cost of pulling KV relative to computing it, if no pull rate was measured
+ADAPTER_READ_S = 0.05  # assumed time to read an adapter; prefers workers that have it in memory
+# Cost, in computed tokens, of a token for which there is no free block. A sequence is preempted to
+# free a block.
 SHORTFALL_PRICE = 4.0
 
 
@@ -55,20 +63,21 @@ class WorkerSnapshot:
     role: str  # "prefill" or "decode"
     state: str  # "starting", "ready" or "draining"
     reachable: bool = True
-    load: WorkerLoad = NO_LOAD  # with the work that the router sent since it was reported
+    load: WorkerLoad = NO_LOAD  # reported load plus the work that the router sent since the report
     rates: WorkerRates = field(default_factory=WorkerRates)
-    # Peer's worker id -> rate of blocks from the peer.
+    # Peer's worker id -> measured rate of pulling blocks from the peer.
     pairs: Mapping[str, PairRate] = field(default_factory=dict, hash=False)
     # Workers with different keys cannot exchange KV. All have the same key except during an
     # upgrade.
     compatibility_key: bytes = b""
-    prefill_share: float = 0.0  # recent share of the prefill; only the ratios of shares matter
-    adapters: frozenset[str] = frozenset()  # digests of the adapters in its memory
-    # digests of adapters that it recently failed to read
+    prefill_share: float = 0.0  # recent prefill work (`shares.py`), comparable between workers only
+    adapters: frozenset[str] = frozenset()  # digests of the adapters in the worker's memory
+    # digests of adapters that the worker recently failed to read
     adapters_failed: frozenset[str] = frozenset()
-    lora_rank_max: int = 0  # largest rank of an adapter that it loads; 0: it loads none
-    keeps_deadlines: bool = False  # whether it refuses requests that would be too late
-    # for a decode worker: "remote" or "local" if its configuration leaves no choice
+    lora_rank_max: int = 0  # largest rank of an adapter that the worker loads; 0: it loads none
+    keeps_deadlines: bool = False  # True: the worker refuses requests that would be too late
+    # Where a decode worker's prompts are prefilled: "remote" (prefill worker) or "local" (itself)
+    # if its configuration prescribes that, "" if it chooses.
     prefill_at: str = ""
 
     @property
@@ -77,12 +86,13 @@ class WorkerSnapshot:
 
     @property
     def queue_s(self) -> float:
-        """Seconds until its queued prompts are computed."""
+        """Seconds until the worker's queued prompts are computed."""
         return self.load.queue_s(self.rates)
 
     def can_run(self, work: "Work") -> bool:
-        """Returns whether it has the request's adapter or may be able to load it. True without
-        one.
+        """Returns whether the worker has the request's LoRA adapter or may be able to load it.
+
+        Returns True if the request uses no adapter.
         """
         adapter = work.adapter
         if adapter is None or adapter.digest in self.adapters:
@@ -97,19 +107,19 @@ class Work:
     num_tokens: int  # length of the model's input
     block_size: int = 16
     adapter: Adapter | None = None  # the LoRA adapter of the request
-    # largest number of its tokens whose KV a worker keeps; None: all
+    # largest number of the request's tokens whose KV a worker keeps; None: all tokens
     budget_tokens: int | None = None
-    completion_tokens: float = 0.0  # expected output; 0: unknown
+    completion_tokens: float = 0.0  # expected output length; 0: unknown
 
     def num_kept(self, num_tokens: int) -> int:
-        """Returns the number of its tokens whose KV a worker keeps."""
+        """Returns how many of `num_tokens` tokens of the request have KV that a worker keeps."""
         return num_tokens if self.budget_tokens is None else min(num_tokens, self.budget_tokens)
 
 
 class Reuse(msgspec.Struct, frozen=True):
-    """The first tokens of a prompt that need no computing, and the time until they are in the pool.
+    """The first tokens of a prompt that the worker reuses, and the seconds until it has their KV.
 
-    The worker may compute some of them while it loads the others.
+    A worker may compute some of these tokens while it loads the KV of the others from a tier.
     """
 
     num_tokens: int
@@ -131,10 +141,10 @@ def price_decode(
     *,
     producers: Sequence[str],
 ) -> PricedWorker:
-    """Prices a request that decodes on the worker.
+    """Returns the cost of a request that decodes on the worker.
 
-    The cost never falls with more load and never rises with more cached blocks. `producers` are the
-    ids of the prefill workers; without any, the worker computes the missing tokens itself.
+    More load never lowers the cost, and more cached blocks never raise it. `producers` are the ids
+    of the prefill workers. Without prefill workers, the worker computes the missing tokens itself.
     """
     reused = reuse(work, worker, matches)
     num_missing = work.num_kept(work.num_tokens - reused.num_tokens) / work.block_size  # blocks
@@ -159,15 +169,15 @@ def price_decode(
 
 
 def slot_wait_s(work: Work, decode: WorkerSnapshot, completion_tokens: float) -> float:
-    """Predicts the seconds until enough sequences have ended for this one to get a slot and blocks.
+    """Predicts the seconds until a new request gets a running slot and blocks on a decode worker.
 
-    On a full worker, each running slot becomes free every `completion_tokens` steps.
+    On a full worker, each running slot becomes free every `completion_tokens` decode steps.
     """
     load = decode.load
     num_there = load.num_slots_taken + load.num_waiting
     num_to_end = num_there + 1 - load.num_running_slots if load.num_running_slots else 0
-    # Waiting sequences have no blocks yet, and all their tokens are queued. If none waits, the
-    # queued tokens belong to prompts that have all of their blocks.
+    # Waiting sequences have no blocks yet, and all their tokens are queued. If no sequence waits,
+    # the queued tokens belong to prompts that have all of their blocks.
     queued = load.queued_tokens if load.num_waiting else 0
     num_blocks = (queued + work.num_kept(work.num_tokens)) / work.block_size
     if load.lacking_blocks(num_blocks, load.num_waiting + 1) > 0:
@@ -186,10 +196,10 @@ def price_prefill(
     *,
     held: Mapping[str, int] | None = None,
 ) -> PricedWorker:
-    """Prices a request whose prompt the worker computes.
+    """Returns the cost of a request whose prompt the worker prefills.
 
-    The cost never falls with more load and never rises with more cached blocks or holders. `held`
-    is the number of the prompt's tokens that other workers have (`cached_tokens`), by worker id.
+    More load never lowers the cost. More cached blocks, on this or another worker, never raise it.
+    `held` maps the ids of other workers to the number of the prompt's tokens that they have.
     """
     reused = reuse(work, worker, matches)
     cached = reused.num_tokens
@@ -222,10 +232,10 @@ def _adapter_s(adapter: Adapter, worker: WorkerSnapshot) -> float:
 
 
 def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reuse:
-    """Returns the part of the prompt that the worker has in its pool or loads from its tiers.
+    """Returns the tokens of the prompt that the worker has in its block pool or loads from a tier.
 
-    A tier is used only where that is faster than computing. The worker decides by the same
-    function.
+    A tier is used only if loading is faster than computing. The worker's engine decides with the
+    same module (`perf_model/soonest.py`).
     """
     held = cached_tokens(work, worker, matches)
     rates = worker.rates
@@ -235,13 +245,13 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
     tiers = []
     for tier in rates.tiers:
         depth = matches.get(source_of(worker.worker_id, tier.name), 0)
-        # the last token is always computed
+        # The last token of a prompt is always computed, so its block is not loaded.
         depth = min(depth, (work.num_tokens - 1) // work.block_size)
         if depth > in_pool:
             tiers.append(
                 TierReach(depth, _load_s(rates, tier, depth - in_pool) / (depth - in_pool))
             )
-    if not tiers or held < in_pool * work.block_size:  # the pool has the whole prompt
+    if not tiers or held < in_pool * work.block_size:  # the block pool has the whole prompt
         return Reuse(held)
     choice = choose_soonest(
         Prompt(
@@ -261,8 +271,9 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
 
 
 def _load_s(rates: WorkerRates, tier: TierRate, num_blocks: int) -> float:
-    """Returns the seconds to load a prompt's last blocks. Groups with windows load only the last
-    ones.
+    """Returns the seconds to load the last `num_blocks` blocks of a prompt from a tier.
+
+    Of layers with sliding-window attention, only the blocks in the window are loaded.
     """
     seconds = tier.seconds(num_blocks, rates.block_bytes)
     if not rates.windows:
@@ -276,16 +287,16 @@ def computing_s(work: Work, worker: WorkerSnapshot, missing: int) -> float:
 
 
 def cached_tokens(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> int:
-    """Returns the number of the prompt's tokens in the worker's pool.
+    """Returns the number of the prompt's tokens that the worker has in its block pool.
 
-    A completely cached prompt recomputes its last token.
+    The last token of the prompt does not count, because it is always computed.
     """
     held = matches.get(worker.worker_id, 0) * work.block_size
     return held if held < work.num_tokens else max(0, work.num_tokens - 1)
 
 
 def with_likely_rates(workers: Sequence[WorkerSnapshot]) -> list[WorkerSnapshot]:
-    """Gives each worker without measurements the median prefill rate of the others."""
+    """Gives each worker without measurements the median prefill rate of the other workers."""
     if all(w.rates.measured for w in workers):
         return list(workers)
     likely = likely_rates(w.rates for w in workers)
@@ -299,10 +310,10 @@ def _missing_s(
     num_missing: float,
     producers: Sequence[str],
 ) -> float:
-    """Returns the seconds to obtain `num_missing` blocks: pulled from a producer, or computed.
+    """Returns the seconds to obtain `num_missing` blocks, pulled from a producer or computed.
 
-    The eviction of other blocks has no price. In Mooncake's trace, twice the memory saves only 1.5%
-    of the computing, so an evicted token costs little compared with a computed one.
+    The eviction of other blocks costs nothing here. In Mooncake's trace, twice the memory saves
+    only 1.5% of the computing, so an evicted token costs little compared with a computed token.
     """
     rates = worker.rates
     computed_s = (1 + worker.load.num_waiting) * prefill_seconds(rates, work.num_tokens, cached)

@@ -1,8 +1,9 @@
-"""The placement that an endpoint picker sends with a request to the front that serves it. Pure.
+"""Signs and reads placement hints, which tell a front where to run a request. Does no I/O.
 
-The picker chooses a decode worker, whose front gets the request from the gateway, and the prefill
-worker. Both are in one header, which the picker signs with the cluster's token. A hint is valid for
-one request id and a short time. A client cannot create a hint, and a copied one applies only to a
+With a Kubernetes gateway, an endpoint picker chooses the decode worker and the prefill worker of a
+request. The gateway sends the request to the HTTP front of the decode worker. The hint is a request
+header with both workers, which the picker signs with the cluster's token. A hint is valid for one
+request id and a short time. A client cannot create a hint, and a copied hint applies only to a
 request with the same id.
     x-tandem-placement-hint: BASE64URL(JSON).HEX(HMAC-SHA256)
 """
@@ -15,7 +16,7 @@ import hmac
 import msgspec
 
 HINT_HEADER = "x-tandem-placement-hint"
-AGE_MAX_S = 30.0  # also covers the difference of the hosts' clocks
+AGE_MAX_S = 30.0  # longest validity of a hint; also covers the difference of the hosts' clocks
 _CHARACTERS_MAX = 4096
 _PURPOSE = b"tandem placement hint"  # separates these signatures from other uses of the token
 
@@ -30,13 +31,16 @@ class PlacementHint(msgspec.Struct, frozen=True):
 
 
 def sign(hint: PlacementHint, token: str) -> str:
-    """Returns the header's value."""
+    """Returns the value of the header `HINT_HEADER`, signed with the cluster's token."""
     body = base64.urlsafe_b64encode(msgspec.json.encode(hint)).decode()
     return f"{body}.{_signature(body, token)}"
 
 
 def read(value: str, token: str, *, request_id: str, now: float) -> PlacementHint | None:
-    """Returns the hint; None if it is malformed, too old, wrongly signed or of another request."""
+    """Returns the hint in the header's value.
+
+    Returns None if the hint is malformed, too old, wrongly signed or for another request.
+    """
     body, _, signature = value.partition(".")
     if len(value) > _CHARACTERS_MAX or not value.isascii():
         return None

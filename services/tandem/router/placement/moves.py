@@ -1,7 +1,8 @@
-"""Finds decode workers that should return waiting requests because others have room. Pure.
+"""Finds decode workers that should return waiting requests because others have room. Does no I/O.
 
-A waiting request holds no KV yet, so nothing is lost if another worker runs it. A worker has room
-if no sequence waits there, a running slot is free and hardly any prompt is queued.
+The router then submits the returned requests to other workers. A waiting request has no KV yet, so
+nothing is lost. A worker has room if no sequence waits there, a running slot is free and hardly any
+prompt is queued.
 """
 
 from collections.abc import Iterable
@@ -14,8 +15,8 @@ QUEUED_MAX_S = 0.1  # longest prefill queue of a worker with room
 def find_moves(workers: Iterable[WorkerSnapshot]) -> dict[str, int]:
     """Returns the number of waiting requests that each worker should return, by worker id.
 
-    In total they are as many as the free running slots of other workers, taken from the longest
-    queues.
+    The sum is at most the number of free running slots of the workers with room. The requests are
+    taken from the longest queues.
     """
     decode = [w for w in workers if w.role == "decode" and w.usable and w.load.num_running_slots]
     num_free = sum(_num_free(w) for w in decode)

@@ -1,8 +1,9 @@
-"""Classifies why a request was placed on its workers, for a counter and for operators. Pure.
+"""Classifies why a request was placed on its workers, for a counter and for operators. No I/O.
 
-prefix             the worker with the most of the prompt was chosen
-load_over_prefix   a worker with more of the prompt was too busy or too slow
-load               no worker has any of the prompt
+Reason             Meaning
+prefix             no worker has more of the prompt cached than the chosen worker
+load_over_prefix   another worker has more of the prompt cached, but was too busy or too slow
+load               no worker has any of the prompt cached
 """
 
 from collections.abc import Mapping
@@ -13,14 +14,15 @@ from tandem.router.placement.costs import Work, cached_tokens
 
 Reason = Literal["prefix", "load_over_prefix", "load"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
-# in a request: asks for the placement line; in its answer: the line
+# In a request, this header requests a description of the placement. In the response, it has the
+# description.
 PLACEMENT_HEADER = "x-tandem-placement"
-TIMING_HEADER = "x-tandem-timing"  # in a request: asks for its stages in `server-timing`
+TIMING_HEADER = "x-tandem-timing"  # requests the stages' times in the header `server-timing`
 _NO = ("", "0", "false", "no", "off")
 
 
 def reason_of(work: Work, placement: Placement, matches: Mapping[str, int]) -> Reason:
-    """Returns why the request was placed there. `matches` is the argument of `choose`."""
+    """Returns why the request got this placement. `matches` must be what `choose` got."""
     reused = work.num_tokens - placement.tokens_missing
     holders = placement.prefix_holders
     if any(cached_tokens(work, holder, matches) > reused for holder in holders):
@@ -29,5 +31,5 @@ def reason_of(work: Work, placement: Placement, matches: Mapping[str, int]) -> R
 
 
 def asks(value: str | None) -> bool:
-    """Returns whether this value of a request header asks for the corresponding response header."""
+    """Returns whether the value of a request header requests the corresponding response header."""
     return value is not None and value.strip().lower() not in _NO

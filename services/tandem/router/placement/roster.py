@@ -1,7 +1,7 @@
-"""The workers by id, and the ids of each pool, for placement. Pure.
+"""Keeps the workers by id, and the ids of each pool, for placement. Does no I/O.
 
-An update of one worker takes the same time among eight and among a thousand. So a caller that keeps
-a roster over many requests (the simulator) never iterates over all workers for one of them.
+The time to update one worker does not depend on the number of workers. So a caller that keeps a
+roster over many requests never iterates over all workers for one request.
 """
 
 from collections import Counter
@@ -13,7 +13,8 @@ from tandem.router.placement.costs import WorkerSnapshot
 class Roster:
     """The latest snapshot of each worker, by worker id.
 
-    `second_weight` is the weight of a second of prefill in the workers' shares (`shares.py`).
+    `second_weight` is the present weight of one second of prefill in the workers' shares
+    (`shares.py`).
     """
 
     __slots__ = (
@@ -29,10 +30,10 @@ class Roster:
         self.by_id: dict[str, WorkerSnapshot] = {}
         self.second_weight = 1.0
         self.num_with_tiers = 0  # number of workers that load blocks from a tier
-        # Key -> number of workers; there is one key except during an upgrade.
+        # KV compatibility key -> number of workers. There is one key except during an upgrade.
         self.compatibility_keys: Counter[bytes] = Counter()
         self._pools: dict[str, list[str]] = {}
-        # role -> [number of usable workers, sum of their shares]
+        # role -> [number of usable workers, sum of their shares of recent prefill]
         self._sums: dict[str, list[float]] = {}
         for worker in workers:
             self.put(worker)
@@ -79,6 +80,6 @@ class Roster:
         return self._pools.get(role, ())
 
     def mean_prefill_share(self, role: str) -> float:
-        """Returns the mean share of the usable workers with this role."""
+        """Returns the mean share of recent prefill of the usable workers with this role."""
         count, total = self._sums.get(role, (0.0, 0.0))
         return total / count if count else 0.0

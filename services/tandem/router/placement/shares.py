@@ -1,15 +1,16 @@
-"""Counts the recent prefill work that each worker was given. Pure.
+"""Counts the recent prefill work of each worker, called the worker's share. Does no I/O.
 
-    sent  the predicted seconds are added to the worker's share
-    time  a share counts half after `HALF_LIFE_S`
-Shares are kept in units of one second of prefill at the time of creation, which lose weight by the
-half-life. So a share changes only when its worker gets work, and no loop over all workers is needed
-as time passes. Each of several routers keeps the shares of its own requests; if each one is
-balanced, the sum is balanced.
+When a prompt is sent to a worker, its predicted prefill seconds are added to the worker's share.
+Work loses half of its weight every `HALF_LIFE_S` seconds. Instead of reducing all shares as time
+passes, new work is added with a weight that grows (`second_weight`). So a share changes only when
+its worker gets work, and only the ratios between shares have a meaning.
+
+Each router keeps the shares of its own requests. If each router balances its shares, the total work
+of the workers is balanced, too.
 """
 
-# Long compared with a prompt (seconds), so that one long prompt does not dominate a share. Short
-# compared with changes of pool sizes and of the clients' load.
+# The half-life is long compared with a prompt (seconds), so that one long prompt does not dominate
+# a share. It is short compared with changes of pool sizes and of the clients' load.
 HALF_LIFE_S = 300.0
 REBASE_S = 100 * HALF_LIFE_S
 
@@ -22,25 +23,28 @@ class Shares:
         self._origin_s = 0.0
 
     def second_weight(self, now_s: float) -> float:
-        """Returns the weight of one second of prefill in a share at `now_s`."""
+        """Returns the amount that one second of prefill adds to a share at `now_s`."""
         return float(2.0 ** ((now_s - self._origin_s) / HALF_LIFE_S))
 
     def rebase(self, now_s: float) -> bool:
-        """Rescales all shares after days, before the numbers overflow; returns whether it did."""
+        """Rescales all shares once every `REBASE_S` seconds, so that the numbers do not overflow.
+
+        Returns whether the shares were rescaled.
+        """
         elapsed_s = now_s - self._origin_s
         if elapsed_s < REBASE_S:
             return False
-        # Not 1 / second_weight(now_s), which overflows after a pause of 1,024 half-lives (85 h);
-        # this becomes 0.
+        # The scale is not computed as 1 / second_weight(now_s), because second_weight overflows
+        # after a pause of 1,024 half-lives (85 h). The power below becomes 0 instead.
         scale = 2.0 ** (-elapsed_s / HALF_LIFE_S)
         self._shares = {name: share * scale for name, share in self._shares.items()}
         self._origin_s = now_s
         return True
 
     def join(self, worker_id: str, mean_share: float) -> None:
-        """Adds a new or returned worker.
+        """Adds a new or returned worker with the mean share of the other workers.
 
-        `mean_share` is the mean share, so that the worker does not get all requests.
+        With a share of 0, the worker would get all requests.
         """
         self._shares[worker_id] = mean_share
 

@@ -1,10 +1,12 @@
-"""Operators' changes of the LoRA adapters that the cluster serves, over HTTP and gRPC.
+"""Loads and unloads LoRA adapters on the workers, as operators request over HTTP or gRPC.
 
-    load     all workers read the folder --> those that can use it add the name --> this router
-             sees it in their records
-    unload   all workers remove the name ------------------------------------------> and no longer
-A worker that cannot use the folder now may load the adapter later, if a request needs it there and
-the files have its digest.
+Change   Workers                                           Then this router waits until
+load     all read the folder; those that can use the       their records have the name
+         adapter add the name
+unload   all remove the name                               no record has the name
+
+A worker that cannot use the folder now may load the adapter later, when a request on that worker
+needs the adapter and the files in the folder have the adapter's digest.
 """
 
 import asyncio
@@ -29,8 +31,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoaded:
-    """An adapter that is served now, and the reasons of the workers that could not use its
-    folder.
+    """An adapter that is served now.
+
+    `refused` maps each worker that could not use the adapter's folder to the reason.
     """
 
     adapter: Adapter
@@ -38,19 +41,22 @@ class AdapterLoaded:
 
 
 class AdapterControl:
-    """Loads and unloads adapters. Raises errors of errors.py. `who` is the caller, for the log."""
+    """Loads and unloads adapters. Raises errors of `tandem/errors.py`.
+
+    `who` is the caller, who is named in the log of changes.
+    """
 
     def __init__(self, control: ClusterControl, generator: Generator, trail: AuditTrail) -> None:
-        """`generator` has the name of the model, which no adapter may use."""
+        """`generator` provides the model's name, which no adapter may have."""
         self._control = control
         self._generator = generator
         self._view = control.view
         self._trail = trail
 
     async def load(self, name: str, path: str, *, in_place: bool, who: Caller) -> AdapterLoaded:
-        """Serves the adapter in a folder of the workers as `name`.
+        """Serves the adapter in the folder `path` of the workers under the name `name`.
 
-        With `in_place` it may replace an adapter with that name.
+        With `in_place`, it may replace a served adapter of the same name.
         """
         with logged_change(self._trail, who, f"adapter {name}") as change:
             served = self._view.adapters()
@@ -74,8 +80,8 @@ class AdapterControl:
     async def unload(self, name: str, *, who: Caller) -> None:
         """Stops serving the adapter.
 
-        Raises ModelNotFound, and WorkerLost if a worker did not answer; the other workers have done
-        it.
+        Raises ModelNotFound if no adapter has the name. Raises WorkerLost if a worker did not
+        answer; the other workers have removed the adapter.
         """
         with logged_change(self._trail, who, f"adapter {name}") as change:
             change.after = "none"
@@ -94,7 +100,10 @@ class AdapterControl:
     async def _describe(
         self, name: str, path: str
     ) -> tuple[Adapter, list[WorkerRecord], dict[str, str]]:
-        """Returns the adapter, the workers that can use it, and the reasons of the others."""
+        """Returns the adapter, the workers that can use it, and the refusals.
+
+        The refusals map each worker that cannot use the adapter to the reason.
+        """
         records = self._records()
         request = pb.DescribeAdapterRequest(path=path)
         calls = [self._control.call(record, "DescribeAdapter", request) for record in records]

@@ -1,10 +1,13 @@
-"""The autoscaler in a router: adds the demand of all routers, decides once and requests sizes.
+"""Runs the autoscaler in a router: adds the demand of all routers and requests pool sizes.
 
-    {tandem:CLUSTER}:demand      HASH, router -> msgpack (when, held, Demand); each writes its own
-    {tandem:CLUSTER}:autoscaler  STRING, the deciding router, for a few intervals; then another one
-    {tandem:CLUSTER}:autoscale   STRING, JSON of the last decisions, for a few intervals
-Every router writes its demand. One of them runs the policy (`autoscaler/policy.py`) and requests
-sizes from their owner, as `tandem scale` does. An HPA or KEDA as owner reads the metric
+Redis key                    Type and value
+{tandem:CLUSTER}:demand      HASH, router -> msgpack (time, requests held, Demand)
+{tandem:CLUSTER}:autoscaler  STRING, the leader; expires after a few intervals without renewal
+{tandem:CLUSTER}:autoscale   STRING, JSON of the last decisions; expires likewise
+
+Every router writes its own demand. One router is the leader: it runs the policy
+(`autoscaler/policy.py`) and requests the sizes from the program that owns them (`size_owner.py`),
+as `tandem scale` does. If an HPA or KEDA owns the sizes, it reads the metric
 `tandem_desired_workers`, which every router exports. While Redis is lost, sizes do not change.
 """
 
@@ -32,13 +35,14 @@ from tandem.router.workers.cluster_view import ClusterView
 
 log = logging.getLogger(__name__)
 
-_DemandRecord = tuple[float, int, Demand]  # a router's (Unix seconds, requests held, counters)
+_DemandRecord = tuple[float, int, Demand]  # (Unix seconds, requests held, counters) of one router
 _WAKE_POLL_S = 0.2  # interval of checks for requests that wait for an empty pool
-_LEASE_INTERVALS = 3  # missed intervals after which another router decides
-_GONE_AFTER_S = 600.0  # a router's older counters are dropped
+_LEASE_INTERVALS = 3  # intervals without renewal after which another router becomes the leader
+_GONE_AFTER_S = 600.0  # counters that a router wrote longer ago are dropped
 
-# KEYS: 1 the deciding router. ARGV: 1 this router, 2 time to live in ms. Returns 1 if they are the
-# same.
+# Makes this router the leader if there is none, and renews its lease if it is the leader.
+# KEYS: 1 the key of the leader's name. ARGV: 1 this router's name, 2 time to live in ms.
+# Returns 1 if this router is the leader, else 0.
 _LEAD = """
 if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return 1 end
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
@@ -48,7 +52,7 @@ return 1
 
 
 class AutoscaleLoop:
-    """Runs the autoscaler in a router. Requests are counted by `meter`."""
+    """Runs the autoscaler in a router. `meter` has the demand on this router."""
 
     def __init__(
         self,
@@ -59,9 +63,7 @@ class AutoscaleLoop:
         *,
         num_held: Callable[[], int],
     ) -> None:
-        """`num_held` returns the number of requests that this router holds because a pool is
-        empty.
-        """
+        """`num_held` returns how many requests this router holds because a pool is empty."""
         self._owner = SizeOwner(config, view, trail)
         self._meter = meter
         self._config = config
@@ -73,12 +75,12 @@ class AutoscaleLoop:
         self._decisions_key = f"{prefix}:autoscale"
         self._leader_key = f"{prefix}:autoscaler"
         self._lead = Script(_LEAD)
-        self._policy: Autoscaler | None = None  # set while this router decides
-        self._last: dict[str, Demand] = {}  # router -> its last demand
+        self._policy: Autoscaler | None = None  # set while this router is the leader
+        self._last: dict[str, Demand] = {}  # router's name -> counters that were last read
         self._total = Demand()
 
     async def run(self) -> None:
-        """Runs until cancelled. Do not run it if autoscaling is off."""
+        """Runs until cancelled. The caller must not call it if autoscaling is off."""
         interval_s = self._config.autoscale.interval_s
         while True:
             try:
@@ -90,14 +92,14 @@ class AutoscaleLoop:
             except TandemError as error:
                 log.warning("pool sizes are not asked for: %s", error.message)
             except Exception:
-                # A bug, or data of a router of another version: sizes do not change, requests
-                # continue.
+                # The cause is a bug, or data from a router of another version. The sizes stay, and
+                # requests continue.
                 self._policy = None
                 log.exception("autoscaling broke")
             await asyncio.sleep(interval_s)
 
     async def _pause(self) -> None:
-        """Waits for an interval, or until a request waits for an empty decode pool."""
+        """Waits for an interval. Returns earlier if a request waits for an empty decode pool."""
         ends_at = time.monotonic() + self._config.autoscale.interval_s
         while (left_s := ends_at - time.monotonic()) > 0:
             await asyncio.sleep(min(left_s, _WAKE_POLL_S))
@@ -109,7 +111,10 @@ class AutoscaleLoop:
         return any(d.role == "decode" and d.to == 0 for d in self._view.decisions)
 
     async def _is_awaited(self) -> bool:
-        """Returns whether this router holds a request or, if it decides, any router does."""
+        """Returns whether a request is held because a pool is empty.
+
+        The leader considers the requests of all routers, another router only its own.
+        """
         if self._num_held():
             return True
         return self._policy is not None and await self._sum_demand() > 0
@@ -118,11 +123,12 @@ class AutoscaleLoop:
         redis = self._view.redis
         config = self._config.autoscale
         if self._view.redis_state != "ok":
-            return  # the workers are not known
+            return  # without Redis, the routers do not know the workers
         mine = msgspec.msgpack.encode((time.time(), self._num_held(), self._meter.demand()))
         await redis.hset(self._demand_key, self._name, mine)
         keep_ms = round(_LEASE_INTERVALS * config.interval_s * 1000)
-        # A picker, a front or a gRPC replica sets no size; it only writes its demand.
+        # An endpoint picker, an HTTP front or a gRPC replica never becomes the leader. It only
+        # writes its demand.
         may_lead = self._config.gateway.is_router and self._config.api != "grpc"
         lead = may_lead and await self._lead(redis, [self._leader_key], self._name, keep_ms)
         if not lead:
@@ -131,7 +137,7 @@ class AutoscaleLoop:
             self._view.decisions = msgspec.json.decode(encoded or b"[]", type=list[ScalingDecision])
             return
         num_held = await self._sum_demand()
-        owned: dict[str, int] = {}  # without sizes that cannot be set or read
+        owned: dict[str, int] = {}  # the pools whose sizes can be read and set
         try:
             owned = await self._owner.sizes()
         except TandemError as error:
@@ -139,7 +145,7 @@ class AutoscaleLoop:
         self._view.decisions = decisions = self._decide(num_held, owned)
         await redis.set(self._decisions_key, msgspec.json.encode(decisions), px=keep_ms)
         changes: dict[str, int] = {
-            d.role: max(0, owned[d.role] + d.to - d.size)  # without lent workers
+            d.role: max(0, owned[d.role] + d.to - d.size)  # excludes workers moved between pools
             for d in decisions
             if d.to != d.size and d.role in owned
         }
@@ -148,8 +154,9 @@ class AutoscaleLoop:
             await self._owner.set_sizes(changes, who=who)
 
     async def _sum_demand(self) -> int:
-        """Adds each router's demand since the last turn; returns the number of requests held by
-        all.
+        """Adds to `_total` the demand on all routers since the last call.
+
+        Returns the number of requests that all routers hold because a pool is empty.
         """
         redis = self._view.redis
         now = time.time()
@@ -170,7 +177,7 @@ class AutoscaleLoop:
             name = field.decode(errors="replace") if isinstance(field, bytes) else field
             num_held += holds if now - written_at < 3 * self._config.autoscale.interval_s else 0
             seen[name] = demand
-            if not is_first:  # at first it is unknown when they were counted
+            if not is_first:  # at its first call, a new leader only notes the counters
                 self._total = self._total.plus(demand.since(self._last.get(name, Demand())))
         self._last = seen
         return num_held
@@ -196,10 +203,12 @@ class AutoscaleLoop:
         return decisions
 
     def _size(self, role: str, owned: dict[str, int]) -> int:
-        """Returns the pool's size from its owner, or else the last decided size.
+        """Returns the current size of a pool for the policy.
 
-        The decided size is needed because the pool follows later; with the counted size the same
-        change would be decided again.
+        If an owner of the size is known, this is the owner's size, corrected by workers that were
+        moved between the pools. Otherwise it is the last decided size. The number of running
+        workers would be wrong, because it changes later and the policy would request the same
+        change again.
         """
         records = [w.record for w in self._view.known()]
         if role not in owned:

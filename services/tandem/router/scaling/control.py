@@ -1,4 +1,7 @@
-"""Operators' changes over HTTP and gRPC: pool sizes, a worker's role, its drain, its cache."""
+"""Changes that operators request over HTTP or gRPC.
+
+Operators can change pool sizes and a worker's role, drain a worker, and reset prefix caches.
+"""
 
 import asyncio
 import logging
@@ -34,12 +37,15 @@ _OTHER = {"prefill": "decode", "decode": "prefill"}
 class RoleSet(msgspec.Struct, frozen=True):
     worker_id: str
     role: str
-    took_s: float  # on the worker
-    seen_s: float  # until this router used it for placement
+    took_s: float  # seconds that the worker needed to change its role
+    seen_s: float  # seconds from the request until this router's placement used the new role
 
 
 class ClusterControl:
-    """Changes of a cluster. Raises errors of errors.py. `who` is the caller, for the log."""
+    """Operators' changes of a cluster. Raises errors of `tandem/errors.py`.
+
+    `who` is the caller, who is named in the log of changes.
+    """
 
     def __init__(self, config: RouterConfig, view: ClusterView, trail: AuditTrail) -> None:
         self._trail = trail
@@ -48,9 +54,10 @@ class ClusterControl:
         self._departures = Departures(view.redis, config.cluster.cluster_id)
 
     async def scale(self, wanted: dict[str, Any], *, who: Caller) -> dict[str, int]:
-        """Forwards the request to the owner of the pools; poll the pool state for completion.
+        """Requests pool sizes from the program that owns them, and returns the requested sizes.
 
-        Raises NotNow if this router can reach no owner of the sizes.
+        The caller polls the pool state to see when the pools have these sizes. Raises NotNow if
+        this router can reach no owner of the sizes.
         """
         try:
             sizes = dict[str, int](check_sizes(wanted).items())
@@ -62,10 +69,10 @@ class ClusterControl:
         return sizes
 
     async def set_role(self, worker_id: str, role: str = "", *, who: Caller) -> RoleSet:
-        """Moves a worker to the pool `role`, or to the other one, and waits until this router sees
-        it.
+        """Moves a worker to the pool `role`, or to the other pool if `role` is empty.
 
-        The last decode worker is not moved, because no worker could answer requests without it.
+        Waits up to `SEEN_DEADLINE_S` until this router's view has the new role. Raises NotNow for
+        the last decode worker, because no worker could answer requests without it.
         """
         started = time.monotonic()
         with logged_change(self._trail, who, f"role of {worker_id}") as change:
@@ -95,10 +102,10 @@ class ClusterControl:
     async def drain(
         self, worker_id: str, deadline_s: Any, *, force: bool = False, who: Caller
     ) -> None:
-        """Starts a worker's drain. With `deadline_s` 0 the worker uses its own deadline.
+        """Starts a worker's drain. If `deadline_s` is 0, the worker uses its configured deadline.
 
-        The worker leaves placement at once, routers migrate its sequences, and it ends when it is
-        empty. The last decode worker drains only with `force`.
+        Routers place no new request on the worker and migrate its sequences. The worker ends when
+        it has no sequence left. The last decode worker drains only with `force`.
         """
         with logged_change(self._trail, who, f"drain of {worker_id}") as change:
             change.after = "draining"
@@ -122,8 +129,8 @@ class ClusterControl:
     async def reset_prefix_cache(self, worker_id: str = "", *, who: Caller) -> dict[str, int]:
         """Makes all workers, or the named one, drop their unused cached blocks.
 
-        Returns the number of dropped blocks by worker. Raises WorkerLost if one did not answer; the
-        others have done it.
+        Returns the number of dropped blocks of each worker. Raises WorkerLost if a worker did not
+        answer; the other workers have dropped their blocks.
         """
         with logged_change(self._trail, who, f"prefix cache of {worker_id or 'all'}") as change:
             change.after = "empty"
@@ -142,7 +149,10 @@ class ClusterControl:
             return dict(sorted(dropped.items()))
 
     async def call(self, record: WorkerRecord, method: str, request: Any) -> Any:
-        """Calls a worker. Raises NotNow if it cannot do it now, and WorkerLost."""
+        """Calls the gRPC method `method` of a worker and returns the reply.
+
+        Raises NotNow if the worker cannot do it now, and WorkerLost after any other failure.
+        """
         async with self.view.calls.open(record.address) as channel:
             stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
             call = getattr(stub, method)
@@ -168,10 +178,10 @@ class ClusterControl:
     async def _departure(
         self, record: WorkerRecord, way_out: str = "", *, force: bool = False
     ) -> AsyncIterator[None]:
-        """Claims a decode worker's departure from its pool for the time of the block.
+        """Claims a decode worker's departure from its pool (`departures.py`).
 
-        Raises NotNow if no decode worker would be left, unless `force`; `way_out` is the end of the
-        message.
+        The claim ends at once if the `with` block raises. Raises NotNow if no decode worker would
+        be left, unless `force` is set. `way_out` is appended to the error's message.
         """
         own = frozenset({record.epoch})
         try:

@@ -1,10 +1,11 @@
-"""Decode workers that any router has just requested to leave their pool.
+"""Claims of decode workers that are about to leave their pool, shared by all routers.
 
-    {tandem:CLUSTER}:departures   HASH, a worker's epoch -> "UNTIL_MS WHO", by the server's clock
-A worker that must drain or prefill seems usable until a router reads its new state. So two
-simultaneous calls could remove the last two decode workers, each relying on the other one.
-Therefore a call first claims its worker and reads the earlier claims of others. While Redis is
-lost, a router knows only its own claims.
+    {tandem:CLUSTER}:departures   HASH, a worker's epoch -> "UNTIL_MS WHO"
+UNTIL_MS is the time when the claim ends, by the clock of the Redis server. WHO is the router's
+random name. The claims prevent that two simultaneous calls remove the last two decode workers: a
+worker that must drain or move to the prefill pool seems usable until the routers read its new
+state, so each call would rely on the other call's worker. Therefore a call first claims its worker
+and reads the claims of other workers. While Redis is lost, a router knows only its own claims.
 """
 
 import time
@@ -14,10 +15,10 @@ from contextlib import suppress
 from tandem.net.store.client import UNREACHABLE, Client
 from tandem.net.store.script import Script
 
-CLAIM_S = 3.0  # time until all routers see that a worker leaves
+CLAIM_S = 3.0  # validity of a claim; by then, all routers see that the worker leaves
 
-# KEYS: the hash. ARGV: 1 the epoch, 2 the claimer, 3 ms to live. Returns the epochs that others
-# claim.
+# KEYS: 1 the hash of claims. ARGV: 1 the worker's epoch, 2 the claiming router, 3 ms to live.
+# Returns the epochs of the workers that other routers have claimed.
 _CLAIM = Script("""
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -38,13 +39,13 @@ return others
 
 
 class Departures:
-    """The claims of one router."""
+    """Claims decode workers for one router."""
 
     def __init__(self, redis: Client, cluster_id: str) -> None:
         self._redis = redis
         self._key = f"{{tandem:{cluster_id}}}:departures"
         self._who = uuid.uuid4().hex
-        self._until: dict[str, float] = {}  # epoch -> monotonic seconds of own claims
+        self._until: dict[str, float] = {}  # own claims: epoch -> end of the claim
 
     async def claim(self, epoch: str) -> frozenset[str]:
         """Claims a worker. Returns the epochs of other workers that are already claimed."""
@@ -60,13 +61,14 @@ class Departures:
         return frozenset(others)
 
     def forget(self, epoch: str) -> None:
-        """Drops an own claim in this router, which now sees the worker's new state. Others may
-        not.
+        """Drops this router's own record of a claim, because its view has the worker's new state.
+
+        The claim stays in Redis, because other routers may not see the new state yet.
         """
         self._until.pop(epoch, None)
 
     async def give_up(self, epoch: str) -> None:
-        """Ends a claim on all routers, because the worker stays or is back."""
+        """Ends a claim for all routers, because the worker stays in the pool or is back in it."""
         self.forget(epoch)
         with suppress(*UNREACHABLE):
             await self._redis.hdel(self._key, epoch)

@@ -1,4 +1,4 @@
-"""The autoscaler's observations of the pools, from placement's snapshots of the workers. Pure."""
+"""Makes the autoscaler's observations of the pools from placement's snapshots. Does no I/O."""
 
 from collections.abc import Iterable
 from statistics import median_high
@@ -10,7 +10,10 @@ from tandem.router.placement.costs import WorkerSnapshot
 
 
 def see_pool(role: str, workers: Iterable[WorkerSnapshot], *, wanted: int) -> PoolSeen:
-    """Observes a pool. `wanted` is its target size; workers may still be starting or draining."""
+    """Returns the observation of a pool.
+
+    `wanted` is the pool's target size. It may differ from the number of workers that are ready.
+    """
     ready = [w for w in workers if w.role == role and w.usable]
     return PoolSeen(
         wanted=wanted,
@@ -23,6 +26,9 @@ def see_pool(role: str, workers: Iterable[WorkerSnapshot], *, wanted: int) -> Po
 
 
 def likely_decode(workers: Iterable[WorkerSnapshot]) -> DecodeRate:
-    """Returns the median of the measured decode rates; an assumed rate if none was measured."""
+    """Returns the median of the workers' measured decode rates.
+
+    If no worker has measured its rate, an assumed rate is returned.
+    """
     rates = (w.rates for w in workers if w.role == "decode")
     return (likely_rates(rates, by=lambda each: each.decode.sequence_s) or WorkerRates()).decode

@@ -1,8 +1,9 @@
-"""The owner of the pool sizes, from which a router requests changes.
+"""Requests pool sizes from the program that owns the sizes.
 
-a pool controller       (Ray, `tandem up`)  by its list in Redis
-Kubernetes' API server  (`--scale-objects`) by the scale of each pool's object
-neither                 an HPA, KEDA or a person reads the requested size and sets it
+Owner                   When                How the router requests a size
+a pool controller       Ray, `tandem up`    through the controller's list in Redis
+Kubernetes' API server  `--scale-objects`   through the scale of each pool's object
+an HPA, KEDA, a person  otherwise           not at all: the owner reads the size from the metrics
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 _KUBERNETES_KEPT_S = 2.0
 _KUBERNETES_WATCH_S = 10.0
 _CONTROLLER_START_S = 3.0
-_BEFORE_DEADLINE_S = 1.0  # reading the old sizes for the log must not use up the caller's time
+_BEFORE_DEADLINE_S = 1.0  # limit for reading the old sizes, which only the log needs
 
 
 class SizeOwner:
@@ -49,17 +50,20 @@ class SizeOwner:
             self._kubernetes = KubernetesScale(config.scale_objects, Path(config.service_account))
 
     async def sizes(self) -> dict[str, int]:
-        """Returns the sizes of pools that can be set here, including workers that are starting."""
+        """Returns the sizes of the pools that this router can set.
+
+        A size includes workers that are starting.
+        """
         if self._kubernetes is not None:
             return await self._kubernetes.sizes()
         pools = decode_pools(self._view.pools_json)
         return {pool: int(state["wanted"]) for pool, state in pools.items() if "wanted" in state}
 
     async def pools(self) -> dict[str, dict[str, Any]]:
-        """Returns the state of each pool: the size that its owner requests and runs, and its
-        records.
+        """Returns the state of each pool: requested size, running workers and workers' records.
 
-        Kubernetes' part is at most `_KUBERNETES_KEPT_S` old, and missing while it does not answer.
+        Sizes from Kubernetes are at most `_KUBERNETES_KEPT_S` seconds old. They are missing while
+        the API server does not answer.
         """
         if asyncio.get_running_loop().time() - self._read_at > _KUBERNETES_KEPT_S:
             await self._read_kubernetes()
@@ -67,8 +71,9 @@ class SizeOwner:
         return self._view.pool_watch.states(records, self._view.pools_json)
 
     async def watch(self) -> None:
-        """Reads the sizes at Kubernetes until it is cancelled, for metrics and the view's
-        problems.
+        """Reads the sizes from Kubernetes periodically, until it is cancelled.
+
+        The metrics and the cluster view's list of problems use these sizes.
         """
         while True:
             try:
@@ -88,9 +93,10 @@ class SizeOwner:
         self._view.pool_watch.owned = owned
 
     async def set_sizes(self, sizes: Mapping[str, int], *, who: Caller) -> None:
-        """Requests the sizes and logs the caller; poll the pool state for completion.
+        """Requests the sizes from their owner and logs the caller.
 
-        Raises NotNow if this router can reach no owner of the sizes.
+        The caller polls the pool state to see when the pools have these sizes. Raises NotNow if
+        this router can reach no owner of the sizes.
         """
         with logged_change(self._trail, who, "sizes") as change:
             change.after = shown_sizes(sizes)
@@ -114,14 +120,18 @@ class SizeOwner:
                 )
 
     def _of_others(self, sizes: Mapping[str, int]) -> list[str]:
-        """Returns the pools that the controller does not own; none while it has written nothing."""
+        """Returns the pools in `sizes` that the pool controller does not own.
+
+        The result is empty if no controller has written its pools to Redis.
+        """
         pools = decode_pools(self._view.pools_json)
         return sorted(sizes.keys() - pools.keys()) if pools else []
 
     async def _request_from_controller(self, sizes: dict[str, int]) -> bool:
-        """Requests sizes from the controller; returns False if there is none.
+        """Requests sizes from the pool controller; returns False if there is no controller.
 
-        A controller writes its pools a moment after its start.
+        The request is repeated for a few seconds, because a controller that has just started needs
+        a moment to write its pools to Redis.
         """
         give_up_at = asyncio.get_running_loop().time() + _CONTROLLER_START_S
         while not await request_sizes(self._view.redis, self._cluster_id, sizes):

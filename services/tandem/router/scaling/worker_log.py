@@ -15,10 +15,10 @@ from tandem.router.workers.rows import host_of
 async def read_worker_log(
     control: ClusterControl, worker_id: str, after: LogPosition
 ) -> tuple[bytes, LogPosition]:
-    """Returns the part of a worker's log after a place, and the place where it ends.
+    """Returns the text of a worker's log after the position `after`, and the position of its end.
 
-    Raises WorkerNotFound, NotNow if its log is no file, and WorkerLost if it does not answer. The
-    errors name the host if it is known.
+    Raises WorkerNotFound, NotNow if the log is not a file, and WorkerLost if the worker does not
+    answer. The message names the worker's host if it is known.
     """
     try:
         record = control.record(worker_id)
@@ -35,9 +35,9 @@ async def read_worker_log(
 
 
 async def read_own_log(after: LogPosition) -> tuple[bytes, LogPosition]:
-    """Returns the part of this process's log after a place, and the place where it ends.
+    """Returns the text of this process's log after `after`, and the position of its end.
 
-    Raises NotNow if its log is no file.
+    Raises NotNow if the log is not a file.
     """
     if not (path := os.environ.get(FILE_VARIABLE)):
         raise NotNow(NO_FILE)

@@ -1,8 +1,8 @@
 """One submission of a request to a decode worker, and its result: tokens, an end or a failure.
 
-Each attempt buffers its own updates, so a client that reads slowly delays no other. The buffer
-needs no back pressure, because a request has at most `max_tokens` tokens of 4 bytes each. More
-tokens violate the protocol and fail the attempt.
+Each attempt buffers its own updates, so a client that reads slowly delays no other client. The
+buffer needs no back pressure, because a request has at most `max_tokens` tokens of 4 bytes each. A
+worker that sends more tokens violates the protocol, and the attempt fails.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 
 
 class Attempt:
-    """A submission and its result. `close` it when its updates are no longer read."""
+    """A submission and its result. The caller calls `close` when it reads no more updates."""
 
     def __init__(
         self, worker_id: str, number: int, tokens_left: int, on_close: Callable[[Attempt], None]
     ) -> None:
-        """`tokens_left` is the largest number of further tokens. `number` identifies updates."""
+        """`tokens_left` is the largest number of tokens that the worker may still send.
+
+        The worker's updates for this attempt have the attempt number `number`.
+        """
         self.worker_id = worker_id
         self.failure: TandemError | None = None
-        self.is_finished = False  # "stop" or "length" has arrived
-        self.is_draining = False  # the worker drains and continues its running sequences
-        self.num_lost = 0  # lost prefill workers that the worker last reported
+        self.is_finished = False  # True: the finish reason "stop" or "length" has arrived
+        self.is_draining = False  # True: the worker drains; its running sequences continue
+        self.num_lost = 0  # number of lost prefill workers that the worker last reported
         self._number = number
         self._tokens_left = tokens_left
         self._on_close = on_close
@@ -39,9 +42,10 @@ class Attempt:
         return self.is_finished or self.failure is not None
 
     async def updates(self) -> list[pb.SequenceUpdate]:
-        """Returns all updates since the last call; an empty list if the worker began to drain.
+        """Waits for updates and returns all updates since the last call.
 
-        After all updates were read, it raises the failure of the attempt.
+        Returns an empty list if the worker began to drain. Raises the failure of the attempt once
+        all updates have been read.
         """
         while not self._updates:
             if self.failure is not None:
@@ -55,8 +59,9 @@ class Attempt:
         return ready
 
     async def news_or_end_of(self, other: Attempt) -> None:
-        """Waits until this attempt has a token or is over, or the other one is over. Reads
-        nothing.
+        """Waits until this attempt has a token or is over, or until `other` is over.
+
+        The updates stay in the buffer.
         """
         waits = [
             asyncio.create_task(self._until(lambda: self._has_answer or self.is_over)),
@@ -69,10 +74,10 @@ class Attempt:
                 wait.cancel()
 
     def close(self) -> None:
-        """Cancels the sequence on the worker unless it has ended there. Never waits."""
+        """Cancels the sequence on the worker unless the attempt is over. Never waits."""
         self._on_close(self)
 
-    # Called by the stream on which its updates arrive.
+    # The stream that receives the worker's updates (`client.py`) calls the next three methods.
 
     def take(self, update: pb.SequenceUpdate) -> None:
         if update.attempt != self._number or self.is_over:

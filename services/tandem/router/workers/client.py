@@ -1,10 +1,11 @@
-"""The router's end of one Decode stream to one worker. All requests on the worker share it.
+"""The router's end of the gRPC stream `Decode` to one worker. All requests on the worker share it.
 
-States, changed by `run` only:
-    down -> connecting -> up -> down (every attempt on it fails with WorkerLost) -> connecting ...
-                           `-> draining (its attempts continue) -> down (WorkerLeft)
-An `Attempt` is one request on this worker (attempt.py). The queue of commands holds at most a
-submit and a cancel for each live request.
+States of the stream:
+    down -> connecting -> up --the stream breaks--> down: all attempts fail with WorkerLost
+                          up --the worker drains--> draining: the attempts continue
+                    draining --the stream ends----> down: the attempts left fail with WorkerLeft
+From `down`, the client connects again. An `Attempt` is one submission of a request to this worker
+(attempt.py). The queue of commands has at most one submit and one cancel for each live request.
 """
 
 import asyncio
@@ -48,8 +49,9 @@ class WorkerClient:
         on_change: Callable[[], None],
         on_load: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change` is called when it goes up or down, `on_load` when load or sent work
-        changes.
+        """`on_change` is called when the stream goes up or down, and when the worker drains.
+
+        `on_load` is called when the reported load or the work sent since the report changes.
         """
         self.worker_id = worker_id
         self.address = address
@@ -57,8 +59,8 @@ class WorkerClient:
         self.is_draining = False
         self.why_down = ""  # reason for the end of the stream or of the last attempt to open one
         self.load: WorkerLoad | None = None
-        # Prefill of each submission that the worker's load does not include yet. A load contains
-        # the number of submissions that it includes.
+        # Prefill work of each submission that the worker's reported load does not include yet. The
+        # report says how many submissions its load includes.
         self.unreported: deque[Prefill] = deque()
         self._num_reported = 0
         self._calls = calls
@@ -67,8 +69,8 @@ class WorkerClient:
         self._attempts: dict[str, Attempt] = {}
         self._commands: deque[pb.DecodeCommand] = deque()
         self._command_waits = asyncio.Event()
-        self._stub: pb_grpc.WorkerStub | None = None  # set while it is up
-        self._heard_at = 0.0  # monotonic seconds
+        self._stub: pb_grpc.WorkerStub | None = None  # set while the stream is up
+        self._heard_at = 0.0  # monotonic seconds of the last message from the worker
         self._task = asyncio.create_task(self._run(), name=f"decode-stream-{worker_id}")
 
     @property
@@ -76,7 +78,7 @@ class WorkerClient:
         return len(self._attempts)
 
     def submit(self, message: pb.SubmitSequence, *, prefill: Prefill) -> Attempt:
-        """Submits a sequence; `prefill` is the work that the worker will prefill.
+        """Submits a sequence. `prefill` is the prefill work that the worker itself will do.
 
         Raises WorkerLost at once if the stream is down.
         """
@@ -101,16 +103,18 @@ class WorkerClient:
         return attempt
 
     def return_waiting(self, count: int) -> None:
-        """Makes the worker return up to `count` waiting sequences; their attempts fail with
-        Returned.
+        """Makes the worker return up to `count` waiting sequences.
+
+        The attempts of returned sequences fail with the error Returned, so they are placed again.
         """
         if self.is_up:
             returned = pb.ReturnWaiting(count=count)
             self._send(pb.DecodeCommand(return_waiting=returned))
 
     async def keep(self, message: pb.KeepRequest) -> pb.KeepResponse:
-        """Makes the worker pin a chain of blocks. Raises WorkerLost if the stream is down, or
-        AioRpcError.
+        """Makes the worker pin the blocks of a prefix, so that they are not evicted.
+
+        Raises WorkerLost if the stream is down, and AioRpcError if the call fails.
         """
         if self._stub is None:
             raise WorkerLost(f"worker {self.worker_id} is not connected")
@@ -119,9 +123,9 @@ class WorkerClient:
         return answer
 
     def give_up_if_silent(self, limit_s: float) -> None:
-        """Ends a stream that has been silent for `limit_s` seconds.
+        """Closes the stream if the worker has sent nothing for more than `limit_s` seconds.
 
-        gRPC's pings need 20 s to detect a worker that is stopped or cut off.
+        Without this, gRPC's pings need 20 s to detect a worker that is stopped or cut off.
         """
         silent_s = time.monotonic() - self._heard_at
         if self.is_up and silent_s > limit_s:
@@ -176,7 +180,7 @@ class WorkerClient:
             if self.is_draining:
                 self._go_down("it has left", WorkerLeft)
         finally:
-            # The stream is down, so no attempt may be added during the clean-up.
+            # This comes first, so that no attempt is added during the clean-up.
             self._go_down("its stream broke")
             writer.cancel()
             call.cancel()

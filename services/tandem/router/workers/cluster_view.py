@@ -1,12 +1,16 @@
 """The workers as this router sees them: records in Redis, streams and reported loads.
 
-    record read, ready, same model    -> may be chosen; a decode worker once its stream is up
-    record expired while Redis works  -> gone; its stream closes when its requests end
-    Redis lost, back or emptied for less than a TTL, or this process was paused
-                                      -> the last table is used; a stream that is up is alive
+What the router observes           What it does
+a record, ready, of its own model  may place requests on the worker; on a decode worker only while
+                                   its stream is up
+a record expires                   removes the worker; its stream closes when its requests end
+Redis is lost                      keeps the workers that it knows
+Redis is back or was emptied       keeps decode workers whose stream is up, for one TTL of a record,
+                                   even if their record is missing
+this process was paused            the same as after Redis is back
 
-A record's epoch changes whenever a worker publishes its blocks again; only another process
-(address, pid, start) needs another connection. This module places nothing and knows no requests.
+A record's epoch changes whenever a worker publishes its blocks again. The router connects again
+only if the process changed (address, process id, start time). This module places no requests.
 """
 
 import asyncio
@@ -49,14 +53,15 @@ _GONE_MAX = 64
 
 @dataclass(slots=True)
 class ClusterView:
-    """The workers that a router knows. `run` updates them; listeners are called after changes."""
+    """The workers that a router knows. `run` updates the view and calls listeners after changes."""
 
     cluster: ClusterConfig
     redis: Client
     tls_dir: str = ""
-    model_fingerprint: str = ""  # empty until the model is loaded; no worker is compatible before
+    # Empty until this router has loaded the model. Until then, no worker is compatible.
+    model_fingerprint: str = ""
     redis_state: Literal["unknown", "ok", "lost"] = "unknown"
-    pools_json: bytes | None = None  # as written by the pool controller
+    pools_json: bytes | None = None  # state of the pools, as written by the pool controller
     pool_watch: PoolWatch = field(default_factory=PoolWatch)
     decisions: list[ScalingDecision] = field(
         default_factory=list
@@ -65,9 +70,9 @@ class ClusterView:
     _listeners: list[Callable[[], None]] = field(default_factory=list)
     _workers: dict[str, KnownWorker] = field(default_factory=dict)
     _roster: Roster = field(default_factory=Roster)
-    _shares: Shares = field(default_factory=Shares)  # of the prefill that this router assigned
+    _shares: Shares = field(default_factory=Shares)  # recent prefill work by worker
     _made_at: float = field(default_factory=time.monotonic)
-    _stale: set[str] = field(default_factory=set)  # ids whose snapshot in the roster is outdated
+    _stale: set[str] = field(default_factory=set)  # ids of workers with an outdated snapshot
     _problems_noted_at: float = 0.0  # monotonic seconds of the last check for problems
     _read_at: float = 0.0  # monotonic seconds of the last read of the records
     _leaving: list[WorkerClient] = field(default_factory=list)
@@ -80,7 +85,8 @@ class ClusterView:
     problems: ProblemWatch = field(init=False)
     _silences: Silences = field(init=False)
     _data_set: bytes = b""
-    _trusted_from: float = 0.0  # monotonic seconds; before that, Redis may not have all records yet
+    # Monotonic seconds. Before this time, Redis may not have all records yet.
+    _trusted_from: float = 0.0
 
     def __post_init__(self) -> None:
         self.calls = PeerCalls(self.cluster.cluster_id, self.cluster.token, self.tls_dir)
@@ -108,7 +114,7 @@ class ClusterView:
             await asyncio.gather(*(c.close() for c in clients))
 
     def roster(self) -> Roster:
-        """Returns the current snapshots of all workers. Only changed workers are updated."""
+        """Returns the current snapshots of all workers. It remakes only outdated snapshots."""
         now_s = time.monotonic() - self._made_at
         if self._shares.rebase(now_s):
             self._roster = Roster()
@@ -123,7 +129,7 @@ class ClusterView:
         return self._roster
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Calls `listener` whenever a worker's load changes."""
+        """Registers `listener`, which is called whenever a worker's load or state changes."""
         self._listeners.append(listener)
 
     def _notify_listeners(self) -> None:
@@ -134,7 +140,7 @@ class ClusterView:
         return list(self.roster().by_id.values())
 
     def has_decode_worker(self, refused: frozenset[str] = frozenset()) -> bool:
-        """Returns whether a decode worker is usable whose epoch is not in `refused`."""
+        """Returns whether there is a usable decode worker whose epoch is not in `refused`."""
         return any(
             w.usable and w.role == "decode" and w.epoch not in refused for w in self.snapshots()
         )
@@ -145,8 +151,8 @@ class ClusterView:
     def seen(self) -> list[Seen]:
         """Returns all workers with a record, as operators see them.
 
-        While the router has no model, or connects to a worker for the first time, a worker is not
-        shown as faulty.
+        Workers are not shown as incompatible while the router's own model is still loading. A
+        worker is not shown as unconnected while the router connects for the first time.
         """
         return [
             Seen(
@@ -164,11 +170,14 @@ class ClusterView:
 
     @property
     def loading(self) -> dict[str, LoadingNow]:
-        """Workers that load their model and have no record yet."""
+        """Notices of the workers that load their model and have no record yet, by worker id."""
         return self._loading.now(time.monotonic(), self.cluster.record_ttl_s)
 
     def cluster_problems(self) -> dict[str, str]:
-        """Returns a phrase for each faulty part of the cluster other than workers and Redis."""
+        """Returns a phrase for each problem that is not about a worker or Redis.
+
+        The keys name what is faulty, such as "controller" or "clock".
+        """
         found = self.control.problems | self.pool_watch.problems
         ahead_s = clock_of_router([w.clock_ahead_s for w in self._workers.values()])
         if ahead_s:
@@ -190,8 +199,9 @@ class ClusterView:
         return worker.client if worker else None
 
     def note_prefill(self, worker_id: str, prefill: Prefill) -> float:
-        """Counts work sent to a prefill worker until its record includes it; returns the current
-        time.
+        """Adds sent work to a prefill worker's load until the worker's record includes the work.
+
+        Returns the current time in monotonic seconds, which `note_prefilled` needs.
         """
         now = time.monotonic()
         if worker := self._workers.get(worker_id):
@@ -202,26 +212,32 @@ class ClusterView:
     def note_prefilled(
         self, worker_id: str, prefill: Prefill, sent_at: float, *, by_it: bool
     ) -> None:
-        """Records that work sent at `sent_at` no longer waits. `by_it`: that worker computed it."""
+        """Records that work sent to a prefill worker at `sent_at` no longer waits there.
+
+        `by_it` is True if this worker computed the prompt.
+        """
         if worker := self._workers.get(worker_id):
             worker.note_prefilled(prefill, sent_at, by_it=by_it)
             self._stale.add(worker_id)
             self._notify_listeners()
 
     def note_share(self, worker_id: str, prefill_s: float) -> None:
-        """Adds a prompt of `prefill_s` seconds to the worker's share."""
+        """Adds a prompt of `prefill_s` predicted seconds to the worker's share (`shares.py`)."""
         if worker_id in self._workers:
             self._shares.sent(worker_id, prefill_s, time.monotonic() - self._made_at)
             self._stale.add(worker_id)
 
     def compatibility(self) -> KvCompatibility | None:
-        """The KV compatibility under which blocks are hashed; None without a compatible worker."""
+        """Returns the KV compatibility for which block hashes are computed.
+
+        Returns None without a compatible worker.
+        """
         return next((w.record.compatibility for w in self._compatible()), None)
 
     def adapters(self) -> Mapping[str, Adapter]:
         """Returns the LoRA adapters of compatible workers by name.
 
-        If two have the same name, the one that was added last is returned.
+        Of several adapters with the same name, the last added adapter is returned.
         """
         return self._adapters
 
@@ -230,10 +246,9 @@ class ClusterView:
         return min((w.record.max_model_len for w in self._compatible()), default=None)
 
     def pool_tokens(self) -> int | None:
-        """Returns the length in tokens of the longest sequence that fits every decode worker's KV
-        pools.
+        """Returns the length, in tokens, of the longest sequence that every decode worker can hold.
 
-        Returns None while no bound is known.
+        Returns None while no worker has reported its limit.
         """
         sizes = (
             w.load.longest_sequence * w.record.compatibility.block_size
@@ -292,7 +307,8 @@ class ClusterView:
             self._data_set = data_set
             self._trusted_from = now + self.cluster.record_ttl_s
         elif now - self._read_at > self.cluster.record_ttl_s - self.cluster.record_interval_s:
-            # A suspended laptop or a paused host: the workers may have been paused, too.
+            # The host was suspended or this process was paused. The workers may have been paused,
+            # too, so their missing records do not count yet.
             log.info("no records were read for %.1f s: workers get time", now - self._read_at)
             self._trusted_from = now + self.cluster.record_ttl_s
         self._merge({r.worker_id: r for r in records}, complete=now >= self._trusted_from)
@@ -314,7 +330,7 @@ class ClusterView:
                 changed = True
         for client in [c for c in self._leaving if not c.num_inflight]:
             self._leaving.remove(client)
-            # Closing is bounded, and polling must not wait for it.
+            # Polling does not wait until the client is closed. `close` has a deadline.
             asyncio.create_task(client.close())  # noqa: RUF006
         if changed | self._gather_adapters():
             self.notify_change()
@@ -322,10 +338,10 @@ class ClusterView:
             self._notify_listeners()
 
     def _note_gone(self, record: WorkerRecord, *, is_replaced: bool = False) -> None:
-        """Records a worker whose record has gone.
+        """Keeps the last record of a worker that has no record any more, and adds an event.
 
-        The worker removed it, it expired after a silence, or the next process with the same name
-        replaced it.
+        There are three cases: the worker removed its record, the record expired because the worker
+        was silent, or (`is_replaced`) another process with the same worker id wrote a new record.
         """
         now = time.time()
         silent_s = self._silences.silent_s(record.worker_id)
@@ -337,7 +353,7 @@ class ClusterView:
         self.gone = dict(kept[-_GONE_MAX:])
 
     def _gather_adapters(self) -> bool:
-        """Updates the adapters; returns whether they changed."""
+        """Updates the LoRA adapters from the workers' records; returns whether any changed."""
         named = [each for w in self._compatible() for each in w.record.adapters.named]
         named.sort(key=lambda adapter: (adapter.added_at, adapter.digest))
         before = self._adapters
@@ -345,7 +361,11 @@ class ClusterView:
         return before != self._adapters
 
     def _merge_one(self, worker_id: str, record: WorkerRecord) -> bool:
-        """Merges one record; returns whether a waiting request may be affected."""
+        """Updates one worker from its record.
+
+        Returns True if a waiting request may be affected: the worker is new, or its state or role
+        has changed.
+        """
         known = self._workers.get(worker_id)
         if known is not None and _process(known.record) != _process(record):
             log.info("worker %s is another process now, at %s", worker_id, record.address)
@@ -371,7 +391,7 @@ class ClusterView:
             if known.take_record(record, last_read_at=self._read_at, forgotten_before=forgotten):
                 self._stale.add(worker_id)
         if record.role != "decode" and known.client is not None:
-            self._leaving.append(known.client)  # its running requests continue
+            self._leaving.append(known.client)  # requests on the stream continue
             known.client = None
         if record.role == "decode" and known.client is None:
             known.client = WorkerClient(
@@ -384,7 +404,10 @@ class ClusterView:
         return changed
 
     def _forgotten_before(self, now: float) -> float:
-        """Returns a time: work sent before it is in a record by now or never will be."""
+        """Returns a time in the past. Work sent earlier is no longer added to a worker's load.
+
+        That work is in the worker's record by now, or it never reached the worker.
+        """
         return now - 2 * self.cluster.record_interval_s
 
     def _drop(self, worker_id: str) -> None:

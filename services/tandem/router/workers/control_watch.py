@@ -1,8 +1,10 @@
-"""Watches Ray's head and the pool controller by their heartbeats in Redis. Pure.
+"""Watches Ray's head and the pool controller by their keys in Redis. Does no I/O.
 
-no pools in Redis    no controller exists (Kubernetes, or workers started by hand): no problem
-beat changes         it is alive; a new process id means that it was restarted
-beat does not change it is stopped, gone, or cut off from Redis; the same without a head
+Observation in Redis         Conclusion
+no pools                     no controller exists (Kubernetes, or workers started by hand)
+the heartbeat changes        the controller is alive; a new process id means that it was restarted
+the heartbeat stays          problem: the controller is stopped, gone, or cut off from Redis
+the head has no address      problem: Ray's head is gone
 """
 
 from typing import TypeVar
@@ -20,7 +22,8 @@ _SERVED = "requests are served; sizes stand, and workers that end are not starte
 class ControlWatch:
     """Watches Ray's head and the pool controller.
 
-    `note` takes their keys in Redis; `problems` has the phrases for the headline.
+    `note` takes the values of their keys in Redis. `problems` has phrases for the headline of the
+    operators' page.
     """
 
     def __init__(self) -> None:
@@ -32,14 +35,15 @@ class ControlWatch:
         self._head_at = 0.0
 
     def note(self, *, has_pools: bool, beat: bytes | None, head: bytes | None, now: float) -> str:
-        """Takes the keys read at `now`, in monotonic seconds.
+        """Takes the values that were read at `now`, in monotonic seconds.
 
-        Returns a text if the controller was restarted, else "".
+        Returns a text for the log if the controller was restarted, else "".
         """
         restart = ""
         decoded_beat = _decoded(beat, ControllerBeat)
         now_head = _decoded(head, Head) or self._lost_lease()
-        was_away = now - self._now > _SILENT_S  # Redis was away, or this process was paused
+        # True: Redis did not answer for a while, or this process was paused.
+        was_away = now - self._now > _SILENT_S
         if was_away or (has_pools and not self._is_kept) or decoded_beat != self._beat:
             self._heard_at = now
         if decoded_beat and self._beat and decoded_beat.pid != self._beat.pid:
@@ -55,7 +59,7 @@ class ControlWatch:
 
     @property
     def controller_silent_s(self) -> float:
-        """Seconds since the controller's missed beats began; 0 while it may still be on time."""
+        """Seconds since the controller's last heartbeat; 0 while the next one is not overdue."""
         age_s = self._now - self._heard_at
         return age_s if self._is_kept and age_s > _SILENT_S else 0.0
 
@@ -70,7 +74,7 @@ class ControlWatch:
 
     @property
     def problems(self) -> dict[str, str]:
-        """A phrase for the faulty part, if any."""
+        """A phrase under "head" or "controller" if that program is faulty; else empty."""
         if self.head_is_gone:
             assert self._head is not None
             why = f" ({self._head.why})" if self._head.why else ""
@@ -82,7 +86,11 @@ class ControlWatch:
         return {}
 
     def _lost_lease(self) -> Head | None:
-        """Returns the head after its key has gone: its lease ended together with its host."""
+        """Returns the state of Ray's head after the head's key has expired in Redis.
+
+        The head has no address then, because the host that held the lease has lost it. Returns None
+        if the head never had a lease.
+        """
         if self._head is None or not self._head.number:
             return None
         return Head(self._head.number, self._head.host, why=f"host {self._head.host} has lost it")

@@ -1,9 +1,9 @@
 """Events of the cluster, kept over restarts: workers that join and leave, and failed requests.
 
-    {tandem:CLUSTER}:events:all    STREAM, bounded; field `entry` is an Event as JSON
-All routers see the same worker leave, so an event about a process is written once. Requests are
-counted and written as one event per second. Changes requested by operators are in the audit trail;
-`read` returns them, too.
+    {tandem:CLUSTER}:events:all    STREAM of limited length; field `entry` is a ClusterEvent as JSON
+All routers see the same worker join or leave, but only one of them writes the event. Requests with
+the same outcome are counted and written as one event per second. Changes requested by operators are
+in the audit trail, and `read` returns them, too.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from tandem.net.store.registry import WorkerRecord
 
 _STREAM = "all"
 _TELL_EVERY_S = 1.0
-_COUNTED_MAX = 100  # different events counted within one interval
+_COUNTED_MAX = 100  # largest number of different outcomes of requests counted per interval
 
 
 class ClusterEvent(msgspec.Struct, frozen=True):
-    """Something that happened. `about` is a worker's id, an error's code, or empty."""
+    """An event in the cluster. `about` is a worker's id, an error's code, or empty."""
 
     at: float  # seconds since the epoch
     kind: str
@@ -33,7 +33,7 @@ class ClusterEvent(msgspec.Struct, frozen=True):
 
 
 class EventLog:
-    """The events as one router writes and reads them. `run` writes the added ones."""
+    """Writes and reads events for one router. `run` writes the events that `add` has queued."""
 
     def __init__(self, redis: Client, cluster_id: str) -> None:
         prefix = f"{{tandem:{cluster_id}}}:events"
@@ -41,7 +41,11 @@ class EventLog:
         self._counted: Counter[tuple[str, str, str]] = Counter()
 
     def add(self, kind: str, about: str, text: str, once: str = "") -> None:
-        """Adds an event. With `once`, it is skipped if another router has written the same."""
+        """Queues an event.
+
+        `once` is a key, or empty. If any router has written an event of the same kind and key, the
+        event is not written again.
+        """
         event = ClusterEvent(time.time(), kind, about, text)
         self._journal.add(_STREAM, event, f"{kind}:{once}" if once else "")
 
@@ -51,7 +55,7 @@ class EventLog:
             self._counted[kind, about, text] += 1
 
     async def run(self) -> None:
-        """Writes events until it is cancelled; then the waiting ones, if Redis answers."""
+        """Writes events until it is cancelled, and then the queued events, if Redis answers."""
         writing = asyncio.create_task(self._journal.run())
         try:
             while True:
@@ -74,7 +78,7 @@ class EventLog:
             self.add(kind, about, f"{number} request{'' if number == 1 else 's'} {text}")
 
     def joined(self, record: WorkerRecord) -> None:
-        """Adds an event for a process that has a record."""
+        """Adds an event for a worker process whose record is new."""
         text = f"{record.role} worker at {record.address}, process {record.pid} of {record.host}"
         self.add("started", record.worker_id, text, once=record.epoch)
 
@@ -94,12 +98,17 @@ class EventLog:
             if was is not None and was.transport != pair.transport:
                 text += f" now, before over {was.transport}{why}"
                 self.add("transport", name, text, once=f"{epoch}:{peer}:{now.num_writes}")
-            # once for each process, because its other pairs have the same reason
+            # One event per process and transport is enough: all pairs of workers in which this
+            # process takes part have the same reason.
             elif was is None and why:
                 self.add("transport", name, text + why, once=f"{epoch}:{pair.transport}")
 
     def left(self, record: WorkerRecord, *, in_order: bool, is_replaced: bool = False) -> None:
-        """Adds an event for a record that has gone."""
+        """Adds an event for a worker whose record has gone.
+
+        `in_order` is True if the worker drained or removed its record. `is_replaced` is True if
+        another process has the worker's id now.
+        """
         how = f"its record expired, at {record.address}"
         if is_replaced:
             how = f"its process {record.pid} is gone without a word; another one has its name"

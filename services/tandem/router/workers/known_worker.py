@@ -1,9 +1,10 @@
-"""One worker as this router knows it: its record, its stream, and the work sent since.
+"""One worker as this router knows it: its record, its stream, and the work sent since its report.
 
-Loads arrive late: a prefill worker's in its record, a decode worker's on its stream. Work that was
-sent and cannot be in the load yet is added, until a later load arrives. Work that a prefill worker
-has finished since its record is subtracted, because first tokens arrive long before its next
-record.
+A reported load is always a little old. A prefill worker reports its load in its record, and a
+decode worker on its stream. The router corrects the load in two ways:
+- It adds the work that it has sent and that the load cannot include yet.
+- It subtracts the work that a prefill worker has finished since its record, because the router sees
+  the first tokens long before the next record.
 """
 
 from collections import deque
@@ -24,16 +25,17 @@ class KnownWorker:
 
     record: WorkerRecord
     client: WorkerClient | None = None
-    # Its clock minus this router's, at its latest records. Several are kept, because one may have
-    # been delayed.
+    # The worker's clock minus this router's clock in seconds, for each of the last records. Several
+    # values are kept, because a record may have been delayed.
     clocks: deque[float] = field(default_factory=lambda: deque(maxlen=3))
-    # Prompts sent to a prefill worker and not in its record yet: (monotonic seconds, prefill).
+    # (monotonic seconds, prefill work) of prompts that were sent to a prefill worker and are not in
+    # its record yet.
     _sent: deque[tuple[float, Prefill]] = field(default_factory=deque)
-    _done: Prefill = NO_PREFILL  # prefill in its record that it has finished since
+    _done: Prefill = NO_PREFILL  # work in the record that the worker has finished since
 
     @property
     def load(self) -> WorkerLoad:
-        """The newer of the loads from its stream and its record."""
+        """The load from the worker's stream or its record, whichever is newer."""
         reported = self.client.load if self.client is not None else None
         return (
             reported
@@ -43,7 +45,10 @@ class KnownWorker:
 
     @property
     def clock_ahead_s(self) -> float:
-        """Its clock minus this router's, in seconds; 0 until several records were read."""
+        """The worker's clock minus this router's clock, in seconds.
+
+        It is 0 until several records have been read.
+        """
         return min(self.clocks, key=abs) if len(self.clocks) == self.clocks.maxlen else 0.0
 
     @property
@@ -52,7 +57,7 @@ class KnownWorker:
 
     @property
     def why_down(self) -> str:
-        """The reason why it has no stream; "" if it never had one."""
+        """The reason why the worker's stream is down; "" if the stream never failed."""
         return self.client.why_down if self.client is not None else ""
 
     def note_prefill(self, prefill: Prefill, now: float, *, forgotten_before: float) -> None:
@@ -60,8 +65,9 @@ class KnownWorker:
         self._sent.append((now, prefill))
 
     def note_prefilled(self, prefill: Prefill, sent_at: float, *, by_it: bool) -> None:
-        """Records that a prompt sent at `sent_at` no longer waits: it has its first token or has
-        ended.
+        """Records that the prompt sent at `sent_at` no longer waits on this worker.
+
+        `by_it` is True if this worker computed the prompt.
         """
         if (sent_at, prefill) in self._sent:
             self._sent.remove((sent_at, prefill))
@@ -71,11 +77,11 @@ class KnownWorker:
     def take_record(
         self, record: WorkerRecord, *, last_read_at: float, forgotten_before: float
     ) -> bool:
-        """Takes a new record; returns whether its snapshot for placement changes.
+        """Takes a new record; returns whether the worker's snapshot for placement changes.
 
-        A changed load was measured after the records were last read, so it includes all work sent
-        before that. Work that never reached the worker does not change its load; it is dropped
-        after some time.
+        A changed load was measured after the records were last read (`last_read_at`). So it
+        includes all work sent before that, and that work is no longer added. Work sent before
+        `forgotten_before` is no longer added either, because it may never have reached the worker.
         """
         num_sent = len(self._sent)
         self._drop_sent(forgotten_before)
@@ -113,7 +119,7 @@ class KnownWorker:
         )
 
     def _expected_load(self) -> WorkerLoad:
-        """Returns its load with the work that was sent since, without the work that it has done."""
+        """Returns the reported load plus the work sent since, minus the work finished since."""
         load = self.load
         unreported = self.client.unreported if self.client is not None else ()
         done = self._done

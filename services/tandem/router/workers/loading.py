@@ -1,7 +1,8 @@
-"""The workers that load their model, by their notices, and which of them are alive. Pure.
+"""Tracks the workers that load their model, and which of them are alive. Does no I/O.
 
-If a worker dies, its notice remains. If it failed, the notice contains the reason. Clocks of hosts
-differ, so a notice is dated by this router's clock at its last change.
+Each worker that loads its model writes a notice to Redis. If the worker dies, its notice remains.
+If loading fails, the notice contains the reason. The age of a notice is measured by this router's
+clock from the last change of the notice, because the clocks of hosts differ.
 """
 
 from collections.abc import Mapping
@@ -14,28 +15,28 @@ _FORGOTTEN_AFTER_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class LoadingNow:
-    """The current state of a notice. `silent_s` is 0 while it changes every second."""
+    """The current state of a worker's notice. `silent_s` is 0 while the notice keeps changing."""
 
     notice: LoadingNotice
-    stalled_s: float = 0.0  # seconds since more bytes of weights were loaded
+    stalled_s: float = 0.0  # seconds since the number of loaded bytes last grew
     silent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _DatedNotice:
     notice: LoadingNotice
-    changed_at: float  # monotonic seconds
-    moved_at: float  # monotonic seconds when more bytes were loaded
+    changed_at: float  # monotonic seconds of the last change of the notice
+    moved_at: float  # monotonic seconds when the number of loaded bytes last grew
 
 
 class LoadingWorkers:
-    """The notices that a router has read."""
+    """The notices that a router has read from Redis."""
 
     def __init__(self) -> None:
         self._notices: dict[str, _DatedNotice] = {}
 
     def note(self, notices: Mapping[str, LoadingNotice], now: float) -> list[str]:
-        """Takes all notices; returns the workers whose notice has not changed for long."""
+        """Takes all notices. Returns the workers whose notice is too old and should be removed."""
         before = self._notices
         self._notices = {}
         for worker_id, notice in notices.items():
@@ -50,7 +51,7 @@ class LoadingWorkers:
         ]
 
     def now(self, now: float, ttl_s: float) -> dict[str, LoadingNow]:
-        """Returns all notices. A worker whose notice has not changed for `ttl_s` is silent."""
+        """Returns the state of each notice. A notice that has not changed for `ttl_s` is silent."""
         return {
             name: LoadingNow(
                 last.notice,

@@ -1,11 +1,10 @@
-"""Watches the pool sizes, and pools on Kubernetes whose workers do not start. Pure.
+"""Watches the pool sizes, and pools on Kubernetes whose workers do not start. Does no I/O.
 
-    as many workers are ready as requested    no problem
-    a missing worker has a row                no problem: the row has its state or fault
-    a missing worker has no row               after `grace_s` a problem, until all are ready
-The last case is a pod that waits for a node or for its image, which has no process that could
-report. Pools of a pool controller are left out, because its agents report why a process does not
-run.
+    as many workers are ready as requested  no problem
+    a missing worker has a row (`rows.py`)  no problem of the pool: the row has the worker's problem
+    a missing worker has no row             a problem after `grace_s`, until all workers are ready
+In the last case, a pod waits for a node or for its image, so no process can report. Pools of a pool
+controller are left out, because the controller's agents report why a process does not run.
 """
 
 from collections import Counter
@@ -17,30 +16,29 @@ from tandem.net.store.registry import WorkerRecord
 from tandem.router.workers.pools import pool_states
 from tandem.router.workers.rows import WorkerRow
 
-_GONE = {"stopped", "lost", "failed"}  # rows of processes that have ended
+_GONE = {"stopped", "lost", "failed"}  # states of rows whose process has ended
 
 
 class PoolWatch:
-    """Watches the sizes of pools. `note` takes them; `problems` has the phrases for the
-    headline.
+    """Watches the sizes of pools.
+
+    `note` takes the sizes. `problems` has phrases for the headline of the operators' page.
     """
 
     def __init__(self, grace_s: float = 90.0) -> None:
-        """`grace_s` is the time from requesting a worker to its first sign."""
+        """`grace_s` is the time that a new worker has before it counts as a problem."""
         self.grace_s = grace_s
-        self.owned: dict[str, dict[str, int]] = {}  # reported by Kubernetes; empty without it
+        self.owned: dict[str, dict[str, int]] = {}  # sizes reported by Kubernetes, if any
         self.sizes: dict[str, int] = {}  # last requested size of each pool
         self.ready: dict[str, int] = {}  # ready workers of each pool
         self._have_agents: set[str] = set()
-        self._short_since: dict[str, float] = {}  # monotonic seconds
+        self._short_since: dict[str, float] = {}  # pool -> time since which workers are missing
         self._now = 0.0
 
     def states(
         self, records: Iterable[WorkerRecord], pools_json: bytes | None
     ) -> dict[str, dict[str, Any]]:
-        """Returns the state of each pool: the size that its owner requests and runs, and its
-        records.
-        """
+        """Returns the state of each pool: requested size, running workers and counts of records."""
         states = pool_states(records, pools_json)
         owned = {pool: {**states.get(pool, {}), **sizes} for pool, sizes in self.owned.items()}
         return {**states, **owned}
@@ -48,14 +46,14 @@ class PoolWatch:
     def note(
         self, pools: Mapping[str, Mapping[str, Any]], rows: Iterable[WorkerRow], now: float
     ) -> None:
-        """Takes the states and the rows at `now`, in monotonic seconds."""
+        """Takes the states of the pools and the rows of the workers at `now`, a monotonic time."""
         self._now = now
         known = Counter(row.pool for row in rows if row.state not in _GONE)
         self.sizes |= {name: s["wanted"] for name, s in pools.items() if "wanted" in s}
         self.ready = {name: s["ready"] for name, s in pools.items() if name not in ROUTER_POOLS}
         for name, ready in self.ready.items():
             if "agents" in pools[name]:
-                self._have_agents.add(name)  # kept while Redis has lost the controller's keys
+                self._have_agents.add(name)  # stays if Redis loses the controller's keys
             size = 0 if name in self._have_agents else self.sizes.get(name, 0)
             if ready < size and (known[name] < size or self._is_overdue(name)):
                 self._short_since.setdefault(name, now)

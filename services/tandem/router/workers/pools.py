@@ -18,7 +18,7 @@ from tandem.net.store.client import UNREACHABLE, UNREADABLE, Client
 from tandem.net.store.control_state import CONTROLLER_KEY, HEAD_KEY, control_key
 from tandem.net.store.registry import WorkerRecord
 
-# Bounds the list while there is no controller.
+# Largest length of the list of requests, which grows while there is no controller.
 _PENDING_MAX = 64
 
 
@@ -41,8 +41,9 @@ async def request_sizes(redis: Client, cluster_id: str, sizes: dict[str, int]) -
 
 
 async def read_pools(redis: Client, cluster_id: str) -> bytes | None:
-    """Returns the pools that the controller wrote; None without one. Errors of redis-py
-    propagate.
+    """Returns the pools that the pool controller wrote; None if there is no controller.
+
+    Errors of redis-py propagate.
     """
     return (await read_control(redis, cluster_id))[0]
 
@@ -50,9 +51,9 @@ async def read_pools(redis: Client, cluster_id: str) -> bytes | None:
 async def read_control(
     redis: Client, cluster_id: str
 ) -> tuple[bytes | None, bytes | None, bytes | None]:
-    """Returns the keys of store/control_state.py: (pools, controller's heartbeat, Ray's head).
+    """Returns the values of three keys: the pools, the controller's heartbeat and Ray's head.
 
-    Errors of redis-py propagate.
+    `store/control_state.py` describes the keys. Errors of redis-py propagate.
     """
     keys = [control_key(cluster_id, name) for name in ("pools", CONTROLLER_KEY, HEAD_KEY)]
     pools, beat, head = (
@@ -64,10 +65,11 @@ async def read_control(
 def pool_states(
     records: Iterable[WorkerRecord], pools_json: bytes | None
 ) -> dict[str, dict[str, Any]]:
-    """Returns the state of each pool: what the controller wrote and the registered workers.
+    """Returns the state of each pool: what the controller wrote, and counts of its workers.
 
-    There may be no controller. `ready` workers of a pool may be lent to the other one; `serving`
-    counts the workers in that role.
+    `ready` counts the ready workers that belong to the pool, even if they serve in the other pool
+    at present. `serving` counts the ready workers whose present role is this pool. Without a
+    controller, the state has only the counts.
     """
     written = decode_pools(pools_json)
     registered = Counter[str]()

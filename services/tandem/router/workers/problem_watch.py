@@ -1,7 +1,7 @@
 """Logs the workers' problems, adds them to the events, and keeps them for metrics.
 
-A problem is logged at its begin and end. The end of a process is logged with its cause and last log
-line, because another process may run before an operator looks.
+A problem is logged when it begins and when it ends. If a worker's process ends, its exit cause and
+last log line are logged, because another process may run before an operator looks.
 """
 
 import logging
@@ -14,17 +14,17 @@ from tandem.router.workers.rows import WorkerRow, ending
 
 log = logging.getLogger(__name__)
 
-_USUAL = {"loading", "starting", "restarting"}  # other events report these
-_SAME_S = 30  # routers add the same event once in this many seconds
+_USUAL = {"loading", "starting", "restarting"}  # not logged here, because other events report them
+_SAME_S = 30  # within this many seconds, all routers together add the same event once
 
 
 class ProblemWatch:
-    """The problems that this router last saw."""
+    """Compares the current problems with the last ones, and reports what began or ended."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
         self.rows: list[WorkerRow] = []
-        self.num_starts: dict[str, int] = {}  # worker id -> starts that its agent counted
+        self.num_starts: dict[str, int] = {}  # worker id -> process starts counted by its agent
         self._starts_reported: dict[str, int] = {}
         self._reported: dict[str, str] = {}  # worker id -> problem
         self._cluster_reported: dict[str, str] = {}
@@ -35,7 +35,7 @@ class ProblemWatch:
         pools: Mapping[str, Mapping[str, Any]],
         cluster: Mapping[str, str],
     ) -> None:
-        """Takes the current rows and pools, and a phrase for each faulty part of the cluster."""
+        """Takes the current rows and pools, and a phrase for each other problem in the cluster."""
         self.rows = rows
         for row in rows:
             self._note_row(row)
@@ -70,7 +70,8 @@ class ProblemWatch:
             self.num_starts[name] = starts
             self._starts_reported[name] = ended
             if ended > before.get(name, ended):
-                # A new agent counts from 0, and a new worker may have an old one's name.
+                # The time is part of the event's key, because the count alone may repeat: a new
+                # agent counts from 0, and a new worker may have the id of an old one.
                 when = int(agent.get("since", 0.0)) // _SAME_S
                 text = ending(agent) or "its process ended"
                 self._report("ended", name, text, once=f"{ended}:{when}")

@@ -10,12 +10,12 @@ _AFTER_S = 0.1  # wait after a check finds room, so that just submitted requests
 
 
 class Returns:
-    """Checks the workers' loads, and moves requests from a queue to a worker with room."""
+    """Checks the workers' loads, and makes workers return requests that others can run."""
 
     def __init__(self, view: ClusterView) -> None:
         self._view = view
         self._looked_at = 0.0
-        # monotonic seconds since when a worker has room while another one has a queue
+        # Monotonic time since which a worker has had room while another worker has had a queue.
         self._since: float | None = None
         view.listen(self._look)
 

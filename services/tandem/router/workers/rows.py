@@ -1,8 +1,10 @@
-"""A row for each known worker, alive or not, and a headline that names the problems. Pure.
+"""Makes a row for each known worker, alive or not, and a headline of the problems. Does no I/O.
 
-Known workers have a record, had one recently, load, or have an agent that keeps their process
-running (`tandem up`). The record describes what the worker does; the agent knows why there is no
-record.
+Operators see the rows and the headline. A worker is known if one of these holds:
+- It has a record in Redis, or had a record recently.
+- It loads its model and has written a notice.
+- It has an agent, which keeps the worker's process running (`tandem up`).
+The record describes what the worker does. The agent knows why a worker has no record.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,15 +16,15 @@ from tandem.net.store.registry import WorkerRecord
 from tandem.router.workers.loading import LoadingNow
 from tandem.router.workers.troubles import Trouble, blames_peers, clock_of_router, trouble_of
 
-_PROBLEMS_MAX = 2  # problems named in the headline
+_PROBLEMS_MAX = 2  # largest number of problems named in the headline
 
 RowState = (
     Literal["ready", "starting", "loading", "draining", "restarting", "silent", "hung"]
     | Literal["not connected", "incompatible", "failed", "stopped", "lost"]
 )
-_IS_WELL = {"ready", "draining"}  # a drain is requested by an operator
-# Seconds without a new byte of weights after which the row shows it, and after which it is a
-# trouble. Importing takes some time, too.
+_IS_WELL = {"ready", "draining"}  # draining is no problem, because an operator requested it
+# While a worker loads, its row shows a pause in reading weights after the first time, in seconds.
+# The pause becomes a trouble after the second time. Importing Python modules takes some time, too.
 _STALLS_S, _STALLED_S = 8.0, 30.0
 
 
@@ -30,8 +32,9 @@ _STALLS_S, _STALLED_S = 8.0, 30.0
 class Seen:
     """A worker with a record, as this router sees it.
 
-    `silent_s` and `stuck_s` are 0 if it is on time; `clock_ahead_s` is its clock minus this
-    router's.
+    `silent_s` is the time since the worker last wrote its record, or 0 if no write is overdue.
+    `stuck_s` is the time for which the engine has made no step although it has work, or 0 if no
+    step is overdue. `clock_ahead_s` is the worker's clock minus this router's clock.
     """
 
     record: WorkerRecord
@@ -39,24 +42,24 @@ class Seen:
     is_connected: bool = True
     silent_s: float = 0.0
     stuck_s: float = 0.0
-    num_left: tuple[int, int] = (0, 0)  # sequences and leases
-    why_down: str = ""  # reason why its stream is down
+    num_left: tuple[int, int] = (0, 0)  # number of unfinished sequences and of leases
+    why_down: str = ""  # reason why the worker's stream is down
     clock_ahead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A worker whose record has gone. `has_left`: it drained and removed its record."""
+    """A worker whose record has gone. `has_left` is True if the worker ended in order."""
 
     record: WorkerRecord
-    at: float  # seconds since the Unix epoch
+    at: float  # seconds since the Unix epoch when the record was found missing
     has_left: bool
-    silent_s: float = 0.0  # silence before the record expired
+    silent_s: float = 0.0  # seconds without a write before the record expired
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """A worker as operators see it. Only a worker that serves or loads has a `trouble`."""
+    """A worker as operators see it. Only a ready or loading worker can have a `trouble`."""
 
     worker_id: str
     pool: str
@@ -86,8 +89,8 @@ def worker_rows(
 ) -> list[WorkerRow]:
     """Returns the rows, sorted by pool and id.
 
-    `pools` are those that a pool controller wrote, if any. `loading` has the notices of workers
-    without a record.
+    `pools` has the states of the pools; a pool controller adds its agents to them. `loading` has
+    the notices of workers that load their model.
     """
     agents = {
         agent["id"]: (pool, agent)
@@ -106,7 +109,7 @@ def worker_rows(
         if agent.get("state") in ("restarting", "lost"):
             rows.append(_of_agent(worker_id, pool, agent, now))
         elif worker.silent_s and agent.get("pid", 0) not in (0, worker.record.pid):
-            # The record belongs to the previous process, which has ended.
+            # The agent has started another process. The record was written by the previous one.
             progress = (loading or {}).get(worker_id)
             rows.append(_without_record(worker_id, pool, agent, progress, None, now))
         else:
@@ -138,8 +141,8 @@ def problems_of(
 ) -> list[str]:
     """Returns a phrase for each problem, the worst first.
 
-    `reason` is why requests cannot be served, or "". `cluster` has the problems of Ray, of a pool's
-    pods and of a clock.
+    `reason` says why no request can be served, or is "". `redis` is the router's view of Redis.
+    `cluster` has the phrases of `ClusterView.cluster_problems`.
     """
     problems = [reason] if reason else []
     if redis == "lost":
@@ -149,7 +152,8 @@ def problems_of(
     for pool, state in pools.items():
         wanted = state.get("wanted", state.get("replicas"))
         running = state.get("running", state.get("registered", 0))
-        # Agents report later than processes serve, and this router serves.
+        # Agents report a process later than it begins to serve, so ready workers count as running,
+        # too. At least one router runs, because this router does.
         running = max(running, state.get("ready", 0), int(pool == "router"))
         if wanted is not None and running < wanted and not problems:
             why = f": {state['waits_why']}" if "waits_why" in state else ""
@@ -158,7 +162,7 @@ def problems_of(
 
 
 def headline(problems: list[str], pools: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns one sentence about the result of `problems_of`."""
+    """Returns one sentence with the first problems, or one saying that all is well."""
     if not problems:
         ready = ", ".join(f"{s['ready']} {p}" for p, s in pools.items() if p not in ROUTER_POOLS)
         return f"All is well: workers that are ready: {ready}."
@@ -171,7 +175,8 @@ def headline(problems: list[str], pools: Mapping[str, Mapping[str, Any]]) -> str
 def _row_problems(rows: list[WorkerRow]) -> list[str]:
     """Returns a phrase for each faulty worker, and one for each silent host.
 
-    Workers with the same state and note share a phrase.
+    Workers with the same state and note share one phrase. A host counts as silent if it has several
+    workers and all of them are silent or lost.
     """
     hosts: dict[str, list[WorkerRow]] = {}
     for row in rows:
@@ -251,7 +256,7 @@ def _without_record(
     row = _of_agent(worker_id, pool, agent, now)
     if row.state != "loading":
         return row
-    if last and agent.get("since", 0.0) < last.at:  # the process that wrote the record
+    if last and agent.get("since", 0.0) < last.at:  # the process is the one that wrote the record
         if last.has_left:
             return WorkerRow(worker_id, pool, "draining", "its process ends")
         silence = _silence(last.silent_s + max(0.0, now - last.at), agent)
@@ -267,7 +272,7 @@ def _without_record(
 
 
 def _of_agent(worker_id: str, pool: str, agent: Mapping[str, Any], now: float) -> WorkerRow:
-    """Returns the row of a worker that only its agent knows."""
+    """Returns the row of a worker from what its agent knows."""
     match agent.get("state"):
         case "restarting":
             ended = f"attempt {agent.get('starts', 0) + 1}, {ending(agent)}".removesuffix(", ")
@@ -326,7 +331,7 @@ def _of_gone(last: Gone, now: float) -> tuple[RowState, str]:
 def host_of(record: WorkerRecord) -> str:
     """Returns a worker's host name and address, such as gpu-3 (10.0.0.3).
 
-    Hosts may share a name, and many pods may share an address.
+    Both are needed, because hosts may share a name and many pods may share an address.
     """
     address = record.address.rpartition(":")[0].strip("[]")
     return f"{record.host} ({address})" if address else record.host

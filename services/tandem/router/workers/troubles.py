@@ -1,4 +1,4 @@
-"""Troubles of a worker that serves: its clock, its disk, its peers, its tiers. Pure."""
+"""Finds troubles of a worker that serves: clock, disk, peers or tiers. Does no I/O."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -13,16 +13,17 @@ Trouble = Literal["", "clock", "disk", "unreachable", "tier", "stalled"]
 
 CLOCK_OFF_S = 5.0
 _DISK_FULL_SHARE = 0.02
-_DISK_FULL_BYTES = 1 << 30  # upper bound of the share, because 2% of a large disk is much
+_DISK_FULL_BYTES = 1 << 30  # a disk with more free bytes is never full, whatever its size
 
 
 def trouble_of(
     record: WorkerRecord, clock_ahead_s: float, blaming: Iterable[WorkerRecord]
 ) -> tuple[Trouble, str]:
-    """Returns the trouble of a ready worker and a note about it.
+    """Returns the trouble of a ready worker and a note about it; ("", "") without a trouble.
 
-    `blaming` are the records of live workers that cannot reach a peer. `clock_ahead_s` is measured
-    against most workers' clocks.
+    `blaming` are the records of live workers that cannot reach a peer, where the peer is at fault.
+    `clock_ahead_s` is the worker's clock minus this router's clock. If this router's own clock is
+    wrong, the caller has corrected the difference.
     """
     if abs(clock_ahead_s) > CLOCK_OFF_S:
         way = "ahead" if clock_ahead_s > 0 else "behind"
@@ -49,14 +50,14 @@ def trouble_of(
 
 
 def is_disk_full(free_bytes: int, total_bytes: int) -> bool:
-    """Returns whether a disk has less room than a worker's logs and copies of blocks need."""
+    """Returns whether a disk has too little room for a worker's logs and copies of KV blocks."""
     return free_bytes < min(_DISK_FULL_SHARE * total_bytes, _DISK_FULL_BYTES)
 
 
 def blames_peers(record: WorkerRecord) -> bool:
-    """Returns whether the worker's unreachable peers are at fault rather than the worker itself.
+    """Returns whether the worker's unreachable peers are at fault, and not the worker itself.
 
-    A worker that is itself at fault cannot reach most of its peers.
+    If a worker cannot reach most of its peers, the worker itself is at fault.
     """
     return 0 < len(record.unreachable) <= max(1, len(record.pairs))
 
@@ -66,9 +67,10 @@ def _others(number: int) -> str:
 
 
 def clock_of_router(ahead_s: Sequence[float]) -> float:
-    """Returns by how much most workers' clocks are ahead of this router's, if it is significant.
+    """Returns the median of the workers' clock differences to this router, if it is large.
 
-    In that case the router's clock is wrong. At least three workers are needed.
+    A large median means that this router's clock is wrong. Returns 0 if the median is small or if
+    there are fewer than three workers.
     """
     common_s = median(ahead_s) if len(ahead_s) > 2 else 0.0
     return common_s if abs(common_s) > CLOCK_OFF_S else 0.0

@@ -1,9 +1,9 @@
-"""Serves KV blocks over gRPC to consumers without NIXL, and probe bytes to measure a pair.
+"""Serves KV blocks over gRPC to consumers without NIXL, and probe bytes to measure the connection.
 
 A consumer can read only blocks that a live lease has announced to it. A block is copied once, from
-the pool into a gRPC message. The lease is checked again for each message, because the engine may
-reuse the blocks once the stream has ended.
-A call holds at most one message in memory: gRPC takes the next one when the peer has room.
+the block pool into a gRPC message. The lease is checked again before each message is sent, because
+the engine may reuse the blocks once the lease has ended. A call has at most one message in memory,
+because gRPC takes the next message only when the consumer can receive it.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +20,7 @@ PROBE_BYTES_MAX = 64 << 20
 
 
 class BlockServer:
-    """Serves FetchBlocks and Probe. Both yield messages that `encode` built."""
+    """Serves the gRPC methods FetchBlocks and Probe. Both yield encoded messages (`encode`)."""
 
     def __init__(
         self,
@@ -30,10 +30,10 @@ class BlockServer:
         *,
         block_bytes: int,
     ) -> None:
-        """`lent` returns the blocks that a lease has announced, or None once the lease has ended.
+        """`lent` returns the blocks that a lease has announced, or None if the lease has ended.
 
-        It returns the same list object for the whole life of the lease. `on_served` is called with
-        the size of each message in bytes.
+        For one lease, `lent` always returns the same list object. `on_served` is called with the
+        size of each message in bytes.
         """
         self._owner = owner
         self._lent = lent
@@ -61,7 +61,7 @@ class BlockServer:
             yield message
 
     async def probe(self, request: pb.ProbeRequest, context: Any) -> AsyncIterator[bytes]:
-        """Yields `num_bytes` zero bytes in messages of the size that block messages have."""
+        """Yields `num_bytes` zero bytes, in messages of about the size of `fetch`'s messages."""
         if request.num_bytes > PROBE_BYTES_MAX:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,

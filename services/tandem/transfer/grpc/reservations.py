@@ -1,8 +1,8 @@
-"""Write access of the I/O process to the KV pool, for blocks that arrive over gRPC.
+"""Controls which blocks of the KV pool the I/O process may write, for blocks received over gRPC.
 
-A write needs an open `PoolReservation`, which says that the blocks belong to a sequence. The link
-to the engine ends a sequence's reservations when it sends the command that gives up the blocks.
-Both run on one event loop, so no write can follow that command.
+A write needs an open `PoolReservation`, which says that the blocks belong to a sequence. When the
+I/O process sends the engine the command that gives up a sequence's blocks, it closes the sequence's
+reservations. Writes and commands run on one event loop, so no write can follow that command.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,9 @@ class PoolReservation:
     is_open: bool = True
 
     def check(self, first: int, num_blocks: int) -> None:
-        """Raises LeaseLost if the reservation is closed or has no `num_blocks` blocks from `first`
-        on.
+        """Raises LeaseLost if `num_blocks` blocks from index `first` on may not be written.
+
+        This is so if the reservation is closed or has fewer blocks.
         """
         if not self.is_open:
             raise LeaseLost(f"the engine was told that {self.sequence_id} gives up its pulls")
@@ -57,23 +58,27 @@ class Reservations:
             self._open.pop(reservation.sequence_id, None)
 
     def end(self, sequence_id: str) -> None:
-        """Closes a sequence's reservations, because its blocks may go to another sequence."""
+        """Closes a sequence's reservations, because the engine may now reuse the blocks."""
         for reservation in self._open.pop(sequence_id, ()):
             reservation.is_open = False
 
 
 class PoolView(Protocol):
-    """The KV pool. It is mapped either in this process or only in the engine process."""
+    """Access to the KV pool, whose memory may be mapped in the engine process only."""
 
     spans: BlockSpans
 
     async def read(self, sequence_id: str, block_ids: Sequence[int]) -> Blocks:
-        """Returns the bytes of blocks that the sequence holds; they are valid until the next
-        await.
+        """Returns the bytes of blocks that the sequence holds.
+
+        The caller must use the bytes before it awaits again.
         """
 
     def write(self, into: PoolReservation, first: int, data: memoryview) -> None:
-        """Writes whole blocks, starting at index `first` of the reservation. Raises LeaseLost."""
+        """Writes `data`, which are whole blocks, to the reservation's blocks from `first` on.
+
+        Raises LeaseLost if the reservation does not allow it.
+        """
 
 
 class PoolOwner(Protocol):

@@ -1,7 +1,7 @@
 """Reads a peer's blocks over gRPC, on separate connections from leases and tokens.
 
-gRPC channels of one process share a connection to the same address unless each has its own
-subchannel pool. Separate connections keep large block messages from delaying small ones.
+gRPC channels of one process share a connection to the same address unless each channel has its own
+subchannel pool. Separate connections keep large block messages from delaying small messages.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 STREAMS_MAX = 2  # Largest number of parallel streams from one peer; each has its own connection
 # A pull uses a second stream only if each stream then carries at least this many bytes
 _STREAM_BYTES_MIN = 8 << 20
-# Sizes of the probes in bytes. The first one also opens the connection and is not measured.
+# Sizes of the probes in bytes. The first probe also opens the connection, so it is not measured.
 _PROBES = (1, 1, 256 << 10, PROBE_BYTES, PROBE_BYTES)
 _SLOW_PROBE_S = 0.2  # After a slower probe of more than one byte, no larger probe is made
 
@@ -52,8 +52,9 @@ class GrpcTransport:
         self._channels: dict[int, grpc.aio.Channel] = {}
 
     async def connect(self, offer: pb.ConnectResponse) -> list[tuple[int, float]]:
-        """Probes the peer. A failed probe is not an error: the pair's introduction used gRPC
-        too.
+        """Probes the peer; returns (bytes, seconds) of each probe after the first.
+
+        A failed probe is no error, because the two workers have already exchanged gRPC calls.
         """
         took: list[tuple[int, float]] = []
         try:
@@ -66,9 +67,9 @@ class GrpcTransport:
         return took[1:]
 
     async def probe(self, num_bytes: int) -> float:
-        """Fetches `num_bytes` over a block connection and returns the duration in seconds.
+        """Fetches `num_bytes` over the connection of the first stream; returns the seconds.
 
-        Raises LeaseLost if the call fails or returns another number of bytes.
+        Raises LeaseLost if the call fails or returns a different number of bytes.
         """
         request = pb.ProbeRequest(num_bytes=num_bytes)
         started = time.monotonic()
@@ -104,7 +105,10 @@ class GrpcTransport:
         return time.monotonic() - started
 
     def fetch(self, stream: int, request: pb.FetchBlocksRequest, deadline_s: float) -> Any:
-        """Starts a FetchBlocks call whose messages are raw bytes (net/rpc/block_bytes.py)."""
+        """Starts a FetchBlocks call on the connection of `stream`.
+
+        The messages of the call are raw bytes (net/rpc/block_bytes.py).
+        """
         return self._call(stream, FETCH_BLOCKS, request, deadline_s)
 
     def close(self) -> None:
@@ -113,7 +117,7 @@ class GrpcTransport:
         self._channels.clear()
 
     def _parts(self, block_ids: Sequence[int]) -> list[range]:
-        """Splits the blocks into one range of indices for each stream."""
+        """Splits the indices of `block_ids` into one range for each stream."""
         num_blocks = len(block_ids)
         wanted = self._owner.pool.spans.num_bytes(block_ids) // _STREAM_BYTES_MIN
         size = -(-num_blocks // max(1, min(STREAMS_MAX, wanted, num_blocks)))
@@ -152,7 +156,7 @@ class GrpcTransport:
 
 
 def _describe(error: BaseException) -> str:
-    """Formats a failed call's error for a message."""
+    """Returns the error of a failed call as text."""
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
     return repr(error)

@@ -1,11 +1,14 @@
 """One NIXL agent with the UCX backend. NIXL's errors are raised as TandemError.
 
-It uses NIXL's bindings instead of NIXL's `nixl_agent` class, for two reasons. That class sets the
-progress thread's delay to 0, which occupies a core (2 to 4% of one at 1000). Its handles are
-released when Python collects them, but an unfinished read must never be released implicitly.
-Every call releases the GIL. Measured with NIXL 1.5.1: the first agent of a process takes 0.42 s, a
-later one 10 ms, adding a peer 5 ms, and destroying an agent 3 ms. An agent is not thread-safe: each
-belongs to one thread.
+This module uses NIXL's low-level bindings instead of NIXL's class `nixl_agent`, for two reasons:
+- `nixl_agent` sets the delay of its progress thread to 0, so the thread occupies a core. With a
+  delay of 1000 us, it needs 2 to 4% of a core.
+- Handles of `nixl_agent` are released when Python collects them, but an unfinished read must never
+  be released implicitly.
+
+Every call of the bindings releases the GIL. An agent is not thread-safe, so each agent belongs to
+one thread. Measured with NIXL 1.5.1: creating the first agent of a process takes 0.42 s, creating
+another one 10 ms, adding a peer 5 ms, and destroying an agent 3 ms.
 """
 
 import importlib
@@ -27,22 +30,24 @@ BlockIds = NDArray[np.int32]
 Span = tuple[int, int]  # (address, number of bytes)
 
 PACKAGES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
-_LISTEN_DELAY_US = 100_000  # NIXL's default; the listen thread is disabled
+_LISTEN_DELAY_US = 100_000  # NIXL's default; without effect, because the listen thread is disabled
 
 
 class ReadState(Enum):
     DONE = "done"  # all bytes are in place
     UNDER_WAY = "under_way"
-    FAILED = "failed"  # some of its bytes may still arrive
+    FAILED = "failed"  # some bytes of the read may still arrive
 
 
 def load_nixl() -> ModuleType:
     """Imports NIXL's Python API module. Raises Incompatible with the reason if that fails."""
-    # A fence drops unfinished reads on purpose, and UCX would log a warning for each.
+    # The consumer drops unfinished reads on purpose when it replaces its agent. UCX would log a
+    # warning for each of these reads.
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
-    # By default UCX patches the code of mmap, munmap and madvise while other threads may be inside
-    # them. With UCX 1.23, a thread that maps the pool's pages then crashes. The patches serve UCX's
-    # registration cache, which is not needed: the pool is registered once.
+    # By default, UCX patches the code of mmap, munmap and madvise while other threads may run these
+    # functions. With UCX 1.23, a thread that maps the KV pool's pages at that moment crashes. The
+    # patches serve UCX's cache of memory registrations, which is not needed here, because the KV
+    # pool is registered once.
     os.environ.setdefault("UCX_MEM_MMAP_HOOK_MODE", "none")
     reasons = []
     for name in PACKAGES:
@@ -54,8 +59,9 @@ def load_nixl() -> ModuleType:
 
 
 class NixlAgent:
-    """One NIXL agent. Methods raise TandemError; the constructor raises Incompatible without
-    UCX.
+    """One NIXL agent. Methods raise TandemError.
+
+    The constructor raises Incompatible if NIXL or its UCX backend is missing.
     """
 
     def __init__(
@@ -66,11 +72,12 @@ class NixlAgent:
         progress_delay_us: int | None,
         memory: str = "DRAM",
     ) -> None:
-        """`progress_delay_us`: the progress thread's delay; None means that only `state` makes
-        progress.
+        """Creates the agent.
 
-        `mode`: the transports to use; None raises Incompatible, because UCX could reach no peer.
-        `memory`: the kind of memory that holds the blocks, "DRAM" or "VRAM".
+        `mode` selects the transports. If it is None, UCX could reach no peer, and Incompatible is
+        raised. `progress_delay_us` is the delay of NIXL's progress thread. If it is None, there is
+        no such thread, and only calls of `state` make progress. `memory` is the kind of memory that
+        has the blocks, "DRAM" or "VRAM".
         """
         if mode is None:
             raise Incompatible(
@@ -98,7 +105,10 @@ class NixlAgent:
             raise Incompatible(f"NIXL has no working UCX backend here: {error}") from error
 
     def register(self, *, address: int, num_bytes: int, device_id: int, memory: str) -> None:
-        """Makes memory a target for reads, and readable by every peer that has `metadata`."""
+        """Registers memory, so that this agent's reads may write it.
+
+        Every peer that has the agent's `metadata` can also read the memory.
+        """
         with self._translated("registering memory"):
             descriptors = self._bindings.nixlRegDList(
                 self._segment(memory), [(address, num_bytes, device_id, "")]
@@ -128,8 +138,9 @@ class NixlAgent:
         local: Sequence[Span],
         local_device: tuple[str, int],
     ) -> int:
-        """Prepares a read of the peer's `producer` spans into the `local` spans; returns its
-        handle.
+        """Prepares a read of the peer's `producer` spans into the `local` spans.
+
+        Returns the handle of the read.
         """
         with self._translated(f"preparing a read from {peer}"):
             handle: int = self._agent.createXferReq(
@@ -143,10 +154,10 @@ class NixlAgent:
         return handle
 
     def list_blocks(self, peer: str | None, pool: RemotePool) -> int:
-        """Registers the blocks of a peer's pool, or of this agent's pool if `peer` is None.
+        """Prepares a list of the blocks of a peer's pool, or of local memory if `peer` is None.
 
-        Reads by block number then cost a sixth of reads by address. Returns a handle, which must be
-        released before the peer is removed.
+        Reads can then name blocks by number, which costs a sixth of naming them by address. Returns
+        the handle of the list, which must be released before the peer is removed.
         """
         rows = []
         address = pool.address
@@ -169,9 +180,9 @@ class NixlAgent:
     def create_block_read(
         self, *, producer_list: int, producer_ids: BlockIds, local_list: int, local_ids: BlockIds
     ) -> int:
-        """Prepares a read of a peer's blocks into local blocks, pairwise; returns its handle.
+        """Prepares a read of each block in `producer_ids` into the block at the same index here.
 
-        NIXL merges neighbouring blocks into one span.
+        Returns the handle of the read. NIXL merges neighbouring blocks into one span.
         """
         with self._translated("preparing a read of blocks"):
             handle: int = self._agent.makeXferReq(
@@ -186,7 +197,7 @@ class NixlAgent:
         return handle
 
     def start(self, handle: int) -> ReadState:
-        """Starts a read. Over CMA, the bytes are copied before this returns."""
+        """Starts a read. If UCX copies through the kernel (CMA), the bytes are copied on return."""
         with self._translated("starting a read"):
             return self._read_state(self._agent.postXferReq(handle, ""))
 
@@ -196,12 +207,15 @@ class NixlAgent:
             return self._read_state(self._agent.getXferStatus(handle))
 
     def release(self, handle: int) -> None:
-        """Frees a handle. Its read must be DONE or not started, or `close` must follow next."""
+        """Frees the handle of a read.
+
+        The read must be DONE or never started. Otherwise the next call must be `close`.
+        """
         with self._translated("releasing a read"):
             self._agent.releaseXferReq(handle)
 
     def close(self) -> None:
-        """Destroys the agent. After that, none of its reads writes memory."""
+        """Destroys the agent. After that, none of the agent's reads writes memory."""
         self._agent = None
 
     def _spans(self, spans: Sequence[Span], memory: str, device_id: int) -> Any:

@@ -1,19 +1,23 @@
 """Reads KV blocks from peers' pools over NIXL.
 
-The consumer's agent is separate from the producer's agent that peers read (producer.py), because a
-started read cannot be cancelled. If a peer was stopped and continues later, an abandoned read still
-writes, even after its handle was released and the peer removed. Only destroying the consumer's
-agent ends it; the metadata that peers hold of the producer's agent stays valid.
+A worker process has two NIXL agents. Peers read this worker's blocks through the producer's agent
+(producer.py), and this worker reads peers' blocks through the consumer's agent. They are separate,
+because a started read cannot be cancelled. An abandoned read is an unfinished read of a pull that
+was given up. If the peer was stopped and continues later, the read still writes local memory, even
+after its handle was released and the peer removed. Only destroying the consumer's agent ends the
+read. The producer's agent stays, so the metadata that peers have of it stays valid.
 
     submit --> NixlPull advances --> DONE
-                    `--error, deadline, cancel, disconnect--> FAILED; its unfinished reads are
-                       fenced (fence.py) until they end or the consumer's agent is replaced
+                    `--error, deadline, cancel, disconnect--> FAILED; the blocks of its unfinished
+                       reads are fenced (fence.py) until the reads end or the consumer's agent is
+                       replaced
 
-The engine frees the local blocks of a DONE pull at any time. It quarantines the blocks of a FAILED
-pull until the consumer returns them from `unfenced`.
+The engine may free the local blocks of a DONE pull at any time. It does not reuse the blocks of a
+FAILED pull until `unfenced` returns them.
 
-The agent is created, and a peer's metadata loaded, when first needed. After the agent was replaced
-(instance.py), all peers are loaded again. Only `poll` makes progress.
+The consumer's agent is created when it is first needed, and a peer's metadata is loaded when the
+peer is first needed. After the agent was replaced (instance.py), all peers are loaded again. Pulls
+progress only while `poll` runs.
 """
 
 import ctypes
@@ -42,11 +46,11 @@ from tandem.transfer.protocol import PROBE_BYTES
 
 log = logging.getLogger(__name__)
 
-# Time in which abandoned reads may end before the agent is replaced, which takes 20 ms
+# Seconds that abandoned reads get to end before the agent is replaced. The replacement takes 20 ms.
 GRACE_S = 0.5
-# After abandoned reads have lasted this long, new pulls are refused until the agent is replaced
+# If an abandoned read lasts longer, new pulls are refused until the agent is replaced.
 PATIENCE_S = 10.0
-# After the agent could not be replaced for this long, the transport reports a failure
+# If the agent could not be replaced for longer, the transport reports a failure.
 RECOVER_S = 10.0
 _BACKOFF_MIN_S = 50e-6
 _BACKOFF_MAX_S = 1e-3
@@ -88,19 +92,19 @@ class NixlConsumer:
         )
         self._peers: dict[str, _Peer] = {}
         self._pulls: dict[str, NixlPull] = {}
-        self._to_reload: list[str] = []  # peers that a new agent has not loaded yet
-        # fence's read number -> (name of the peer's agent, read)
+        self._to_reload: list[str] = []  # ids of peers that a new agent has not loaded yet
+        # number of the abandoned read in `_fence` -> (name of the peer's agent, read)
         self._abandoned: dict[int, tuple[str, Read]] = {}
         self._results: list[PullResult] = []
         self._unfenced: list[int] = []
         self._backoff = Backoff(doubling(_BACKOFF_MIN_S, _BACKOFF_MAX_S))
         self._backoff_s = 0.0
         self._piece_size = PieceSize()
-        # (time of the first failure, message) while no agent can be created
+        # (time of the first failure, message of the last failure) while no agent can be created
         self._create_failure: tuple[float, str] | None = None
 
     def connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
-        """Makes a peer readable without reading anything yet. Raises TandemError if it cannot."""
+        """Loads a peer, so that pulls can read the peer's blocks. Raises TandemError on failure."""
         theirs = _block_sizes(pool.spans)
         ours = _block_sizes(self._spans)
         if theirs != ours:
@@ -112,9 +116,10 @@ class NixlConsumer:
         self._peers[peer_id] = _Peer(metadata, pool)
 
     def probe(self, pull_id: str, peer_id: str, num_blocks: int, deadline_s: float) -> None:
-        """Starts a pull of a few blocks into scratch memory to test that the peer can be read.
+        """Starts a pull of a few blocks into scratch memory, to test that the peer can be read.
 
-        It moves at least one block and otherwise at most PROBE_BYTES.
+        The pull reads `num_blocks` blocks if they have at most PROBE_BYTES, else as many as fit
+        into PROBE_BYTES, but at least one block.
         """
         peer = self._peers.get(peer_id)
         num_peer_blocks = peer.pool.spans.pools[0][0] if peer is not None else 1
@@ -135,7 +140,7 @@ class NixlConsumer:
         self._unload_strays()
 
     def submit(self, pull: Pull) -> None:
-        """Starts a pull. `poll` returns its one result."""
+        """Starts a pull. `poll` returns exactly one result for each pull."""
         try:
             self._check(pull)
             self._begin(pull)
@@ -150,18 +155,18 @@ class NixlConsumer:
     def poll(self) -> list[PullResult]:
         """Makes progress on all pulls and returns the new results, without waiting.
 
-        It also replaces the agent when that is due and disturbs no unfinished pull.
+        It also replaces the agent if abandoned reads require that and no pull is unfinished.
         """
         if self._instance is not None:
             self._instance.release_ended()
         moved = self._poll_abandoned()
         turn_ends_at = self._clock() + PIECE_S
         for active in list(self._pulls.values()):
-            # move it to the end, so that all pulls get a turn
+            # Move this pull to the end of the dict, so that all pulls get a turn.
             self._pulls[active.pull.pull_id] = self._pulls.pop(active.pull.pull_id)
             moved |= self._advance(active)
             if self._clock() > turn_ends_at:
-                break  # leave the rest for later, so that commands are handled in time
+                break  # the other pulls wait for the next poll, so that commands are handled soon
         if self._fence.renewal_due(self._clock(), len(self._pulls)):
             self._unfenced.extend(self.fence())
             self._to_reload = list(self._peers)
@@ -175,15 +180,18 @@ class NixlConsumer:
         return results
 
     def unfenced(self) -> list[int]:
-        """Returns local blocks of FAILED pulls that became safe since the last call.
+        """Returns local blocks of FAILED pulls that no read can write any more.
 
-        The results of their pulls have been returned before.
+        Each block is returned once. `poll` has returned the results of these pulls before.
         """
         block_ids, self._unfenced = self._unfenced, []
         return block_ids
 
     def wait_s(self) -> float | None:
-        """Returns the seconds to wait before the next `poll`; None means until the next command."""
+        """Returns the seconds to wait before the next `poll`.
+
+        None means that no `poll` is needed before the next command.
+        """
         ended = self._instance is not None and self._instance.holds_ended
         if self._results or self._unfenced or ended or self._to_reload:
             return 0.0
@@ -192,15 +200,16 @@ class NixlConsumer:
         return _BACKOFF_FENCED_S if self._fence.holds_reads else None
 
     def cancel(self, pull_id: str) -> None:
-        """Gives up a pull: it ends FAILED unless it is DONE already."""
+        """Gives up a pull. The pull ends FAILED unless it is DONE already."""
         active = self._pulls.get(pull_id)
         if active is not None:
             self._give_up(active, WorkerLost("the pull was cancelled"), "cancelled")
 
     def fence(self) -> list[int]:
-        """Destroys the agent, so that no FAILED pull writes any more; returns those pulls' blocks.
+        """Destroys the agent, so that no abandoned read writes memory any more.
 
-        No pull may be unfinished.
+        Returns the local blocks that abandoned reads could write. The caller must not call it while
+        a pull is unfinished.
         """
         assert not self._pulls, "fencing would end the pulls under way"
         if self._instance is not None:
@@ -230,7 +239,7 @@ class NixlConsumer:
         return f"NIXL's consumer cannot be made anew for {failing_s:.0f} s: {message}"
 
     def close(self) -> None:
-        """Fails all pulls and destroys the agent. The pool's memory may be freed afterwards."""
+        """Fails all pulls and destroys the agent. The KV pool's memory may be freed afterwards."""
         for active in list(self._pulls.values()):
             self._give_up(active, WorkerLost("the worker stops"), "cancelled")
         self._unfenced.extend(self.fence())
@@ -281,10 +290,10 @@ class NixlConsumer:
         except TandemError as error:
             self._give_up(active, error, "error")
             if (peer := self._peers.get(pull.peer_id)) is not None:
-                # Unload the peer, so that the next pull loads it again.
+                # Unload the peer, so that the next pull from this peer connects again.
                 self._instance.unload(peer.metadata, self._agents_in_use())
             return True
-        delay_s = self._delay_s if pull.local_block_ids else 0.0  # probes are not delayed
+        delay_s = self._delay_s if pull.local_block_ids else 0.0  # 0 for probes
         if active.is_done and now >= active.started_at + delay_s:
             del self._pulls[pull.pull_id]
             result = PullResult(
@@ -351,7 +360,10 @@ class NixlConsumer:
         return {agent_name for agent_name, _ in self._abandoned.values()}
 
     def _reload(self, peer_id: str) -> None:
-        """Loads a peer into a new agent before a pull needs it; called for one peer a turn."""
+        """Loads a peer into a new agent, so that the next pull need not wait for that.
+
+        `poll` reloads at most one peer per call, because each one takes some milliseconds.
+        """
         if (peer := self._peers.get(peer_id)) is not None:
             with logged(f"the next pull from {peer_id} will tell"):
                 self._agent_instance().load(peer.metadata, peer.pool)

@@ -1,12 +1,16 @@
 """Tracks local blocks that an abandoned read may still write.
 
-    fail(read) --> fenced --late_done(read)--> safe     its last byte has landed
-                         `--renewed()--------> safe     the agent that could write is destroyed
-Replacing the consumer's agent ends all of its reads at once, unfinished pulls included. So it waits
-until no pull is unfinished, and abandoned reads get `grace_s` to end first; most do. New pulls are
-refused when more than `blocks_max` blocks are fenced or a read has waited for `patience_s`. The
-unfinished pulls then run out, and the agent can be replaced even on a busy worker.
-This module is bookkeeping only: it knows no transport and no clock.
+An abandoned read is an unfinished read of a pull that was given up. Its local blocks are fenced:
+they must not be reused yet. There are two ways out:
+    fail() --> fenced --late_done()--> safe   the read is DONE, so all its bytes are in place
+                     `--renewed()----> safe   the consumer's agent was destroyed, so no read writes
+Replacing the consumer's agent ends all of its reads at once, also those of unfinished pulls. So the
+agent is replaced only while no pull is unfinished. Abandoned reads first get `grace_s` seconds to
+end, and most do.
+
+New pulls are refused if more than `blocks_max` blocks are fenced or a read has been fenced for
+`patience_s` seconds. Then the unfinished pulls end, and the agent can be replaced even on a busy
+worker. This module is bookkeeping only: it knows no transport and no clock.
 """
 
 from collections.abc import Iterable
@@ -17,11 +21,11 @@ class Fence:
         self._blocks_max = blocks_max
         self._grace_s = grace_s
         self._patience_s = patience_s
-        self.instance = 0  # number of agents created before; part of the agent's name
+        self.instance = 0  # number of replacements so far; part of the agent's name
         self._next_read = 0
-        self._reads: dict[int, list[int]] = {}  # read number -> blocks that it may still write
+        self._reads: dict[int, list[int]] = {}  # read number -> blocks that the read may write
         self._blocks: set[int] = set()
-        self._failed_at: dict[int, float] = {}  # read number -> time of the failure, oldest first
+        self._failed_at: dict[int, float] = {}  # read number -> time of `fail`, oldest first
 
     @property
     def num_blocks(self) -> int:
@@ -29,7 +33,7 @@ class Fence:
 
     @property
     def holds_reads(self) -> bool:
-        """True if an abandoned read may still write anywhere, scratch memory included."""
+        """True if an abandoned read may still write local memory, including scratch memory."""
         return bool(self._reads)
 
     @property
@@ -46,9 +50,7 @@ class Fence:
         return self._blocks.intersection(block_ids)
 
     def fail(self, block_ids: Iterable[int], now: float) -> int:
-        """Fences the blocks of a read that was given up; returns the read's number for
-        `late_done`.
-        """
+        """Fences the blocks of an abandoned read; returns a number that identifies the read."""
         blocks = list(block_ids)
         assert not self._blocks.intersection(blocks), "a fenced block was read into again"
         read, self._next_read = self._next_read, self._next_read + 1
@@ -58,7 +60,7 @@ class Fence:
         return read
 
     def late_done(self, read: int) -> list[int]:
-        """Ends a fenced read that is done; returns the blocks that are safe now."""
+        """Ends the fence of a read that is DONE after all; returns the blocks that are safe now."""
         blocks = self._reads.pop(read)
         del self._failed_at[read]
         self._blocks.difference_update(blocks)

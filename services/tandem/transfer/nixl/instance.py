@@ -1,9 +1,9 @@
-"""One agent of the consumer, with the block lists of its own pool and of its peers.
+"""The consumer's NIXL agent, with lists of the blocks of the local pool and of the peers' pools.
 
     created when first needed --> peers loaded and unloaded --> closed: none of its reads writes
-The agent registers its own pool once, when it is created, and a peer's pool when the peer is
-loaded. A pull then passes block numbers only. The agent has no progress thread, so an idle one
-costs nothing.
+The agent registers the local KV pool once, when it is created. It prepares a list of a peer's
+blocks when the peer is loaded. After that, a pull passes block numbers only. The agent has no
+progress thread, so an idle agent needs no CPU time.
 """
 
 import ctypes
@@ -27,8 +27,9 @@ class LoadedPeer:
 
 
 class AgentInstance:
-    """A NIXL agent with its peers. Methods raise TandemError; clean-up methods log errors
-    instead.
+    """A NIXL agent with its loaded peers.
+
+    Methods raise TandemError, except clean-up methods, which log errors.
     """
 
     def __init__(
@@ -38,13 +39,13 @@ class AgentInstance:
         pool: LocalPool,
         scratch: ctypes.Array[ctypes.c_char],
     ) -> None:
-        """`scratch`: local memory that probes read into."""
+        """`scratch` is local memory into which probes read."""
         self.agent = NixlAgent(agent_name, mode=mode, progress_delay_us=None, memory=pool.memory)
         self._peers: dict[bytes, LoadedPeer] = {}  # keyed by the peer's metadata
         self._ended: list[int] = []  # handles of reads that are DONE
         blocks = pool.remote()
         self.pool_list = self._open(blocks)
-        _, size = blocks.spans.pools[0]  # probes read blocks of the first pool
+        _, size = blocks.spans.pools[0]  # probes read blocks of the peer's first pool
         num_blocks = len(scratch) // size
         address = ctypes.addressof(scratch)
         self.scratch_list = self._open(
@@ -57,8 +58,9 @@ class AgentInstance:
         return bool(self._ended)
 
     def release_later(self, handle: int) -> None:
-        """Keeps the handle of a DONE read for `release_ended`, so that the result is reported
-        first.
+        """Keeps the handle of a DONE read until `release_ended` releases it.
+
+        So the result of the pull is reported without waiting for the release.
         """
         self._ended.append(handle)
 
@@ -69,19 +71,22 @@ class AgentInstance:
         self._ended.clear()
 
     def load(self, metadata: bytes, pool: RemotePool) -> LoadedPeer:
-        """Returns the peer; loads it first if necessary."""
+        """Returns the loaded peer with this metadata, after loading the peer if necessary."""
         if metadata not in self._peers:
             name = self.agent.add_peer(metadata)
             self._peers[metadata] = LoadedPeer(name, self.agent.list_blocks(name, pool))
         return self._peers[metadata]
 
     def unload_strays(self, wanted: Container[bytes], in_use: Container[str]) -> None:
-        """Unloads all peers that are not wanted, except those that an unfinished read may use."""
+        """Unloads all peers whose metadata is not in `wanted`.
+
+        Peers whose agent name is in `in_use` stay, because an unfinished read may use them.
+        """
         for metadata in [each for each in self._peers if each not in wanted]:
             self.unload(metadata, in_use)
 
     def unload(self, metadata: bytes, in_use: Container[str]) -> None:
-        """Unloads a peer, unless an unfinished read may use its agent."""
+        """Unloads a peer unless its agent name is in `in_use`: an unfinished read may use it."""
         peer = self._peers.get(metadata)
         if peer is None or peer.agent_name in in_use:
             return
@@ -113,7 +118,10 @@ class AgentInstance:
 
 @contextmanager
 def logged(consequence: str) -> Iterator[None]:
-    """Logs errors of NIXL's clean-up calls, which may fail if a peer is already lost."""
+    """Logs and suppresses a TandemError of the `with` block, and logs the consequence.
+
+    NIXL's clean-up calls may fail if a peer is already lost.
+    """
     try:
         yield
     except TandemError as error:

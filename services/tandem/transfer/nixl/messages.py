@@ -1,6 +1,6 @@
 """Messages between the transfer thread and the main thread of the engine process.
 
-Messages with a tag are also passed on to the worker's I/O process.
+Messages whose class has a msgspec tag are also passed on to the worker's I/O process.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from tandem.engine.cache.layout.kv_groups import KvLayout
 
 
 class RemotePool(msgspec.Struct, frozen=True):
-    """The addresses and block sizes of a producer's pools, which lie one after the other."""
+    """The address and block sizes of a producer's pools, which are contiguous in memory."""
 
     address: int
-    num_blocks: int  # total of all pools
-    block_bytes: int  # all layers together
+    num_blocks: int  # number of blocks of all pools together
+    block_bytes: int  # bytes of one block, all layers together
     device_id: int
     memory: str  # NIXL's name of the memory: "DRAM" or "VRAM"
     # (number of blocks, bytes per block) of each pool if the model has several KV groups
@@ -37,7 +37,7 @@ class LocalPool(msgspec.Struct, frozen=True):
     layout: KvLayout
 
     def remote(self) -> RemotePool:
-        """Returns the description with which a consumer addresses the blocks."""
+        """Returns the description of this pool that peers need to read its blocks."""
         return RemotePool(
             address=self.address,
             num_blocks=self.layout.num_blocks,
@@ -49,7 +49,10 @@ class LocalPool(msgspec.Struct, frozen=True):
 
 
 class Pull(msgspec.Struct, frozen=True):
-    """A read of the peer's blocks `producer_block_ids` into `local_block_ids`, pairwise."""
+    """A read of the peer's blocks `producer_block_ids` into this worker's `local_block_ids`.
+
+    Blocks at the same index belong together. A probe has no local blocks.
+    """
 
     pull_id: str
     peer_id: str
@@ -64,29 +67,32 @@ class PullResult(msgspec.Struct, frozen=True):
     num_bytes: int = 0
     elapsed_s: float = 0.0
     error: str = ""
-    reason: str = ""  # reason for FAILED in one word: refused, error, deadline, cancelled, ...
-    num_fenced: int = 0  # number of local blocks that a read may still write
-    # part of `elapsed_s` spent in NIXL's start of the reads; over CMA that includes the copy
+    reason: str = ""  # reason of the failure in one word: refused, error, deadline, cancelled, ...
+    num_fenced: int = 0  # number of local blocks that an abandoned read may still write
+    # Part of `elapsed_s` spent in NIXL's calls that start reads. Over CMA, these calls also copy.
     post_s: float = 0.0
     num_blocks: int = 0  # number of blocks that NIXL read; 0 if the pull failed
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The end of a submitted pull. Each pull has exactly one."""
+    """The end of a submitted pull. Exactly one `Settled` is sent for each pull."""
 
     result: PullResult
 
 
 @dataclass(frozen=True, slots=True)
 class Unfenced:
-    """Blocks of FAILED pulls that no read writes any more. It always follows their `Settled`."""
+    """Blocks of FAILED pulls that no read writes any more.
+
+    The `Settled` message of the pulls always comes first.
+    """
 
     block_ids: list[int]
 
 
 class Renewed(msgspec.Struct, frozen=True, tag=True):
-    """The consumer's agent was replaced `num_times` times since the last such message."""
+    """The consumer's agent was replaced `num_times` times since the last `Renewed` message."""
 
     num_times: int
 
@@ -98,19 +104,19 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
 
 
 class PeerConnected(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `connect`."""
+    """The answer to `TransferThread.connect`."""
 
     peer_id: str
     error: str  # empty if the peer is connected and all test reads passed
-    # (bytes, seconds) of the test reads, without the first one
+    # (bytes, seconds) of the test reads after the first one
     reads: tuple[tuple[int, float], ...] = ()
 
 
 class ProducerReady(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `producer`."""
+    """The answer to `TransferThread.producer`."""
 
     request_id: int
-    metadata: bytes  # empty without NIXL; whoever holds it can read the whole pool
+    metadata: bytes  # lets its holder read the whole pool; empty without NIXL
     pool: RemotePool
     error: str = ""
 

@@ -1,22 +1,24 @@
-"""Chooses the size of a pull's pieces, so that a large pull does not delay others.
+"""Chooses into how large pieces a pull is split, so that a large pull does not delay other pulls.
 
-Over CMA, NIXL copies inside the call that starts a read, and no other pull or cancel is handled
-meanwhile. So a piece has as many bytes as are copied in `PIECE_S` at the measured speed. Where the
-call returns at once (RDMA, TCP), nothing is measured, and the first size is kept.
-Measured: a pool of SmolLM2's blocks, 188 MB scattered, took 31.1 ms in pieces of 8 MiB and 28.4 ms
-in one piece.
+If the kernel copies the blocks (CMA), NIXL copies inside the call that starts a read. The transfer
+thread handles no other pull or cancel meanwhile. So a piece has as many bytes as are copied in
+`PIECE_S` seconds at the measured speed. With RDMA and TCP, the call returns at once. Then nothing
+is measured, and the initial size is kept.
+
+Pieces cost little. Measured with SmolLM2: reading 188 MB in scattered blocks took 31.1 ms in pieces
+of 8 MiB and 28.4 ms in one piece.
 """
 
 PIECE_S = 0.005
 _FIRST_BYTES = 16 << 20
 _BYTES_MIN = 1 << 20
 _BYTES_MAX = 64 << 20
-_WEIGHT = 0.2  # weight of the newest measurement
-_MEASURED_BYTES_MIN = 1 << 20  # smaller pieces may come from a CPU cache
+_WEIGHT = 0.2  # weight of the newest measurement in the mean speed
+_MEASURED_BYTES_MIN = 1 << 20  # smaller pieces are not measured: they may come from a CPU cache
 
 
 class PieceSize:
-    """Tracks the copy speed. `observe` takes pieces that were copied while they were started."""
+    """Tracks the copy speed. `observe` takes only pieces that were copied by the starting call."""
 
     def __init__(self) -> None:
         self._bytes_per_s = _FIRST_BYTES / PIECE_S

@@ -1,8 +1,9 @@
 """The progress of one pull over NIXL.
 
-    waiting --a piece of them is started--> read under way --DONE--> its blocks are in place
-                                  `--FAILED, or the pull is given up--> its blocks are unsafe
-A pull is cut into pieces (piece_size.py), so that other pulls and cancels are handled in between.
+A pull is split into pieces, which are groups of consecutive blocks, so that other pulls and cancels
+are handled in between (piece_size.py). Each piece is one read of NIXL:
+    waiting --started--> under way --DONE--> the blocks are in place
+                                  `--FAILED, or the pull is given up--> bytes may still arrive
 """
 
 from collections.abc import Callable
@@ -16,22 +17,23 @@ from tandem.transfer.nixl.instance import AgentInstance, LoadedPeer
 from tandem.transfer.nixl.messages import Pull
 from tandem.transfer.nixl.piece_size import PieceSize
 
-READS_MAX = 2  # reads of one pull at a time: one is under way while the next is started
+READS_MAX = 2  # reads of one pull at a time: one read is under way while the next is started
 
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """A started piece. Its handle must be kept until it is DONE or the agent is destroyed."""
+    """The read of one piece. The handle is kept until the read is DONE or the agent destroyed."""
 
     handle: int
     local_ids: list[int]
-    ended: bool = False  # NIXL reported an error: DONE will not follow, but bytes may still arrive
+    # True: NIXL reported an error. The read never becomes DONE, but bytes may still arrive.
+    ended: bool = False
 
 
 class NixlPull:
-    """A pull of a peer's blocks into this pool, or of a probe into scratch memory.
+    """A pull of a peer's blocks into the local KV pool, or a probe into scratch memory.
 
-    `num_bytes` is the size of all its blocks. `clock` measures how long starting a piece takes.
+    `num_bytes` is the size of all blocks of the pull. `clock` returns the time in seconds.
     """
 
     def __init__(
@@ -49,14 +51,15 @@ class NixlPull:
         self.started_at = clock()
         self.reads: list[Read] = []
         self.num_bytes = num_bytes
-        self.post_s = 0.0  # seconds spent in NIXL's start of the reads
-        # Blocks of several groups differ in size and alternate, so pieces use their mean size.
+        self.post_s = 0.0  # seconds spent in NIXL's calls that start reads
+        # The blocks of several KV groups differ in size and alternate. The number of blocks in a
+        # piece is computed from the mean size.
         self._block_bytes = max(1, num_bytes // len(pull.producer_block_ids))
         self._piece_size = piece_size
         self._clock = clock
         self._producer_ids = np.array(pull.producer_block_ids, np.int32)
-        # A probe has no local blocks. It reads the peer's first blocks into the first ones of
-        # scratch.
+        # A probe has no local blocks. It reads the peer's first blocks into the first blocks of the
+        # scratch memory, so both have the same block numbers.
         target_ids = pull.local_block_ids or pull.producer_block_ids
         self._target_ids = np.array(target_ids, np.int32)
         self._target_list = target_list
@@ -78,7 +81,7 @@ class NixlPull:
         return moved
 
     def safe_blocks(self) -> list[int]:
-        """Returns the local blocks that no read of this pull may still write."""
+        """Returns the local blocks that no unfinished read of this pull can write."""
         unsafe = {block for read in self.reads for block in read.local_ids}
         return [block for block in self.pull.local_block_ids if block not in unsafe]
 
@@ -122,8 +125,9 @@ class NixlPull:
 
 
 def is_done(agent: NixlAgent, read: Read) -> bool:
-    """Returns whether the read is DONE; its handle may then be released. Sets `ended` on an
-    error.
+    """Returns whether the read is DONE, so that its handle may be released.
+
+    Sets `read.ended` if NIXL reports an error.
     """
     if read.ended:
         return False

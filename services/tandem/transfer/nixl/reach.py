@@ -1,14 +1,16 @@
 """Determines by which transport the NIXL agents of two workers reach each other.
 
-    mode of both (ucx_mode.py)          transport between the two
-    MEMORY on the same host             MEMORY
-    RDMA                                RDMA
-    TCP on the same host, CMA allowed   MEMORY
-    TCP, RDMA ports on both             RDMA
-    TCP, else                           TCP
-    anything else                       NOTHING: their blocks travel over gRPC
-Workers are on the same host if they share the machine, PID namespace, IPC namespace and user. UCX
-chooses the transport without reporting it; this module uses the same facts as UCX.
+    mode of both agents   further condition              transport
+    MEMORY                same host                      MEMORY
+    RDMA                  none                           RDMA
+    TCP                   same host, CMA allowed         MEMORY
+    TCP                   both have an RDMA port         RDMA
+    TCP                   none                           TCP
+    anything else                                        NOTHING: blocks are sent over gRPC
+The first row that applies counts. The modes are explained in ucx_mode.py. CMA is the kernel's copy
+between the memory of two processes. Workers are on the same host if they share the machine, PID
+namespace, IPC namespace and user. UCX chooses the transport and does not report it, so this module
+repeats the choice from the same facts.
 """
 
 import os
@@ -47,15 +49,15 @@ class HostIdentity(msgspec.Struct, frozen=True):
     boot_id: str  # id of the machine's current boot
     pid_namespace: str
     uid: int
-    # the kernel and UCX_TLS allow other processes of this user to read this process's memory
+    # True: the kernel and UCX_TLS let other processes of this user read this process's memory.
     cma: bool
-    rdma: bool  # an RDMA device has an active port, and UCX_TLS allows RDMA
-    ipc_namespace: str = ""  # empty if the process has an older version
-    tcp: bool = False  # --nixl-tcp insecure, and UCX_TLS allows TCP
+    rdma: bool  # True: an RDMA device has an active port, and UCX_TLS allows RDMA
+    ipc_namespace: str = ""  # empty if the process runs an older version of Tandem
+    tcp: bool = False  # True: the option is `--nixl-tcp insecure`, and UCX_TLS allows TCP
 
     @property
     def mode(self) -> UcxMode | None:
-        """The mode of the process's NIXL agents; None if they can reach no peer."""
+        """The mode of the process's NIXL agents; None if the agents can reach no peer."""
         if self.tcp:
             return UcxMode.TCP
         if self.rdma:
@@ -64,7 +66,7 @@ class HostIdentity(msgspec.Struct, frozen=True):
 
 
 def reach(ours: HostIdentity, theirs: HostIdentity) -> Reach:
-    """Returns the transport by which UCX moves bytes between the two, in both directions."""
+    """Returns the transport that UCX uses between two processes, in both directions."""
     if ours.mode is None or ours.mode is not theirs.mode:
         return Reach.NOTHING
     if ours.mode is not UcxMode.RDMA and _share_memory(ours, theirs):
@@ -98,8 +100,9 @@ def host_identity(
 
 
 def _allows(ucx_tls: str, transports: set[str]) -> bool:
-    """Returns whether UCX_TLS allows any of `transports`. After a ^ it lists excluded
-    transports.
+    """Returns whether UCX_TLS allows any of `transports`.
+
+    If UCX_TLS begins with "^", it lists excluded transports.
     """
     named = set(ucx_tls.lstrip("^").split(","))
     if ucx_tls.startswith("^"):
@@ -108,9 +111,10 @@ def _allows(ucx_tls: str, transports: set[str]) -> bool:
 
 
 def _kernel_allows_cma(proc: Path) -> bool:
-    """Returns whether Yama allows UCX to read other processes' memory.
+    """Returns whether Yama, a Linux security module, lets processes read each other's memory.
 
-    With scope 1, UCX allows all consumers to read its process. Scope 2 requires CAP_SYS_PTRACE.
+    Yama's `ptrace_scope` decides. Scope 0 allows it. Scope 1 requires the permission of the process
+    that is read, which UCX gives. Scope 2 requires the capability CAP_SYS_PTRACE.
     """
     scope = _text(proc / "sys/kernel/yama/ptrace_scope") or "0"
     if scope == "2":
@@ -120,9 +124,9 @@ def _kernel_allows_cma(proc: Path) -> bool:
 
 
 def _has_rdma_port(root: Path) -> bool:
-    """Returns whether an RDMA device and an active port exist.
+    """Returns whether this process has an RDMA device and a port is active.
 
-    A container without an RDMA device still sees the node's ports in /sys.
+    Ports alone do not show it: a container without an RDMA device sees the node's ports in /sys.
     """
     if not any(root.glob("dev/infiniband/uverbs*")):
         return False

@@ -1,18 +1,18 @@
-"""The transfer thread of an engine process. It owns NIXL and every handle.
+"""The transfer thread of an engine process, the only thread that uses NIXL.
 
-The engine's main thread sends it commands through a bounded queue and gets events by a callback
-that runs in this thread. No other thread may use NIXL, which is not thread-safe and copies blocks
-inside its calls.
+The engine's main thread sends commands through a queue of limited length. It gets events by a
+callback that runs in the transfer thread. No other thread may use NIXL, because NIXL is not
+thread-safe and copies blocks inside its calls.
 
-    start --> running --stop--> stopped          every unfinished pull ends FAILED
-                 `--a bug--> broken --stop--> stopped   commands are answered with the failure;
-                                                        fenced blocks stay fenced
+    start --> running --stop--> stopped: every unfinished pull ends FAILED
+                 `--a bug--> broken --stop--> stopped
+In the state `broken`, commands are answered with the failure, and fenced blocks stay fenced. The
+event `Broken` is sent once, after a bug or if the transport cannot recover. The worker then drains
+itself and is restarted.
 
-`Broken` is sent once, after a bug or if the transport cannot recover. The worker then drains itself
-and is restarted.
-
-Without an unfinished pull, the thread sleeps on its queue. Otherwise it polls, with a back-off of
-up to 1 ms. It knows no asyncio, tensors or engine: the pool is an address and a size.
+Without an unfinished pull, the thread sleeps until a command arrives. Otherwise it polls NIXL, with
+a back-off of up to 1 ms. This module knows no asyncio, tensors or engine: the KV pool is an address
+and a size.
 """
 
 import logging
@@ -33,8 +33,9 @@ log = logging.getLogger(__name__)
 
 COMMANDS_MAX = 4096
 STOP_DEADLINE_S = 5.0
-_PROBES = 4  # Number of reads that test a new peer. The first one also connects and is not measured
-# Longest expected duration of a test read; the time for one block sets the number of blocks
+# Number of reads that test a new peer. The first read also connects, so it is not measured.
+_PROBES = 4
+# Longest expected duration of a test read. The measured time of one block limits the blocks read.
 _PROBE_S = 0.25
 
 
@@ -48,7 +49,7 @@ class _Probing:
     def next_blocks(self) -> int:
         """Returns the number of blocks of the next read; 0 if the test is complete.
 
-        The read may be smaller, because it must fit into scratch memory.
+        The consumer may read fewer blocks, because the read must fit into its scratch memory.
         """
         if len(self.reads) < 2:
             return 1
@@ -57,7 +58,7 @@ class _Probing:
 
 
 class TransferThread:
-    """Reads blocks in its own thread. One other thread at a time calls it and gets events."""
+    """Reads blocks in its own thread. Only one other thread at a time may call its methods."""
 
     def __init__(
         self,
@@ -67,7 +68,10 @@ class TransferThread:
         on_event: Callable[[messages.TransferEvent], None],
         on_start: Callable[[], None] | None = None,
     ) -> None:
-        """`on_event` runs in the transfer thread and must be quick. `on_start` runs there first."""
+        """`on_event` is called in the transfer thread with each event, and must be quick.
+
+        `on_start` is called in the transfer thread before anything else.
+        """
         self._pool = pool
         self._config = config
         self._agent_name = agent_name
@@ -88,7 +92,7 @@ class TransferThread:
         self._num_probes = 0
         self._probes: dict[str, _Probing] = {}  # keyed by pull id
         self._under_way: set[str] = set()
-        self._num_renewals = 0  # number of renewals that were reported
+        self._num_renewals = 0  # number of replacements of the agent reported so far
         self._failure = ""
         self._reported_broken = False
         self._stopping = False
@@ -97,8 +101,9 @@ class TransferThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends all pulls and agents. Raises InternalError if that takes longer than
-        STOP_DEADLINE_S.
+        """Ends all pulls and destroys the agents.
+
+        Raises InternalError if that takes longer than STOP_DEADLINE_S.
         """
         self._enqueue(self._stop)
         self._thread.join(STOP_DEADLINE_S)
@@ -106,8 +111,9 @@ class TransferThread:
             raise InternalError(f"the transfer thread did not stop in {STOP_DEADLINE_S:g} s")
 
     def connect(self, peer_id: str, metadata: bytes, pool: messages.RemotePool) -> None:
-        """Connects a peer and tests it with reads into scratch memory; answered by one
-        PeerConnected.
+        """Connects a peer and tests it with reads into scratch memory.
+
+        One `PeerConnected` event follows.
         """
         self._enqueue(lambda: self._connect(peer_id, metadata, pool))
 
@@ -115,15 +121,18 @@ class TransferThread:
         self._enqueue(lambda: self._transport.disconnect(peer_id))
 
     def submit(self, pull: messages.Pull) -> None:
-        """Submits a pull; answered by exactly one Settled."""
+        """Submits a pull. Exactly one `Settled` event follows."""
         self._enqueue(lambda: self._submit(pull))
 
     def cancel(self, pull_id: str) -> None:
-        """Cancels a pull: it ends FAILED, unless it has already ended."""
+        """Cancels a pull. The pull ends FAILED unless it has already ended."""
         self._enqueue(lambda: self._transport.cancel(pull_id))
 
     def producer(self, request_id: int) -> None:
-        """Requests the description of this process's pool; answered by one ProducerReady."""
+        """Requests the description with which peers can read this process's pool.
+
+        One `ProducerReady` event follows.
+        """
         self._enqueue(lambda: self._describe_producer(request_id))
 
     def _enqueue(self, command: Callable[[], None]) -> None:
@@ -204,7 +213,7 @@ class TransferThread:
             self._settle(
                 messages.PullResult(pull.pull_id, False, error=self._failure, reason="broken")
             )
-            self._on_event(messages.Unfenced(pull.local_block_ids))  # the read never started
+            self._on_event(messages.Unfenced(pull.local_block_ids))  # no read was started
             return
         self._under_way.add(pull.pull_id)
         self._transport.submit(pull)
@@ -229,7 +238,10 @@ class TransferThread:
             self._producer.close()
 
     def _break(self, message: str) -> None:
-        """Fails all pulls after a bug. Their state is unknown, so their blocks stay fenced."""
+        """Fails all pulls after a bug.
+
+        It is unknown which reads may still write, so the blocks of the pulls stay fenced.
+        """
         self._failure = message
         for pull_id in list(self._under_way):
             self._settle(messages.PullResult(pull_id, False, error=message, reason="broken"))

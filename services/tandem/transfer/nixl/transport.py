@@ -15,20 +15,24 @@ _ENGINE_MARGIN_S = 5.0
 
 
 class ReadingEngine(Protocol):
-    """The parts of the link to the engine process that concern its transfer thread."""
+    """The parts of the link to the engine process that control the engine's transfer thread."""
 
     async def connect_peer(
         self, peer_id: str, metadata: bytes, pool: RemotePool
     ) -> list[tuple[int, float]]:
-        """Connects a peer; returns (bytes, seconds) of a few reads. Raises TandemError."""
+        """Connects a peer; returns (bytes, seconds) of a few test reads.
+
+        Raises TandemError if the peer cannot be read.
+        """
 
     def disconnect_peer(self, peer_id: str) -> None:
-        """Makes the engine forget the peer. Its unfinished pulls fail."""
+        """Makes the engine forget the peer. Unfinished pulls from the peer fail."""
 
     def pull(self, peer_id: str, pull: BlockPull) -> Awaitable[PullResult]:
-        """Starts a pull. The engine gives it up if its sequence releases the blocks.
+        """Starts a pull; returns an awaitable of the result.
 
-        The engine tracks which of the blocks a read may still write.
+        The engine gives up the pull if the pull's sequence releases the blocks. It does not reuse
+        blocks that a read may still write.
         """
 
 

@@ -1,11 +1,13 @@
-"""The UCX transports that an agent may use. Each agent has one mode.
+"""The UCX transports that a NIXL agent may use. Each agent has one mode.
 
-    MEMORY   shared memory, copied by the kernel (CMA): peers on this machine
-    RDMA     the network card: any peer with an RDMA port, also on this machine
-    TCP      all of UCX's transports, TCP included: only with --nixl-tcp insecure
-UCX's TCP transport listens on every network address of the machine. It executes a PUT to any
-address in the process, without a token or NIXL metadata, so the other modes exclude it. An agent in
-MEMORY or RDMA mode opens no TCP port (verified with NIXL 1.5.1 and UCX 1.23, MEMORY only).
+    Mode     Transports                                   Peers
+    MEMORY   shared memory, copied by the kernel (CMA)    on this machine
+    RDMA     the RDMA network card                        all with an RDMA port
+    TCP      all transports of UCX, including TCP         all, but only with --nixl-tcp insecure
+UCX's TCP transport listens on every network address of the machine. Without a token or NIXL
+metadata, anyone who connects can write to any address in the process (PUT). So the modes MEMORY and
+RDMA exclude TCP, and an agent in these modes opens no TCP port. For MEMORY, this was verified with
+NIXL 1.5.1 and UCX 1.23; for RDMA, it was not.
 """
 
 import os
@@ -14,8 +16,8 @@ from contextlib import contextmanager
 from enum import Enum
 
 _CUDA = ("cuda_copy", "cuda_ipc")
-# `posix` and `sysv` carry the few messages that connect two agents; `cma` carries every block.
-# Without `cma`, a read from a process that died never ends.
+# UCX sends the few messages that connect two agents over `posix` or `sysv`, and copies blocks with
+# `cma`. Without `cma`, a read from a process that died would never end.
 _MEMORY = ("posix", "sysv", "cma", "self")
 
 
@@ -28,16 +30,18 @@ class UcxMode(Enum):
 def backend_options(mode: UcxMode) -> dict[str, str]:
     """Returns the options of NIXL's UCX backend.
 
-    UCX's shared memory does not support error handling and refuses to connect while it is enabled.
-    A CMA read from a dead process still fails, because the kernel reports it.
+    In the mode MEMORY, error handling is off, because UCX's shared memory does not support it and
+    would refuse to connect. A CMA read from a dead process still fails, because the kernel reports
+    that the process is gone.
     """
     return {"ucx_error_handling_mode": "none"} if mode is UcxMode.MEMORY else {}
 
 
 def transports(mode: UcxMode, memory: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Returns UCX_TLS for an agent whose blocks are in `memory`, "DRAM" or "VRAM".
+    """Returns the value of UCX_TLS for an agent whose blocks are in `memory`, "DRAM" or "VRAM".
 
-    Transports in the operator's own UCX_TLS are kept if the mode allows them.
+    In the modes RDMA and TCP, transports that the operator set in UCX_TLS are kept if the mode
+    allows them.
     """
     allowed = environment.get("UCX_TLS", "all")
     if mode is UcxMode.TCP:

@@ -1,7 +1,7 @@
-"""Clients of Kubernetes' API server, with the service account of this pod.
+"""Opens clients of the Kubernetes API server with the service account of this pod.
 
-The service account is a folder (token, ca.crt, namespace). kubelet rewrites its files before they
-expire, so a client is opened for each use.
+The service account is a folder with the files token, ca.crt and namespace. kubelet replaces the
+token before it expires, so a client is opened for each use.
 https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/
 """
 
@@ -18,8 +18,8 @@ from lightkube.resources.apps_v1 import Deployment, StatefulSet
 from tandem.errors import NotNow
 
 DEADLINE_S = 3.0  # shorter than the time that `tandem scale` waits for its answer
-UNREADABLE = (KeyError, ValueError)  # raised for an answer that is not from an API server
-_MESSAGE_MAX = 500  # characters of the API server's reason
+UNREADABLE = (KeyError, ValueError)  # raised if the answer does not come from an API server
+_MESSAGE_MAX = 500  # longest reason of the API server in a message, in characters
 _C = TypeVar("_C", Client, AsyncClient)
 
 Resource = type[StatefulSet] | type[Deployment] | type[GenericNamespacedResource]
@@ -51,13 +51,13 @@ def open_client(kind: type[_C], account: Path) -> _C:
 
 
 def resource_and_name(owner: str) -> tuple[Resource, str]:
-    """Returns the class of the resource and the name that RESOURCE/NAME states."""
+    """Returns the class of the resource and the object's name; `owner` is RESOURCE/NAME."""
     resource, _, name = owner.partition("/")
     return _RESOURCES[resource], name
 
 
 def answer_of(error: httpx2.HTTPStatusError, owner: str) -> str:
-    """Returns the API server's refusal for an object as text, with its reason."""
+    """Returns a message with the API server's status and reason for its refusal."""
     message = f"the Kubernetes API server answers {error.response.status_code} for {owner}"
     reason = (error.status.message or "")[:_MESSAGE_MAX] if isinstance(error, ApiError) else ""
     return f"{message}: {reason}" if reason else message

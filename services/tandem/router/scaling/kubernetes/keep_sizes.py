@@ -3,15 +3,18 @@
     python -m tandem.router.scaling.kubernetes.keep_sizes statefulsets/NAME=2 deployments/NAME=3
 Each argument is RESOURCE/NAME of an object, with the chart's value of `replicas` after `=`. Without
 a value, something other than the chart owns the size.
-In server-side apply, a size falls back to 1 when the only manager that owns the field stops stating
-it, and a manager that applies a different size gets a conflict. This program applies the scale of
-each object as the manager `tandem-size`, so that the chart need not state a size.
+
+In server-side apply, a field manager is a named owner of a field. The size of an object falls back
+to 1 when its only manager no longer states the size. A manager that applies a different size gets a
+conflict. This program applies the scale of each object as the manager `tandem-size`, so that the
+chart need not state a size.
 https://kubernetes.io/docs/reference/using-api/server-side-apply/#transferring-ownership
 
 The API server treats all worker groups of a RayCluster as one field. Ray's autoscaler patches the
 number of replicas of one group and then owns the whole field, so a manager that applies other
 groups gets a conflict. For rayclusters/NAME, this program takes the field from every manager that
-has patched it. The chart states the present numbers, and the autoscaler continues from them.
+has patched it. The chart states the present replica numbers, so Ray's autoscaler continues with
+these numbers.
 https://kubernetes.io/docs/reference/using-api/server-side-apply/#conflicts
 """
 
@@ -40,21 +43,21 @@ from tandem.router.scaling.kubernetes.client import (
 log = logging.getLogger(__name__)
 
 MANAGER = "tandem-size"
-SURGE = "tandem-surge"  # owns a size that is one larger during an upgrade (surge.py)
+SURGE = "tandem-surge"  # field manager that adds one replica during an upgrade (surge.py)
 REPLICAS_ANNOTATION = "tandem.dev/replicas"  # annotation with the chart's last value of `replicas`
 _RAY_CLUSTERS = "rayclusters/"
 _WORKER_GROUPS = "f:workerGroupSpecs"
-LATE = 3  # exit status of a Job that would miss its deadline again
-_ATTEMPTS = 10  # an object changes often while its pods start
+LATE = 3  # exit status of a Job that missed its deadline and would miss it again
+_ATTEMPTS = 10  # tries to change an object, which changes often while its pods start
 
 
 def kept_size(live: Mapping[str, Any], replicas: int | None) -> int:
     """Returns the size of an object after the upgrade.
 
-    It is the present size unless the chart's value `replicas` has changed. If the chart did not
-    record the value, a size that was set by the object's scale is kept. The chart's template
-    `tandem.replicas` has the same rule. A worker that an earlier upgrade added and left is not
-    counted.
+    The present size is kept unless the chart's value `replicas` has changed since the last upgrade.
+    If no annotation records the chart's last value, the present size is kept only if a manager has
+    set it through the object's scale. The chart's template `tandem.replicas` has the same rule. A
+    worker that an earlier upgrade added and did not remove is not counted.
     """
     current = int(live["spec"]["replicas"]) - is_surged(live)
     noted = live["metadata"].get("annotations", {}).get(REPLICAS_ANNOTATION)
@@ -66,13 +69,13 @@ def kept_size(live: Mapping[str, Any], replicas: int | None) -> int:
 def is_surged(live: Mapping[str, Any]) -> bool:
     """Returns whether one of an object's replicas exists only for an upgrade.
 
-    That ends when another manager sets a size.
+    The result is False once another manager has set a size, even if the replica still exists.
     """
     return SURGE in _scalers(live)
 
 
 def _scalers(live: Mapping[str, Any]) -> set[str]:
-    """Returns the field managers that own an object's size by its scale."""
+    """Returns the field managers that have set an object's size through its scale."""
     return {
         entry["manager"]
         for entry in live["metadata"].get("managedFields", [])
@@ -82,16 +85,19 @@ def _scalers(live: Mapping[str, Any]) -> set[str]:
 
 
 def read_objects(words: Sequence[str]) -> dict[str, int | None]:
-    """Returns the chart's value of each RESOURCE/NAME. Raises ValueError if one is no number."""
+    """Parses arguments RESOURCE/NAME=VALUE to a map from RESOURCE/NAME to the chart's value.
+
+    Raises ValueError if a value is not a number.
+    """
     pairs = (word.partition("=") for word in words)
     return {owner: int(value) if value else None for owner, _, value in pairs}
 
 
 def without_patches(managers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a RayCluster's `managedFields` without the worker groups of managers that patched
-    them.
+    """Returns a RayCluster's `managedFields` without the patched worker groups.
 
-    Managers that apply the groups keep them.
+    A manager that patched the worker groups loses that field. A manager that applies the worker
+    groups keeps it.
     """
     kept = []
     for entry in deepcopy([dict(entry) for entry in managers]):
@@ -107,9 +113,10 @@ def without_patches(managers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def keep_sizes(client: Client, objects: Mapping[str, int | None]) -> None:
-    """Takes over the sizes of these objects. Objects that do not exist yet are skipped.
+    """Makes this program the owner of the sizes of `objects`, so that the upgrade keeps the sizes.
 
-    Raises ScaleAway if the API server refuses it or cannot be reached.
+    Objects that do not exist yet are skipped. Raises ScaleAway if the API server refuses a change
+    or cannot be reached.
     """
     for owner, replicas in objects.items():
         if owner.startswith(_RAY_CLUSTERS):
@@ -119,7 +126,7 @@ def keep_sizes(client: Client, objects: Mapping[str, int | None]) -> None:
 
 
 def free_groups(client: Client, owner: str) -> None:
-    """Takes the worker groups of `owner` (rayclusters/NAME) from managers that patched them.
+    """Ends the ownership of the worker groups of `owner` (rayclusters/NAME) by patching managers.
 
     Raises the errors of `keep_sizes`.
     """
@@ -189,7 +196,7 @@ def read_object(client: Client, owner: str) -> dict[str, Any] | None:
 
 @contextmanager
 def _unless(status: int, owner: str) -> Iterator[None]:
-    """Continues after its block if the API server answers `status`; raises ScaleAway for others."""
+    """Suppresses the HTTP error `status` in the `with` block; other errors become ScaleAway."""
     try:
         yield
     except httpx2.HTTPStatusError as error:
@@ -209,7 +216,8 @@ def run(client: Client, words: Sequence[str]) -> None:
 def run_job(run: Callable[[Client, Sequence[str]], None]) -> int:
     """Runs a Job's program against the API server of its pod; returns the exit status.
 
-    1 stops the upgrade, and a retry may help; LATE (3) means that a retry does not help.
+    Status 1 stops the upgrade, and a retry may help. Status LATE (3) stops the upgrade, and a retry
+    does not help.
     """
     try:
         with open_client(Client, Path(SERVICE_ACCOUNT)) as client:
@@ -221,7 +229,10 @@ def run_job(run: Callable[[Client, Sequence[str]], None]) -> int:
 
 
 def main() -> int:
-    """Runs the program; returns the exit status. 1 stops the upgrade before it changes anything."""
+    """Runs the program; returns the exit status of `run_job`.
+
+    The Job runs before the upgrade, so a failure stops the upgrade before it changes anything.
+    """
     from tandem.net.observability.logs import configure_logging
 
     configure_logging("keep-sizes")

@@ -1,8 +1,10 @@
-"""Reads and sets pool sizes that Kubernetes owns, by the scale of the object of a pool's pods.
+"""Reads and sets the sizes of pools whose pods belong to a Kubernetes object such as a StatefulSet.
+
+The size of a pool is read and set through the object's `scale` subresource.
 
     GET   /apis/apps/v1/namespaces/NAMESPACE/statefulsets/NAME/scale
     PATCH /apis/apps/v1/namespaces/NAMESPACE/statefulsets/NAME/scale
-    {"spec": {"replicas": 2}}    a merge patch of an autoscaling/v1 Scale, as `kubectl scale` sends
+    {"spec": {"replicas": 2}}    body of the PATCH: a merge patch, as `kubectl scale` sends it
 This module waits for no pod and knows no workers.
 """
 
@@ -39,8 +41,8 @@ class KubernetesScale:
     async def set_sizes(self, sizes: Mapping[str, int]) -> None:
         """Sets all sizes at the API server.
 
-        Raises NotNow before the first request if this router may not set one of them. Otherwise
-        raises the first error; its message has the result of each size.
+        If this router may not set one of the sizes, NotNow is raised and no size is set. If some
+        requests fail, the first error is raised, and its message has the result for each size.
         """
         if foreign := [pool for pool in sizes if pool not in self._objects]:
             raise NotNow(
@@ -61,9 +63,7 @@ class KubernetesScale:
             raise type(errors[0])("; ".join([*(e.message for e in errors), *taken]))
 
     async def sizes(self) -> dict[str, int]:
-        """Returns the requested replicas of each pool of workers. Raises the errors of
-        `set_sizes`.
-        """
+        """Returns the requested replicas of each worker pool. Raises the errors of `set_sizes`."""
         scales = await self._scales([pool for pool in self._objects if pool != "router"])
         return {pool: _replicas(scale.spec) for pool, scale in scales.items()}
 
@@ -116,12 +116,12 @@ class KubernetesScale:
 
 
 def _replicas(part: ScaleSpec | ScaleStatus | None) -> int:
-    """Returns the number of replicas; the API server leaves out a zero."""
+    """Returns the number of replicas, or 0 if the API server left out the number."""
     return (part and part.replicas) or 0
 
 
 def _refusal(error: httpx2.HTTPStatusError, pool: str, owner: str, done: str) -> TandemError:
-    """Returns the API server's message as the error that says whether a retry may help."""
+    """Converts the API server's error to a TandemError, whose class says if a retry may help."""
     status = error.response.status_code
     message = f"{pool} is not {done}: {answer_of(error, owner)}"
     if status in (401, 403):

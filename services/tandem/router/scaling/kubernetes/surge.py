@@ -1,14 +1,16 @@
-"""Adds a worker to pools of one during an upgrade of the chart. Two Jobs run this.
+"""Adds a second worker to each pool of one worker while the chart is upgraded. Two Jobs run this.
 
     python -m tandem.router.scaling.kubernetes.surge add SECONDS statefulsets/NAME ...
     python -m tandem.router.scaling.kubernetes.surge end SECONDS statefulsets/NAME ...
 `add` runs before the upgrade, and `end` after it.
     size 1  --add-->  size 2, which the manager `tandem-surge` owns  --end-->  size 1
                         '-- another manager sets a size: that size is kept
-The owner of the size is the only state. A Job that is run again continues, and the next upgrade
-removes a worker that a failed one left (keep_sizes.py).
-A StatefulSet replaces its pods in place: first the pod with the highest ordinal, which was added,
-and the next one when that is ready. So one of the two is ready at any time.
+The field manager that owns the size is the only state, so a Job that is restarted continues. If an
+upgrade fails and leaves an added worker, the next upgrade removes that worker (keep_sizes.py).
+
+A StatefulSet replaces its pods in place. It first replaces the pod with the highest ordinal, which
+is the added worker. It replaces the other pod when the added worker is ready again. So one of the
+two workers is ready at any time.
 https://kubernetes.io/docs/concepts/workloads/controllers/statefulset/#rolling-updates
 """
 
@@ -36,11 +38,12 @@ _POLL_S = 1.0
 
 
 def add(client: Client, owners: Sequence[str], deadline_s: float) -> None:
-    """Adds a worker to each pool of one ready worker and waits until the new one is ready.
+    """Adds a worker to each pool of one ready worker and waits until the added workers are ready.
 
-    A pool whose only worker is not ready gets none, because the upgrade may repair it and nothing
-    is lost. It does not wait during a rollout, whose revision the added worker has. Raises
-    DeadlineExceeded if a worker is not ready in time, after all added ones were removed; otherwise
+    A pool whose only worker is not ready gets no added worker. Such a pool serves nothing anyway,
+    and the upgrade may repair it. The function does not wait for a pool whose rollout has not
+    ended, because the added worker may have a revision that never becomes ready. If an added worker
+    is not ready in time, all added workers are removed and DeadlineExceeded is raised. Raises also
     the errors of `set_size`.
     """
     for owner in owners:
@@ -56,8 +59,8 @@ def add(client: Client, owners: Sequence[str], deadline_s: float) -> None:
 def end(client: Client, owners: Sequence[str], deadline_s: float) -> None:
     """Removes the added workers after their pools have been replaced.
 
-    Raises DeadlineExceeded if that takes too long. Their added workers then stay, because the
-    controller would otherwise replace the only worker that serves.
+    Raises DeadlineExceeded if the replacement takes too long. The added workers of the late pools
+    then stay, because the controller would otherwise replace the only worker that serves.
     """
     late = _wait(client, owners, _is_replaced, deadline_s)
     _take_back(client, [owner for owner in owners if owner not in late])
@@ -96,7 +99,7 @@ def _is_added(live: Mapping[str, Any]) -> bool:
 def _is_replaced(live: Mapping[str, Any]) -> bool:
     """Returns whether all pods have the new revision and are ready.
 
-    The controller sets the current revision only then.
+    The StatefulSet's controller sets the current revision to the new revision only then.
     """
     status = live.get("status", {})
     return _is_ready(live) and status.get("currentRevision") == status.get("updateRevision")
@@ -108,10 +111,10 @@ def _wait(
     done: Callable[[Mapping[str, Any]], bool],
     deadline_s: float,
 ) -> list[str]:
-    """Waits for `done`; returns the pools with an added worker for which it is False at the
-    deadline.
+    """Waits until `done` returns True for each pool that has an added worker.
 
-    Errors of an unavailable API server are retried.
+    Returns the pools for which `done` still returns False at the deadline. Errors of the API server
+    are retried.
     """
     give_up_at = time.monotonic() + deadline_s
     left = list(owners)
