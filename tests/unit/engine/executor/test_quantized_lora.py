@@ -97,7 +97,7 @@ def kept_type(runner: ModelRunner) -> str:
 # What each kind of kernels keeps of each base. Those with "fast" numerics round what they multiply
 # with blocks.
 KEPT = {
-    ("Q4_1", "torch"): ("invariant", "Blocks"),
+    ("Q4_1", "torch"): ("invariant", "GgufBlocks"),
     ("Q4_1", "native"): ("fast", "Q4_1"),
     ("fp8", "torch"): ("invariant", "Fp8"),
     ("fp8", "native"): ("invariant", "F8_F32"),

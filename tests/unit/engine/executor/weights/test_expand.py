@@ -107,7 +107,7 @@ def grouped(weights: ModelWeights) -> ModelWeights:
 
 
 def test_matrices_of_a_file_stay_quantized(smollm2: ModelFolder) -> None:
-    for kernels, form in (("torch", "Blocks"), ("triton", "PackedGroups")):
+    for kernels, form in (("torch", "GgufBlocks"), ("triton", "PackedGroups")):
         weights = load_weights(
             smollm2.weight_files,
             smollm2.config,
