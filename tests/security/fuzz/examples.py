@@ -175,7 +175,7 @@ WORKER_CALLS: dict[str, list[Any]] = {
     "SetRole": [worker_pb2.SetRoleRequest(role="decode")],
 }
 
-_SPEC = SequenceSpec("s", [1, 2, 3], 3, Mode.LOCAL, SamplingParams(temperature=0, max_tokens=4))
+_SPEC = SequenceSpec("s", [1, 2, 3], 3, Mode.LOCAL, SamplingParams(max_tokens=4).resolved(seed=1))
 COMMANDS = [
     messages.Add(_SPEC),
     messages.StartLocalPrefill("s"),

@@ -24,7 +24,7 @@ from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.scheduler.check_spec import check_spec
 from tandem.engine.types import Mode
-from tandem.errors import TandemError
+from tandem.errors import BadRequest, TandemError
 from tandem.net.rpc.tandem.v1 import worker_pb2
 from tandem.net.security.audit_trail import AuditEntry
 from tandem.net.security.keys import KeyRecord
@@ -179,6 +179,7 @@ class EngineMessages:
 
     def check(self, value: bytes) -> None:
         for decoder in self._decoders:
-            with suppress(*UNREADABLE):
+            # Sampling parameters that are not resolved are checked as a client's.
+            with suppress(*UNREADABLE, BadRequest):
                 again = msgspec.msgpack.encode(decoder.decode(value))
                 assert msgspec.msgpack.encode(decoder.decode(again)) == again
