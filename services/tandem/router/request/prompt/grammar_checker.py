@@ -35,9 +35,11 @@ from tandem.models.grammars.text import StructuredOutput, grammar_text, refused
 MEMORY_BYTES = 256 << 20  # limit of one check, above the memory that the checker has loaded
 RETRY_AFTER_S = 2.0
 _WAIT_S = 60.0  # longest wait for an answer; the first one includes loading the tokenizer
-_STACK_BYTES = 2 << 20  # an engine's threads have four times as much
+# Stack of the thread that compiles. An engine's threads have four times as much, so a grammar that
+# passes the check does not exhaust the stack of an engine.
+_STACK_BYTES = 2 << 20
 _BEGUN = b" "  # sent before the answer, which is JSON
-_FAILED = 1  # exit status
+_FAILED = 1  # exit status of a check that ended without an answer
 _ENDS = {
     -signal.SIGPROF: "time",
     -signal.SIGABRT: "memory",  # Rust aborts when an allocation fails
@@ -113,8 +115,9 @@ class GrammarChecker:
                 self._control.close()
 
     def _ask(self, form: bytes) -> bytes:
-        """Returns the answer. It is empty if no check began, and incomplete if the process
-        ended.
+        """Runs a check and returns the answer.
+
+        The answer is empty if no check began, and incomplete if the process ended during the check.
         """
         ours, theirs = socket.socketpair()
         answer = b""
@@ -157,7 +160,7 @@ class GrammarChecker:
 
 
 def _serve(control: socket.socket, compiler: GrammarCompiler) -> None:
-    """Forks for each check until the router has ended."""
+    """Forks a process for each check until the router has ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not awaited
     while fds := socket.recv_fds(control, 1, 1)[1]:
         with socket.socket(fileno=fds[0]) as connection:
