@@ -6,8 +6,9 @@ prompt and its `max_tokens`); unused tokens are returned at its end. The router 
                                                         `<--Redis does not answer--'
     shared     Redis decides, in one round trip; requests that arrive meanwhile are sent together in
                the next one, so that a tenant's calls keep their order
-    alone      this router applies its share of each tenant's limits, by its part of the traffic
-               when Redis last answered; for a new tenant the limit divided by the number of routers
+    alone      this router decides, within its share of each tenant's limits: the fraction of the
+               tenant's traffic that it admitted when Redis last answered, or 1 / number of routers
+               for a new tenant
     returning  as alone, for RETURN_S: until the other routers have written their counts, too
 """
 
@@ -37,18 +38,20 @@ from tandem.router.limits.window import (
 
 log = logging.getLogger(__name__)
 
-# of a call to Redis; after a missed deadline, requests do not wait for Redis any more
+# Deadline of a call to Redis. After a missed deadline the router decides alone, so that requests do
+# not wait for Redis.
 DEADLINE_S = 0.5
 TICK_S = 0.5
 WRITE_S = 2.0  # longest interval between two calls for a tenant; counts.LEASE_MS is longer
 RETURN_S = 2.0
-_AT_ONCE_MAX = 256  # requests in one call
-_CALLS_AT_ONCE_MAX = 8  # each call needs its own connection
+_AT_ONCE_MAX = 256  # largest number of requests in one call
+# largest number of simultaneous calls, because each call needs its own connection
+_CALLS_AT_ONCE_MAX = 8
 
 
 @dataclass(slots=True, eq=False)
 class LimitReservation:
-    """The share of its tenant's limits that one request occupies until it is settled."""
+    """The use of a tenant's limits by one request until the reservation is settled."""
 
     tenant: "_Tenant | None"  # None: nothing is counted
     bucket: int
@@ -65,23 +68,24 @@ class _PendingRequest:
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    """One tenant on this router. One task makes its calls to Redis, one after the other."""
+    """One tenant on this router. One task makes all calls to Redis for the tenant, in sequence."""
 
     name: str
-    window: Window = field(default_factory=Window)  # admitted by this router
-    others: Window = field(default_factory=Window)  # admitted by the others, at the last answer
+    window: Window = field(default_factory=Window)  # what this router admitted
+    # what the other routers had admitted when Redis last answered
+    others: Window = field(default_factory=Window)
     others_running: int = 0
     running: int = 0
     share: Share | None = None
     pending: list[_PendingRequest] = field(default_factory=list)
-    is_dirty: bool = False  # whether Redis must be updated
+    is_dirty: bool = False  # True: the counts changed since the last call to Redis
     was_written: bool = False
     written_at: float = 0.0
     calls: asyncio.Task[None] | None = None
 
     @property
     def is_idle(self) -> bool:
-        """True if the tenant has no use on any router, so that it and its share may be dropped."""
+        """True if the tenant has no use on any router, so that this object may be dropped."""
         counts = self.window.buckets or self.others.buckets
         return not (counts or self.running or self.pending or self.calls)
 
@@ -105,7 +109,7 @@ class Limiter:
         self._metrics = metrics
         self._num_routers = num_routers
         self._tenants: dict[str, _Tenant] = {}
-        # Redis's clock minus this one's
+        # Redis's clock minus the monotonic clock of this router, in ms
         self._clock_ahead_ms = (time.time() - time.monotonic()) * 1000
         self._is_away = False
         self._returning_until = 0.0
@@ -117,8 +121,8 @@ class Limiter:
     ) -> AsyncIterator[LimitReservation]:
         """Reserves `tokens` for the request of the body. Raises RateLimited.
 
-        What the body does not settle is returned. With `is_counted`, another key of the tenant has
-        limits, so the request is counted even if its own key has none.
+        If the body does not settle the reservation, all of it is given back. `is_counted`: a key of
+        the tenant has limits, so the request is counted even if its own key has none.
         """
         try:
             reservation = await self._reserve(tenant, limits, tokens, is_counted=is_counted)
@@ -131,8 +135,9 @@ class Limiter:
             self.settle(reservation, None)
 
     def settle(self, reservation: LimitReservation, tokens: int | None) -> None:
-        """Ends a reservation, once. `tokens` is the number used; None if the request was not
-        served.
+        """Ends a reservation. Further calls have no effect.
+
+        `tokens` is the number of tokens used; None if the request was not served.
         """
         if reservation.is_settled:
             return
@@ -259,7 +264,8 @@ class Limiter:
 
     def _answer(self, tenant: _Tenant, pending: list[_PendingRequest], reply: Reply) -> None:
         if self._is_alone:
-            # Redis has counted them, but this router decides differently
+            # Redis has counted the requests that it admitted, but this router decides itself. So
+            # its counts must be written again.
             tenant.is_dirty |= bool(pending)
             self._answer_alone(tenant, pending)
             return

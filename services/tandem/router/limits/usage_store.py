@@ -30,11 +30,14 @@ WINDOWS: Mapping[Window, WindowRetention] = {
     "minute": WindowRetention(60, 6 * 3600),
     "day": WindowRetention(86400, 400 * 86400),
 }
-_BATCH_KEPT_S = 7 * 86400  # longer than a batch with a lost answer may wait
+# How long Redis keeps the number of a process's last batch: longer than a batch whose answer was
+# lost may wait to be sent again.
+_BATCH_KEPT_S = 7 * 86400
 
 # KEYS: 1 the number of the last batch, then a hash for each window. ARGV: 1 number of this batch, 2
 # seconds to keep it, then for each hash [seconds to keep it, [field, count, ...]].
-# Adds the counts unless the batch was accepted before. Returns 1 if it was added, else 0.
+# The script adds the counts unless the batch was accepted before. It returns 1 if the batch was
+# added, else 0.
 _ADD = """
 if tonumber(redis.call('GET', KEYS[1]) or 0) >= tonumber(ARGV[1]) then return 0 end
 for i = 2, #KEYS do
@@ -65,7 +68,7 @@ return found
 
 
 class Row(NamedTuple):
-    """The key of one row of counts."""
+    """The window and the tenant of one row of counts. `start` is in seconds since 1970."""
 
     window: Window
     start: int
