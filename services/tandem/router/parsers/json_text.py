@@ -17,9 +17,13 @@ _CLOSES = {"}": "{", "]": "["}
 
 
 class JsonText:
-    """One JSON value. `expects` is what may come next:
+    """Checks that a text is one JSON value. `expects` tells what must come next:
 
-    value -> after -> (container: "," -> key or value, or its end) -> ... -> end
+    "value", "value or ]"    a value, or the end of an empty array
+    "key", "key or }"        a key of an object, or the end of an empty object
+    ":"                      the colon after a key
+    "after"                  "," or the end of the array or object that is open
+    "end"                    nothing, because the outermost value is complete
     """
 
     def __init__(self) -> None:
@@ -108,11 +112,13 @@ class Call(NamedTuple):
 
 
 class CallText:
-    """One call as a JSON object.
+    """Parses one call, a JSON object.
 
-    reading -> streaming: the name is known, and the object of `arguments` (or `parameters`) begins;
-        |          |      from here on `push` returns its text
-        `----------`----> ended: `whole` has the call, unless it was streamed
+    reading    the text is collected
+               --the name is known, and the object `arguments` or `parameters` begins--> streaming
+               --the call ends--> ended; `whole` has the call
+    streaming  `push` returns the text of the arguments
+               --the call ends--> ended; `whole` is None
     """
 
     def __init__(self) -> None:
@@ -123,7 +129,7 @@ class CallText:
         self._has_streamed = False
         self.name = ""
         self.is_streaming = False
-        self.is_broken = False  # the last character was not accepted, so this is not a call
+        self.is_broken = False  # True: the text is not a call
         self.whole: Call | None = None
 
     @property
@@ -153,7 +159,10 @@ class CallText:
         return ""
 
     def _note(self, char: str, expects: str, *, was_in_string: bool) -> None:
-        """Tracks the keys of the object and its name."""
+        """Records the latest key of the object, and the function's name.
+
+        Detects from them where the arguments begin.
+        """
         if was_in_string and not self._json.in_string:
             text = loaded(self._text[self._string_start :])
             if self._json.expects == ":":
