@@ -1,8 +1,9 @@
 """Decides whether a request is accepted, or refused early with a time to wait. Does no I/O.
 
 The router and the simulator both decide by `admit`. A request whose first token would be too late
-anyway would only delay the requests behind it. Its time to first token is predicted (`predict.py`),
-corrected by the outcome of earlier predictions (`calibration.py`), and compared with the limit.
+anyway would only delay the requests behind it. So each request's time to first token is predicted
+(`predict.py`), corrected by the outcome of earlier predictions (`calibration.py`), and compared
+with the limit.
 """
 
 import math

@@ -65,9 +65,9 @@ class Calibration:
         return Promise(predicted_s, now)
 
     def kept(self, promise: Promise, now: float) -> Self:
-        """Returns the calibration after the first token of a request, which arrived at `now`.
+        """Returns the calibration after a first token that arrived at `now`.
 
-        `promise` is the promise that was made when the request was admitted.
+        `promise` is the prediction that was made when the token's request was admitted.
         """
         seen_s = max(1e-3, now - promise.promised_at)
         off = math.log(seen_s / max(1e-3, promise.predicted_s))

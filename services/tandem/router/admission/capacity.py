@@ -14,8 +14,8 @@ from tandem.router.placement.costs import WorkerSnapshot
 # Longest prefill queue, in seconds, of a worker with capacity. A record is up to 1.5 s old when it
 # is read.
 QUEUED_MAX_S = 3.0
-WAITING_MAX = 4  # most waiting sequences of a decode worker with capacity
-COMPLETION_TOKENS_LIKELY = 256  # assumed output of a request that allows more
+WAITING_MAX = 4  # a decode worker with capacity has fewer waiting sequences than this
+COMPLETION_TOKENS_LIKELY = 256  # assumed output tokens of a request with a larger max_tokens
 
 
 def has_capacity(workers: Iterable[WorkerSnapshot], *, queued_max_s: float) -> bool:

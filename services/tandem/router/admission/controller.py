@@ -107,7 +107,10 @@ class AdmissionController:
     async def turn(
         self, tenant: str, *, tokens_missing: int, completion_max: int, weight: float
     ) -> AsyncIterator[None]:
-        """Waits for the tenant's turn if tenants take turns. The body must submit the request."""
+        """Waits for the tenant's turn if tenants take turns.
+
+        The `with` block must submit the request.
+        """
         if not self._have_tenants():
             yield
             return

@@ -8,7 +8,8 @@ in order of arrival. A request ends cost / weight after its start, so a tenant w
 weight 2 gets twice the work of a tenant with weight 1.
 While two tenants wait, the work served to each, divided by its weight, differs by at most one
 request of each. A new tenant waits for at most one request of each other tenant. No tenant starves,
-because its start stays constant while the others' starts grow. A single tenant is served in order.
+because its start stays constant while the others' starts grow. The requests of one tenant are
+served in order of arrival.
 """
 
 from dataclasses import dataclass, field
@@ -81,8 +82,9 @@ class FairQueue(Generic[T]):
         self._ends.clear()
 
     def remove(self, tenant: str, item: T) -> bool:
-        """Removes an item that no longer waits, at no cost to its tenant; False if it does not
-        wait.
+        """Removes an item that is not to be served any more, at no cost to its tenant.
+
+        Returns False if the item is not in the queue.
         """
         queue = self._queues.get(tenant)
         if queue is None or item not in queue.waiting:

@@ -1,6 +1,6 @@
 """Predicts the time to first token of a placed request, and computes the allowed time.
 
-The prediction is the end of these steps:
+The prediction is the time when the last of these steps ends:
 - Other sequences end until the decode worker has a running slot and blocks for the request.
 - Meanwhile and after that, the worker that prefills the request computes the prompts in its queue.
 - That worker computes the request's prompt. If sequences decode there, each step takes longer.
@@ -89,7 +89,7 @@ def allowed_s(
 ) -> float:
     """Largest acceptable predicted TTFT in seconds; infinite if no worker has measured rates.
 
-    `slower` scales the workers' reported times, and `margin` is the usable share of the limit.
+    `slower` scales the workers' reported times, and `margin` is the usable fraction of the limit.
     """
     workers = with_likely_rates([*placement.prefill_candidates, placement.decode])
     if not any(w.rates.measured for w in workers):
@@ -109,5 +109,5 @@ def _prefilled_s(work: Work, worker: WorkerSnapshot, missing: int, *, after_s: f
     load = worker.load
     rates = beside_decode(worker.rates, load.chunk_tokens, load.num_running)
     cached = work.num_tokens - missing
-    queue_s = load.queue_s(rates)  # a reported `queued_s` already includes the decode
+    queue_s = load.queue_s(rates)  # a `queued_s` that the worker reports includes decode steps
     return expect(rates, work.num_tokens, cached, queue_s=queue_s, after_s=after_s).total_s

@@ -41,7 +41,7 @@ class TenantQueues:
 
     @asynccontextmanager
     async def turn(self, tenant: str, cost: float, *, weight: float = 1.0) -> AsyncIterator[None]:
-        """Waits for the tenant's turn; the body must submit the request without delay.
+        """Waits for the tenant's turn; the `with` block must submit the request without delay.
 
         Raises QueueFull if too many requests wait already.
         """

@@ -98,7 +98,7 @@ class Reply(NamedTuple):
 
 
 class LimitRequest(NamedTuple):
-    """A request to be admitted: its key's limits and the largest number of its tokens."""
+    """A request to be admitted: the limits of its API key, and the most tokens it may use."""
 
     limits: Limits
     tokens: int

@@ -1,9 +1,14 @@
 """Admits requests within their tenants' limits, over all routers of the cluster.
 
 A request is counted when it is admitted, with the largest number of tokens that it may use (its
-prompt and its `max_tokens`); unused tokens are returned at its end. The router decides as follows:
-    shared --Redis does not answer, or was emptied--> alone --Redis answers--> returning --> shared
-                                                        `<--Redis does not answer--'
+prompt and its `max_tokens`). Unused tokens are given back when the request ends. The limiter has
+three states:
+    shared     --Redis does not answer------------> alone
+               --Redis was emptied----------------> returning
+    alone      --Redis answers--------------------> returning
+    returning  --RETURN_S later-------------------> shared
+               --Redis does not answer------------> alone
+In these states, requests are admitted as follows:
     shared     Redis decides, in one round trip; requests that arrive meanwhile are sent together in
                the next one, so that a tenant's calls keep their order
     alone      this router decides, within its share of each tenant's limits: the fraction of the
@@ -119,10 +124,10 @@ class Limiter:
     async def reserved(
         self, tenant: str, limits: Limits, tokens: int, *, is_counted: bool
     ) -> AsyncIterator[LimitReservation]:
-        """Reserves `tokens` for the request of the body. Raises RateLimited.
+        """Reserves `tokens` for a request that runs in the `with` block. Raises RateLimited.
 
-        If the body does not settle the reservation, all of it is given back. `is_counted`: a key of
-        the tenant has limits, so the request is counted even if its own key has none.
+        If the block does not settle the reservation, all of it is given back. `is_counted`: a key
+        of the tenant has limits, so the request is counted even if its own key has none.
         """
         try:
             reservation = await self._reserve(tenant, limits, tokens, is_counted=is_counted)
@@ -288,7 +293,7 @@ class Limiter:
                 each.answer.set_exception(error)
 
     def _give(self, waiting: _PendingRequest, reservation: LimitReservation) -> None:
-        if waiting.answer.done():  # its client left while Redis decided
+        if waiting.answer.done():  # the client left while Redis decided
             self.settle(reservation, None)
         else:
             waiting.answer.set_result(reservation)

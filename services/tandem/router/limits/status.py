@@ -1,7 +1,7 @@
 """A tenant's use of its limits: the headers `x-ratelimit-*` and the error of a refused request.
 
-Names and formats are OpenAI's. `reset` is the time until none of the current use is counted any
-more.
+Names and formats are OpenAI's. `x-ratelimit-reset-*` is the time until none of the current use is
+counted any more.
 """
 
 import math

@@ -5,8 +5,8 @@
     Redis confirms it   --> the batch is dropped
     Redis is silent     --> the batch is sent again with the same number
 A batch keeps its number until Redis confirms it, and Redis accepts each number once, so a batch
-whose answer was lost is not counted twice. While Redis is away, rows are kept in memory. Their
-number is small: one for each tenant and day, and one for each tenant and minute of the last hours.
+whose answer was lost is not counted twice. While Redis is away, rows are kept in memory. There are
+few rows: one for each tenant and day, and one for each tenant and minute of the last hours.
 """
 
 import asyncio

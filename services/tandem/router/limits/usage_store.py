@@ -1,8 +1,10 @@
 """The usage of tenants in Redis: a hash for each minute and each day, which expires.
 
-{tandem:CLUSTER}:usage:minute:START    "requests TENANT", "prompt_tokens TENANT", ... -> count
-{tandem:CLUSTER}:usage:day:START       the same; START is in seconds since 1970, UTC
+key                                    value
+{tandem:CLUSTER}:usage:minute:START    hash: "requests TENANT", "prompt_tokens TENANT", ... -> count
+{tandem:CLUSTER}:usage:day:START       hash with the same fields
 {tandem:CLUSTER}:usage:batch:PROCESS   number of the last accepted batch of a router's process
+START is in seconds since 1970, UTC.
 """
 
 import secrets

@@ -29,7 +29,7 @@ def bucket_of(now_ms: float) -> int:
 
 
 class Use(NamedTuple):
-    """The use of a tenant in a window, and the number of its running requests."""
+    """A tenant's requests and tokens in a window, and the number of running requests."""
 
     requests: int = 0
     tokens: int = 0
@@ -38,13 +38,14 @@ class Use(NamedTuple):
 
 @dataclass(slots=True)
 class Window:
-    """Requests and tokens by bucket, as [requests, tokens]."""
+    """The counts of a window: bucket -> [requests, tokens]."""
 
     buckets: dict[int, list[int]] = field(default_factory=dict)
 
     def add(self, bucket: int, requests: int, tokens: int) -> None:
-        """Adds to a bucket; negative numbers subtract. They do not create a bucket anew that was
-        dropped.
+        """Adds to a bucket; negative numbers subtract.
+
+        Negative numbers have no effect on a bucket that was dropped.
         """
         counts = self.buckets.get(bucket)
         if counts is None:
@@ -106,7 +107,7 @@ def window_of(flat: Iterable[int]) -> Window:
 class Share(NamedTuple):
     """The fractions of a tenant's limits that one router may use.
 
-    They are 1 while Redis decides, which knows the use on all routers.
+    Both are 1 while Redis decides, because Redis knows the use on all routers.
     """
 
     requests: float = 1.0
@@ -117,7 +118,7 @@ WHOLE = Share()
 
 
 def share_of(own: Use, others: Use) -> Share | None:
-    """Returns the fraction of a tenant's traffic that this router admitted; None without traffic.
+    """Returns the fractions of a tenant's traffic that this router admitted; None without traffic.
 
     `own` is the use on this router, and `others` the use on all other routers.
     """

@@ -83,7 +83,7 @@ class CallFrame:
 
 
 class ReasoningTags(NamedTuple):
-    """Strings before and after reasoning. The prompt may end with the first one."""
+    """The strings before and after reasoning. The prompt may end with `opens`."""
 
     opens: str
     closes: str

@@ -1,6 +1,6 @@
 """Parses JSON one character at a time, as a model writes it.
 
-`JsonText` tracks whether a character may follow and the nesting depth. `CallText` parses one call,
+`JsonText` tracks the nesting depth and which characters may follow. `CallText` parses one call,
 `{"name": ..., "arguments": {...}}`, and returns the arguments while they are written. Neither looks
 ahead, so the result does not depend on how the text is cut into pieces.
 """
@@ -31,7 +31,8 @@ class JsonText:
         self.in_string = False
         self._open: list[str] = []
         self._is_key = False
-        self._escape = 0  # remaining characters of an escape
+        # number of hex digits of a \u escape that must follow; -1: after a backslash
+        self._escape = 0
         self._scalar = ""
 
     @property
@@ -137,7 +138,7 @@ class CallText:
         return self._json.expects == "end"
 
     def push(self, char: str) -> str:
-        """Takes a character; returns new text of the arguments."""
+        """Takes a character; returns the text that it adds to the arguments."""
         parser = self._json
         expects = parser.expects
         depth = parser.depth

@@ -1,7 +1,7 @@
 """Splits a model's text into content, reasoning and tool calls while it is generated.
 
 A format is data: states, each with its terminals (strings that end it) and the meaning of the text
-before them. For example, Hermes:
+before them. For example, the format of the Hermes models:
     content --"<tool_call>"--> call (a JSON object) --"</tool_call>"--> between calls
        ^                                                                    |
        `----------------------- any text but space -------------------------'
@@ -69,7 +69,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Parts:
-    """New text, split into its parts. They follow each other in the text in this order."""
+    """New text, split into parts. The reasoning comes first, then the content, then the calls."""
 
     reasoning: str = ""
     content: str = ""
@@ -105,8 +105,9 @@ class AnswerParser:
         self._parts = Parts()
         self._pending = ""
         self._space = ""  # white space at the end of content or reasoning; kept if more follows
-        self._raw = ""  # text that becomes content or reasoning if no call follows
-        self._thinks = False  # True after markup of a call in reasoning, until a call follows
+        self._raw = ""  # held-back text that becomes content or reasoning if no call follows
+        # True: markup of a call has occurred in the reasoning, and no call has followed yet
+        self._thinks = False
         self._word = ""  # text so far of a word or of a parameter's name
         self._name = ""
         self._is_open = False  # True: a call has been returned whose arguments have not ended
@@ -187,7 +188,7 @@ class AnswerParser:
         return True
 
     def _leave(self, terminal: str) -> None:
-        """Follows a terminal into the next state."""
+        """Enters the state that follows a terminal."""
         kind = self._state.text
         name = self._state.terminals[terminal]
         next_kind = self._states[name].text
@@ -436,7 +437,8 @@ class AnswerParser:
 def split_at_terminal(terminals: Mapping[str, str], text: str, *, final: bool) -> tuple[str, str]:
     """Returns the text before the first terminal, and that terminal if it is complete.
 
-    Text that may be the beginning of a terminal is in neither, unless the text is `final`.
+    The end of `text` is in neither result if it may be the beginning of a terminal and `final` is
+    False.
     """
     if not any(t[0] in text for t in terminals):  # true for most pieces of an answer
         return text, ""

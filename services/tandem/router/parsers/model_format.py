@@ -36,7 +36,8 @@ _OWN_VARIABLES = frozenset(("tools", "add_generation_prompt"))
 
 
 class ModelFormat:
-    """Checks the options of one model's chats and creates the parsers of its answers.
+    """Checks the options of chats with one model, and creates the parsers of the model's answers.
+
     Thread-safe.
     """
 

@@ -1,4 +1,4 @@
-"""The allowed values of a request's fields and their bounds, as the error messages state them."""
+"""The allowed values and bounds of request fields, in the words of the error messages."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -93,7 +93,7 @@ def rename(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Applies `rename` to each BadRequest that the body raises."""
+    """Applies `rename` to a BadRequest that the `with` block raises."""
     try:
         yield
     except BadRequest as error:

@@ -79,7 +79,7 @@ class Conversation:
     """
 
     messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()  # as the client sent them
+    tools: tuple[Mapping[str, Any], ...] = ()  # definitions of tools, as the client sent them
     tool_choice: Literal["auto", "none", "required"] = "auto"
     # name of the only function that the answer may call, with `tool_choice` "required"; "": any
     only_tool: str = ""

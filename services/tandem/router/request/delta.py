@@ -30,7 +30,7 @@ class Usage:
 
     @property
     def cached_details(self) -> dict[str, Any]:
-        """The cached tokens with the names of OpenAI's APIs."""
+        """The counts of cached tokens, named as in OpenAI's APIs."""
         details: dict[str, Any] = {"cached_tokens": self.cached_tokens}
         if self.cached_by_tier is not None:
             details["cached_tokens_by_tier"] = asdict(self.cached_by_tier)

@@ -87,7 +87,7 @@ class Dispatcher:
 
     @contextmanager
     def looking_up(self, job: Job) -> Iterator[None]:
-        """Looks up the job's blocks in the prefix tree while the body runs.
+        """Looks up the job's blocks in the prefix tree while the `with` block runs.
 
         The first placement of the job uses the result.
         """
@@ -190,7 +190,10 @@ class Dispatcher:
         )
 
     async def _try_submit(self, job: Job) -> Attempt | None:
-        """Submits once; None while no decode worker is usable. Raises QueueFull, Overloaded."""
+        """Places and submits the job once. Returns None while no decode worker is usable.
+
+        Raises QueueFull and Overloaded.
+        """
         return await self._place(job, self._send)
 
     async def _place(self, job: Job, take: _Take[T]) -> T | None:
@@ -347,13 +350,14 @@ class Dispatcher:
                         progress.timeline.take(update.timings, num_output_tokens)
                         if num_output_tokens == 1:
                             self.admission.note_wire(progress.timeline.wire_s)
-                        # With the second token, all blocks of the prompt have been pulled.
+                        # When the second token arrives, all blocks of the prompt have been pulled.
                         if num_output_tokens == 2:
                             pulled = update.timings
                             self._metrics.flows.note_pull(
                                 pulled.prefill_worker_id, attempt.worker_id, pulled.blocks_pulled
                             )
-                # Older workers send no `is_committed`; their second token implies it.
+                # Workers of older versions send no `is_committed`. A second token from a worker
+                # implies that the prompt is committed.
                 if update.is_committed or len(progress.output_token_ids) + len(token_ids) > 1:
                     job.may_fork.set()
                 if update.workers_lost > attempt.num_lost:

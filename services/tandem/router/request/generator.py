@@ -75,7 +75,7 @@ class LoadedModel:
 
 
 class Generator:
-    """Generates for all requests of a router. `model` is None until it is loaded."""
+    """Generates the answers to all requests of a router. `model` is None until it is loaded."""
 
     def __init__(
         self,
@@ -165,8 +165,8 @@ class Generator:
     ) -> AsyncIterator[Mapping[str, str]]:
         """Counts `number` requests that need no worker towards the request limits of an API key.
 
-        They are running requests while the body runs, and use no tokens. Yields the headers
-        `x-ratelimit-*`. Raises RateLimited.
+        They count as running requests while the `with` block runs, and use no tokens. Yields the
+        headers `x-ratelimit-*`. Raises RateLimited.
         """
         async with AsyncExitStack() as held:
             reserved = [
@@ -211,7 +211,7 @@ class Generator:
 
     @contextmanager
     def _place(self) -> Iterator[LoadedModel]:
-        """Counts a request that needs no worker as open while the body runs; yields the model.
+        """Counts a request without a worker as open while the `with` block runs; yields the model.
 
         Raises NoWorkers and QueueFull.
         """
@@ -272,7 +272,7 @@ class Generator:
             self.metrics.on_end(record)
 
     def together(self, num_requests: int = 1) -> BodyRequests:
-        """Returns the shared state of the requests of one body."""
+        """Returns the state that all requests of one HTTP body share."""
         return BodyRequests(num_requests, logprobs_max=self.config.logprobs_max)
 
     def _open(self, request: ClientRequest, trace: Mapping[str, str]) -> RequestRecord:
@@ -453,11 +453,11 @@ class BodyRequests:
         self._num_logprobs = 0
 
     async def begin(self) -> None:
-        """Waits until all requests of the body are prepared."""
+        """Waits until all requests of the HTTP body are prepared."""
         await self._all_prepared.wait()
 
     def limit_logprobs(self, request: ClientRequest, num_prompt_tokens: int, limit: int) -> int:
-        """Adds the log probabilities of a request to the number in the body's answer.
+        """Adds the log probabilities of a request to the number in the shared answer.
 
         `limit` is the largest number of completion tokens. If the client did not set max_tokens,
         the result is a smaller limit where that keeps the answer within `logprobs_max`; otherwise

@@ -13,10 +13,11 @@
                                            --caller leaves--> CANCELLED
 
 Only the Dispatcher changes the state of a job, by `Job.to`. A job holds no resources. When a job
-leaves a worker, the Dispatcher closes the job's `Attempt`, which cancels the job on that worker.
-The requested prefill (`Routing.requested_prefill`) then no longer counts as load. A job survives
-only a few lost workers (migration_budget.py). A job that a worker accepted once is not refused for
-lack of capacity: it waits while all workers are full or none is usable.
+leaves a worker, the Dispatcher closes the job's `Attempt`, which cancels the job on that worker. A
+prefill that was requested from a prefill worker (`Routing.requested_prefill`) then no longer counts
+as load of that worker. A job survives only a few lost workers (migration_budget.py). A job that a
+worker accepted once is not refused for lack of capacity: it waits while all workers are full or
+none is usable.
 
 A job knows token ids, not text. Its output tokens migrate with the prompt, and sampling is seeded
 by position, so it generates the same tokens on another worker.
@@ -197,9 +198,9 @@ class Progress:
     prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
     # if requested: the hidden state of the prompt's last token
     embedding: list[float] = field(default_factory=list)
-    # number of prompt tokens that were cached for the worker that returned the first token
+    # number of prompt tokens whose KV was cached when the first token was generated
     cached_tokens: int = 0
-    # cached_tokens split by tier; None: that worker has no tier below its KV pool
+    # cached_tokens split by tier; None: the worker of the first token has no tier below its KV pool
     cached_by_tier: CachedTokens | None = None
     timings: pb.SequenceTimings = field(default_factory=pb.SequenceTimings)
     # numbers of the attempts that generated output tokens
@@ -224,7 +225,8 @@ class Routed:
     """The workers of a submission and the reason for the choice."""
 
     placement: Placement
-    matches: dict[str, int]  # prefix matches used for the placement
+    # id of a worker or tier -> number of the prompt's blocks there, as known at the placement
+    matches: dict[str, int]
     reason: str  # why these workers were chosen, in one line
 
 
@@ -373,7 +375,8 @@ class JobStep:
 
     token_ids: list[int]
     finish_reason: str = ""
-    logprobs: list[LogprobEntry] = field(default_factory=list)  # one for each token, if requested
+    # log probabilities of each token in token_ids; empty if not requested
+    logprobs: list[LogprobEntry] = field(default_factory=list)
 
 
 def work_of(job: Job, block_size: int, completion_tokens: float = 0.0) -> Work:

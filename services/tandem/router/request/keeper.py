@@ -1,7 +1,7 @@
-"""Requests decode workers to keep the KV of ended requests, and records their answers.
+"""Sends requests to decode workers to keep the KV of ended requests, and records the replies.
 
-    completion ends --its KV is to be kept--> KeepRequest to its worker, in the background
-                                              --reply--> `RequestRecord.kept`
+    completion ends --KV is to be kept--> KeepRequest to the decode worker, in the background
+                                          --reply--> `RequestRecord.kept`
 A worker itself pins the blocks of a request that has a Retention. The worker does not know that an
 answer has tool calls, whose results the client sends in its next request, so the router requests
 the pins in that case. Blocks that a worker cannot pin are evicted sooner; nothing fails.
@@ -39,7 +39,8 @@ class Keeper:
     def on_end(self, job: Job, record: "RequestRecord", waits_for_tools: bool) -> None:
         """Requests that the worker keeps a completion's KV, if the client requested retention.
 
-        `waits_for_tools`: the answer has tool calls, so the KV is kept in any case.
+        `waits_for_tools`: the answer has tool calls, so the KV is kept for `tool_pin_s` in any
+        case.
         """
         client = job.request.client
         worker = job.worker

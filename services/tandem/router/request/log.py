@@ -93,7 +93,11 @@ class RequestRecord:
         }
 
     def _facts(self) -> dict[str, Any]:
-        """Returns the facts of the first job; bytes, moves and losses are sums over all jobs."""
+        """Returns the facts about the request.
+
+        Pulled blocks and bytes, migrations and lost workers are sums over all jobs. The other facts
+        are those of the first job.
+        """
         job = self.jobs[0] if self.jobs else None
         progress = job.progress if job else None
         routed = job.routing.routed if job else None
@@ -141,7 +145,7 @@ class RequestLog:
         return list(islice(reversed(self._records.values()), num_max))
 
     def find(self, name: str, tenant: str | None = None) -> RequestRecord:
-        """Returns a request by its id, its reply's id (`cmpl-...`) or its client's own id.
+        """Finds a request by its id, by the id of its reply (`cmpl-...`) or by the client's own id.
 
         Of several requests with the same client's id, the latest is returned. With a `tenant`, only
         requests of that tenant are found. Raises RequestNotFound.

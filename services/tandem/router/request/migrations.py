@@ -1,4 +1,4 @@
-"""Decides about a request whose worker refused it, was lost, or drains.
+"""Decides whether a request may continue elsewhere if a worker refused it, was lost, or drains.
 
 migration_budget.py limits the number of migrations. If the request may not migrate, the error for
 the client is raised.

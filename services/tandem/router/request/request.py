@@ -1,4 +1,4 @@
-"""A checked generation request. HTTP and gRPC both translate into it.
+"""A checked generation request. The HTTP and gRPC APIs both convert their requests into it.
 
 A `ClientRequest` is valid when it is constructed, except for checks that need the model
 (`check_against`). Every error names the field and the allowed values. This module knows no wire
@@ -162,7 +162,10 @@ class ClientRequest:
         return 0 if number is None or not is_kept else self.num_sequences * (1 + number)
 
     def check_against(self, *, vocab_size: int, max_model_len: int) -> None:
-        """Checks the fields that need no tokenized prompt. Raises BadRequest."""
+        """Checks fields against the model, as far as no tokenized prompt is needed.
+
+        Raises BadRequest.
+        """
         check_token_ids("stop_token_ids", self.sampling.stop_token_ids or (), vocab_size)
         check_token_ids("logit_bias", self.sampling.logit_bias or (), vocab_size)
         if isinstance(self.prompt, tuple):

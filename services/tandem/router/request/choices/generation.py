@@ -86,9 +86,9 @@ class Generation:
                 self._note(choice, len(piece.token_ids))
                 choice.has_calls |= bool(piece.tool_calls)
                 if piece.finish_reason:
-                    # Close before the last delta. The worker is then free even if the client reads
-                    # slowly, and the tenant's limits are up to date if the client sends its next
-                    # request at once.
+                    # Close the job before yielding the last delta. The worker is then free even if
+                    # the client reads slowly, and the tenant's limits are up to date if the client
+                    # sends the next request at once.
                     await steps.aclose()
                     waits_for_tools = choice.has_calls and piece.finish_reason != "length"
                     self._services.keeper.on_end(choice.job, self._record, waits_for_tools)

@@ -1,12 +1,13 @@
 """Runs jobs on threads or processes; tenants take turns.
 
-    waiting --a worker is free, and it is the tenant's turn--> running --the job ends--> over
-      `-- its caller is cancelled --> over, at no cost to its tenant     `--the deadline--> over
-A running job cannot be stopped. If its caller is cancelled, the job occupies its worker until it
-ends. A `concurrent.futures` executor has a queue that does not know tenants. `FairExecutor` keeps
-that queue empty: it never submits more jobs than there are workers. At a job's deadline all
-processes of the executor are killed, and the other jobs that ran in them run once more. A thread
-cannot be killed, so it is abandoned.
+    waiting --a worker is free, and it is the tenant's turn--> running
+            --the caller is cancelled------------------------> over, at no cost to the tenant
+    running --the job ends, or misses its deadline-----------> over
+A worker is a thread or a process. A running job cannot be stopped. If its caller is cancelled, the
+job occupies its worker until it ends. A `concurrent.futures` executor has a queue that does not
+know tenants. `FairExecutor` keeps that queue empty: it never submits more jobs than there are
+workers. At a job's deadline all processes of the executor are killed, and the other jobs that ran
+in them run once more. A thread cannot be killed, so it is abandoned.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ class FairExecutor:
         num_workers: int,
         deadline_s: float | None = None,
     ) -> None:
-        """`make_executor` is called again after a process of the executor died.
+        """`make_executor` is called again after a process has died or a thread was abandoned.
 
         `deadline_s` is the deadline of each job, measured from its start.
         """
@@ -130,7 +131,7 @@ class FairExecutor:
         self.num_late += 1
         in_time.set_exception(LateJob(f"it did not end in {self._deadline_s:g} s"))
         if processes := _processes(executor):
-            for process in processes:  # this also ends `running`
+            for process in processes:  # killing the processes also ends the future `running`
                 process.kill()
         elif executor is self._executor and not self._closed:
             executor.shutdown(wait=False)

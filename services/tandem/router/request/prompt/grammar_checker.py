@@ -32,13 +32,13 @@ from tandem.errors import BadRequest, CompilerBusy
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.grammars.text import StructuredOutput, grammar_text, refused
 
-MEMORY_BYTES = 256 << 20  # limit of one check, above the memory that the checker has loaded
+MEMORY_BYTES = 256 << 20  # limit of one check, in addition to the memory of the idle checker
 RETRY_AFTER_S = 2.0
 _WAIT_S = 60.0  # longest wait for an answer; the first one includes loading the tokenizer
 # Stack of the thread that compiles. An engine's threads have four times as much, so a grammar that
 # passes the check does not exhaust the stack of an engine.
 _STACK_BYTES = 2 << 20
-_BEGUN = b" "  # sent before the answer, which is JSON
+_BEGUN = b" "  # sent when a check begins; the answer, which is JSON, follows
 _FAILED = 1  # exit status of a check that ended without an answer
 _ENDS = {
     -signal.SIGPROF: "time",

@@ -20,7 +20,7 @@ sequence. So every tokenizer begins a token at the cut, and the ids equal those 
 import re
 from collections.abc import Iterator, Set
 
-PIECE_CHARACTERS = 32_000  # about 40 ms of work
+PIECE_CHARACTERS = 32_000  # length of a piece, which takes about 40 ms to tokenize
 CUT_TOKENS = 128
 # Text in most languages has fewer characters per token. A text with fewer than this many characters
 # for each token of the context may fit. It is not counted first, because counting it would tokenize
