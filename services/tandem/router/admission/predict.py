@@ -87,7 +87,7 @@ def allowed_s(
     slower: float = 1.0,
     margin: float = MARGIN,
 ) -> float:
-    """Largest acceptable predicted TTFT in seconds; infinite if no worker has measured rates.
+    """Returns the largest acceptable predicted TTFT; infinite if no worker has measured rates.
 
     `slower` scales the workers' reported times, and `margin` is the usable fraction of the limit.
     """

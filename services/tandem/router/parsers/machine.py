@@ -59,7 +59,7 @@ class State:
 
 @dataclass(slots=True)
 class CallDelta:
-    """The increment of one tool call: its id and name once, then pieces of its arguments."""
+    """New text of one tool call. Only the first delta of a call has the id and the name."""
 
     index: int
     arguments: str

@@ -58,7 +58,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The increment of one choice since its previous delta.
+    """The new text and tokens of one choice since the choice's previous delta.
 
     The first delta of a choice has the choice's first token and the prompt's token ids. The last
     delta of a choice has a `finish_reason`. `usage` counts the prompt and the choice's tokens so

@@ -303,7 +303,8 @@ class Generator:
             with record.timeline.stage("tokenize"):
                 job = await self.prepare(request, model, record.timeline, together)
                 generated_max = job.request.max_tokens * request.num_sequences
-                # Limits and the prefix tree are both in Redis, so wait for both at once.
+                # The counts of limits and the prefix tree are both in Redis. Both calls run at the
+                # same time.
                 are_counted = request.limits.are_counted
                 with self._services.dispatcher.looking_up(job) if are_counted else nullcontext():
                     reservation = await held.enter_async_context(

@@ -126,7 +126,7 @@ class PreparedRequest:
 
     @property
     def storable_tokens(self) -> int:
-        """Number of prompt tokens in full blocks, which are cached once they are computed.
+        """Number of prompt tokens in full blocks. Full blocks are cached once they are computed.
 
         If only the prompt's first tokens are pinned, the number counts only these.
         """
@@ -140,7 +140,7 @@ class PreparedRequest:
         return msgspec.structs.replace(self.client.wishes, num_tokens=self.pinned_tokens)
 
     def chain_root(self, compatibility: "KvCompatibility") -> bytes:
-        """Returns the root of the request's chain of block hashes, the parent of its first hash."""
+        """Returns the root of the chain of block hashes: the parent hash of the first block."""
         return compatibility.chain_root(self.cache_salt, digest_of(self.adapter))
 
 
@@ -232,7 +232,7 @@ class Routed:
 
 @dataclass(slots=True)
 class Routing:
-    """The routing of a request: its current workers and the workers to avoid.
+    """The routing of a request: the current workers and the workers to avoid.
 
     Times are monotonic seconds.
     """
@@ -259,7 +259,8 @@ class Routing:
     refused: set[str] = field(default_factory=set)  # epochs of workers that refused the request
     retry_after_s: float | None = None  # shortest retry time that a full worker has sent
     num_returns: int = 0  # how often a worker has returned the request from its queue
-    returned_by: str = ""  # epoch of the worker that returned it last; "" after the next placement
+    # epoch of the worker that last returned the request; "" after the next placement
+    returned_by: str = ""
     # refusal by a worker that expects the first token too late
     overloaded: Overloaded | None = None
     # refusal by a worker that can never run the request

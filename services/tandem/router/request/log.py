@@ -161,7 +161,7 @@ class RequestLog:
         return record
 
     def is_of_another(self, name: str, tenant: str | None) -> bool:
-        """Returns whether the log has the request and it belongs to another tenant."""
+        """Returns whether the log has a request of this name that belongs to another tenant."""
         request_id = _request_id(name)
         found = self._records.get(request_id) or self._records.get(f"{request_id}-0")
         return found is not None and tenant not in (None, found.tenant)

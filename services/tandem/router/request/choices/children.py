@@ -1,8 +1,9 @@
 """The jobs of one request with several completions of its prompt.
 
     child 0       the same as the job of a request with n = 1
-    child 1...    begin once child 0's prompt is committed on its decode worker, or child 0 has
-                  ended; they are placed on that worker if possible and share its blocks
+    child 1...    begin once child 0's prompt is committed on child 0's decode worker, or child 0
+                  has ended; they are placed on that worker if possible and share the prompt's
+                  blocks
 So the prompt is computed once and its KV is transferred once. The children share no block into
 which a KV transfer may still write. Each child generates its own tokens. Refusal, preemption,
 migration and the loss of a worker are handled for each child as for any request.

@@ -1,4 +1,4 @@
-"""One admitted request: its choices, their deltas, and its use of the tenant's limits.
+"""One admitted request: the choices, their deltas, and the use of the tenant's limits.
 
 Each choice follows its own job (children.py). The request ends when all choices have ended. The
 last delta of the request has the `total` usage. The request's reservation of the tenant's limits is
@@ -27,7 +27,7 @@ from tandem.router.request.text import Piece, TextStream
 
 @dataclass(slots=True)
 class Choice:
-    """One completion: the job that generates its tokens, and their text."""
+    """One completion: the job that generates the tokens, and the text of the tokens."""
 
     index: int
     job: Job
@@ -121,7 +121,7 @@ class Generation:
     def _delta(self, choice: Choice, piece: Piece, logprobs: list[LogprobEntry]) -> Delta:
         """Returns the delta for a new piece of text.
 
-        For the last delta of the request, it also settles the request's reservation.
+        The method settles the request's reservation before it returns the request's last delta.
         """
         job = choice.job
         record = self._record
@@ -182,7 +182,7 @@ class Generation:
     def settle(self) -> None:
         """Settles the reservation with the number of tokens that the request used.
 
-        If no worker ran the request, nothing is settled, so all of the reservation is returned.
+        If no worker ran the request, nothing is settled, so all of the reservation is given back.
         Further calls have no effect.
         """
         client = self._first.request.client

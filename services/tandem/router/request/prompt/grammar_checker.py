@@ -2,14 +2,15 @@
 
 A grammar may exhaust the stack, memory or time of the process that compiles it. A worker compiles
 in its engine process, which must not be killed. So the router compiles each grammar first, and no
-worker gets one that failed:
-    router, a thread for each check    checker process            two forks of it
-      starts it with the first ------> loads the tokenizer
-      sends a socket ----------------> forks --------------------> waits for the other one,
-      sends the form through it ---------------------------------> which compiles it, with limits
-      reads the answer <------------------------------------------ or how it ended
-The kernel kills the fork that exceeds its CPU time, memory or stack. Nothing has to be restarted,
-and no other check is affected. CPU time does not depend on the load of the machine.
+worker receives a grammar that failed:
+1. The first check starts the checker process, which loads the tokenizer.
+2. For each check, a thread of the router sends a socket to the checker process, and then sends the
+wanted form through that socket.
+3. The checker process forks an overseer, which forks a compiling process. The compiling process has
+limits of CPU time, memory and stack, and sends its answer through the socket.
+4. If the compiling process dies, the overseer sends the reason through the socket.
+A grammar that exceeds a limit ends only the compiling process. Nothing has to be restarted, and no
+other check is affected. CPU time does not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class GrammarChecker:
     def check(self, wanted: StructuredOutput, cpu_s: float) -> str | None:
         """Returns the grammar, or None if `cpu_s` seconds of CPU time are not enough to compile it.
 
-        Raises BadRequest if it cannot be compiled, and CompilerBusy if the process was killed.
+        Raises BadRequest if the grammar cannot be compiled, and CompilerBusy if the checker process
+        ended or took too long.
         """
         form = json.dumps([cpu_s, self._memory_bytes, *astuple(wanted)]).encode()
         if not (answer := self._ask(form)):

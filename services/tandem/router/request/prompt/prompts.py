@@ -209,10 +209,10 @@ class PromptPreparer:
             return await self._threads.run(tenant, cost, decode, token_ids)
 
     async def grammar(self, wanted: StructuredOutput | None, tenant: str) -> str:
-        """Returns the grammar of a completion; "" if it may have any form.
+        """Returns the grammar of a completion; "" if the completion may have any form.
 
-        Raises BadRequest if it cannot be compiled, and CompilerBusy if the check did not start in
-        time.
+        Raises BadRequest if the grammar cannot be compiled, and CompilerBusy if its check did not
+        end in time.
         """
         if wanted is None:
             return ""

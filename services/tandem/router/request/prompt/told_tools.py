@@ -1,4 +1,4 @@
-"""Describes tools to a model in text if its chat template does not support tools.
+"""Describes tools to a model as text if the model's chat template does not support tools.
 
 The tools are listed in the system message or in the user's first message; earlier calls and their
 results become messages. The model is instructed to use the format of the parser `json`.
