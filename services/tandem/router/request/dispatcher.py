@@ -373,8 +373,8 @@ class Dispatcher:
                 # The job ends before the last step is yielded, because the caller may not resume
                 # this generator after that step.
                 if finish_reason:
-                    # `on_end` compares the prefix tree's matches with the tokens that were cached;
-                    # the matches of other children do not come from the prefix tree.
+                    # `on_end` compares the matches in the prefix tree with the tokens that were
+                    # cached. A child's matches do not all come from the prefix tree.
                     if job.parent is None:
                         self._on_end(job)
                     job.to(JobState.ENDED)

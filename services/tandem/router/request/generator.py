@@ -422,11 +422,11 @@ async def _beams(
 def pool_tokens_of(
     request: ClientRequest, pool_tokens: int | None, config: RouterConfig
 ) -> int | None:
-    """Returns how many tokens of the request may be in a KV pool of `pool_tokens`; None: no limit.
+    """Returns the most tokens that the request may have to fit into KV pools of `pool_tokens`.
 
-    A sequence with a KV budget occupies at most the budget rounded up to whole blocks. This fits
-    into every pool of several blocks that has twice the budget, so the sequence then has no limit.
-    Raises BadRequest if the operator allows no budgets.
+    None means no limit. A sequence with a KV budget occupies at most the budget, rounded up to
+    whole blocks. A pool of several blocks and at least twice the budget can hold that, so the
+    request then has no limit. Raises BadRequest if the operator allows no budgets.
     """
     budget = request.kv_budget
     if budget is not None and config.kv_budgets == "refuse":
@@ -443,9 +443,9 @@ class BodyRequests:
     """The state that all requests of one HTTP body share, because they have one answer.
 
     No request is placed before all are prepared. The answer may have at most `logprobs_max` log
-    probabilities, which is checked before anything is computed: an answer that is not streamed is
-    built in memory. Log probabilities of a prompt cost a worker little, because it computes the
-    prompt once for `n` choices, but each choice of the answer repeats them.
+    probabilities, because an answer that is not streamed is built in memory. The limit is checked
+    before anything is computed. It is needed because the prompt's log probabilities are computed
+    once, but each of the `n` choices of the answer repeats them.
     """
 
     def __init__(self, num_requests: int = 1, *, logprobs_max: int) -> None:
@@ -460,9 +460,9 @@ class BodyRequests:
     def limit_logprobs(self, request: ClientRequest, num_prompt_tokens: int, limit: int) -> int:
         """Adds the log probabilities of a request to the number in the shared answer.
 
-        `limit` is the largest number of completion tokens. If the client did not set max_tokens,
-        the result is a smaller limit where that keeps the answer within `logprobs_max`; otherwise
-        it is `limit`. Raises BadRequest if the answer would have too many log probabilities.
+        `limit` is the largest number of completion tokens. Returns `limit`, or a smaller limit that
+        keeps the answer within `logprobs_max` if the client did not set max_tokens. Raises
+        BadRequest if the answer would have too many log probabilities.
         """
         of_token = request.num_logprobs_kept
         needed = self._num_logprobs + request.num_prompt_logprobs * num_prompt_tokens
