@@ -2,9 +2,9 @@
 
     completion ends --KV is to be kept--> KeepRequest to the decode worker, in the background
                                           --reply--> `RequestRecord.kept`
-A worker itself pins the blocks of a request that has a Retention. The worker does not know that an
-answer has tool calls, whose results the client sends in its next request, so the router requests
-the pins in that case. Blocks that a worker cannot pin are evicted sooner; nothing fails.
+A worker itself pins the blocks of a request that has a Retention. But the worker does not know that
+an answer has tool calls, whose results the client sends in the next request. The KeepRequest covers
+this case, too. Blocks that a worker cannot pin are evicted sooner; nothing fails.
 """
 
 import asyncio
