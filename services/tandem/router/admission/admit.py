@@ -1,8 +1,9 @@
-"""Decides whether a request is accepted, or refused early with a time to wait. Pure.
+"""Decides whether a request is accepted, or refused early with a time to wait. Does no I/O.
 
 The router and the simulator both decide by `admit`. A request whose first token would be too late
-anyway would only delay the requests behind it. Its time to first token is predicted (`predict.py`),
-corrected by the outcome of earlier predictions (`calibration.py`), and compared with the limit.
+anyway would only delay the requests behind it. So each request's time to first token is predicted
+(`predict.py`), corrected by the outcome of earlier predictions (`calibration.py`), and compared
+with the limit.
 """
 
 import math
@@ -18,9 +19,9 @@ class AdmissionDecision:
     """The decision about one request."""
 
     late_s: float  # seconds by which the first token would be too late; 0: the request is accepted
-    # the prediction of an accepted request if the calibration can learn from it
+    # prediction for an accepted request; None: the calibration cannot learn from it
     promise: Promise | None = None
-    within_s: float = math.inf  # seconds after which a first token is of no use
+    within_s: float = math.inf  # seconds after which the first token is of no use
 
     @property
     def is_admitted(self) -> bool:
@@ -40,19 +41,21 @@ def admit(
 ) -> AdmissionDecision:
     """Decides about a placed request. Without measured rates, every request is accepted.
 
-    Workers that keep deadlines decide borderline cases themselves, when a prompt is about to begin.
-    `ahead_s` is the time that the request waits in the router first. `completion_tokens` is the
-    mean number of output tokens of a request (0 if unknown). `now` is the time of any clock in
-    seconds.
+    Workers that keep deadlines decide borderline cases themselves, just before they would begin the
+    prompt. `ahead_s` is the time that the request waits in the router before it is submitted.
+    `completion_tokens` is the mean number of output tokens of a request (0 if unknown). `now` is in
+    seconds, on the same clock as that of `Calibration.kept`.
     """
     factor = calibration.factor
     margin = calibration.margin
     within_s = allowed_s(work, placement, limit, slower=factor, margin=1.0)
-    if within_s == math.inf:  # these workers have measured rates before their records contain them
+    # No record contains measured rates. The workers themselves may already have measured theirs, so
+    # workers that keep deadlines receive the limit.
+    if within_s == math.inf:
         limit_s = limit.seconds(work.num_tokens)
         return AdmissionDecision(0.0, within_s=limit_s if keep_deadlines(placement) else math.inf)
     predicted_s = ahead_s + expected_ttft_s(work, placement, completion_tokens=completion_tokens)
-    # refuse only requests that are late even with a favourable error of the prediction
+    # Refuse only requests that would be late even if the prediction is too long by its usual error.
     if keep_deadlines(placement):
         if factor * margin * predicted_s > within_s:
             return AdmissionDecision(factor * predicted_s - within_s)

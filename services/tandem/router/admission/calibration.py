@@ -1,11 +1,12 @@
-"""Learns the error of TTFT predictions from the first tokens that followed. Pure.
+"""Learns by which factor TTFT predictions are wrong, from measured TTFTs. Does no I/O.
 
     admitted with a prediction near the limit --first token--> measured / predicted --> factor
-Influences that the model of the workers omits (another tenant of the machine, the network, kernels
-that slow each other down) lengthen all waits near the limit by about the same factor. Only requests
-whose prediction is near the limit are used, because the overhead of a short wait on an idle cluster
-does not apply to a long one. The ratios are averaged as logarithms, so that double and half cancel
-each other. Their spread determines the share of the limit to reserve so that 99 of 100 are in time.
+Influences that the performance model of the workers omits (another tenant of the machine, the
+network, kernels that slow each other down) lengthen all waits near the limit by about the same
+factor. Only requests whose prediction is near the limit are used, because the overhead of a short
+wait on an idle cluster does not apply to a long one. The ratios measured / predicted are averaged
+as logarithms, so that 2 and 1/2 cancel each other. The spread of the logarithms determines how much
+of the limit is kept in reserve, so that 99 of 100 requests keep the limit.
 """
 
 import math
@@ -14,12 +15,12 @@ from typing import Self
 
 from tandem.router.admission.predict import MARGIN
 
-# Predictions from this share of the limit on are used. The share does not depend on `margin`: a
-# smaller margin would admit shorter waits, whose spread is larger, and the margin would never grow
-# again.
+# Only predictions of at least this fraction of the limit are used. The fraction does not depend on
+# `margin`. Otherwise, with a smaller margin, shorter waits would be used, too. Their spread is
+# larger, so the margin would never grow again.
 LEARNED_SHARE_MIN = 0.3
 _LATE = 0.1  # weight of the newest ratio
-_FACTORS = (0.5, 8.0)  # bounds of the factor; a larger error has another cause
+_FACTORS = (0.5, 8.0)  # smallest and largest factor; a larger error has another cause
 _SPREADS = 2.33  # 99% of a normal distribution is below this many standard deviations
 _MARGINS = (0.4, 0.85)
 
@@ -34,14 +35,18 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The learned correction, as plain data; `kept` returns the next one."""
+    """The learned correction of predictions. It is immutable; `kept` returns the next one."""
 
     log_factor: float = 0.0
-    variance: float = (math.log(MARGIN) / _SPREADS) ** 2  # variance of the logarithms
+    # variance of the logarithms of measured / predicted
+    variance: float = (math.log(MARGIN) / _SPREADS) ** 2
 
     @property
     def margin(self) -> float:
-        """Largest share of a limit that a prediction may use, so that 99 of 100 keep the limit."""
+        """Largest fraction of a limit that a prediction may reach to be accepted.
+
+        With this reserve, 99 of 100 accepted requests keep the limit.
+        """
         lowest, highest = _MARGINS
         return min(highest, max(lowest, math.exp(-_SPREADS * math.sqrt(self.variance))))
 
@@ -51,13 +56,19 @@ class Calibration:
         return math.exp(self.log_factor)
 
     def promise(self, predicted_s: float, limit_s: float, now: float) -> Promise | None:
-        """Returns the promise of an admitted request; None if it is too short to learn from."""
+        """Returns the promise of an admitted request; None if its TTFT is too short to learn from.
+
+        `limit_s` is the limit of the request's TTFT.
+        """
         if self.factor * predicted_s < LEARNED_SHARE_MIN * limit_s:
             return None
         return Promise(predicted_s, now)
 
     def kept(self, promise: Promise, now: float) -> Self:
-        """Returns the calibration after the first token of a promised request."""
+        """Returns the calibration after a first token that arrived at `now`.
+
+        `promise` is the prediction that was made when the token's request was admitted.
+        """
         seen_s = max(1e-3, now - promise.promised_at)
         off = math.log(seen_s / max(1e-3, promise.predicted_s))
         lowest, highest = map(math.log, _FACTORS)

@@ -1,7 +1,8 @@
-"""Decides whether workers have capacity for one more request, or it waits in the router. Pure.
+"""Decides whether workers have capacity for one more request. Does no I/O.
 
-There is capacity if a prefill worker has a short queue and a decode worker has few waiting
-sequences. The queues are long enough to keep a worker busy until its next load report and request.
+Without capacity, the request waits in the router. There is capacity if a prefill worker has a short
+queue and a decode worker has few waiting sequences. The largest such queues keep a worker busy
+until the router has read the worker's next load report and sent the next request.
 """
 
 from collections.abc import Iterable
@@ -13,13 +14,14 @@ from tandem.router.placement.costs import WorkerSnapshot
 # Longest prefill queue, in seconds, of a worker with capacity. A record is up to 1.5 s old when it
 # is read.
 QUEUED_MAX_S = 3.0
-WAITING_MAX = 4  # most waiting sequences of a decode worker with capacity
-COMPLETION_TOKENS_LIKELY = 256  # assumed output of a request that allows more
+WAITING_MAX = 4  # a decode worker with capacity has fewer waiting sequences than this
+COMPLETION_TOKENS_LIKELY = 256  # assumed output tokens of a request with a larger max_tokens
 
 
 def has_capacity(workers: Iterable[WorkerSnapshot], *, queued_max_s: float) -> bool:
-    """Returns whether a request may be submitted now. True without decode workers, since it then
-    waits in the pending queue.
+    """Returns whether a request may be submitted now.
+
+    Without decode workers the result is True, because the request then waits in the pending queue.
     """
     usable = [w for w in workers if w.usable]
     decode = [w for w in usable if w.role == "decode"]
@@ -31,9 +33,9 @@ def has_capacity(workers: Iterable[WorkerSnapshot], *, queued_max_s: float) -> b
 
 
 def work_s(workers: Iterable[WorkerSnapshot], num_missing: int, completion_max: int) -> float:
-    """Estimates the seconds of one worker's time that a request takes.
+    """Estimates how many seconds of worker time a request takes.
 
-    They are the prefill of its tokens and its share of the decode steps.
+    The sum has the prefill of `num_missing` tokens and a share of the decode steps of the output.
     """
     rates = likely_rates(w.rates for w in workers) or WorkerRates()
     completion = min(completion_max, COMPLETION_TOKENS_LIKELY)

@@ -1,7 +1,7 @@
 """The admission controller: refuses requests early and makes tenants take turns.
 
 Both depend on the workers' load reports. While Redis is lost, prefill workers cannot report, so
-every request is submitted at once within the workers' own bounds.
+every request is submitted at once, and only the workers' own limits apply.
 """
 
 import logging
@@ -21,7 +21,7 @@ from tandem.router.metrics.router import Metrics
 from tandem.router.placement.choose import Placement, Work
 from tandem.router.workers.cluster_view import ClusterView
 
-_WIRE_WEIGHT = 0.05  # weight of the newest sample once there are enough
+_WIRE_WEIGHT = 0.05  # weight of the newest sample in `wire_s` after the first 20 samples
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,8 @@ class AdmissionController:
         self._have_tenants = have_tenants
         self._metrics = metrics
         self._calibration = Calibration()
-        self.wire_s = 0.0  # mean of the delay that the network and the event loops add
+        # mean delay of first tokens by the network and the event loops, in seconds
+        self.wire_s = 0.0
         self._num_wires = 0
         self._limit = TtftLimit(config.ttft_limit_s, config.ttft_limit_token_s, OWN_TIMES)
         waiting_max = config.hold_requests_max
@@ -64,7 +65,7 @@ class AdmissionController:
     ) -> AdmissionDecision:
         """Admits a request that arrived `waited_s` ago. Called once per request.
 
-        Raises Overloaded if its first token would be too late, unless it is urgent.
+        Raises Overloaded if the first token would be too late, unless the request is urgent.
         """
         demand = self._metrics.demand
         demand.new_request(placement.prefill_s(work))
@@ -91,7 +92,10 @@ class AdmissionController:
         )
 
     def note_wire(self, seconds: float) -> None:
-        """Records the delay of a first token that its worker cannot know."""
+        """Records the delay of a first token on its way from the worker to this router.
+
+        The worker cannot measure this delay.
+        """
         self._num_wires += 1
         self.wire_s += max(1 / self._num_wires, _WIRE_WEIGHT) * (seconds - self.wire_s)
 
@@ -103,7 +107,10 @@ class AdmissionController:
     async def turn(
         self, tenant: str, *, tokens_missing: int, completion_max: int, weight: float
     ) -> AsyncIterator[None]:
-        """Waits for the tenant's turn, if tenants take turns; the body submits the request."""
+        """Waits for the tenant's turn if tenants take turns.
+
+        The `with` block must submit the request.
+        """
         if not self._have_tenants():
             yield
             return
@@ -121,10 +128,10 @@ class AdmissionController:
         return has_capacity(self._view.snapshots(), queued_max_s=self._queued_max_s())
 
     def _queued_max_s(self) -> float:
-        """Returns the longest queue with capacity, in seconds.
+        """Returns the longest prefill queue, in seconds, of a worker with capacity.
 
-        It is below the refusal limit, because otherwise requests would be refused before they wait
-        for a turn.
+        It is shorter than a queue for which requests are refused, because otherwise requests would
+        be refused before they wait for a turn.
         """
         if not self._limit.base_s:
             return QUEUED_MAX_S

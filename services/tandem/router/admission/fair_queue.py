@@ -1,13 +1,15 @@
-"""Orders waiting requests so that each tenant gets its share of the work. Pure.
+"""Orders waiting requests so that each tenant gets its share of the work. Does no I/O.
 
-This is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). Each tenant's first request
-has a start time on a virtual clock that counts the tenant's work. It is the end of the tenant's
-previous request, or the queue's current time if none waited. The lowest start is served next and
-becomes the queue's current time; equal starts are served in order of arrival. A request of weight 2
-advances its tenant's clock half as much as one of weight 1, so its tenant gets twice the work.
+This is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). The first waiting request of
+each tenant has a start on a virtual clock that counts work instead of seconds. The start is the end
+of the tenant's previous request, or the queue's current time if that is later. The request with the
+lowest start is served next, and its start becomes the queue's current time. Equal starts are served
+in order of arrival. A request ends cost / weight after its start, so a tenant whose requests have
+weight 2 gets twice the work of a tenant with weight 1.
 While two tenants wait, the work served to each, divided by its weight, differs by at most one
 request of each. A new tenant waits for at most one request of each other tenant. No tenant starves,
-because its start stays constant while the others' starts grow. A single tenant is served in order.
+because its start stays constant while the others' starts grow. The requests of one tenant are
+served in order of arrival.
 """
 
 from dataclasses import dataclass, field
@@ -18,15 +20,16 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _TenantQueue(Generic[T]):
-    start: float  # start of its first request
-    cost: float = 0.0  # total of the waiting requests
-    span: float = 0.0  # total of cost / weight of the waiting requests
-    # item -> (number, cost, span), in order of arrival
+    start: float  # start of the first waiting request on the virtual clock
+    cost: float = 0.0  # sum of the costs of the waiting requests
+    span: float = 0.0  # sum of cost / weight of the waiting requests
+    # item -> (number, cost, cost / weight), in order of arrival
     waiting: dict[T, tuple[int, float, float]] = field(default_factory=dict)
 
     def cost_until(self, start: float) -> float:
-        """Returns the cost of the waiting requests before `start`, as if requests could be
-        split.
+        """Returns the cost of the waiting requests that are served before `start`.
+
+        A request that begins before `start` and ends after it counts in part.
         """
         if start <= self.start:
             return 0.0
@@ -38,7 +41,8 @@ class FairQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._queues: dict[str, _TenantQueue[T]] = {}
-        self._ends: dict[str, float] = {}  # tenants that were served and have no waiting request
+        # tenant without a waiting request -> end of the tenant's last request, if in the future
+        self._ends: dict[str, float] = {}
         self._now = 0.0
         self._number = 0
         self._size = 0
@@ -73,13 +77,14 @@ class FairQueue(Generic[T]):
         return item
 
     def forget(self) -> None:
-        """Resets the tenants' clocks. Call it when the queue is empty."""
+        """Forgets the work that tenants were served. The queue must be empty."""
         assert not self._queues
         self._ends.clear()
 
     def remove(self, tenant: str, item: T) -> bool:
-        """Removes an item that no longer waits, at no cost to its tenant; False if it does not
-        wait.
+        """Removes an item that is not to be served any more, at no cost to its tenant.
+
+        Returns False if the item is not in the queue.
         """
         queue = self._queues.get(tenant)
         if queue is None or item not in queue.waiting:
@@ -90,9 +95,10 @@ class FairQueue(Generic[T]):
         return True
 
     def cost_ahead(self, tenant: str) -> float:
-        """Returns the cost that is served before a new request of this tenant.
+        """Returns the cost of the requests that are served before a new request of this tenant.
 
-        It omits the last request of each other tenant, and assumes equal weights within a tenant.
+        The sum omits the last request of each other tenant, and assumes that all requests of a
+        tenant have the same weight.
         """
         own = self._queues.get(tenant)
         start = own.start + own.span if own else max(self._now, self._ends.get(tenant, 0.0))
@@ -105,7 +111,7 @@ class FairQueue(Generic[T]):
         return queue.start, number
 
     def _take(self, tenant: str, queue: _TenantQueue[T], item: T) -> float:
-        """Removes an item from its queue and returns its span."""
+        """Removes an item from its queue and returns its cost / weight."""
         _, cost, span = queue.waiting.pop(item)
         queue.cost -= cost
         queue.span -= span

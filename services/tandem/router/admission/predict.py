@@ -1,13 +1,13 @@
-"""Predicts a placed request's time to first token, and returns the allowed one. Pure.
+"""Predicts the time to first token of a placed request, and computes the allowed time.
 
-The prediction has these parts:
-    the wait until the decode worker has a running slot and blocks, while other sequences end
-    meanwhile and after that: the prompts in the queue of the worker that prefills it
-    its own prompt; steps are longer because of the sequences that decode there
-The decode worker decides where it is prefilled (`worker/decode/prefill_choice.py`): locally only if
-that is clearly faster, including the delay of its running sequences. Rates and loads are assumed to
-be inexact, so a part of the limit is reserved. While no worker has measured rates, no request is
-refused.
+The prediction is the time when the last of these steps ends:
+- Other sequences end until the decode worker has a running slot and blocks for the request.
+- Meanwhile and after that, the worker that prefills the request computes the prompts in its queue.
+- That worker computes the request's prompt. If sequences decode there, each step takes longer.
+The decode worker decides where the prompt is prefilled (`worker/decode/prefill_choice.py`). It
+prefills the prompt itself only if that is clearly faster, including the delay of its running
+sequences. Rates and loads are assumed to be inexact, so a fraction of the limit is kept in reserve.
+While no worker has measured rates, no request is refused. This module does no I/O.
 """
 
 import math
@@ -17,8 +17,8 @@ from tandem.common.perf_model.predict import beside_decode, expect, is_local_fas
 from tandem.router.placement.choose import Placement, Work, WorkerSnapshot
 from tandem.router.placement.costs import computing_s, slot_wait_s, with_likely_rates
 
-OWN_TIMES = 2.0  # a prompt may wait this many times its own prefill time, whatever the limit is
-MARGIN = 0.75  # usable share of the limit until the spread of predictions is known
+OWN_TIMES = 2.0  # the router's value of `TtftLimit.own_times`
+MARGIN = 0.75  # usable fraction of the limit until the error of predictions has been measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class TtftLimit:
 def expected_ttft_s(work: Work, placement: Placement, *, completion_tokens: float = 0.0) -> float:
     """Predicts the TTFT of a placed request from its workers' reports, in seconds.
 
-    `completion_tokens` is the mean output of a request; with 0 (unknown), running slots are assumed
-    to become free.
+    `completion_tokens` is the mean number of output tokens of a request. With 0 (unknown), the wait
+    for a running slot is assumed to be 0.
     """
     return _expect(work, placement, slot_wait_s(work, placement.decode, completion_tokens))[0]
 
@@ -47,14 +47,17 @@ def expected_ttft_s(work: Work, placement: Placement, *, completion_tokens: floa
 def computing_worker(work: Work, placement: Placement) -> WorkerSnapshot:
     """Returns the worker that is expected to prefill the prompt.
 
-    It is the first candidate or the decode worker, which makes the decision.
+    It is the first prefill candidate or the decode worker. The decode worker makes this choice.
     """
     _, is_local = _expect(work, placement, 0.0)
     return placement.decode if is_local else placement.prefill_worker
 
 
 def _expect(work: Work, placement: Placement, after_s: float) -> tuple[float, bool]:
-    """Returns the seconds until the prompt is computed, and whether it is computed locally."""
+    """Returns (seconds until the prompt is computed, whether the decode worker computes it).
+
+    The computation begins at the earliest after `after_s` seconds.
+    """
     missing = placement.tokens_missing
     way = placement.decode.prefill_at
     if not placement.prefill_candidates:
@@ -72,7 +75,7 @@ def _expect(work: Work, placement: Placement, after_s: float) -> tuple[float, bo
 
 
 def keep_deadlines(placement: Placement) -> bool:
-    """Returns whether all of its workers refuse requests that would be too late."""
+    """Returns whether all workers of a placement refuse requests that would be too late."""
     return all(w.keeps_deadlines for w in (placement.decode, *placement.prefill_candidates))
 
 
@@ -84,9 +87,9 @@ def allowed_s(
     slower: float = 1.0,
     margin: float = MARGIN,
 ) -> float:
-    """Largest acceptable predicted TTFT in seconds; infinite if no worker has measured rates.
+    """Returns the largest acceptable predicted TTFT; infinite if no worker has measured rates.
 
-    `slower` scales the workers' reported times, and `margin` is the usable share of the limit.
+    `slower` scales the workers' reported times, and `margin` is the usable fraction of the limit.
     """
     workers = with_likely_rates([*placement.prefill_candidates, placement.decode])
     if not any(w.rates.measured for w in workers):
@@ -99,11 +102,12 @@ def allowed_s(
 
 
 def _prefilled_s(work: Work, worker: WorkerSnapshot, missing: int, *, after_s: float) -> float:
-    """Predicts the seconds until the worker has computed the prompt if it begins after
-    `after_s`.
+    """Predicts the seconds until the worker has computed the prompt.
+
+    The computation begins at the earliest after `after_s` seconds.
     """
     load = worker.load
     rates = beside_decode(worker.rates, load.chunk_tokens, load.num_running)
     cached = work.num_tokens - missing
-    queue_s = load.queue_s(rates)  # a reported `queued_s` already includes the decode
+    queue_s = load.queue_s(rates)  # a `queued_s` that the worker reports includes decode steps
     return expect(rates, work.num_tokens, cached, queue_s=queue_s, after_s=after_s).total_s

@@ -1,10 +1,12 @@
 """The queues of the tenants' requests that wait in the router for capacity.
 
-    turn --capacity, empty queue--> released --> submitted (or not placed): release the next
-         --no capacity--> waiting --capacity, and its tenant's turn--> released
-                                  --its client left--> removed, at no cost to its tenant
+    turn     --capacity, and no request waits------> released
+             --otherwise---------------------------> waiting
+    waiting  --capacity, and its tenant's turn-----> released
+             --its client leaves-------------------> removed, at no cost to its tenant
+    released --submitted, or cannot be placed------> the next request may be released
 One request is released at a time, so that the workers' load includes it before the next decision.
-The workers' own queues are in order of arrival, so they are kept short.
+The workers' own queues are in order of arrival, not by tenant, so they are kept short.
 """
 
 import asyncio
@@ -18,10 +20,14 @@ _RETRY_AFTER_S = 1.0
 
 
 class TenantQueues:
-    """The requests that wait for a turn. Call `release_next` whenever there may be capacity."""
+    """The requests that wait for a turn.
+
+    `release_next` must be called whenever there may be capacity.
+    """
 
     def __init__(self, has_capacity: Callable[[], bool], *, waiting_max: int = 256) -> None:
-        self.waiting_max = waiting_max  # for all tenants; a further request raises QueueFull
+        # largest number of waiting requests of all tenants; a further request raises QueueFull
+        self.waiting_max = waiting_max
         self._has_capacity = has_capacity
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
         self._is_releasing = False
@@ -35,7 +41,7 @@ class TenantQueues:
 
     @asynccontextmanager
     async def turn(self, tenant: str, cost: float, *, weight: float = 1.0) -> AsyncIterator[None]:
-        """Waits for the tenant's turn; the body must submit the request without delay.
+        """Waits for the tenant's turn; the `with` block must submit the request without delay.
 
         Raises QueueFull if too many requests wait already.
         """
@@ -48,8 +54,7 @@ class TenantQueues:
         self._queue.push(tenant, cost, released, weight=weight)
         self.release_next()
         try:
-            # Shielded: if the client leaves, the request may still be released before this task
-            # ends.
+            # Shielded: `release_next` may release a request whose task is being cancelled.
             await asyncio.shield(released)
         except asyncio.CancelledError:
             if not self._queue.remove(tenant, released):

@@ -1,9 +1,10 @@
-"""Finds a request's tenant: that of its API key, or of `x-tandem-tenant`, which a gateway sets.
+"""Finds a request's tenant, from its API key or from the header that a gateway sets.
 
-The header is used only if the router is configured to trust it, because otherwise a client could
-name any tenant. A tenant's blocks are hashed with its own salt. So tenants with the same prompt
-share no blocks and cannot learn of each other's prompts by timing. Requests without a tenant share
-blocks among themselves. Clients cannot choose a salt (`cache_salt` is refused).
+The header `x-tandem-tenant` is used only if the router is configured to trust it, because otherwise
+a client could name any tenant. The blocks of each tenant are hashed with the tenant's own salt. So
+tenants with the same prompt share no blocks and cannot learn of each other's prompts by timing.
+Requests without a tenant share blocks among themselves. Clients cannot choose a salt (`cache_salt`
+is refused).
 """
 
 from collections.abc import Sequence
@@ -36,23 +37,24 @@ def read_tenant(values: Sequence[str], *, trusted: bool) -> str:
 
 
 def tenant_of(key: KeyRecord | None, named: Sequence[str], *, trusted: bool) -> str:
-    """Returns a request's tenant: that of a trusted header, else the key's, else ""."""
+    """Returns a request's tenant: from a trusted header, else from the API key, else ""."""
     return read_tenant(named, trusted=trusted) or (key.tenant if key else "")
 
 
 def limits_of(key: KeyRecord | None) -> Limits:
-    """Returns the limits of a request's key. They do not depend on its tenant."""
+    """Returns the limits of a request's API key. They do not depend on the request's tenant."""
     return key.limits if key else NO_LIMITS
 
 
 def visible_tenant(key: KeyRecord | None) -> str | None:
-    """Returns the tenant whose requests the key's owner may see; None means all."""
+    """Returns the tenant whose requests may be seen with this API key; None means all."""
     return key.tenant if key is not None and key.role == "user" else None
 
 
 def cache_salt(cluster_token: str, tenant: str) -> bytes:
     """Returns the salt of a tenant's block hashes, the same on every router; b"" without a tenant.
 
-    The chain's root hashes the salt with its length, so it cannot be confused with another field.
+    The root of a chain of block hashes covers the salt and the length of the salt, so a salt cannot
+    be confused with another hashed field.
     """
     return tenant_salt(cluster_token.encode(), tenant) if tenant else b""

@@ -1,12 +1,14 @@
 """The counts of a cluster's tenants in Redis: one hash for each tenant with limits.
 
-    {tandem:CLUSTER}:limits:TENANT     process -> [milliseconds, running, [bucket, requests,
-                                       tokens, ...]], in MessagePack; the hash expires
+    key      {tandem:CLUSTER}:limits:TENANT; it expires
+    field    the process of a router
+    value    [time of the write in ms, running requests, window] in MessagePack; the window is
+             [bucket, requests, tokens, bucket, requests, tokens, ...]
 Each router writes only its own field, and always completely. So nothing must be repaired after an
-outage: the next write of each router is complete. The running requests of a killed router count for
-LEASE_MS after its last write, its admitted requests for a minute, as if it were alive.
+outage: the next write of each router is complete. After the last write of a killed router, its
+running requests still count for LEASE_MS, and its admitted requests for a minute.
 The PyPI package `limits` does not fit: its sliding log has an entry for each token, its counter
-uses two weighted windows, a call checks one limit, and nothing can be returned.
+uses two weighted windows, a call checks one limit, and unused tokens cannot be given back.
 """
 
 import secrets
@@ -25,8 +27,8 @@ LEASE_MS = 5000
 # KEYS: 1 the tenant's hash. ARGV: 1 the router's process, 2 [running, window] of the router, and
 # for each new request: requests per minute, tokens per minute, concurrent requests (0: no limit),
 # and its tokens.
-# The script decides about each request in turn, adds the admitted ones to the router's field and
-# writes it. A field that is old or cannot be read is removed.
+# The script decides about each request in turn, adds the admitted requests to the router's window
+# and writes the router's field. Fields of other routers that are old or cannot be read are removed.
 # It returns {milliseconds of Redis's clock, 1 if the router's field existed, running requests of
 # the other routers, window of the other routers, and for each request 0 or the exceeded limit: 1
 # requests, 2 tokens, 3 concurrent}.
@@ -89,14 +91,14 @@ class Reply(NamedTuple):
     """The answer of Redis to one call."""
 
     now_ms: int
-    was_known: bool  # whether the router's field existed
-    others: Window  # admitted by the other routers
+    was_known: bool  # True: the router's field existed before the call
+    others: Window  # requests and tokens that the other routers admitted
     others_running: int
     refused_by: list[Kind | None]  # exceeded limit of each new request; None: admitted
 
 
 class LimitRequest(NamedTuple):
-    """A request to be admitted: its key's limits and the largest number of its tokens."""
+    """A request to be admitted: the limits of its API key, and the most tokens it may use."""
 
     limits: Limits
     tokens: int
@@ -107,8 +109,8 @@ class TenantCounts:
 
     def __init__(self, redis: Client, cluster_id: str, router_id: str) -> None:
         self._redis = redis
-        # A restarted router must not overwrite the counts of its previous process.
         self._prefix = f"{{tandem:{cluster_id}}}:limits"
+        # The random suffix keeps a restarted router from overwriting its previous process's counts.
         self._process = f"{router_id}/{secrets.token_hex(4)}"
         self._count = Script(_COUNT)
 

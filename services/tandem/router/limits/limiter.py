@@ -1,13 +1,19 @@
 """Admits requests within their tenants' limits, over all routers of the cluster.
 
 A request is counted when it is admitted, with the largest number of tokens that it may use (its
-prompt and its `max_tokens`); unused tokens are returned at its end. The router decides as follows:
-    shared --Redis does not answer, or was emptied--> alone --Redis answers--> returning --> shared
-                                                        `<--Redis does not answer--'
+prompt and its `max_tokens`). Unused tokens are given back when the request ends. The limiter has
+three states:
+    shared     --Redis does not answer------------> alone
+               --Redis was emptied----------------> returning
+    alone      --Redis answers--------------------> returning
+    returning  --RETURN_S later-------------------> shared
+               --Redis does not answer------------> alone
+In these states, requests are admitted as follows:
     shared     Redis decides, in one round trip; requests that arrive meanwhile are sent together in
                the next one, so that a tenant's calls keep their order
-    alone      this router applies its share of each tenant's limits, by its part of the traffic
-               when Redis last answered; for a new tenant the limit divided by the number of routers
+    alone      this router decides, within its share of each tenant's limits: the fraction of the
+               tenant's traffic that it admitted when Redis last answered, or 1 / number of routers
+               for a new tenant
     returning  as alone, for RETURN_S: until the other routers have written their counts, too
 """
 
@@ -37,18 +43,20 @@ from tandem.router.limits.window import (
 
 log = logging.getLogger(__name__)
 
-# of a call to Redis; after a missed deadline, requests do not wait for Redis any more
+# Deadline of a call to Redis. After a missed deadline the router decides alone, so that requests do
+# not wait for Redis.
 DEADLINE_S = 0.5
 TICK_S = 0.5
 WRITE_S = 2.0  # longest interval between two calls for a tenant; counts.LEASE_MS is longer
 RETURN_S = 2.0
-_AT_ONCE_MAX = 256  # requests in one call
-_CALLS_AT_ONCE_MAX = 8  # each call needs its own connection
+_AT_ONCE_MAX = 256  # largest number of requests in one call
+# largest number of simultaneous calls, because each call needs its own connection
+_CALLS_AT_ONCE_MAX = 8
 
 
 @dataclass(slots=True, eq=False)
 class LimitReservation:
-    """The share of its tenant's limits that one request occupies until it is settled."""
+    """The use of a tenant's limits by one request until the reservation is settled."""
 
     tenant: "_Tenant | None"  # None: nothing is counted
     bucket: int
@@ -65,23 +73,24 @@ class _PendingRequest:
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    """One tenant on this router. One task makes its calls to Redis, one after the other."""
+    """One tenant on this router. One task makes all calls to Redis for the tenant, in sequence."""
 
     name: str
-    window: Window = field(default_factory=Window)  # admitted by this router
-    others: Window = field(default_factory=Window)  # admitted by the others, at the last answer
+    window: Window = field(default_factory=Window)  # what this router admitted
+    # what the other routers had admitted when Redis last answered
+    others: Window = field(default_factory=Window)
     others_running: int = 0
     running: int = 0
     share: Share | None = None
     pending: list[_PendingRequest] = field(default_factory=list)
-    is_dirty: bool = False  # whether Redis must be updated
+    is_dirty: bool = False  # True: the counts changed since the last call to Redis
     was_written: bool = False
     written_at: float = 0.0
     calls: asyncio.Task[None] | None = None
 
     @property
     def is_idle(self) -> bool:
-        """True if the tenant has no use on any router, so that it and its share may be dropped."""
+        """True if the tenant has no use on any router, so that this object may be dropped."""
         counts = self.window.buckets or self.others.buckets
         return not (counts or self.running or self.pending or self.calls)
 
@@ -105,7 +114,7 @@ class Limiter:
         self._metrics = metrics
         self._num_routers = num_routers
         self._tenants: dict[str, _Tenant] = {}
-        # Redis's clock minus this one's
+        # Redis's clock minus the monotonic clock of this router, in ms
         self._clock_ahead_ms = (time.time() - time.monotonic()) * 1000
         self._is_away = False
         self._returning_until = 0.0
@@ -115,10 +124,10 @@ class Limiter:
     async def reserved(
         self, tenant: str, limits: Limits, tokens: int, *, is_counted: bool
     ) -> AsyncIterator[LimitReservation]:
-        """Reserves `tokens` for the request of the body. Raises RateLimited.
+        """Reserves `tokens` for a request that runs in the `with` block. Raises RateLimited.
 
-        What the body does not settle is returned. With `is_counted`, another key of the tenant has
-        limits, so the request is counted even if its own key has none.
+        If the block does not settle the reservation, all of it is given back. `is_counted`: a key
+        of the tenant has limits, so the request is counted even if its own key has none.
         """
         try:
             reservation = await self._reserve(tenant, limits, tokens, is_counted=is_counted)
@@ -131,8 +140,9 @@ class Limiter:
             self.settle(reservation, None)
 
     def settle(self, reservation: LimitReservation, tokens: int | None) -> None:
-        """Ends a reservation, once. `tokens` is the number used; None if the request was not
-        served.
+        """Ends a reservation. Further calls have no effect.
+
+        `tokens` is the number of tokens used; None if the request was not served.
         """
         if reservation.is_settled:
             return
@@ -259,7 +269,8 @@ class Limiter:
 
     def _answer(self, tenant: _Tenant, pending: list[_PendingRequest], reply: Reply) -> None:
         if self._is_alone:
-            # Redis has counted them, but this router decides differently
+            # Redis has counted the requests that it admitted, but this router decides itself. So
+            # its counts must be written again.
             tenant.is_dirty |= bool(pending)
             self._answer_alone(tenant, pending)
             return
@@ -282,7 +293,7 @@ class Limiter:
                 each.answer.set_exception(error)
 
     def _give(self, waiting: _PendingRequest, reservation: LimitReservation) -> None:
-        if waiting.answer.done():  # its client left while Redis decided
+        if waiting.answer.done():  # the client left while Redis decided
             self.settle(reservation, None)
         else:
             waiting.answer.set_result(reservation)

@@ -14,7 +14,10 @@ from tandem.router.limits.usage_store import UsageStore
 
 
 class TenantMeter:
-    """The limits and the usage of tenants on one router. Run `limiter` and `usage` beside it."""
+    """The limits and the usage of tenants on one router.
+
+    The owner must run `limiter.run` and `usage.run` as tasks.
+    """
 
     def __init__(
         self, limiter: Limiter, usage: UsageMeter, *, is_limited: Callable[[str], bool]
@@ -27,9 +30,10 @@ class TenantMeter:
     def reserved(
         self, tenant: str, limits: Limits, tokens: int
     ) -> AbstractAsyncContextManager[LimitReservation]:
-        """Reserves a request and its largest number of tokens for the body. Raises RateLimited.
+        """Reserves a request and `tokens`, the most that it may use, while the `with` block runs.
 
-        What the body does not settle is returned, because the request was not served.
+        If the block does not settle the reservation, the request was not served, and the
+        reservation is given back. Raises RateLimited.
         """
         is_counted = self._is_limited(tenant)
         return self.limiter.reserved(tenant, limits, tokens, is_counted=is_counted)
@@ -43,7 +47,10 @@ class TenantMeter:
         cached: int,
         completion: int,
     ) -> None:
-        """Counts what a request used, once; the rest of its reservation is returned."""
+        """Counts what a request used, and gives back the rest of its reservation.
+
+        Further calls have no effect.
+        """
         if reservation.is_settled:
             return
         self.limiter.settle(reservation, prompt + completion)

@@ -1,4 +1,4 @@
-"""Metrics by tenant. Labels are bounded: further tenants are counted as "other"."""
+"""Metrics by tenant. Only TENANTS_MAX tenants have labels; others are counted as "other"."""
 
 from prometheus_client import CollectorRegistry
 
@@ -9,7 +9,7 @@ OTHER = "other"
 
 
 class TenantMetrics(MetricSet):
-    """Counters of what tenants use and of what their limits refused."""
+    """Counters of tenants' served requests, of their tokens, and of requests refused by limits."""
 
     requests = counter("tandem_tenant_requests", "Requests that were served", "tenant")
     tokens = counter(

@@ -1,6 +1,7 @@
 """A tenant's use of its limits: the headers `x-ratelimit-*` and the error of a refused request.
 
-Names and formats are OpenAI's. `reset` is the time until no current use is counted any more.
+Names and formats are OpenAI's. `x-ratelimit-reset-*` is the time until none of the current use is
+counted any more.
 """
 
 import math
@@ -22,7 +23,8 @@ _CONCURRENT_RETRY_S = 1.0
 class Standing(NamedTuple):
     """A tenant's use at one moment, over all routers.
 
-    On a router that is alone, it is the use on that router, which has a `share` of the limits.
+    On a router that decides alone (limiter.py), it is only the use on that router, which may use
+    only a `share` of the limits.
     """
 
     limits: Limits
@@ -37,7 +39,7 @@ class Standing(NamedTuple):
 
 
 def limit_headers(standing: Standing) -> dict[str, str]:
-    """Returns the headers for the key's limits per minute."""
+    """Returns the headers `x-ratelimit-*` for the API key's limits per minute."""
     limits = standing.limits
     share = standing.share
     use = standing.use
@@ -58,7 +60,7 @@ def limit_headers(standing: Standing) -> dict[str, str]:
 
 
 def refusal(kind: Kind, standing: Standing, tokens: int) -> RateLimited:
-    """Returns the error of a refused request with this many tokens."""
+    """Returns the error for a request of `tokens` tokens that exceeds the limit `kind`."""
     limits = standing.limits
     share = standing.share
     use = standing.use

@@ -1,10 +1,12 @@
 """Counts the tenants' usage by minute and by day, and writes it to Redis in batches.
 
-    add --> pending rows --each second--> one batch in flight --Redis has it--> gone
-                                             `--no answer--> the same batch again, same number
+    a request ends      --> its counts are added to pending rows
+    each second         --> the pending rows become a batch, which is sent to Redis
+    Redis confirms it   --> the batch is dropped
+    Redis is silent     --> the batch is sent again with the same number
 A batch keeps its number until Redis confirms it, and Redis accepts each number once, so a batch
-whose answer was lost is not counted twice. While Redis is away, rows are kept in memory. Their
-number is small: one for each tenant and day, and one for each tenant and minute of the last hours.
+whose answer was lost is not counted twice. While Redis is away, rows are kept in memory. There are
+few rows: one for each tenant and day, and one for each tenant and minute of the last hours.
 """
 
 import asyncio
@@ -36,8 +38,9 @@ class UsageQuery(NamedTuple):
     def of(
         cls, window: str, num_windows: int, tenant: str | None, key: KeyRecord | None
     ) -> "UsageQuery":
-        """Returns a checked query. Raises BadRequest and Forbidden. A user's key sees only its
-        tenant.
+        """Returns a checked query. A key with the role `user` may read only its own tenant's usage.
+
+        Raises BadRequest and Forbidden.
         """
         kind = next((known for known in WINDOWS if known == window), None)
         if kind is None:
@@ -60,7 +63,7 @@ class UsageMeter:
         self._metrics = metrics
         self._pending: dict[Row, list[int]] = {}
         self._batch: Mapping[Row, Sequence[int]] = {}
-        self._number = 1  # number of the batch
+        self._number = 1  # number of the batch in flight, or of the next one
         self._flushing = asyncio.Lock()
         self._is_away = False
 
@@ -106,7 +109,10 @@ class UsageMeter:
         return True
 
     async def read(self, query: UsageQuery, *, now: float) -> list[UsageRow]:
-        """Returns the rows of the query up to `now`, oldest first. Raises UsageUnknown."""
+        """Returns the usage rows that match the query up to `now`, oldest first.
+
+        Raises UsageUnknown.
+        """
         try:
             await self.flush()
             return await self._store.read(query.window, query.num_windows, query.tenant, now=now)
@@ -117,7 +123,7 @@ class UsageMeter:
             ) from error
 
     def _drop_old_minutes(self) -> None:
-        """Drops rows that Redis would not keep either."""
+        """Drops pending rows of minutes that Redis would no longer keep either."""
         kept_from = time.time() - WINDOWS["minute"].kept_s
         for row in [r for r in self._pending if r.window == "minute" and r.start < kept_from]:
             del self._pending[row]

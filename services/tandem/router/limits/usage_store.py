@@ -1,8 +1,10 @@
 """The usage of tenants in Redis: a hash for each minute and each day, which expires.
 
-{tandem:CLUSTER}:usage:minute:START    "requests TENANT", "prompt_tokens TENANT", ... -> count
-{tandem:CLUSTER}:usage:day:START       the same; START is in seconds since 1970, UTC
+key                                    value
+{tandem:CLUSTER}:usage:minute:START    hash: "requests TENANT", "prompt_tokens TENANT", ... -> count
+{tandem:CLUSTER}:usage:day:START       hash with the same fields
 {tandem:CLUSTER}:usage:batch:PROCESS   number of the last accepted batch of a router's process
+START is in seconds since 1970, UTC.
 """
 
 import secrets
@@ -30,11 +32,14 @@ WINDOWS: Mapping[Window, WindowRetention] = {
     "minute": WindowRetention(60, 6 * 3600),
     "day": WindowRetention(86400, 400 * 86400),
 }
-_BATCH_KEPT_S = 7 * 86400  # longer than a batch with a lost answer may wait
+# How long Redis keeps the number of a process's last batch: longer than a batch whose answer was
+# lost may wait to be sent again.
+_BATCH_KEPT_S = 7 * 86400
 
 # KEYS: 1 the number of the last batch, then a hash for each window. ARGV: 1 number of this batch, 2
 # seconds to keep it, then for each hash [seconds to keep it, [field, count, ...]].
-# Adds the counts unless the batch was accepted before. Returns 1 if it was added, else 0.
+# The script adds the counts unless the batch was accepted before. It returns 1 if the batch was
+# added, else 0.
 _ADD = """
 if tonumber(redis.call('GET', KEYS[1]) or 0) >= tonumber(ARGV[1]) then return 0 end
 for i = 2, #KEYS do
@@ -65,7 +70,7 @@ return found
 
 
 class Row(NamedTuple):
-    """The key of one row of counts."""
+    """The window and the tenant of one row of counts. `start` is in seconds since 1970."""
 
     window: Window
     start: int

@@ -1,13 +1,13 @@
-"""Counts the requests admitted in the last minute and compares them with limits. Pure.
+"""Counts the requests admitted in the last minute and compares them with limits. Does no I/O.
 
 Time is divided into buckets of one second, numbered by Redis's clock. A window is the current
 bucket and the 60 before it, so it always covers at least a minute:
-    bucket   n-61 | n-60 ... n-1 | n
+    bucket   n-61 | n-60 ... n-1 | n (current)
              gone | ---- counted, 60 to 61 s ----
 So no 60 seconds contain more than the limit, and used capacity is available again at most a second
 late. Two weighted windows need less state, but they estimate how the last minute's use was
-distributed and may allow twice the limit. GCRA with a small burst could not serve a single larger
-request.
+distributed and may allow twice the limit. GCRA could not serve a single request that is larger than
+the burst.
 """
 
 import math
@@ -29,7 +29,7 @@ def bucket_of(now_ms: float) -> int:
 
 
 class Use(NamedTuple):
-    """The use of a tenant in a window, and the number of its running requests."""
+    """A tenant's requests and tokens in a window, and the number of running requests."""
 
     requests: int = 0
     tokens: int = 0
@@ -38,13 +38,14 @@ class Use(NamedTuple):
 
 @dataclass(slots=True)
 class Window:
-    """Requests and tokens by bucket, as [requests, tokens]."""
+    """The counts of a window: bucket -> [requests, tokens]."""
 
     buckets: dict[int, list[int]] = field(default_factory=dict)
 
     def add(self, bucket: int, requests: int, tokens: int) -> None:
-        """Adds to a bucket; negative numbers subtract. A dropped bucket is not created again by
-        them.
+        """Adds to a bucket; negative numbers subtract.
+
+        Negative numbers have no effect on a bucket that was dropped.
         """
         counts = self.buckets.get(bucket)
         if counts is None:
@@ -70,14 +71,17 @@ class Window:
         return Use(sum(c[0] for c in counts), sum(c[1] for c in counts), running)
 
     def joined(self, other: "Window") -> "Window":
-        """Returns a window with the counts of both."""
+        """Returns a window with the sums of the counts of both windows."""
         both = Window({b: list(c) for b, c in self.buckets.items()})
         for bucket, (requests, tokens) in other.buckets.items():
             both.add(bucket, requests, tokens)
         return both
 
     def frees_at_ms(self, kind: Kind, needed: float) -> int:
-        """Returns the time in ms when `needed` requests or tokens are no longer counted."""
+        """Returns when `needed` of the counted requests or tokens will no longer be counted.
+
+        The result is in ms on Redis's clock.
+        """
         column = 0 if kind == "requests" else 1
         freed = 0.0
         for bucket in sorted(self.buckets):
@@ -101,7 +105,10 @@ def window_of(flat: Iterable[int]) -> Window:
 
 
 class Share(NamedTuple):
-    """The part of a tenant's limits that one router may use; 1 if Redis knows the whole use."""
+    """The fractions of a tenant's limits that one router may use.
+
+    Both are 1 while Redis decides, because Redis knows the use on all routers.
+    """
 
     requests: float = 1.0
     tokens: float = 1.0
@@ -111,7 +118,10 @@ WHOLE = Share()
 
 
 def share_of(own: Use, others: Use) -> Share | None:
-    """Returns the router's own part of a tenant's traffic; None without traffic."""
+    """Returns the fractions of a tenant's traffic that this router admitted; None without traffic.
+
+    `own` is the use on this router, and `others` the use on all other routers.
+    """
     total = Use(own.requests + others.requests, own.tokens + others.tokens)
     if not total.requests:
         return None
@@ -120,7 +130,7 @@ def share_of(own: Use, others: Use) -> Share | None:
 
 
 def exceeded(limits: Limits, use: Use, tokens: int, share: Share = WHOLE) -> Kind | None:
-    """Returns the limit that one more request would exceed; None if it exceeds none."""
+    """Returns the limit that one more request of `tokens` tokens would exceed; None if none."""
     rpm = limits.requests_per_minute
     tpm = limits.tokens_per_minute
     most = limits.max_concurrent

@@ -2,6 +2,7 @@
 
     start: [reasoning] opens call (between call)* closes
     call:  before (arguments of one of the tools, by their schema) after
+The strings `opens`, `between`, `closes`, `before` and `after` are those of the model's `CallFrame`.
 `machine.py` parses such an answer like any other.
 """
 
@@ -17,7 +18,8 @@ from tandem.router.parsers.formats import CallFrame, ReasoningTags, ToolFormat
 from tandem.router.parsers.grammar_rules import GrammarRules, terminals_of
 from tandem.router.parsers.pair_arguments import types_of
 
-# A name is not quoted, so it ends where the format's next string begins.
+# A name that a format writes without quotes. It ends where the format's next string begins, so it
+# must not contain the characters of such strings.
 _BARE_NAME = re.compile(r"[^\s<>{}\[\]\"]{1,256}")
 
 
@@ -89,9 +91,10 @@ class _CallRules(GrammarRules):
             raise _cannot_call(name, str(error)) from None
 
     def _pairs(self, schema: dict[str, Any], around: tuple[str, str], *, is_strict: bool) -> str:
-        """Returns the rule of arguments that are pairs, in the order of the schema.
+        """Returns the rule of arguments that are tagged parameters, in the order of the schema.
 
-        Raises ValueError for a schema that pairs cannot follow.
+        `around` has the strings before and after each value. Raises ValueError for a schema that
+        this form of arguments cannot follow.
         """
         for keyword in ("$ref", "allOf", "anyOf", "oneOf"):
             if keyword in schema:
@@ -115,7 +118,7 @@ class _CallRules(GrammarRules):
         return self.rule(" ".join(pairs) or '""')
 
     def _string(self, key: str, schema: dict[str, Any], end: str, *, is_strict: bool) -> str:
-        """Returns the rule of a string without quotes and of the `end` after it."""
+        """Returns the rule of an unquoted string, followed by the string `end`."""
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if values is not None:
             if not (_are_strings(values) and values):

@@ -1,6 +1,6 @@
 """The formats in which models write tool calls and reasoning, as data for `machine.py`.
 
-Each format follows the public description of its family: model cards and chat templates.
+Each format follows the public description of its model family: model cards and chat templates.
 """
 
 # DeepSeek's tokens have full-width bars.
@@ -52,16 +52,16 @@ class CallFrame:
     `%s` is a function's name, and `%d` the number of a call, from 0.
     """
 
-    before: str  # before a call's arguments
-    after: str
-    opens: str = ""  # before the first call
-    between: str = ""
-    closes: str = ""  # after the last call
+    before: str  # text before a call's arguments
+    after: str  # text after a call's arguments
+    opens: str = ""  # text before the first call
+    between: str = ""  # text between two calls
+    closes: str = ""  # text after the last call
     # The text before and after each parameter's value if the arguments are not a JSON object; `%s`
     # is the parameter's name.
     pair: tuple[str, str] | None = None
     sign: str = ""  # the frame applies only to models that know this string
-    is_single: bool = False  # an answer has only one call
+    is_single: bool = False  # True: an answer has at most one call
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         """Returns calls, given as (name, arguments), in the model's format."""
@@ -83,7 +83,7 @@ class CallFrame:
 
 
 class ReasoningTags(NamedTuple):
-    """Strings before and after reasoning. The prompt may end with the first one."""
+    """The strings before and after reasoning. The prompt may end with `opens`."""
 
     opens: str
     closes: str
@@ -100,9 +100,10 @@ class ToolFormat:
     name_of: Callable[[str], str] = _as_written
     known_names_only: bool = False
     trims_lines: bool = False
-    # The tags of reasoning if they are part of this format. Such a format parses every answer.
+    # The tags of reasoning if they are part of this format. A format with such tags parses every
+    # answer, not only those to chats with tools.
     thought: ReasoningTags | None = None
-    opens_answer: str = ""  # text before content, if the format distinguishes it from calls
+    opens_answer: str = ""  # text before content, if the format marks content
 
 
 def _listed(opens: str, closes: str, sign: str = "") -> CallFrame:
@@ -168,7 +169,8 @@ _LLAMA3 = ToolFormat(
     known_names_only=True,
 )
 
-# Older models write a list of JSON calls after the tag; newer ones a name and its arguments.
+# Older models write a list of JSON calls after the tag. Newer models write a function's name and
+# the arguments.
 _MISTRAL = ToolFormat(
     states={
         "content": State(Text.CONTENT, {"[TOOL_CALLS]": "call"}),
@@ -376,10 +378,10 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
 
 
 def read_json_too(tool_format: ToolFormat) -> ToolFormat:
-    """Returns a format that also parses the JSON of `json`.
+    """Returns a format that also parses calls in the format `json`.
 
-    It is for models whose prompt asks for that JSON, although they may have been trained on another
-    format.
+    It is for models whose chat template does not support tools. Their prompt requests calls in the
+    format `json`, although a model may have been trained on `tool_format`.
     """
     states = dict(tool_format.states)
     start = tool_format.start
@@ -403,7 +405,7 @@ REASONING_TAGS: Mapping[str, ReasoningTags | None] = {
     "none": None,
 }
 
-# The first format is chosen whose strings all occur in the chat template.
+# (format, strings). The first format is chosen of which all strings occur in the chat template.
 _SIGNS_OF_TOOLS = (
     ("harmony", ("<|channel|>", "<|message|>")),
     ("qwen3_coder", ("<function=", "<parameter=")),

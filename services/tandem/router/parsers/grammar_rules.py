@@ -1,7 +1,7 @@
-"""Writes parts of grammars in a model's format: texts that contain its tokens, and reasoning.
+"""Writes parts of grammars in a model's format, such as reasoning and the strings of the format.
 
 Strings that are added tokens of the model are written as tokens, because llguidance does not match
-them as text.
+such strings as text.
 """
 
 import json
@@ -23,14 +23,18 @@ class GrammarRules:
     rules: list[str] = field(default_factory=list)
 
     def thought(self, tags: ReasoningTags, *, is_open: bool) -> str:
-        """Returns the rule of optional reasoning at the start. `is_open`: the prompt has begun
-        it.
+        """Returns the rule of optional reasoning at the start.
+
+        `is_open`: the prompt has already begun the reasoning, so the answer must end it.
         """
         thought = f"{self.up_to(tags.closes)} {self.rule(_SPACE)}?"
         return thought if is_open else f"({self.text(tags.opens)} {thought})?"
 
     def up_to(self, end: str, characters: str = "/(?s:.*)/") -> str:
-        """Returns the rule of a text without the terminal in `end`, and of the `end` after it."""
+        """Returns the rule of free text, followed by the string `end`.
+
+        The free text matches `characters` and does not contain the first terminal of `end`.
+        """
         found = (t for t in self.terminals if t in end)
         closes = min(found, key=lambda t: (end.index(t), -len(t)))
         number = len(self.rules)
@@ -64,7 +68,7 @@ class GrammarRules:
 
 def terminals_of(tool_format: ToolFormat, reasoning: ReasoningTags | None) -> list[str]:
     """Returns the strings that separate the parts of an answer."""
-    # The tags of a format with its own reasoning consist of its terminals.
+    # Reasoning tags that are part of the tool format consist of terminals of that format.
     tags = () if reasoning is None or reasoning is tool_format.thought else reasoning
     return [*{t for state in tool_format.states.values() for t in state.terminals}, *tags]
 

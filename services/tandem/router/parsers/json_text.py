@@ -1,6 +1,6 @@
 """Parses JSON one character at a time, as a model writes it.
 
-`JsonText` tracks whether a character may follow and the nesting depth. `CallText` parses one call,
+`JsonText` tracks the nesting depth and which characters may follow. `CallText` parses one call,
 `{"name": ..., "arguments": {...}}`, and returns the arguments while they are written. Neither looks
 ahead, so the result does not depend on how the text is cut into pieces.
 """
@@ -17,9 +17,13 @@ _CLOSES = {"}": "{", "]": "["}
 
 
 class JsonText:
-    """One JSON value. `expects` is what may come next:
+    """Checks that a text is one JSON value. `expects` tells what must come next:
 
-    value -> after -> (container: "," -> key or value, or its end) -> ... -> end
+    "value", "value or ]"    a value, or the end of an empty array
+    "key", "key or }"        a key of an object, or the end of an empty object
+    ":"                      the colon after a key
+    "after"                  "," or the end of the array or object that is open
+    "end"                    nothing, because the outermost value is complete
     """
 
     def __init__(self) -> None:
@@ -27,7 +31,8 @@ class JsonText:
         self.in_string = False
         self._open: list[str] = []
         self._is_key = False
-        self._escape = 0  # remaining characters of an escape
+        # number of hex digits of a \u escape that must follow; -1: after a backslash
+        self._escape = 0
         self._scalar = ""
 
     @property
@@ -108,11 +113,13 @@ class Call(NamedTuple):
 
 
 class CallText:
-    """One call as a JSON object.
+    """Parses one call, a JSON object.
 
-    reading -> streaming: the name is known, and the object of `arguments` (or `parameters`) begins;
-        |          |      from here on `push` returns its text
-        `----------`----> ended: `whole` has the call, unless it was streamed
+    reading    the text is collected
+               --the name is known, and the object `arguments` or `parameters` begins--> streaming
+               --the call ends--> ended; `whole` has the call
+    streaming  `push` returns the text of the arguments
+               --the call ends--> ended; `whole` is None
     """
 
     def __init__(self) -> None:
@@ -123,7 +130,7 @@ class CallText:
         self._has_streamed = False
         self.name = ""
         self.is_streaming = False
-        self.is_broken = False  # the last character was not accepted, so this is not a call
+        self.is_broken = False  # True: the text is not a call
         self.whole: Call | None = None
 
     @property
@@ -131,7 +138,7 @@ class CallText:
         return self._json.expects == "end"
 
     def push(self, char: str) -> str:
-        """Takes a character; returns new text of the arguments."""
+        """Takes a character; returns the text that it adds to the arguments."""
         parser = self._json
         expects = parser.expects
         depth = parser.depth
@@ -153,7 +160,10 @@ class CallText:
         return ""
 
     def _note(self, char: str, expects: str, *, was_in_string: bool) -> None:
-        """Tracks the keys of the object and its name."""
+        """Records the latest key of the object, and the function's name.
+
+        Detects from them where the arguments begin.
+        """
         if was_in_string and not self._json.in_string:
             text = loaded(self._text[self._string_start :])
             if self._json.expects == ":":

@@ -1,7 +1,7 @@
 """Splits a model's text into content, reasoning and tool calls while it is generated.
 
 A format is data: states, each with its terminals (strings that end it) and the meaning of the text
-before them. For example, Hermes:
+before them. For example, the format of the Hermes models:
     content --"<tool_call>"--> call (a JSON object) --"</tool_call>"--> between calls
        ^                                                                    |
        `----------------------- any text but space -------------------------'
@@ -9,10 +9,10 @@ Four rules apply to every format:
 - All text except the format's own markup is returned, as content, as reasoning or in a call.
 - Text is held back only while it may be the start of a terminal. The result does not depend on how
 the text is cut into pieces.
-- Text of a call is held back until its name is known and its arguments begin. If it turns out not
-to be a call, all of it is content. From then on, the arguments are returned as the model writes
-them, even if they are invalid.
-- Space next to a call or next to reasoning belongs to neither.
+- Text that may be a call is held back until the function's name is known and the arguments begin.
+If the text turns out not to be a call, all of it is content. Once the arguments have begun, they
+are returned as the model writes them, even if they are invalid.
+- White space between content, reasoning and calls is dropped.
 """
 
 import re
@@ -50,16 +50,16 @@ _OUTSIDE = (Text.CONTENT, Text.REASONING, Text.BETWEEN, *_HEADS)
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A state, its terminals with the states that follow them, and the state for other text."""
+    """A state of a format. `terminals` maps each terminal to the name of the next state."""
 
     text: Text
     terminals: Mapping[str, str] = field(default_factory=dict)
-    otherwise: str = "content"  # state for text that does not match this state
+    otherwise: str = "content"  # next state if the text does not have the meaning `text`
 
 
 @dataclass(slots=True)
 class CallDelta:
-    """The increment of one tool call: its id and name once, then pieces of its arguments."""
+    """New text of one tool call. Only the first delta of a call has the id and the name."""
 
     index: int
     arguments: str
@@ -69,7 +69,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Parts:
-    """The parts of new text, in this order."""
+    """New text, split into parts. The reasoning comes first, then the content, then the calls."""
 
     reasoning: str = ""
     content: str = ""
@@ -78,22 +78,24 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The properties of a format and request that the states do not contain."""
+    """Properties of a format and of a request that are not part of the states."""
 
-    make_id: Callable[[str], str]  # from the name as the model wrote it
-    name_of: Callable[[str], str]  # function name in the written name
+    make_id: Callable[[str], str]  # returns the id of a call, given the name that the model wrote
+    name_of: Callable[[str], str]  # returns the function's name, given the name that was written
     schemas: Mapping[str, Any]  # function name -> schema of the parameters
-    # other names make no call; for formats without markup around calls
+    # True: only names in `schemas` make a call, because the format has no markup around calls
     known_names_only: bool = False
-    one_call_only: bool = False
-    finish_reason: str = "tool_calls"  # of an answer that has a call and ends by itself
-    trims_lines: bool = False  # a parameter's value is on separate lines
+    one_call_only: bool = False  # True: the answer ends after the first call
+    # finish reason of an answer that has a call and is not ended by a limit
+    finish_reason: str = "tool_calls"
+    # True: a line break before and after a parameter's value is not part of the value
+    trims_lines: bool = False
     # Terminals that end reasoning only if a call of a known function follows.
     call_marks: frozenset[str] = frozenset()
 
 
 class AnswerParser:
-    """Parses one answer: `push` each piece, then `finish`."""
+    """Parses one answer. The caller passes each piece to `push`, and then calls `finish`."""
 
     def __init__(self, states: Mapping[str, State], start: str, rules: Rules) -> None:
         self._states = states
@@ -102,24 +104,25 @@ class AnswerParser:
         self._strips_start = self._state.text is Text.REASONING
         self._parts = Parts()
         self._pending = ""
-        self._space = ""  # space at the end of content or reasoning; returned if more follows
-        self._raw = ""  # text that becomes content or reasoning if no call follows
-        self._thinks = False  # True after markup of a call in reasoning, until a call follows
-        self._word = ""  # text of the current state if it is a word or a key
+        self._space = ""  # white space at the end of content or reasoning; kept if more follows
+        self._raw = ""  # held-back text that becomes content or reasoning if no call follows
+        # True: markup of a call has occurred in the reasoning, and no call has followed yet
+        self._thinks = False
+        self._word = ""  # text so far of a word or of a parameter's name
         self._name = ""
-        self._is_open = False  # a call is among the parts and has not ended
+        self._is_open = False  # True: a call has been returned whose arguments have not ended
         self._after_call = False
         self._in_list = False
         self._arguments: JsonText | None = None
         self._call: CallText | None = None
-        self._is_raw = False  # the arguments are not JSON and extend to the next terminal
+        self._is_raw = False  # True: the arguments are invalid JSON and end at the next terminal
         self._pairs: PairArguments | None = None
         self.num_calls = 0
-        self.is_done = False  # the rest of the text is ignored
+        self.is_done = False  # True: the answer is complete, and further text is ignored
 
     @property
     def finish_reason(self) -> str:
-        """The reason why an answer with this text ended, if it ended by itself."""
+        """The finish reason of the answer, provided that no limit ended it."""
         return self._rules.finish_reason if self.num_calls else "stop"
 
     @property
@@ -138,17 +141,17 @@ class AnswerParser:
         return any(self._states[n].text is Text.REASONING for n in self._state.terminals.values())
 
     def push(self, text: str) -> Parts:
-        """Returns the parts that this text completes."""
+        """Returns the parts of all text that this piece releases; the rest is held back."""
         self._parts = Parts()
         self._pending += text
         self._run(final=False)
         return self._parts
 
     def finish(self, text: str = "") -> Parts:
-        """Takes the last text; returns its parts and those of the text held back so far."""
+        """Takes the last piece of text. Returns the parts of this piece and of held-back text."""
         parts = self.push(text)
         if self._state.text in _HEADS and self._pending.startswith("<|"):
-            self._pending = ""  # markup that was cut by the end of the answer
+            self._pending = ""  # incomplete markup at the end of the answer
         self._run(final=True)
         if self._is_open and self._pairs is not None:
             key = self._word if self._state.text is Text.KEY else ""
@@ -185,11 +188,13 @@ class AnswerParser:
         return True
 
     def _leave(self, terminal: str) -> None:
-        """Follows a terminal into the next state."""
+        """Enters the state that follows a terminal."""
         kind = self._state.text
         name = self._state.terminals[terminal]
         next_kind = self._states[name].text
-        if self._thinks and next_kind is Text.CONTENT:  # the reasoning continues, or ends here
+        # No call followed the markup in the reasoning, so the reasoning continues. The terminal is
+        # read again, because it may end the reasoning.
+        if self._thinks and next_kind is Text.CONTENT:
             self._enter(name)
             self._pending = terminal + self._pending
             return
@@ -202,7 +207,7 @@ class AnswerParser:
         elif kind in _HEADS:
             if self._states[name] is self._state:
                 self._raw += terminal
-            else:  # among headers, only that of a call without arguments is content
+            else:  # only the head of a call is held back; it is content if no arguments follow
                 self._raw = terminal if next_kind is Text.NAME else ""
             self._after_call = self._after_call and next_kind is not Text.NAME
         elif not self._is_open and not (self._after_call and next_kind in (*_OUTSIDE, Text.INSIDE)):
@@ -242,7 +247,7 @@ class AnswerParser:
         self._word = ""
 
     def _take(self, text: str) -> str:
-        """Handles text of the current state; returns the rest, for another state."""
+        """Handles text of the current state. Returns the rest, which belongs to another state."""
         kind = self._state.text
         if kind is Text.CONTENT:
             self._add_content(text)
@@ -261,8 +266,8 @@ class AnswerParser:
         return ""
 
     def _take_word(self, text: str) -> str:
-        """Takes a word in a call's or message's header. If the text is no word, it becomes
-        content.
+        """Takes a word in the head of a call or message. Text that is no word leads to the state
+        `otherwise`.
         """
         found = _WORD.match(self._word + text)
         assert found is not None  # the empty text is a word
@@ -274,7 +279,7 @@ class AnswerParser:
         return text[num_taken:]
 
     def _take_space(self, text: str) -> str:
-        """Takes space. Any other character begins JSON or leads to another state."""
+        """Takes white space. Any other character begins JSON or leads to another state."""
         rest = text.lstrip(SPACE)
         if not self._is_open and not self._after_call:
             self._raw += text[: len(text) - len(rest)]
@@ -306,7 +311,7 @@ class AnswerParser:
             return True
         return False
 
-    # Calls. Terminals inside their JSON are ignored.
+    # The methods below read tool calls. Terminals inside the JSON of a call are ignored.
 
     def _read_call(self, call: CallText) -> None:
         for index, char in enumerate(self._pending):
@@ -357,14 +362,17 @@ class AnswerParser:
             self._end_call()
 
     def _end_name(self, next_kind: Text) -> bool:
-        """Returns whether a call may continue after its name; a call with parameters opens here."""
+        """Ends the name of a call. Returns whether the text may still be a call.
+
+        A call whose arguments are not a JSON object opens here.
+        """
         self._name = self._word.strip()
         if next_kind in (Text.ARGUMENTS, Text.SKIPPED, Text.LABEL):
             return bool(self._name)
         return self._open_call(self._name, has_pairs=True)
 
     def _open_call(self, written: str, *, has_pairs: bool = False) -> bool:
-        """Adds a call to the parts; returns False if the name is not allowed."""
+        """Adds a call to the parts. Returns False if there can be no call of this name here."""
         rules = self._rules
         name = rules.name_of(written)
         is_known = name in rules.schemas or not (rules.known_names_only or self._thinks)
@@ -405,7 +413,10 @@ class AnswerParser:
         self._parts.reasoning += self._kept(text)
 
     def _kept(self, text: str) -> str:
-        """Returns the text without the space at its ends, which is held back."""
+        """Returns text without the white space at its end, which is held back.
+
+        White space at the start of content or reasoning is dropped.
+        """
         if self._strips_start:
             text = text.lstrip(SPACE)
         if not text:
@@ -426,7 +437,8 @@ class AnswerParser:
 def split_at_terminal(terminals: Mapping[str, str], text: str, *, final: bool) -> tuple[str, str]:
     """Returns the text before the first terminal, and that terminal if it is complete.
 
-    Text that may be the beginning of a terminal is in neither, unless the text is `final`.
+    The end of `text` is in neither result if it may be the beginning of a terminal and `final` is
+    False.
     """
     if not any(t[0] in text for t in terminals):  # true for most pieces of an answer
         return text, ""

@@ -1,4 +1,7 @@
-"""One model's answer formats, from its files or from options, and its chat template's features."""
+"""The formats of one model's answers, and the features of the model's chat template.
+
+The formats are found in the model's files or set by options.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ _OWN_VARIABLES = frozenset(("tools", "add_generation_prompt"))
 
 
 class ModelFormat:
-    """Checks the options of one model's chats and creates the parsers of its answers.
+    """Checks the options of chats with one model, and creates the parsers of the model's answers.
+
     Thread-safe.
     """
 
@@ -54,8 +58,8 @@ class ModelFormat:
         self._reads_all = self._format.thought is not None
         self._reasoning = None if self._reads_all else REASONING_TAGS[self.reasoning_parser]
         self._variables = frozenset() if template is None else template.variables
-        # The format of answers to chats with tools. If the template has no tools, the prompt asks
-        # for JSON.
+        # The format of answers to chats with tools. If the template does not support tools, the
+        # prompt requests calls in the format `json` (told_tools.py).
         self._calls = self._format if self.takes_tools else read_json_too(self._format)
         if tools == "auto" and not (self.takes_tools or self._reads_all):
             self._calls = replace(self._calls, frames=TOOL_FORMATS["json"].frames)
@@ -71,9 +75,9 @@ class ModelFormat:
         return self._template is None or self._template.takes_system
 
     def written_calls(self, calls: Sequence[tuple[str, Mapping[str, Any]]], *, tools: bool) -> str:
-        """Returns calls of an earlier answer in the model's own format, or "".
+        """Returns calls of an earlier answer as text in the model's own format.
 
-        The result is "" if the chat template shows calls itself. `tools`: the chat has tools.
+        Returns "" if the chat template shows calls itself. `tools`: the chat has tools.
         """
         template = self._template_of(tools=tools)
         if template is None or template.shows_calls:
@@ -106,8 +110,8 @@ class ModelFormat:
     ) -> dict[str, Any]:
         """Returns the values of the chat template's variables for a request.
 
-        They come from `chat_template_kwargs`, `reasoning_effort` and `thinking`. Raises BadRequest
-        for one that the model does not support.
+        `requested` are the `chat_template_kwargs`. Raises BadRequest for a variable or a reasoning
+        effort that the model does not support.
         """
         taken = self._variables - _OWN_VARIABLES
         # Clients send these switches to all models, so unknown ones are ignored.
@@ -210,10 +214,10 @@ class ModelFormat:
         return replace(wanted, head=head)
 
     def _thought(self, prompt_token_ids: Sequence[int]) -> ReasoningTags | None:
-        """Returns the tags of the reasoning that an answer may have."""
+        """Returns the tags of an answer's reasoning; None if the answer can have no reasoning."""
         reasoning = self._reasoning
         if reasoning is not None and self._ends_with(prompt_token_ids, reasoning.closes):
-            return None  # the template has already closed it, so the answer has no reasoning
+            return None  # the prompt already ends the reasoning, so the answer has none
         return self._format.thought or reasoning
 
     def _begins_in_reasoning(self, prompt_token_ids: Sequence[int], continued: str = "") -> bool:
@@ -251,7 +255,7 @@ def make_answer_parser(
         states["reasoning"] = State(Text.REASONING, {**marks, reasoning.closes: start})
         states["begin"] = State(Text.BETWEEN, {reasoning.opens: "reasoning"}, otherwise=start)
         for name, state in tool_format.states.items():
-            # the tag may follow a call that came before the reasoning
+            # A call may come before the tag that ends the reasoning.
             if state.text is Text.BETWEEN:
                 terminals = {**state.terminals, reasoning.closes: "content"}
                 states[name] = replace(state, terminals=terminals)

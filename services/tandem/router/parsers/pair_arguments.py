@@ -1,7 +1,7 @@
 """Builds the JSON of a call's arguments from parameters that a model writes as tags.
 
 The tags have no types, so the function's schema distinguishes strings from other values. A string
-is returned while it is written; any other value once it is complete.
+is returned while the model writes it. Any other value is returned once it is complete.
 """
 
 import ast
@@ -13,7 +13,7 @@ from typing import Any
 from tandem.router.parsers.json_text import escaped, loaded
 
 _PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
-# parsing takes at most 10 ms; longer literals are treated as text
+# Longest Python literal that is parsed, which takes at most 10 ms. A longer one is treated as text.
 _LITERAL_CHARACTERS_MAX = 1 << 13
 _TYPE_NAMES: dict[type, tuple[str, ...]] = {
     bool: ("boolean",),
@@ -26,10 +26,13 @@ _TYPE_NAMES: dict[type, tuple[str, ...]] = {
 
 
 class PairArguments:
-    """The arguments of one call: `begin_value`, `push` and `end_value` for each, then `end`."""
+    """Writes the JSON of one call's arguments; each method returns the next piece of the JSON.
+
+    The caller calls `begin_value`, `push` and `end_value` for each parameter, and then `end`.
+    """
 
     def __init__(self, schema: Mapping[str, Any] | None, *, trims_lines: bool) -> None:
-        """`trims_lines`: a line break at either end of a value is not part of it."""
+        """`trims_lines`: a line break before and after a value is not part of the value."""
         properties = (schema or {}).get("properties")
         self._properties = properties if isinstance(properties, dict) else {}
         self._trims_lines = trims_lines
@@ -82,7 +85,10 @@ class PairArguments:
         return f'"{escaped(held)}"'
 
     def cut(self, key: str = "") -> str:
-        """Returns the held-back part of a value or `key` that the end of the text cut."""
+        """Returns the held-back text if the answer ends within a value or a parameter's name.
+
+        `key` is the incomplete name; "" if the answer ends within a value.
+        """
         if key:
             return f'{"{" if self._is_first else ", "}"{escaped(key)}'
         held = self._held

@@ -1,4 +1,4 @@
-"""The allowed values of a request's fields and their bounds, as the error messages state them."""
+"""The allowed values and bounds of request fields, in the words of the error messages."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -68,7 +68,7 @@ ALLOWED = {
 def refusal(name: str, given: object = None, *, why: str = "") -> BadRequest:
     """Returns the error for a field whose value `ALLOWED` excludes.
 
-    Its message shows the given value, or `why`, a description of it.
+    The message shows the value `given`, or else `why`, a description of the value.
     """
     return refusal_of(name, ALLOWED[name], given, why=why)
 
@@ -79,7 +79,10 @@ def name_prompt(error: BadRequest, index: int) -> BadRequest:
 
 
 def rename(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
-    """Returns the same error with an API's own names of the fields."""
+    """Returns the same error with the field's name in an API instead of the internal name.
+
+    `names` maps internal names to the API's names.
+    """
     own = error.param
     if own is None or own not in names:
         return error
@@ -90,7 +93,7 @@ def rename(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Gives errors an API's names for the fields of a chat."""
+    """Applies `rename` to a BadRequest that the `with` block raises."""
     try:
         yield
     except BadRequest as error:

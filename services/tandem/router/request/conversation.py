@@ -9,10 +9,10 @@ from tandem.common.printable import shorten
 from tandem.errors import BadRequest
 from tandem.router.request.allowed import REASONING_EFFORTS, TOOLS_MAX, refusal
 
-# The template decides about a model's own roles, such as `control`. No role can spell a special
-# token.
+# Any role of this form is passed to the chat template, which may know roles of its own, such as
+# `control`. The allowed characters cannot spell a special token.
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
-NESTING_MAX = 64  # levels in a tool's schema or a call's arguments
+NESTING_MAX = 64  # largest nesting depth of a tool's schema or a call's arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Message:
     tool_call_id: str = ""
     name: str = ""  # name of the speaker, or of a tool's function
     reasoning: str = ""
-    # The texts of a content that was sent as a list. As in vLLM, `content` has them joined by line
-    # breaks.
+    # The texts of the content if it was sent as a list. As in vLLM, `content` joins these texts
+    # with line breaks.
     parts: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
@@ -73,23 +73,27 @@ class Message:
 class Conversation:
     """Messages and tools for the model's chat template, and the end of the prompt.
 
-    The prompt ends with the header of an answer, after the last message, or within it with
-    `continue_final_message`.
+    - With `add_generation_prompt` the prompt ends with the header of a new answer.
+    - With `continue_final_message` the prompt ends within the last message.
+    - With neither, the prompt ends after the last message.
     """
 
     messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()  # as the client sent them
+    tools: tuple[Mapping[str, Any], ...] = ()  # definitions of tools, as the client sent them
     tool_choice: Literal["auto", "none", "required"] = "auto"
-    only_tool: str = ""  # the function that the answer must call; `tool_choice` is then `required`
+    # name of the only function that the answer may call, with `tool_choice` "required"; "": any
+    only_tool: str = ""
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
-    # if True, a template that does not support the effort renders without it
+    # True: a template that does not support `reasoning_effort` ignores it. False: the request is
+    # refused.
     effort_is_hint: bool = False
     thinking: bool | None = None  # None: the model's default
     template_options: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: bool = False  # special tokens of a plain text; a template adds its own
+    # True: the tokenizer adds its special tokens (such as bos) to those that the template writes.
+    add_special_tokens: bool = False
 
     def __post_init__(self) -> None:
         if self.add_generation_prompt and self.continue_final_message:
@@ -130,7 +134,7 @@ class Conversation:
     def continued(self) -> str | None:
         """The content that the answer continues; None if the answer is a new message.
 
-        Forced tool calls are a new message, too.
+        An answer with forced tool calls is always a new message.
         """
         if not self.continue_final_message or self.tool_choice == "required":
             return None
@@ -138,7 +142,7 @@ class Conversation:
 
     @property
     def one_call_only(self) -> bool:
-        """True if the answer ends after its first call."""
+        """True if the answer ends after the first tool call."""
         return bool(self.only_tool) or not self.parallel_tool_calls
 
     def template_input(
@@ -160,7 +164,10 @@ class Conversation:
 
 
 def _num_characters(value: Any) -> int:
-    """Returns a lower bound of the characters of a value in JSON, without punctuation."""
+    """Returns a lower bound of the number of characters of a value written as JSON.
+
+    JSON's punctuation is not counted.
+    """
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

@@ -20,15 +20,17 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    reasoning_tokens: int = 0  # part of the completion tokens
-    # Sums to cached_tokens. None if no worker that served the request has a tier.
+    reasoning_tokens: int = 0  # included in completion_tokens
+    # cached_tokens split by tier. None: no worker that served the request has a tier below its KV
+    # pool.
     cached_by_tier: CachedTokens | None = None
-    storable_tokens: int = 0  # prompt tokens in full blocks, which are now cached
-    is_budget_restarted: bool = False  # see docs/kv_budgets.md
+    storable_tokens: int = 0  # number of prompt tokens in full blocks, which are now cached
+    # True: the blocks that the KV budget keeps were chosen again (docs/kv_budgets.md)
+    is_budget_restarted: bool = False
 
     @property
     def cached_details(self) -> dict[str, Any]:
-        """The cached tokens with the names of OpenAI's APIs."""
+        """The counts of cached tokens, named as in OpenAI's APIs."""
         details: dict[str, Any] = {"cached_tokens": self.cached_tokens}
         if self.cached_by_tier is not None:
             details["cached_tokens_by_tier"] = asdict(self.cached_by_tier)
@@ -36,7 +38,7 @@ class Usage:
 
     @property
     def marks(self) -> dict[str, Any]:
-        """The fields that every API's usage contains only if they are true."""
+        """Usage fields that the answers of every API contain only if the field is true."""
         return {"budget_restarted": True} if self.is_budget_restarted else {}
 
     def __add__(self, other: "Usage") -> "Usage":
@@ -56,10 +58,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The increment of one choice since its previous delta.
+    """The new text and tokens of one choice since the choice's previous delta.
 
-    A choice's first delta has its first token and the prompt's ids; its last has `finish_reason`.
-    `usage` counts the prompt and the choice's tokens so far.
+    The first delta of a choice has the choice's first token and the prompt's token ids. The last
+    delta of a choice has a `finish_reason`. `usage` counts the prompt and the choice's tokens so
+    far.
     """
 
     text: str
@@ -68,23 +71,27 @@ class Delta:
     finish_reason: str = ""  # "stop", "length" or "tool_calls"
     prompt_token_ids: list[int] | None = None
     stop_reason: str | int | None = None  # for "stop": the stop string or the client's stop token
-    # one for each of token_ids, if requested
+    # log probabilities of each token in token_ids; empty if not requested
     logprobs: list[LogprobEntry] = field(default_factory=list)
-    # In the first delta, if requested: for the prompt from its second token on.
+    # In the first delta, if requested: log probabilities of the prompt's tokens after the first.
     prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
-    # in the first delta, if requested: the hidden state of the prompt's last token
+    # In the first delta, if requested: the hidden state of the prompt's last token.
     embedding: list[float] = field(default_factory=list)
-    placement: str = ""  # reason of the placement
+    placement: str = ""  # why the workers were chosen
     timeline: Timeline | None = None  # stage times so far
     limit_headers: Mapping[str, str] = field(default_factory=dict)  # `x-ratelimit-*`
     reasoning: str = ""  # reasoning text, which precedes the content
     tool_calls: tuple[CallDelta, ...] = ()
     index: int = 0  # index of the choice
-    total: Usage | None = None  # in the very last delta: the prompt once and all completions
+    # In the last delta of the request: usage of all completions, with the prompt counted once.
+    total: Usage | None = None
 
 
 def normalized(state: Sequence[float]) -> "array[float]":
-    """Returns a state scaled to length 1. Raises Incompatible if there is none."""
+    """Returns a hidden state scaled to Euclidean length 1.
+
+    Raises Incompatible if the state is empty, because the worker does not support embeddings.
+    """
     if not state:
         raise Incompatible("the worker that was asked knows no embeddings; update the workers")
     length = math.sqrt(math.fsum(value * value for value in state)) or 1.0

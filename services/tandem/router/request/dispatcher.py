@@ -45,7 +45,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _OnPlaced = Callable[[Job, Work, Placement, dict[str, int]], T]
 
-# A request with fewer remaining tokens does not migrate; it ends sooner where it is.
+# A request with at most this many remaining tokens does not migrate, because it ends sooner on its
+# current worker.
 FINISH_TOKENS = 32
 MIGRATE_AGAIN_S = 1.0
 _RETRY_AFTER_S = 1.0
@@ -66,7 +67,7 @@ class Dispatcher:
         """`match` looks up block hashes in the prefix tree. `on_end` is called for each successful
         job.
 
-        `have_tenants` returns whether requests have tenants now.
+        `have_tenants` returns whether requests may have tenants now, which then take turns.
         """
         self._config = config
         self._view = view
@@ -86,8 +87,9 @@ class Dispatcher:
 
     @contextmanager
     def looking_up(self, job: Job) -> Iterator[None]:
-        """Starts the job's look-up in the prefix tree while the body runs, for its first
-        placement.
+        """Looks up the job's blocks in the prefix tree while the `with` block runs.
+
+        The first placement of the job uses the result.
         """
         hashes = job.hashes(self._view.compatibility())
         job.routing.lookup = lookup = asyncio.create_task(self._match(hashes), name="lookup")
@@ -98,7 +100,7 @@ class Dispatcher:
             raise
 
     async def run(self, job: Job) -> AsyncGenerator[JobStep, None]:
-        """Yields steps until the end. Closing the iterator cancels the job on its worker.
+        """Yields the job's steps until the job ends. Closing the iterator cancels the job.
 
         Raises Overloaded, QueueFull, NoWorkers, WorkerLost or the worker's error.
         """
@@ -138,14 +140,16 @@ class Dispatcher:
     async def _wait_for_parent(self, job: Job) -> None:
         if job.parent is not None:
             await job.parent.may_fork.wait()
-            # Its request is already admitted, so it is not refused for lack of capacity and does
-            # not queue.
+            # The request of a child is already admitted, so the child is not refused for lack of
+            # capacity and does not wait for a turn.
             job.routing.unassigned_since = time.monotonic()
             job.routing.is_admitted = True
 
     async def _submit(self, job: Job) -> Attempt:
-        """Submits the job. Waits for a usable decode worker and, if the job had one, also for
-        room.
+        """Submits the job, and waits while no decode worker is usable.
+
+        A job that a worker accepted before also waits while all workers are full. A new job is
+        refused instead.
         """
         routing = job.routing
         while True:
@@ -170,10 +174,11 @@ class Dispatcher:
                 routing.clear_refusals()
 
     async def place(self, job: Job) -> Placement | None:
-        """Places a job that another process submits, and returns the placement.
+        """Returns the placement of a job that another process submits.
 
-        The job counts as its workers' load until `note_elsewhere`. Returns None while no decode
-        worker is usable. Raises QueueFull, Overloaded and AdapterUnavailable.
+        The prompt counts as load of its prefill worker until `note_elsewhere` is called.
+        Returns None while no decode worker is usable. Raises QueueFull, Overloaded and
+        AdapterUnavailable.
         """
         return await self._place(job, self._count_in)
 
@@ -185,12 +190,17 @@ class Dispatcher:
         )
 
     async def _try_submit(self, job: Job) -> Attempt | None:
-        """Submits once; None while no decode worker is usable. Raises QueueFull, Overloaded."""
+        """Places and submits the job once. Returns None while no decode worker is usable.
+
+        Raises QueueFull and Overloaded.
+        """
         return await self._place(job, self._send)
 
     async def _place(self, job: Job, on_placed: _OnPlaced[T]) -> T | None:
-        """Returns what `on_placed` returns for a placement, or None while no decode worker is
-        usable."""
+        """Places the job, calls `on_placed` with the placement, and returns what that returns.
+
+        Returns None while no decode worker is usable.
+        """
         compatibility = self._view.compatibility()
         block_size = compatibility.block_size if compatibility else 16
         work = work_of(job, block_size, self._metrics.demand.output_tokens_mean)
@@ -219,17 +229,17 @@ class Dispatcher:
                 return on_placed(job, work, placement, matches)
 
     async def _migrate(self, job: Job, old: Attempt) -> Attempt:
-        """Migrates the job while `old` still has the blocks; returns the attempt to follow.
+        """Migrates the job while the worker of `old` still has the job's blocks.
 
-        `old` continues meanwhile. If it finishes first, or no worker accepts the request, its
-        tokens are used.
+        The attempt `old` continues to generate meanwhile. Returns the attempt to follow: the new
+        one, or `old` if `old` finishes first or no other worker accepts the request.
         """
         job.to(JobState.MIGRATING)
         routing = job.routing
         before = routing.routed
         assert before is not None
         routing.leaves = old.worker_id
-        # If it stays, it must not be placed again on the stream that it is on.
+        # The job must not be placed on its current worker again, whose stream `old` still uses.
         routing.refused.add(before.placement.decode.epoch)
         new: Attempt | None = None
         is_migrated = False
@@ -265,7 +275,10 @@ class Dispatcher:
         return new
 
     def _send(self, job: Job, work: Work, placement: Placement, matches: dict[str, int]) -> Attempt:
-        """Sends the job. There is no await between the choice of the worker and this."""
+        """Submits the job to the decode worker of the placement.
+
+        No await separates the choice of the worker from this call, so the worker is still known.
+        """
         client = self._view.client(placement.decode.worker_id)
         assert client is not None
         leaves = self._view.roster().by_id.get(job.routing.leaves)
@@ -298,13 +311,16 @@ class Dispatcher:
     def _note_refusal(self, job: Job, error: TandemError) -> None:
         self._migrations.note_refusal(job, error)
         if isinstance(error, NeverFits) and (routed := job.routing.routed) is not None:
-            # A pool of the same size or smaller cannot hold it either.
+            # Workers whose KV pool is not larger cannot hold the request either.
             size = routed.placement.decode.load.longest_sequence
             workers = self._view.snapshots()
             job.routing.refused |= {w.epoch for w in workers if 0 < w.load.longest_sequence <= size}
 
     def _note_prefilled(self, job: Job, by: str = "") -> None:
-        """Records that the requested prefill is done or no longer needed."""
+        """Records that the requested prefill is done or no longer needed.
+
+        `by` is the id of the worker that computed the prompt; "" if none did.
+        """
         if job.routing.requested_prefill is not None:
             worker_id, prefill, sent_at = job.routing.requested_prefill
             job.routing.requested_prefill = None
@@ -317,7 +333,7 @@ class Dispatcher:
             token_ids: list[int] = []
             logprobs: list[LogprobEntry] = []
             finish_reason = ""
-            # Received updates are used first; then `updates` raises the failure of the attempt.
+            # `updates` returns all received updates before it raises the attempt's failure.
             for update in await attempt.updates():
                 if update.token_ids:
                     progress.take_source(update)
@@ -334,13 +350,14 @@ class Dispatcher:
                         progress.timeline.take(update.timings, num_output_tokens)
                         if num_output_tokens == 1:
                             self.admission.note_wire(progress.timeline.wire_s)
-                        # the prompt's blocks are committed on the worker now
+                        # When the second token arrives, all blocks of the prompt have been pulled.
                         if num_output_tokens == 2:
                             pulled = update.timings
                             self._metrics.flows.note_pull(
                                 pulled.prefill_worker_id, attempt.worker_id, pulled.blocks_pulled
                             )
-                # Older workers send no `is_committed`; their second token implies it.
+                # Workers of older versions send no `is_committed`. A second token from a worker
+                # implies that the prompt is committed.
                 if update.is_committed or len(progress.output_token_ids) + len(token_ids) > 1:
                     job.may_fork.set()
                 if update.workers_lost > attempt.num_lost:
@@ -353,9 +370,11 @@ class Dispatcher:
                 routing.unassigned_since = None
                 routing.first_token_by = math.inf
                 progress.output_token_ids.extend(token_ids)
-                # before the last step, because the caller may not resume this generator after it
+                # The job ends before the last step is yielded, because the caller may not resume
+                # this generator after that step.
                 if finish_reason:
-                    # the prefix tree promised nothing for the other children
+                    # `on_end` compares the matches in the prefix tree with the tokens that were
+                    # cached. A child's matches do not all come from the prefix tree.
                     if job.parent is None:
                         self._on_end(job)
                     job.to(JobState.ENDED)
@@ -375,15 +394,16 @@ class Dispatcher:
     def _choose(self, job: Job, work: Work, matches: dict[str, int]) -> Placement | None:
         """Returns a placement; None while no decode worker is usable.
 
-        Raises QueueFull if all workers have refused, or the error of a worker that can never run
-        it. A job that has begun waits instead, because some worker could run it.
+        Raises Overloaded or QueueFull if all workers have refused the job because of their load.
+        Raises the error of a worker that can never run the job. For a job that a worker accepted
+        before, it returns None instead of that error, because another worker can run the job, too.
         """
         routing = job.routing
         refused = frozenset(routing.refused)
         required_decode, required_prefill = job.required_workers
         roster = self._view.roster()
         placement = None
-        if routing.returned_by:  # try other workers first
+        if routing.returned_by:  # try the workers first that did not return the job
             avoided = refused | {routing.returned_by}
             placement = choose(work, roster, matches, self._rng, refused=avoided)
             routing.returned_by = ""
@@ -403,10 +423,10 @@ class Dispatcher:
     def _turn(
         self, job: Job, work: Work, matches: dict[str, int]
     ) -> AbstractAsyncContextManager[None]:
-        """Returns the wait for the tenant's turn.
+        """Returns a context manager that waits for the tenant's turn.
 
-        Only a first submission waits. A migrating job has waited before, and a parent has waited
-        for its children.
+        Only the first submission of a job waits, because a migrating job has waited before. A child
+        does not wait, because its parent has.
         """
         if job.routing.num_submissions or job.parent is not None or job.routing.has_turn:
             return nullcontext()
@@ -421,7 +441,7 @@ class Dispatcher:
         )
 
     def _admit(self, job: Job, work: Work, placement: Placement) -> None:
-        """Admits a request, once. Raises Overloaded."""
+        """Admits a request that was not admitted before. Raises Overloaded."""
         if not job.routing.is_admitted:
             began_s = job.progress.timeline.began_s
             decision = self.admission.admit(
@@ -457,7 +477,7 @@ class _Migrate(Exception):
 
 
 class PendingQueue:
-    """The pending queue of a router."""
+    """The queue of jobs that wait because no decode worker is usable."""
 
     def __init__(self, config: RouterConfig, view: ClusterView, metrics: Metrics) -> None:
         self._config = config
@@ -469,8 +489,8 @@ class PendingQueue:
         """Waits for a usable decode worker. Raises NoWorkers at the deadline or if the queue is
         full.
 
-        A request that has begun (`is_begun`) is always queued. `refused` are epochs of workers that
-        do not count.
+        A request that a worker accepted before (`is_begun`) is always queued. Workers with an epoch
+        in `refused` do not count as usable.
         """
         if not is_begun and self.num_pending >= self._config.hold_requests_max:
             raise NoWorkers(

@@ -3,7 +3,7 @@
     prepare (tokenize, hash; off the event loop) -> dispatch (place, submit, follow) -> detokenize,
     stop strings -> deltas
 Every request ends in exactly one outcome, counted in one place: stop, length, cancelled, or the
-code of an error. The HTTP and gRPC APIs use this module; they know no workers.
+code of an error. The HTTP and gRPC APIs call this module and know nothing about workers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from tandem.router.workers.cluster_view import ClusterView
 
 log = logging.getLogger(__name__)
 
-# More open requests are refused, because each one costs memory and time of the event loop.
+# Largest number of open requests, because each one costs memory and time of the event loop.
 REQUESTS_MAX = 4096
 _NO_TRACE: Mapping[str, str] = {}
 
@@ -75,7 +75,7 @@ class LoadedModel:
 
 
 class Generator:
-    """Generates for all requests of a router. `model` is None until it is loaded."""
+    """Generates the answers to all requests of a router. `model` is None until it is loaded."""
 
     def __init__(
         self,
@@ -98,7 +98,8 @@ class Generator:
         self._tracing = tracing
         self.requests = RequestLog()
         self._num_running = 0
-        # reason why new requests must use another router; running ones continue
+        # reason why new requests must use another router; "": they may use this one. Running
+        # requests continue.
         self.end_reason = ""
 
     @property
@@ -162,9 +163,10 @@ class Generator:
     async def without_workers(
         self, tenant: str, limits: Limits, number: int = 1
     ) -> AsyncIterator[Mapping[str, str]]:
-        """Counts requests that need no worker towards a key's request limits during the body.
+        """Counts `number` requests that need no worker towards the request limits of an API key.
 
-        They use no tokens. Yields the headers `x-ratelimit-*`. Raises RateLimited.
+        They count as running requests while the `with` block runs, and use no tokens. Yields the
+        headers `x-ratelimit-*`. Raises RateLimited.
         """
         async with AsyncExitStack() as held:
             reserved = [
@@ -178,8 +180,8 @@ class Generator:
     async def tokenize(self, request: ClientRequest) -> list[int]:
         """Returns the token ids of a prompt, which may fill the whole context.
 
-        Raises the errors of `generate` for a prompt that cannot be prepared or that its key's
-        limits refuse.
+        Raises the same errors as `generate` for a prompt that cannot be prepared or that exceeds
+        the limits of its API key.
         """
         with self._place() as model:
             max_model_len = self.max_model_len
@@ -197,7 +199,7 @@ class Generator:
     ) -> str:
         """Returns the text of token ids.
 
-        Raises BadRequest for ids outside the vocabulary or more ids than the context has.
+        Raises BadRequest for ids outside the vocabulary or for more ids than the context length.
         """
         with self._place() as model:
             if len(token_ids) > self.max_model_len:
@@ -209,7 +211,10 @@ class Generator:
 
     @contextmanager
     def _place(self) -> Iterator[LoadedModel]:
-        """Counts an open request that needs no worker. Raises NoWorkers and QueueFull."""
+        """Counts a request without a worker as open while the `with` block runs; yields the model.
+
+        Raises NoWorkers and QueueFull.
+        """
         if self.model is None:
             raise NoWorkers("the model is not loaded yet", retry_after_s=1.0)
         if self._num_running >= REQUESTS_MAX:
@@ -228,9 +233,9 @@ class Generator:
     ) -> AsyncGenerator[Delta, None]:
         """Yields deltas, at least one. Closing the generator cancels the request wherever it is.
 
-        `trace` has the client's headers `traceparent` and `tracestate`. `together` has the requests
-        of its body, of which none is placed unless all are valid; None if it is the only one.
-        Raises only errors of services/tandem/errors.py.
+        `trace` has the client's headers `traceparent` and `tracestate`. `together` is shared by all
+        requests of one HTTP body, of which none is placed unless all are valid; None if this is the
+        only request of its body. Raises only errors of services/tandem/errors.py.
         """
         together = together or self.together()
         request = self.with_defaults(request)
@@ -267,7 +272,7 @@ class Generator:
             self.metrics.on_end(record)
 
     def together(self, num_requests: int = 1) -> BodyRequests:
-        """Returns the shared state of the requests of one body."""
+        """Returns the state that all requests of one HTTP body share."""
         return BodyRequests(num_requests, logprobs_max=self.config.logprobs_max)
 
     def _open(self, request: ClientRequest, trace: Mapping[str, str]) -> RequestRecord:
@@ -298,7 +303,8 @@ class Generator:
             with record.timeline.stage("tokenize"):
                 job = await self.prepare(request, model, record.timeline, together)
                 generated_max = job.request.max_tokens * request.num_sequences
-                # Limits and the prefix tree are both in Redis, so wait for both at once.
+                # The counts of limits and the prefix tree are both in Redis. Both calls run at the
+                # same time.
                 are_counted = request.limits.are_counted
                 with self._services.dispatcher.looking_up(job) if are_counted else nullcontext():
                     reservation = await held.enter_async_context(
@@ -383,7 +389,11 @@ def _deltas(
     request: ClientRequest,
     model: LoadedModel,
 ) -> AsyncGenerator[Delta, None]:
-    """Returns the deltas of all choices: beams, the best of several, or each as it is generated."""
+    """Returns the deltas of all choices.
+
+    With beam search or `best_of`, the first delta comes after all completions have ended. Otherwise
+    each delta comes as soon as it is generated.
+    """
     if request.use_beam_search:
         return _beams(generation, choices, request, model)
     if len(choices) == 1:
@@ -414,11 +424,11 @@ async def _beams(
 def pool_tokens_of(
     request: ClientRequest, pool_tokens: int | None, config: RouterConfig
 ) -> int | None:
-    """Returns the largest number of tokens of the request in pools of `pool_tokens`; None: no
-    limit.
+    """Returns the most tokens that the request may have to fit into KV pools of `pool_tokens`.
 
-    A sequence with a budget holds at most the budget rounded up to blocks. This is at most twice
-    the budget in a pool of several blocks. Raises BadRequest if the operator allows no budgets.
+    None means no limit. A sequence with a KV budget occupies at most the budget, rounded up to
+    whole blocks. A pool of several blocks and at least twice the budget can hold that, so the
+    request then has no limit. Raises BadRequest if the operator allows no budgets.
     """
     budget = request.kv_budget
     if budget is not None and config.kv_budgets == "refuse":
@@ -432,12 +442,12 @@ def pool_tokens_of(
 
 
 class BodyRequests:
-    """The requests of one body. `logprobs_max` bounds the log probabilities of their answer.
+    """The state that all requests of one HTTP body share, because they have one answer.
 
-    None is placed before all are prepared, and they share one answer. An answer that is not
-    streamed is built in memory. Log probabilities cost a worker little, because a prompt is
-    computed once for `n` choices, but each choice contains all of them. So their number is bounded
-    before anything is computed.
+    No request is placed before all are prepared. The answer may have at most `logprobs_max` log
+    probabilities, because an answer that is not streamed is built in memory. The limit is checked
+    before anything is computed. It is needed because the prompt's log probabilities are computed
+    once, but each of the `n` choices of the answer repeats them.
     """
 
     def __init__(self, num_requests: int = 1, *, logprobs_max: int) -> None:
@@ -446,15 +456,17 @@ class BodyRequests:
         self._num_logprobs = 0
 
     async def begin(self) -> None:
-        """Waits until all requests of the body are prepared."""
+        """Waits until all requests of the HTTP body are prepared."""
         await self._all_prepared.wait()
 
     def reserve_logprobs(
         self, request: ClientRequest, num_prompt_tokens: int, max_tokens: int
     ) -> int:
-        """Counts the log probabilities of a request with at most `max_tokens` completion tokens.
+        """Adds the log probabilities of a request to the number in the shared answer.
 
-        Returns `max_tokens`, or a smaller number if the client set none. Raises BadRequest.
+        `max_tokens` is the largest number of completion tokens. Returns `max_tokens`, or a smaller
+        number that keeps the answer within `logprobs_max` if the client did not set max_tokens.
+        Raises BadRequest if the answer would have too many log probabilities.
         """
         of_token = request.num_logprobs_kept
         needed = self._num_logprobs + request.num_prompt_logprobs * num_prompt_tokens

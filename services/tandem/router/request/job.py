@@ -1,21 +1,23 @@
 """A prepared request on its way through the router: its states, progress and routing.
 
     PLACING    --a decode worker is chosen------------------> SUBMITTED
-               --tenants take turns-------------------------> WAITING
+               --it waits for its tenant's turn-------------> WAITING
                --no decode worker is usable-----------------> PENDING
     WAITING    --its tenant has the turn--------------------> PLACING
     PENDING    --a worker is usable-------------------------> PLACING
     SUBMITTED  --stop or length-----------------------------> ENDED
                --the worker refused it or was lost----------> PLACING
                --the worker drains--------------------------> MIGRATING
-    MIGRATING  --another has a token, or none accepts it----> SUBMITTED
-    any other  --error--> FAILED, --closed by its caller----> CANCELLED
+    MIGRATING  --a new worker has a token or none accepts---> SUBMITTED
+    PLACING, WAITING, PENDING or SUBMITTED --error----------> FAILED
+                                           --caller leaves--> CANCELLED
 
 Only the Dispatcher changes the state of a job, by `Job.to`. A job holds no resources. When a job
-leaves a worker, the Dispatcher closes its `Attempt`, which cancels it on that worker, and takes
-back the requested prefill (`Routing.requested_prefill`). A job survives only a few lost workers
-(migration_budget.py). A job that was accepted once is not refused for lack of capacity: it waits
-while all workers are full or none is usable.
+leaves a worker, the Dispatcher closes the job's `Attempt`, which cancels the job on that worker. A
+prefill that was requested from a prefill worker (`Routing.requested_prefill`) then no longer counts
+as load of that worker. A job survives only a few lost workers (migration_budget.py). A job that a
+worker accepted once is not refused for lack of capacity: it waits while all workers are full or
+none is usable.
 
 A job knows token ids, not text. Its output tokens migrate with the prompt, and sampling is seeded
 by position, so it generates the same tokens on another worker.
@@ -56,12 +58,14 @@ from tandem.router.request.request import ClientRequest
 if TYPE_CHECKING:
     from tandem.net.store.registry import KvCompatibility
 
-# Share of the remaining time for the worker; the rest is for steps that take longer than predicted
+# Fraction of the time until the deadline of the first token that a worker may use. The rest is a
+# reserve for steps that take longer than predicted.
 WORKER_SHARE = 0.98
-FIRST_TOKEN_MIN_S = 1e-3  # must be positive, because 0 means no deadline for the first token
+# Shortest deadline for the first token. It is positive, because workers read 0 as no deadline.
+FIRST_TOKEN_MIN_S = 1e-3
 
 
-RETURNS_MAX = 4  # times that workers may return one request from their queues
+RETURNS_MAX = 4  # how often workers may return one request from their queues
 
 
 class JobState(Enum):
@@ -90,16 +94,17 @@ TRANSITIONS: Mapping[JobState, Collection[JobState]] = {
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A client's request with its prompt as token ids. It does not change."""
+    """A client's request with its prompt as token ids."""
 
     client: ClientRequest
-    sampling: SamplingParams  # resolved: the client's, with what engines need
+    sampling: SamplingParams  # the client's parameters, with all values that engines need
     token_ids: list[int]
     grammar: str = ""  # grammar of the completion; "" allows any text
     cache_salt: bytes = b""
     adapter: Adapter | None = None  # None: the base model
     block_size: int = 0  # the workers' block size; 0: unknown
-    pinned_tokens: int = 0  # number of the prompt's first tokens to pin; 0: all, and the answer
+    # number of the prompt's first tokens to pin; 0: the whole prompt and the answer
+    pinned_tokens: int = 0
 
     @property
     def max_tokens(self) -> int:
@@ -121,9 +126,9 @@ class PreparedRequest:
 
     @property
     def storable_tokens(self) -> int:
-        """Number of prompt tokens in full blocks, which are cached once they are computed.
+        """Number of prompt tokens in full blocks. Full blocks are cached once they are computed.
 
-        If only a part of the prompt is pinned, the number is that of this part.
+        If only the prompt's first tokens are pinned, the number counts only these.
         """
         size = self.block_size
         num_tokens = self.pinned_tokens or len(self.token_ids)
@@ -131,11 +136,11 @@ class PreparedRequest:
 
     @property
     def retention(self) -> Retention:
-        """The retention of its KV, as workers receive it."""
+        """The retention of the request's KV, as workers receive it."""
         return msgspec.structs.replace(self.client.wishes, num_tokens=self.pinned_tokens)
 
     def chain_root(self, compatibility: "KvCompatibility") -> bytes:
-        """Returns the root of its block hashes."""
+        """Returns the root of the chain of block hashes: the parent hash of the first block."""
         return compatibility.chain_root(self.cache_salt, digest_of(self.adapter))
 
 
@@ -150,8 +155,11 @@ def prepare_request(
     grammar: str,
     **placed: Any,
 ) -> PreparedRequest:
-    """Returns the prepared request. Its prompt has `token_ids`, and its answer has at most
-    `max_tokens` tokens. `placed` has the fields that depend on where the request runs."""
+    """Returns a prepared request with the prompt `token_ids` and at most `max_tokens` completion
+    tokens.
+
+    `placed` has more fields of the PreparedRequest, such as `cache_salt` and `block_size`.
+    """
     sampling = client.sampling
     seed, logprobs = sampling.seed, sampling.logprobs
     if logprobs is None and client.num_sequences > sampling.n:
@@ -160,7 +168,8 @@ def prepare_request(
         sampling = SamplingParams(temperature=0.0)
         logprobs = 2 * client.sampling.n
     stop_token_ids = set(client.sampling.stop_token_ids or ())
-    if grammar or not client.sampling.ignore_eos:  # only an end token can end what has a form
+    # With a grammar, only an end token can end the completion, even with `ignore_eos`.
+    if grammar or not client.sampling.ignore_eos:
         stop_token_ids.update(eos_token_ids)
     return PreparedRequest(
         client,
@@ -183,23 +192,26 @@ def prepare_request(
 class Progress:
     """A request's tokens and timings so far, over all workers."""
 
-    block_hashes: list[bytes]  # of the prompt, later also of the output as far as needed
+    # hashes of the prompt's full blocks; `Job.hashes` appends those of the output
+    block_hashes: list[bytes]
     timeline: Timeline
     output_token_ids: list[int] = field(default_factory=list)
-    # For the prompt from its second token on, if requested.
+    # If requested: log probabilities of the prompt's tokens after the first.
     prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
     # if requested: the hidden state of the prompt's last token
     embedding: list[float] = field(default_factory=list)
-    cached_tokens: int = 0  # cached prompt tokens on the worker of the first token
-    cached_by_tier: CachedTokens | None = None  # None if that worker has no tier
+    # number of prompt tokens whose KV was cached when the first token was generated
+    cached_tokens: int = 0
+    # cached_tokens split by tier; None: the worker of the first token has no tier below its KV pool
+    cached_by_tier: CachedTokens | None = None
     timings: pb.SequenceTimings = field(default_factory=pb.SequenceTimings)
-    # numbers of the attempts that generated its tokens
+    # numbers of the attempts that generated output tokens
     attempts: set[int] = field(default_factory=set)
     num_migrations: int = 0
-    num_lost: int = 0  # lost workers, prefill or decode
+    num_lost: int = 0  # number of prefill and decode workers that the request lost
 
     def take_source(self, update: pb.SequenceUpdate) -> None:
-        """Records the attempt of an update; the first one also has the cached tokens."""
+        """Records the attempt that sent an update. The first update also has the cached tokens."""
         if not (self.attempts or self.output_token_ids):  # a beam's job begins with output tokens
             self._take_cached(update)
         self.attempts.add(update.attempt)
@@ -215,62 +227,67 @@ class Routed:
     """The workers of a submission and the reason for the choice."""
 
     placement: Placement
-    matches: dict[str, int]  # prefix matches used for the placement
-    reason: str  # one line
+    # id of a worker or tier -> number of the prompt's blocks there, as known at the placement
+    matches: dict[str, int]
+    reason: str  # why these workers were chosen, in one line
 
 
 @dataclass(slots=True)
 class Routing:
-    """The routing of a request: its current workers and those that it must avoid.
+    """The routing of a request: the current workers and the workers to avoid.
 
     Times are monotonic seconds.
     """
 
     routed: Routed | None = None
-    # look-up in the prefix tree that began before the first placement
+    # prefix-tree look-up for the first placement, started while the request is prepared
     lookup: Task[dict[str, int]] | None = None
     num_submissions: int = 0
-    # (worker id, prefill, time) of the request to a prefill worker
+    # (id of the prefill worker, work, time of the request) until the prefill is done; None: no
+    # prefill worker computes the prompt
     requested_prefill: tuple[str, Prefill, float] | None = None
     is_admitted: bool = False
-    is_urgent: bool = False  # counted and admitted, however late its first token may be
-    has_turn: bool = False  # does not wait for its tenant's turn
-    # prediction of the first token, until it arrives or the request migrates
+    is_urgent: bool = False  # True: admitted, however late the first token may be
+    has_turn: bool = False  # True: the request does not wait for its tenant's turn
+    # prediction of the TTFT; None: there is no prediction, or the first token has arrived
     promise: Promise | None = None
-    # a later first token is useless, so workers may refuse the request
+    # time after which a first token is useless, so that workers may refuse the request
     first_token_by: float = math.inf
-    unassigned_since: float | None = None  # time since when no worker has it, after one had it
-    leaves: str = ""  # MIGRATING: id of the worker that it leaves
-    # time before which it does not try to migrate again, because no worker was found
+    # time since when no worker has the request; None: a worker has it or none has accepted it yet
+    unassigned_since: float | None = None
+    leaves: str = ""  # id of the worker from which the request migrates; "": it does not migrate
+    # time before which no migration is tried, because the last one found no worker
     stays_until: float = -math.inf
-    refused: set[str] = field(default_factory=set)  # epochs of workers that refused it
-    retry_after_s: float | None = None  # shortest retry time of a full worker
-    num_returns: int = 0  # number of returns from workers' queues
-    returned_by: str = ""  # epoch of the last of these workers, until the next placement
-    overloaded: Overloaded | None = None  # error of a worker whose first token would be late
-    # Error of a worker that can never run it.
+    refused: set[str] = field(default_factory=set)  # epochs of workers that refused the request
+    retry_after_s: float | None = None  # shortest retry time that a full worker has sent
+    num_returns: int = 0  # how often a worker has returned the request from its queue
+    # epoch of the worker that last returned the request; "" after the next placement
+    returned_by: str = ""
+    # refusal by a worker that expects the first token too late
+    overloaded: Overloaded | None = None
+    # refusal by a worker that can never run the request
     cannot_take: NeverFits | AdapterUnavailable | None = None
 
     def clear_refusals(self) -> None:
-        """Allows workers that refused it to be tried again."""
+        """Allows the workers that refused the request to be tried again."""
         self.refused.clear()
         self.retry_after_s = self.overloaded = None
 
 
 @dataclass(slots=True)
 class Job:
-    """One completion on its way. Only `to` changes its state.
+    """One completion on its way through the router. Only `to` changes `state`.
 
     A request has one or several jobs (choices/). A job with a `parent` begins once the parent's
-    prompt is committed or the parent has ended. It is placed on the parent's worker if possible and
-    shares its KV.
+    prompt is committed or the parent has ended. The job is placed on the parent's worker if
+    possible, where it shares the KV of the parent's prompt.
     """
 
     request: PreparedRequest
     progress: Progress
     routing: Routing = field(default_factory=Routing)
     state: JobState = JobState.PLACING
-    index: int = 0  # among the jobs of its request
+    index: int = 0  # index among the jobs of the request
     parent: "Job | None" = None
     # set when the children may begin
     may_fork: asyncio.Event = field(default_factory=asyncio.Event)
@@ -293,14 +310,15 @@ class Job:
 
     @property
     def worker(self) -> WorkerSnapshot | None:
-        """The decode worker of its last submission."""
+        """The decode worker of the last submission; None before the first one."""
         return self.routing.routed.placement.decode if self.routing.routed else None
 
     @property
     def is_budget_restarted(self) -> bool:
-        """True if the blocks that its KV budget keeps were chosen again.
+        """True if the blocks to keep within the KV budget were chosen again during generation.
 
-        That happens if it had tokens and another submission continued it with newly computed sums.
+        This happens if a second submission continues a job that has output tokens, because the new
+        worker computes anew how much attention each block has received.
         """
         budget = self.request.client.kv_budget
         keeps_hitters = budget is not None and budget.keeps_hitters
@@ -308,9 +326,9 @@ class Job:
 
     @property
     def required_workers(self) -> tuple[str, str]:
-        """The ids of the decode worker and the prefill worker that it must use; "" for any.
+        """Ids of the (decode worker, prefill worker) to use if they are usable; "": any worker.
 
-        A child uses its parent's decode worker. An endpoint picker's hint applies to the first
+        A child uses its parent's decode worker. An endpoint picker's hint applies only to the first
         submission.
         """
         if self.parent is not None:
@@ -329,8 +347,8 @@ class Job:
     def hashes(self, compatibility: "KvCompatibility | None") -> list[bytes]:
         """Returns the hashes of all full blocks of the input.
 
-        They are only the prompt's while no KV compatibility is known. With a KV budget there are
-        none, because its KV is not shared.
+        While no KV compatibility is known, the hashes cover only the prompt. With a KV budget there
+        are none, because KV under a budget is not shared.
         """
         block_hashes = self.progress.block_hashes
         if self.request.client.kv_budget is not None:
@@ -360,13 +378,14 @@ class JobStep:
 
     token_ids: list[int]
     finish_reason: str = ""
-    logprobs: list[LogprobEntry] = field(default_factory=list)  # one for each token, if requested
+    # log probabilities of each token in token_ids; empty if not requested
+    logprobs: list[LogprobEntry] = field(default_factory=list)
 
 
 def work_of(job: Job, block_size: int, completion_tokens: float = 0.0) -> Work:
-    """Returns the properties of a job for placement.
+    """Returns the properties of a job that determine its placement.
 
-    `completion_tokens` is the mean output of a request; 0 if unknown.
+    `completion_tokens` is the mean number of output tokens of a request; 0 if unknown.
     """
     budget = job.request.client.kv_budget
     budget_tokens = None if budget is None else budget.tokens
@@ -387,8 +406,9 @@ def submission(
     matches: Mapping[str, int],
     leaves: WorkerSnapshot | None = None,
 ) -> pb.SubmitSequence:
-    """Builds the message. `leaves` is the worker from which it migrates, which has all its
-    blocks.
+    """Returns the message that submits a job to a decode worker.
+
+    `leaves` is the worker from which the job migrates and which has all blocks of the job.
     """
     request = job.request
     progress = job.progress
@@ -415,7 +435,7 @@ def submission(
 
 
 def model_input(request: PreparedRequest, output_token_ids: Sequence[int] = ()) -> pb.SequenceInput:
-    """Returns the request as an engine takes it, with the tokens that were made of its answer."""
+    """Returns the request as engines receive it: the prompt, followed by the output so far."""
     # max_tokens, stop_token_ids and prompt_logprobs come from `request.sampling`.
     return to_message(pb.SequenceInput, request, token_ids=[*request.token_ids, *output_token_ids])
 

@@ -1,9 +1,10 @@
-"""Requests decode workers to keep the KV of ended requests, and records their answers.
+"""Sends requests to decode workers to keep the KV of ended requests, and records the replies.
 
-    a completion ends --to be kept--> request to its worker (in the background) --> record
-A worker pins blocks itself for a request's Retention. It does not know that an answer has tool
-calls, after which the client sends their results. Blocks that a worker cannot pin are evicted
-sooner; nothing fails.
+    completion ends --KV is to be kept--> KeepRequest to the decode worker, in the background
+                                          --reply--> `RequestRecord.kept`
+A worker itself pins the blocks of a request that has a Retention. But the worker does not know that
+an answer has tool calls, whose results the client sends in the next request. The KeepRequest covers
+this case, too. Blocks that a worker cannot pin are evicted sooner; nothing fails.
 """
 
 import asyncio
@@ -27,28 +28,33 @@ _ASKED_MAX = 256  # simultaneous requests to workers
 
 class Keeper:
     def __init__(self, view: ClusterView, tool_pin_s: float) -> None:
-        """`tool_pin_s` is the minimum time for which an answer with tool calls is kept."""
+        """`tool_pin_s` is the minimum time for which the KV of an answer with tool calls is kept.
+
+        0 turns that off.
+        """
         self._view = view
         self._tool_pin_s = tool_pin_s
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_end(self, job: Job, record: "RequestRecord", waits_for_tools: bool) -> None:
-        """Requests that a completion's KV is kept, if its request wants that or its client runs
-        tools.
+        """Requests that the worker keeps a completion's KV, if the client requested retention.
+
+        `waits_for_tools`: the answer has tool calls, so the KV is kept for `tool_pin_s` in any
+        case.
         """
         client = job.request.client
         worker = job.worker
         pin_s = client.retention.pin_s
         pinned_tokens = job.request.pinned_tokens
         if waits_for_tools and self._tool_pin_s:
-            # After tool calls all of the KV is kept. If only a part was to be pinned, the worker
-            # has already pinned it.
+            # After tool calls, the KV of all tokens is kept. If the client requested a pin of only
+            # the first tokens, the worker has already pinned these.
             pin_s = self._tool_pin_s if pinned_tokens else max(pin_s, self._tool_pin_s)
             pinned_tokens = 0
         compatibility = self._view.compatibility()
         if not pin_s or worker is None or compatibility is None:
             return
-        # The KV of the last token was not computed.
+        # The engine has not computed the KV of the last generated token.
         num_tokens = min(job.num_tokens - 1, pinned_tokens or job.num_tokens)
         num_blocks = num_tokens // compatibility.block_size
         message = pb.KeepRequest(

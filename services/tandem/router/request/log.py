@@ -1,8 +1,9 @@
 """Keeps the recent requests of this router: outcome, placement, stages, tokens, migrations.
 
-    open --> running (read from its jobs on demand) --> ended (only facts are kept)
-The number is bounded; the oldest are dropped. The log is in memory and separate for each router
-replica. It contains no prompt and no text.
+    running: facts are read from the request's jobs on demand
+    ended:   the facts are stored, and the jobs are dropped
+The log has at most REQUESTS_MAX requests; the oldest are dropped. Each router replica has its own
+log, in memory. A log contains no prompt and no text.
 """
 
 import logging
@@ -27,7 +28,7 @@ _REPLY_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. Its `jobs` exist from the tokenization of its prompt until its end."""
+    """One request. `jobs` is empty until the prompt is tokenized and after the request ends."""
 
     request_id: str
     kind: str
@@ -42,7 +43,7 @@ class RequestRecord:
     e2e_s: float | None = None
     jobs: list[Job] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    # result of pinning its KV; empty if nothing was to be pinned
+    # result of pinning the request's KV; empty if nothing was to be pinned
     kept: dict[str, Any] = field(default_factory=dict)
 
     def fail(self, error: TandemError) -> None:
@@ -92,7 +93,11 @@ class RequestRecord:
         }
 
     def _facts(self) -> dict[str, Any]:
-        """Returns the facts of the first job; bytes, moves and losses are sums over all jobs."""
+        """Returns the facts about the request.
+
+        Pulled blocks and bytes, migrations and lost workers are sums over all jobs. The other facts
+        are those of the first job.
+        """
         job = self.jobs[0] if self.jobs else None
         progress = job.progress if job else None
         routed = job.routing.routed if job else None
@@ -140,10 +145,10 @@ class RequestLog:
         return list(islice(reversed(self._records.values()), num_max))
 
     def find(self, name: str, tenant: str | None = None) -> RequestRecord:
-        """Returns a request by its id, its reply's id (`cmpl-...`) or its client's own id.
+        """Finds a request by its id, by the id of its reply (`cmpl-...`) or by the client's own id.
 
-        Of several requests with the same client's id, the latest is returned. A `tenant` finds
-        only its own requests; None finds all. Raises RequestNotFound.
+        Of several requests with the same client's id, the latest is returned. With a `tenant`, only
+        requests of that tenant are found. Raises RequestNotFound.
         """
         record = self._records.get(_request_id(name))
         if record is None and (same := self.find_choices(name, tenant)):
@@ -156,7 +161,7 @@ class RequestLog:
         return record
 
     def is_of_another(self, name: str, tenant: str | None) -> bool:
-        """Returns whether the log has the request and it belongs to another tenant."""
+        """Returns whether the log has a request of this name that belongs to another tenant."""
         request_id = _request_id(name)
         found = self._records.get(request_id) or self._records.get(f"{request_id}-0")
         return found is not None and tenant not in (None, found.tenant)
@@ -164,8 +169,8 @@ class RequestLog:
     def find_choices(self, name: str, tenant: str | None = None) -> list[RequestRecord]:
         """Returns the requests `ID-0`, `ID-1`, ... of a body with several prompts.
 
-        If `name` is a client's own id, all requests with that id are returned. The list may be
-        empty.
+        If `name` is a client's own id of requests, all requests with that id are returned. The list
+        may be empty.
         """
         request_id = _request_id(name)
         return [

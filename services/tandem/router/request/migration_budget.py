@@ -1,15 +1,17 @@
-"""Limits migrations after the loss of a worker. Pure: `now` is an argument.
+"""Limits migrations after the loss of a worker. The time is an argument (`now`).
 
-A request that crashes its worker would crash one worker after another. So each request survives
-fewer than `LOSSES_MAX` lost workers. All requests of a router together may migrate as many times in
-a minute as there were requests in that minute. One crash migrates each request once; only repeated
-crashes exhaust the budget. A worker that drains costs nothing.
+A request that crashes its worker would crash one worker after another. So a request fails when it
+has lost `LOSSES_MAX` workers. In addition, all requests of a router together may migrate as many
+times in a minute as there were requests in that minute. The loss of one worker migrates each
+request at most once, so only repeated crashes exhaust this budget. Migrations away from a draining
+worker are not counted.
 """
 
 from collections import Counter
 from typing import Literal, get_args
 
-# Lost workers of one request, prefill or decode: two migrations after crashes, then an error.
+# Number of lost workers, prefill or decode, with which a request fails. So a request migrates after
+# at most two crashes.
 LOSSES_MAX = 3
 MIGRATIONS_MIN = 10  # minimum budget per minute
 _WINDOW_S = 60
@@ -21,8 +23,8 @@ MIGRATION_REASONS: tuple[MigrationReason, ...] = get_args(MigrationReason)
 class MigrationBudget:
     """The budget of migrations after crashes in the last minute.
 
-    It is the number of requests that were open in that minute, at least `MIGRATIONS_MIN`. Times are
-    seconds of one monotonic clock.
+    The budget is the number of requests that were open in that minute, at least `MIGRATIONS_MIN`.
+    Times are in seconds on one monotonic clock.
     """
 
     def __init__(self) -> None:

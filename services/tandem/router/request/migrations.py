@@ -1,6 +1,7 @@
-"""Decides about a request whose worker refused it, was lost, or drains.
+"""Decides whether a request may continue elsewhere if a worker refused it, was lost, or drains.
 
-If the request may not migrate, the client's error is raised. migration_budget.py has the bounds.
+migration_budget.py limits the number of migrations. If the request may not migrate, the error for
+the client is raised.
 """
 
 import logging
@@ -69,8 +70,8 @@ class Migrations:
         self._metrics.refusals.labels(code=error.code).inc()
 
     def note_loss(self, job: Job, error: WorkerLost) -> None:
-        """Lets the request migrate or raises WorkerLost."""
-        # it was admitted, so it is not refused after the loss
+        """Records the loss of the job's worker. Raises WorkerLost if the job may not migrate."""
+        # The request was admitted, so no worker may refuse it now because it would be late.
         job.routing.first_token_by = math.inf
         is_crash = not isinstance(error, WorkerLeft)
         if is_crash and (why_not := self._count_loss(job)):
@@ -111,7 +112,7 @@ class Migrations:
     def _count_loss(self, job: Job) -> str:
         """Counts a lost worker; returns why the request may not migrate, or "" if it may."""
         progress = job.progress
-        # otherwise the worker has already reported the last loss
+        # Workers also report losses (`workers_lost`), so the maximum may be reached already.
         if progress.num_lost < LOSSES_MAX:
             progress.num_lost += 1
         if progress.num_lost == LOSSES_MAX:
@@ -136,11 +137,12 @@ def lost_for_good(job: Job, why: str) -> WorkerLost:
 
 
 def raise_if_refused(job: Job, adapter: Adapter | None, can_decode: Callable[[], bool]) -> None:
-    """Raises the client's error if no decode worker accepted the job; returns if it may wait for
-    one.
+    """Raises the error for the client if no decode worker accepted the job; returns if the job may
+    wait for one.
 
-    `can_decode` returns whether a worker that has not refused the job can decode. A job that has
-    begun waits, because another worker can run it, too.
+    `can_decode` returns whether there is a usable decode worker that has not refused the job. After
+    NeverFits or AdapterUnavailable, a job that a worker accepted before waits, because another
+    worker can run it, too.
     """
     routing = job.routing
     if routing.overloaded is not None:

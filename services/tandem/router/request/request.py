@@ -1,4 +1,4 @@
-"""A checked generation request. HTTP and gRPC both translate into it.
+"""A checked generation request. The HTTP and gRPC APIs both convert their requests into it.
 
 A `ClientRequest` is valid when it is constructed, except for checks that need the model
 (`check_against`). Every error names the field and the allowed values. This module knows no wire
@@ -26,7 +26,8 @@ from tandem.router.request.allowed import LENGTH_PENALTY_MAX, refusal
 from tandem.router.request.conversation import Conversation
 
 MESSAGES_MAX = 4096
-# A text with more characters per token than this cannot fit, so it is refused without tokenizing.
+# A prompt with more than this many characters for each token of the context cannot fit, so it is
+# refused without tokenizing.
 CHARACTERS_PER_TOKEN_MAX = 64
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -35,8 +36,8 @@ _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 Prompt = str | tuple[int, ...] | Conversation
 _UNLIMITED = SamplingParams(max_tokens=None)
-# Sampling fields for which a model may have its own defaults, as in vLLM. Also as in vLLM,
-# `do_sample` has no effect.
+# Sampling fields for which a model may have its own defaults. The fields are those of vLLM. As in
+# vLLM, a model's `do_sample` has no effect.
 MODEL_DEFAULTS = frozenset(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"))
 
 
@@ -51,21 +52,24 @@ class ClientRequest:
     default_max_tokens: int | None = None
     # constraint on the completion; None: any text
     structured_output: StructuredOutput | None = None
-    echo: bool = False  # the text begins with the prompt, or with a chat's final assistant message
-    embed: bool = False  # return the prompt's last hidden state and no text
-    is_whole: bool = False  # the answer is sent only when it is complete
-    add_special_tokens: bool = True  # for a text prompt
+    # True: the text begins with the prompt, or with the final assistant message of a chat
+    echo: bool = False
+    embed: bool = False  # True: the answer is the hidden state of the prompt's last token
+    is_whole: bool = False  # True: the answer is sent only when it is complete
+    # True: the tokenizer adds special tokens such as bos to a text prompt
+    add_special_tokens: bool = True
     # number of completions from which the `n` best are chosen; None: `n`
     best_of: int | None = None
-    use_beam_search: bool = False  # with `n` beams
-    length_penalty: float = 1.0  # for beams
-    retention: Retention = NO_RETENTION  # requested by its fields
-    pinned_chat: Conversation | None = None  # the part of its chat to pin; None: all
-    is_of_session: bool = False  # a header names its session
+    use_beam_search: bool = False  # True: beam search with `n` beams
+    length_penalty: float = 1.0  # exponent of the number of tokens in the score of a beam
+    retention: Retention = NO_RETENTION  # retention of the KV that the client requests
+    pinned_chat: Conversation | None = None  # first messages of the chat to pin; None: all
+    is_of_session: bool = False  # True: a header names the client's session
     kv_budget: KvBudget | None = None  # None: each token sees all KV before it
     tenant: str = ""  # "": no tenant
-    limits: Limits = NO_LIMITS  # limits of its API key
-    hint: PlacementHint | None = None  # from the endpoint picker that routed it here
+    limits: Limits = NO_LIMITS  # limits of the API key
+    # workers that the endpoint picker chose when it routed the request to this router
+    hint: PlacementHint | None = None
     client_id: str = ""  # the client's own id of the request; not unique
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -132,7 +136,7 @@ class ClientRequest:
     def with_defaults(self, defaults: Mapping[str, float]) -> Self:
         """Returns the request with a model's defaults for omitted sampling fields.
 
-        Beams and embeddings use no sampling, so they are returned unchanged.
+        Beam search and embeddings do not sample, so for them the request is returned unchanged.
         """
         if self.use_beam_search or self.embed:
             return self
@@ -158,7 +162,10 @@ class ClientRequest:
         return 0 if number is None or not is_kept else self.num_sequences * (1 + number)
 
     def check_against(self, *, vocab_size: int, max_model_len: int) -> None:
-        """Checks the fields that need no tokenized prompt. Raises BadRequest."""
+        """Checks fields against the model, as far as no tokenized prompt is needed.
+
+        Raises BadRequest.
+        """
         check_token_ids("stop_token_ids", self.sampling.stop_token_ids or (), vocab_size)
         check_token_ids("logit_bias", self.sampling.logit_bias or (), vocab_size)
         if isinstance(self.prompt, tuple):
@@ -234,7 +241,10 @@ class ClientRequest:
             )
 
     def _allowed_by_key(self, num_prompt_tokens: int) -> int | None:
-        """Returns the largest completion that the API key allows; None means no limit."""
+        """Returns the largest number of tokens that the API key allows for each completion.
+
+        None means no limit.
+        """
         limits = self.limits
         self.check_prompt_limit(num_prompt_tokens)
         allowed = limits.max_completion_tokens or math.inf
@@ -277,10 +287,11 @@ class ClientRequest:
 
     @property
     def wishes(self) -> Retention:
-        """The retention of its KV, as workers receive it. The key bounds its priority.
+        """The retention of the request's KV, as workers receive it.
 
-        A prompt is likely to be sent again if it is to be kept, has a session or tools, or contains
-        an earlier answer.
+        The API key limits the retention's priority. The prompt is assumed to be sent again
+        (`returns`) if the client requests a pin, names a session, sends tools, or sends an earlier
+        answer.
         """
         retention = self.retention
         chat = self.prompt

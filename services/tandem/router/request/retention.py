@@ -1,9 +1,10 @@
 """The ways in which clients request that KV is kept.
 
-prompt_cache_key, a session's header     the prompt is likely to be sent again
-prompt_cache_retention, a cache's mark   its blocks are pinned for some time after its end
+request or answer                        effect
+prompt_cache_key, a session header       the prompt is treated as likely to be sent again
+prompt_cache_retention, cache_control    the blocks are pinned for some time after the request ends
 kv_priority                              order of eviction from tiers with the policy `priority`
-an answer with tool calls                its blocks are pinned while the tool runs (keeper.py)
+an answer with tool calls                the blocks are pinned while the tool runs (keeper.py)
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +39,9 @@ def asked_retention(
 
 
 def is_of_session(sent: Callable[[str], Sequence[str]]) -> bool:
-    """Returns whether headers name the request's session. `sent` returns the values of a header.
+    """Returns whether headers name the request's session.
 
+    `sent` returns all values of the header with the given name.
     Raises BadRequest for an invalid value.
     """
     named = [(name, value.strip(" \t")) for name in SESSION_HEADERS for value in sent(name)]

@@ -32,7 +32,7 @@ class Piece:
 
 
 class TextStream:
-    """The text of one request."""
+    """The text of one completion, converted as its tokens arrive."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class TextStream:
         With `shows_stop` the text includes the stop string or token. The text of the first
         `min_tokens` tokens is not searched for stop strings.
         """
-        # Clients see no special tokens; a parser sees those that it uses.
+        # Even with `skip_special_tokens`, the parser sees the special tokens that it searches for.
         shown = frozenset() if parser is None else tokenizer.special_ids(parser.terminals)
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, skip_special_tokens=skip_special_tokens, shown=shown
@@ -64,7 +64,8 @@ class TextStream:
         self._num_unstopped = min_tokens
         self._prompt_text = prompt_text
         self._num_reasoning = 0
-        self._num_undecided = 0  # tokens that may belong to the tag before reasoning
+        # number of last tokens that may belong to a tag that begins reasoning
+        self._num_undecided = 0
 
     def push(self, token_ids: list[int], finish_reason: str) -> Piece:
         """Returns the new text. With a `finish_reason`, all held-back text is released.
@@ -79,9 +80,9 @@ class TextStream:
         return piece
 
     def _parsed(self, token_ids: list[int], finish_reason: str) -> Piece:
-        """Returns the new text, parsed.
+        """Returns the new text, split by the parser.
 
-        Tokens are parsed one by one while the model may be reasoning, to count the reasoning
+        While the model may be reasoning, tokens are parsed one by one, to count the reasoning
         tokens.
         """
         parser = self._parser
@@ -135,14 +136,15 @@ class TextStream:
         return Piece("".join(texts), token_ids, finish_reason, ended_by)
 
     def _rest(self, finish_reason: str) -> str:
-        """Returns the text that the detokenizer held back, without a character that the end cut
-        in half.
+        """Returns the text that the detokenizer still holds back at the end of a completion.
+
+        A final character of which some bytes are missing is left out.
         """
         return self._detokenizer.flush().rstrip("\ufffd") if finish_reason else ""
 
 
 def text_stream(tokenizer: Tokenizer, answers: ModelFormat, request: PreparedRequest) -> TextStream:
-    """Returns the text of one completion of a request."""
+    """Returns the stream that converts the tokens of one completion into text."""
     client = request.client
     sampling = client.sampling
     return TextStream(
@@ -158,7 +160,11 @@ def text_stream(tokenizer: Tokenizer, answers: ModelFormat, request: PreparedReq
 
 
 def _echoed(tokenizer: Tokenizer, request: PreparedRequest) -> str:
-    """Returns the text before the completion's: a text as it was sent, whatever it has."""
+    """Returns the text that precedes the completion if the client requests an echo.
+
+    A text prompt is echoed as it was sent, special tokens included. A truncated prompt or token ids
+    are decoded. For a chat, the echo is the final assistant message.
+    """
     prompt, sampling = request.client.prompt, request.client.sampling
     if isinstance(prompt, Conversation):
         final = prompt.messages[-1]

@@ -1,6 +1,6 @@
-"""OpenAI's `best_of`: returns the completions with the highest mean log probability of a token.
+"""OpenAI's `best_of`: returns the completions with the highest mean log probability per token.
 
-All completions are generated to their end before the first is sent.
+No completion is sent before all of them have ended.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -15,7 +15,8 @@ async def best_of(
 ) -> AsyncGenerator[Delta, None]:
     """Yields the deltas of the best choices, one choice after another; the best has index 0.
 
-    The `total` includes the other choices. Among equal ones the lower index is better.
+    The usage `total` also counts the discarded choices. Among choices with equal means, the one
+    with the lower index is better.
     """
     made: dict[int, list[Delta]] = {}
     async with aclosing(deltas):

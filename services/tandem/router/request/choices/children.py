@@ -1,11 +1,12 @@
 """The jobs of one request with several completions of its prompt.
 
     child 0       the same as the job of a request with n = 1
-    child 1...    begin once child 0's prompt is committed on its decode worker, or child 0 has
-                  ended; they are placed on that worker if possible and share its blocks
-So the prompt is computed once and its KV transferred once, and no block is shared that a read may
-still write. Each child has its own tokens; refusal, preemption, migration and loss are handled as
-for any request.
+    child 1...    begin once child 0's prompt is committed on child 0's decode worker, or child 0
+                  has ended; they are placed on that worker if possible and share the prompt's
+                  blocks
+So the prompt is computed once and its KV is transferred once. The children share no block into
+which a KV transfer may still write. Each child generates its own tokens. Refusal, preemption,
+migration and the loss of a worker are handled for each child as for any request.
 """
 
 from dataclasses import replace
@@ -22,8 +23,8 @@ _MASK = 2**64 - 1
 def child_seed(seed: int, index: int) -> int:
     """Returns the seed of a child.
 
-    Child 0 has the request's seed. Child `index` has number `index` of SplitMix64 that starts at
-    the request's seed (Steele, Lea and Flood, 2014).
+    Child 0 uses the request's seed. Child i uses the i-th output of the generator SplitMix64
+    (Steele, Lea and Flood, 2014), started with the request's seed.
     """
     if not index:
         return seed
@@ -40,7 +41,7 @@ def child_request(request: PreparedRequest, index: int) -> PreparedRequest:
     sampling = msgspec.structs.replace(
         request.sampling,
         seed=child_seed(request.sampling.seed or 0, index),
-        prompt_logprobs=None,  # child 0's apply to all of them
+        prompt_logprobs=None,  # only child 0 computes them, for all children
     )
     return replace(request, sampling=sampling)
 

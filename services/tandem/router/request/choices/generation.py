@@ -1,7 +1,8 @@
-"""One admitted request: its choices, their deltas, and its use of the tenant's limits.
+"""One admitted request: the choices, their deltas, and the use of the tenant's limits.
 
 Each choice follows its own job (children.py). The request ends when all choices have ended. The
-very last delta has the `total`, and the reservation is settled before it is sent.
+last delta of the request has the `total` usage. The request's reservation of the tenant's limits is
+settled before that delta is sent.
 """
 
 import asyncio
@@ -26,14 +27,14 @@ from tandem.router.request.text import Piece, TextStream
 
 @dataclass(slots=True)
 class Choice:
-    """One completion: the job that generates its tokens, and their text."""
+    """One completion: the job that generates the tokens, and the text of the tokens."""
 
     index: int
     job: Job
     text: TextStream
-    num_sent: int = 0  # number of tokens
+    num_sent: int = 0  # number of tokens sent so far
     is_begun: bool = False
-    has_calls: bool = False  # whether it has tool calls
+    has_calls: bool = False  # True: the text has at least one tool call
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ class Services:
 class Generation:
     """Generates the completions of one prompt.
 
-    `record` has their jobs, child 0 first. `deadline` is a time of the event loop.
+    `record.jobs` has the jobs of the completions, child 0 first. `deadline` is a time on the event
+    loop's clock.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Generation:
         self._reservation = reservation
         self._first = record.jobs[0]
         self._num_open = num_choices
-        self._num_generated = 0  # tokens, including those of discarded beams
+        self._num_generated = 0  # generated tokens, including those of discarded beams
         self._num_reasoning = 0  # reasoning tokens of the choices that have ended
         self._deadline = deadline
 
@@ -76,7 +78,7 @@ class Generation:
         """Yields the deltas of a choice until it ends."""
         async with aclosing(self.steps(choice.job)) as steps:
             async for step in steps:
-                # a worker generates at least one token
+                # A worker generates at least one token, which is dropped if none was requested.
                 if choice.job.request.client.sampling.max_tokens == 0:
                     piece = choice.text.push([], "length")
                 else:
@@ -84,9 +86,9 @@ class Generation:
                 self._note(choice, len(piece.token_ids))
                 choice.has_calls |= bool(piece.tool_calls)
                 if piece.finish_reason:
-                    # Close before the last delta. The worker is then free even if the client reads
-                    # slowly, and the tenant's limits are up to date if the client sends its next
-                    # request at once.
+                    # Close the job before yielding the last delta. The worker is then free even if
+                    # the client reads slowly, and the tenant's limits are up to date if the client
+                    # sends the next request at once.
                     await steps.aclose()
                     waits_for_tools = choice.has_calls and piece.finish_reason != "length"
                     self._services.keeper.on_end(choice.job, self._record, waits_for_tools)
@@ -95,7 +97,7 @@ class Generation:
                     return
 
     def whole(self, choice: Choice, token_ids: list[int], finish_reason: str) -> Delta:
-        """Returns the only delta of a choice whose tokens are complete."""
+        """Returns one delta with the whole text of a choice. `token_ids` are all of its tokens."""
         piece = choice.text.push(token_ids, finish_reason)
         self._note(choice, len(piece.token_ids))
         return self._delta(choice, piece, [])
@@ -117,7 +119,10 @@ class Generation:
                 yield step
 
     def _delta(self, choice: Choice, piece: Piece, logprobs: list[LogprobEntry]) -> Delta:
-        """Returns the delta of new text. The last delta of the request settles its reservation."""
+        """Returns the delta for a new piece of text.
+
+        The method settles the request's reservation before it returns the request's last delta.
+        """
         job = choice.job
         record = self._record
         first = self._first
@@ -175,7 +180,11 @@ class Generation:
         )
 
     def settle(self) -> None:
-        """Settles the reservation with the tokens used, once. A refused request uses none."""
+        """Settles the reservation with the number of tokens that the request used.
+
+        If no worker ran the request, nothing is settled, so all of the reservation is given back.
+        Further calls have no effect.
+        """
         client = self._first.request.client
         num_sent = self._record.num_sent
         if any(_took(job) for job in self._record.jobs):
@@ -184,16 +193,17 @@ class Generation:
                 client.tenant,
                 prompt=len(self._first.request.token_ids),
                 cached=self._first.progress.cached_tokens,
-                # Beam search generates more tokens than its best beams contain, and sends them at
+                # Beam search also generates the tokens of discarded beams, and sends none before
                 # its end.
                 completion=self._num_generated if client.use_beam_search else num_sent,
             )
 
     def _note(self, choice: Choice, num_tokens: int) -> None:
-        """Measures the latency of new tokens.
+        """Records the latency of new tokens.
 
-        The autoscaler's meter gets it as a fraction of the service level's limit. The first token
-        of the request is child 0's.
+        The first token of child 0 gives the request's TTFT. Each token after the first of a choice
+        gives an inter-token latency. The autoscaler's meter receives both as fractions of the
+        service level's limits.
         """
         if not num_tokens:
             return

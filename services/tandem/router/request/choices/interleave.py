@@ -17,17 +17,16 @@ class _End:
 async def interleave(
     parts: Sequence[AsyncGenerator[_T, None]],
 ) -> AsyncGenerator[tuple[int, _T], None]:
-    """Yields the items of all iterators with the iterator's index.
+    """Yields (index of the iterator, item) for each item, until all iterators have ended.
 
-    Raises the first error of any of them. Closing it closes all of them; it ends when all have
-    ended.
+    Raises the first error of any iterator. Closing this generator closes all iterators.
     """
     if len(parts) == 1:
         async with aclosing(parts[0]) as items:
             async for item in items:
                 yield 0, item
         return
-    # The queue is bounded, so that a client that reads slowly also slows all iterators.
+    # The queue holds few items, so that a client that reads slowly also slows all iterators.
     arrived: asyncio.Queue[tuple[int, _T] | _End] = asyncio.Queue(len(parts))
     tasks = [asyncio.create_task(_pass_on(i, part, arrived)) for i, part in enumerate(parts)]
     num_running = len(tasks)
@@ -50,7 +49,7 @@ async def interleave(
 async def items_of(
     interleaved: AsyncGenerator[tuple[int, _T], None],
 ) -> AsyncGenerator[_T, None]:
-    """Yields the items without their indices."""
+    """Yields the items of `interleave` without the indices of their iterators."""
     async with aclosing(interleaved):
         async for _, item in interleaved:
             yield item

@@ -1,11 +1,13 @@
 """Runs jobs on threads or processes; tenants take turns.
 
-    waiting --a worker is free, and it is the tenant's turn--> running --the job ends--> over
-      `-- its caller is cancelled --> over, at no cost to its tenant     `--the deadline--> over
-A running job cannot be stopped. If its caller is cancelled, the job occupies its worker until it
-ends. So the executor never has more jobs than workers, and its own queue, which does not know
-tenants, stays empty. At a job's deadline the executor's processes are killed, and other jobs that
-ran there run once more. A thread cannot be killed, so it is abandoned.
+    waiting --a worker is free, and it is the tenant's turn--> running
+            --the caller is cancelled------------------------> over, at no cost to the tenant
+    running --the job ends, or misses its deadline-----------> over
+A worker is a thread or a process. A running job cannot be stopped. If its caller is cancelled, the
+job occupies its worker until it ends. A `concurrent.futures` executor has a queue that does not
+know tenants. `FairExecutor` keeps that queue empty: it never submits more jobs than there are
+workers. At a job's deadline all processes of the executor are killed, and the other jobs that ran
+in them run once more. A thread cannot be killed, so it is abandoned.
 """
 
 import asyncio
@@ -30,7 +32,8 @@ class LateJob(Exception):
 class FairExecutor:
     """An executor with a fair queue before it.
 
-    Each caller waits for one job at a time, so the bound on open requests bounds the queue.
+    Each open request waits for at most one job, so the limit on open requests also limits the
+    length of the queue.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class FairExecutor:
         num_workers: int,
         deadline_s: float | None = None,
     ) -> None:
-        """`make_executor` is called again after a process of the executor died.
+        """`make_executor` is called again after a process has died or a thread was abandoned.
 
         `deadline_s` is the deadline of each job, measured from its start.
         """
@@ -105,7 +108,7 @@ class FairExecutor:
     async def _wait_turn(self, tenant: str, cost: float) -> None:
         """Waits until a free worker is assigned to the caller."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.push(tenant, max(cost, 1.0), turn)  # a job without text also costs a turn
+        self._queue.push(tenant, max(cost, 1.0), turn)  # a job without text also has a cost
         self._start_next()
         try:
             # Shielded: `_start_next` may assign a worker to a caller that is being cancelled.
@@ -128,7 +131,7 @@ class FairExecutor:
         self.num_late += 1
         in_time.set_exception(LateJob(f"it did not end in {self._deadline_s:g} s"))
         if processes := _processes(executor):
-            for process in processes:  # this also ends `running`
+            for process in processes:  # killing the processes also ends the future `running`
                 process.kill()
         elif executor is self._executor and not self._closed:
             executor.shutdown(wait=False)
@@ -146,7 +149,7 @@ class FairExecutor:
 
     def _on_end(self, executor: Executor, error: BaseException | None) -> None:
         """Frees the worker of a job that has ended."""
-        # Several jobs may report the same dead process.
+        # Several jobs may report the same dead process; only the first one replaces the executor.
         is_lost = isinstance(error, BrokenExecutor) and executor is self._executor
         if is_lost and not self._closed:
             log.error("a process died; starting anew", exc_info=error)
@@ -160,7 +163,7 @@ class FairExecutor:
 
 def _processes(executor: Executor) -> list[BaseProcess]:
     """Returns the processes of an executor; empty if it uses threads."""
-    # Python 3.14 has `kill_workers`.
+    # Python 3.14 has `ProcessPoolExecutor.kill_workers`, which needs no private attribute.
     return list((getattr(executor, "_processes", None) or {}).values())
 
 

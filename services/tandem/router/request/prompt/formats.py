@@ -17,7 +17,11 @@ from tandem.router.request.request import ClientRequest
 
 
 def with_template_options(model_format: ModelFormat, request: ClientRequest) -> ClientRequest:
-    """Returns the request with the values for its chat template. Raises BadRequest."""
+    """Returns the request with its chat adapted to the model's chat template.
+
+    The chat gets the values of the template's variables. Tools, calls and results that the template
+    does not show become text. Raises BadRequest.
+    """
 
     def filled(chat: Conversation) -> Conversation:
         if not model_format.takes_tools:
@@ -49,7 +53,7 @@ def wanted_form(
         return form
     if chat.tool_choice != "required":
         if form is None or chat.continue_final_message:
-            return form  # a continued message is past its reasoning
+            return form  # a message that is continued has no more reasoning
         return model_format.after_reasoning(form, prompt_token_ids)
     return model_format.forced_calls(
         chat.callable_tools, prompt_token_ids, one_call_only=chat.one_call_only
@@ -59,7 +63,10 @@ def wanted_form(
 def answer_parser(
     model_format: ModelFormat, request: ClientRequest, prompt_token_ids: Sequence[int]
 ) -> AnswerParser | None:
-    """Returns the parser of the answer's reasoning and tool calls; None unless it is a chat."""
+    """Returns the parser of the answer's reasoning and tool calls; None if it is not needed.
+
+    Only the answer to a chat may need a parser.
+    """
     chat = request.prompt
     if not isinstance(chat, Conversation):
         return None
@@ -67,7 +74,7 @@ def answer_parser(
         chat.callable_tools,
         prompt_token_ids,
         one_call_only=chat.one_call_only,
-        # the values that OpenAI uses
+        # OpenAI's finish reasons for an answer with calls
         finish_reason="stop" if chat.only_tool else "tool_calls",
         continued=chat.continued,
     )

@@ -2,14 +2,15 @@
 
 A grammar may exhaust the stack, memory or time of the process that compiles it. A worker compiles
 in its engine process, which must not be killed. So the router compiles each grammar first, and no
-worker gets one that failed:
-    router, a thread for each check    checker process            two forks of it
-      starts it with the first ------> loads the tokenizer
-      sends a socket ----------------> forks --------------------> waits for the other one,
-      sends the form through it ---------------------------------> which compiles it, with limits
-      reads the answer <------------------------------------------ or how it ended
-The kernel kills the fork that exceeds its CPU time, memory or stack. Nothing has to be restarted,
-and no other check is affected. CPU time does not depend on the load of the machine.
+worker receives a grammar that failed:
+1. The first check starts the checker process, which loads the tokenizer.
+2. For each check, a thread of the router sends a socket to the checker process, and then sends the
+wanted form through that socket.
+3. The checker process forks an overseer, which forks a compiling process. The compiling process has
+limits of CPU time, memory and stack, and sends its answer through the socket.
+4. If the compiling process dies, the overseer sends the reason through the socket.
+A grammar that exceeds a limit ends only the compiling process. Nothing has to be restarted, and no
+other check is affected. CPU time does not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ from tandem.errors import BadRequest, CompilerBusy
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.grammars.text import StructuredOutput, grammar_text, refused
 
-MEMORY_BYTES = 256 << 20  # limit of one check, above the memory that the checker has loaded
+MEMORY_BYTES = 256 << 20  # limit of one check, in addition to the memory of the idle checker
 RETRY_AFTER_S = 2.0
 _WAIT_S = 60.0  # longest wait for an answer; the first one includes loading the tokenizer
-_STACK_BYTES = 2 << 20  # an engine's threads have four times as much
-_BEGUN = b" "  # sent before the answer, which is JSON
-_FAILED = 1  # exit status
+# Stack of the thread that compiles. An engine's threads have four times as much, so a grammar that
+# passes the check does not exhaust the stack of an engine.
+_STACK_BYTES = 2 << 20
+_BEGUN = b" "  # sent when a check begins; the answer, which is JSON, follows
+_FAILED = 1  # exit status of a check that ended without an answer
 _ENDS = {
     -signal.SIGPROF: "time",
     -signal.SIGABRT: "memory",  # Rust aborts when an allocation fails
@@ -70,7 +73,8 @@ class GrammarChecker:
     def check(self, wanted: StructuredOutput, cpu_s: float) -> str | None:
         """Returns the grammar, or None if `cpu_s` seconds of CPU time are not enough to compile it.
 
-        Raises BadRequest if it cannot be compiled, and CompilerBusy if the process was killed.
+        Raises BadRequest if the grammar cannot be compiled, and CompilerBusy if the checker process
+        ended or took too long.
         """
         form = json.dumps([cpu_s, self._memory_bytes, *astuple(wanted)]).encode()
         if not (answer := self._ask(form)):
@@ -113,8 +117,9 @@ class GrammarChecker:
                 self._control.close()
 
     def _ask(self, form: bytes) -> bytes:
-        """Returns the answer. It is empty if no check began, and incomplete if the process
-        ended.
+        """Runs a check and returns the answer.
+
+        The answer is empty if no check began, and incomplete if the process ended during the check.
         """
         ours, theirs = socket.socketpair()
         answer = b""
@@ -157,7 +162,7 @@ class GrammarChecker:
 
 
 def _serve(control: socket.socket, compiler: GrammarCompiler) -> None:
-    """Forks for each check until the router has ended."""
+    """Forks a process for each check until the router has ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not awaited
     while fds := socket.recv_fds(control, 1, 1)[1]:
         with socket.socket(fileno=fds[0]) as connection:

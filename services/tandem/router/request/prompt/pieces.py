@@ -1,27 +1,33 @@
-"""Cuts long texts into pieces, to count tokens early and to tokenize only the end. Pure.
+"""Cuts long texts into pieces, to count tokens early and to tokenize only the end.
 
+Counting: each piece is tokenized alone. If the pieces have n1, n2, ... tokens, the text has at
+least (n1 - CUT_TOKENS) + (n2 - CUT_TOKENS) + ... tokens.
     text:   |---- piece ----|---- piece ----|---- piece ----|-- piece --|
-    count:  n1 - CUT_TOKENS + n2 - CUT_TOKENS + ...   is at most the number of tokens of the text
+                   n1              n2              n3             n4
 A cut changes only tokens close to it: a merge, a word, a special token or a normalized character
 that spans the cut becomes more tokens. `CUT_TOKENS` is far above this increase, so a text that fits
-is never refused.
-    text:   ...------------------|- context -|---- part ----|- context -|---...
+into the context is never refused.
+
+Truncation: a prompt that is truncated to its last tokens is tokenized from its end, piece by piece.
+Each piece is tokenized together with CONTEXT_CHARACTERS before and after it.
+    text:   ...------------------|- context -|---- piece ---|- context -|---...
                                              start          stop
-The ids of a prompt come from pieces only if the prompt is truncated to its last tokens. Each part
-is then tokenized within its context, and only at cuts that `find_cut` returns. At such a cut every
-tokenizer begins a token: it is after a letter or digit and before a space or line break, and no
-token of the vocabulary contains this pair. So the ids equal those of the whole text.
+The pieces begin and end only at cuts that `find_cut` returns. Such a cut is after a letter or digit
+and before a space or line break, and no token of the vocabulary contains these two characters in
+sequence. So every tokenizer begins a token at the cut, and the ids equal those of the whole text.
 """
 
 import re
 from collections.abc import Iterator, Set
 
-PIECE_CHARACTERS = 32_000  # about 40 ms of work
+PIECE_CHARACTERS = 32_000  # length of a piece, which takes about 40 ms to tokenize
 CUT_TOKENS = 128
-# Text in most languages has fewer characters per token. A shorter text may fit, and counting it
-# first would tokenize it twice.
+# Text in most languages has fewer characters per token. A text with fewer than this many characters
+# for each token of the context may fit. It is not counted first, because counting it would tokenize
+# it twice.
 CHARACTERS_PER_TOKEN = 4
-# on both sides of a part; longer than any token and the text that decides about it
+# Length of the context before and after a piece. The context is longer than any token and than the
+# text around a token on which that token can depend.
 CONTEXT_CHARACTERS = 512
 _LETTER_BEFORE_SPACE = re.compile(r"[^\W_](?=[ \n])")
 
@@ -48,9 +54,10 @@ def cut(text: str) -> Iterator[str]:
 
 
 def find_cut(text: str, stop: int, joined: Set[bytes]) -> int | None:
-    """Returns where the part that ends at `stop` may begin, about one piece before.
+    """Returns the index where a piece that ends at `stop` may begin.
 
-    Returns None if there is no cut nearby. `joined` has the byte pairs that some token contains.
+    The piece has about PIECE_CHARACTERS. Returns None if there is no cut near its beginning.
+    `joined` has the pairs of a byte and a following space or line break that occur inside a token.
     """
     if stop <= 2 * PIECE_CHARACTERS:
         return 0
@@ -67,7 +74,8 @@ def find_cut(text: str, stop: int, joined: Set[bytes]) -> int | None:
 
 
 def at_least(num_tokens: int, num_pieces: int) -> int:
-    """Returns the minimum number of tokens of a text whose first pieces have `num_tokens`
-    tokens.
+    """Returns the minimum number of tokens of a text.
+
+    The first `num_pieces` pieces of the text, tokenized separately, have `num_tokens` tokens.
     """
     return num_tokens - CUT_TOKENS * num_pieces

@@ -2,23 +2,27 @@
 
     short prompt --------------------------------------------> a thread: tokenize, hash
     longer prompt -------------------------------------------> a process: tokenize, hash
-    very long text --> processes: render, count by pieces ---> a process: tokenize, hash
-      |                  `--> ContextTooLong as soon as it is certain
-      `-- its last tokens --> processes: render, tokenize its end by pieces --> a process: hash
-            `-- it has no place to cut --> the process for such texts: tokenize, hash
+    very long text
+      all tokens are needed ---------------------------------> processes: render, count by pieces
+          it may fit into the context -----------------------> a process: tokenize, hash
+          it certainly does not fit -------------------------> ContextTooLong
+      only its last tokens are needed -----------------------> processes: render, tokenize its end
+          it can be cut into pieces -------------------------> a process: hash
+          it cannot be cut ----------------------------------> another process: tokenize, hash
 
-For a short prompt a thread is faster than the message to a process, and tokenizing releases the
-GIL. Hashing many blocks holds the GIL. The processes load the tokenizer and nothing else. Tenants
-take turns at all of them (`fair_executor.py`). Each piece is a separate job, so a client that
-leaves occupies at most one running job. A tokenizer that exceeds its deadline is killed. This
-module knows no workers and no placement.
+For a short prompt a thread is faster, because a process would need a message, and tokenizing
+releases the GIL. Hashing the many blocks of a longer prompt holds the GIL, so a process does it.
+The processes load the tokenizer and nothing else. Tenants take turns at the threads and processes
+(`fair_executor.py`). Each piece is a separate job, so a client that leaves occupies at most one
+running job. A process whose job exceeds the deadline is killed. This module knows no workers and no
+placement.
 
 One more process checks grammars (grammar_checker.py); the first grammar starts it. Tenants take
 turns at these checks, too:
 
-    two at a time, 0.5 s of CPU time each --> nearly all finish
-                `--> one at a time, 5 s --> very large ones finish
-                            `--> refused; the refusal is cached for a while
+    1st try: two checks at a time, 0.5 s of CPU time each --> nearly all finish
+    2nd try: one check at a time, 5 s of CPU time --> those of very large grammars finish
+    no third try: the grammar is refused; the refusal is cached for _REFUSED_S
 """
 
 from __future__ import annotations
@@ -62,15 +66,17 @@ from tandem.router.request.prompt.pieces import (
 )
 from tandem.router.request.request import ClientRequest, Prompt, num_characters
 
-INLINE_COST_MAX = 8_192  # cost up to which a thread prepares a prompt
-_TOKEN_COST = 4  # cost of a token id in characters
+INLINE_COST_MAX = 8_192  # largest cost (see `_cost`) of a prompt that a thread prepares
+_TOKEN_COST = 4  # number of characters that cost as much as a token id
 _MESSAGE_COST = 32  # characters that a chat template adds to a message
 _NUM_THREADS = 2
 _Text = RenderedText | tuple[int, ...] | Conversation  # a prompt before it is tokenized
 JOB_DEADLINE_S = 60.0  # for one tokenizer job; the longest text takes a few seconds
-GRAMMAR_DEADLINE_S = 15.0  # for one check with its wait; the first check also starts the process
-GRAMMAR_CPU_S = 5.0  # CPU time of one check
-_QUICK_CPU_S = 0.5  # CPU time of its first try, which does not wait for long checks
+# Deadline of one grammar check, including the wait for its turns. The first check also starts the
+# process.
+GRAMMAR_DEADLINE_S = 15.0
+GRAMMAR_CPU_S = 5.0  # CPU time of the second try of a check
+_QUICK_CPU_S = 0.5  # CPU time of the first try, which does not wait for long checks
 _NUM_QUICK_CHECKS = 2
 _CHECKED_MAX = 64  # number of cached results
 _REFUSED_MAX = 1024  # number of cached refusals (hashes of grammars)
@@ -80,7 +86,7 @@ _REFUSED_S = 600.0
 class PreparedPrompt(NamedTuple):
     token_ids: list[int]
     block_hashes: list[bytes]  # hashes of the full blocks; empty while no KV compatibility is known
-    pinned_tokens: int = 0  # tokens of the part of a chat to pin; 0: all
+    pinned_tokens: int = 0  # number of first tokens to pin; 0: all
 
 
 class PromptPreparer:
@@ -91,7 +97,7 @@ class PromptPreparer:
         self._file = folder / "tokenizer.json"
         self._joined: frozenset[bytes] | None = None
         self._checked: OrderedDict[StructuredOutput, str] = OrderedDict()
-        # hash -> (expiry, reason)
+        # hash of a refused grammar -> (time when the refusal expires, reason)
         self._refused: OrderedDict[int, tuple[float, str]] = OrderedDict()
         self._checking: dict[StructuredOutput, asyncio.Future[str]] = {}
         self._threads = FairExecutor(
@@ -113,7 +119,7 @@ class PromptPreparer:
             )
 
         self._processes = tokenizers(num_processes)
-        self._uncut = tokenizers(1)  # started by its first text
+        self._uncut = tokenizers(1)  # for texts that cannot be cut; the first one starts it
         self._checker = GrammarChecker(
             folder / "tokenizer.json", tokenizer.vocab_size, tokenizer.eos_token_ids
         )
@@ -203,10 +209,10 @@ class PromptPreparer:
             return await self._threads.run(tenant, cost, decode, token_ids)
 
     async def grammar(self, wanted: StructuredOutput | None, tenant: str) -> str:
-        """Returns the grammar of a completion; "" if it may have any form.
+        """Returns the grammar of a completion; "" if the completion may have any form.
 
-        Raises BadRequest if it cannot be compiled, and CompilerBusy if the check did not start in
-        time.
+        Raises BadRequest if the grammar cannot be compiled, and CompilerBusy if its check did not
+        end in time.
         """
         if wanted is None:
             return ""
@@ -258,14 +264,14 @@ class PromptPreparer:
         self._threads.close()
         self._processes.close()
         self._uncut.close()
-        self._checker.close()  # before the checks, whose threads wait for it
+        self._checker.close()  # first, because the threads of the two executors wait for it
         self._quick_checks.close()
         self._long_checks.close()
 
     async def _count(
         self, request: ClientRequest, text: RenderedText | Conversation, max_model_len: int
     ) -> RenderedText:
-        """Renders a long text and counts its tokens by pieces. Raises ContextTooLong.
+        """Renders a long text and counts the tokens of its pieces. Raises ContextTooLong.
 
         Returns the rendered text, which must still be tokenized.
         """
@@ -293,10 +299,11 @@ class PromptPreparer:
     async def _last(
         self, request: ClientRequest, rendered: RenderedText, kept: int, max_model_len: int
     ) -> tuple[int, ...] | None:
-        """Returns the ids of a long text's last tokens, at least `kept` or all.
+        """Returns the ids of the last tokens of a long text.
 
-        Returns None if the text has no place to cut. Raises BadRequest, and ContextTooLong if the
-        tokens cannot fit.
+        There are at least `kept` of them, unless the text has fewer. Returns None if the text has
+        no place to cut. Raises BadRequest, and ContextTooLong if the tokens cannot fit into the
+        context.
         """
         run = self._processes.run
         tenant = request.tenant
@@ -356,7 +363,11 @@ def prepare_prompt(
     chain: Chain | None,
     pinned: Conversation | None,
 ) -> PreparedPrompt:
-    """`kept` is the number of the prompt's last tokens to keep; None means all."""
+    """Tokenizes and hashes a prompt.
+
+    `kept` is the number of the prompt's last tokens to keep; None means all. `pinned` has the first
+    messages of the prompt's chat if only these are to be pinned.
+    """
     if isinstance(text, tuple):
         token_ids = list(text)
     else:
@@ -370,9 +381,9 @@ def prepare_prompt(
 
 
 def _num_equal(tokenizer: Tokenizer, chat: Conversation, token_ids: Sequence[int]) -> int:
-    """Returns the number of first tokens that the prompt shares with `chat`, a prefix of its chat.
+    """Returns the length of the common prefix of the prompt's `token_ids` and the tokens of `chat`.
 
-    Returns 0 if the template rejects these messages.
+    `chat` has the first messages of the prompt's chat. Returns 0 if the template rejects them.
     """
     try:
         begins = tokenizer.encode_rendered(_render(tokenizer, chat))
@@ -383,16 +394,16 @@ def _num_equal(tokenizer: Tokenizer, chat: Conversation, token_ids: Sequence[int
 
 
 def spell(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
-    """Returns the token runs of each word at the start of a text and after a space.
+    """Returns the tokens that spell each word: at the start of a text, and after a space.
 
-    The second run is included only if it is spelled differently.
+    The tokens after a space are included only if they differ from those at the start.
     """
     runs = []
     for word in words:
         bare = tokenizer.encode(word, add_special_tokens=False)
         spaced = tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False)
         runs.append(bare)
-        if spaced[-len(bare) :] != bare:  # otherwise the run for the start also matches it
+        if spaced[-len(bare) :] != bare:  # otherwise `bare` also matches the word after a space
             runs.append(spaced)
     return [run for run in runs if run]
 

@@ -1,4 +1,4 @@
-"""Describes tools to a model in text if its chat template does not support tools.
+"""Describes tools to a model as text if the model's chat template does not support tools.
 
 The tools are listed in the system message or in the user's first message; earlier calls and their
 results become messages. The model is instructed to use the format of the parser `json`.
@@ -23,8 +23,8 @@ _ASKS = (
 def with_described_tools(chat: Conversation, *, takes_system: bool = True) -> Conversation:
     """Returns the chat in a form that a template without tools can render; `tools` stays unchanged.
 
-    Without `takes_system`, the user's first message describes the tools. A chat without tools and
-    calls is returned unchanged.
+    `takes_system`: True: the system message describes the tools. False: the user's first message
+    does. A chat without tools and calls is returned unchanged.
     """
     if not (chat.tools or any(message.tool_calls for message in chat.messages)):
         return chat
@@ -44,15 +44,16 @@ def with_described_tools(chat: Conversation, *, takes_system: bool = True) -> Co
 
 
 def with_described_results(chat: Conversation) -> Conversation:
-    """Returns the chat with results of calls as messages of the user."""
+    """Returns the chat with each result of a tool call as a message of the user."""
     return replace(chat, messages=tuple(_with_results_as_text(chat.messages)))
 
 
 def with_written_calls(
     chat: Conversation, write: Callable[[list[tuple[str, Mapping[str, Any]]]], str]
 ) -> Conversation:
-    """Returns the chat with earlier calls as text in their messages, if `write` returns any
-    text.
+    """Returns the chat with earlier tool calls as text in their messages.
+
+    Calls for which `write` returns "" stay unchanged.
     """
 
     def written(message: Message) -> Message:
