@@ -75,7 +75,7 @@ def install_handlers(app: FastAPI) -> None:
 
 def _not_served(request: Request) -> str:
     """Builds the message for an unknown path. Some clients expect a base URL that ends in /v1 and
-    others do not, so it suggests the path with or without /v1 if that one is served."""
+    others do not. So if the path with or without /v1 is served, the message suggests that path."""
     path: str = request.scope["path"]
     meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
     scope = {**request.scope, "path": meant}
@@ -85,7 +85,8 @@ def _not_served(request: Request) -> str:
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """Collects the methods of all routes of the path; Starlette reports only those of one route."""
+    """Returns the HTTP methods of all routes of the request's path. Starlette's own error names
+    only the methods of one route."""
     found: set[str] = set()
     for route in request.app.routes:
         if route.matches(request.scope)[0] is not Match.NONE:
