@@ -13,8 +13,8 @@ from tandem.router.request.request import ClientRequest
 
 
 def parse_inputs(message: pb.EmbedRequest) -> list[ClientRequest]:
-    """Builds one request for each input. Raises BadRequest with the field names of a completion;
-    `renamed(NAMES)` replaces them."""
+    """Builds one request for each input. A BadRequest has the field names of a completion, such as
+    `prompt`. `renamed(NAMES)` changes them to those of an embedding, such as `input`."""
     if not 0 < len(message.input) <= INPUTS_MAX:
         raise BadRequest(
             f"input must be a list of 1 to {INPUTS_MAX} texts or lists of token ids; it has "

@@ -79,7 +79,7 @@ class RequestGuard(ABC):
 
     @abstractmethod
     def checks_host(self, address: str) -> bool:
-        """Says whether calls received at this local address must name the router in `Host`."""
+        """Returns True if calls that arrive at this local address must have an allowed `Host`."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -88,7 +88,8 @@ class RequestGuard(ABC):
         scope.setdefault("state", {}).update(address=address, bodies=self._access.bodies)
         with contextlib.ExitStack() as place:
             try:
-                if scope["path"] not in PROBES:  # probes are exempt from the limit
+                # Health probes do not count in the limit of open requests.
+                if scope["path"] not in PROBES:
                     place.enter_context(self._access.clients.request(address))
                 self._check(scope)
             except TandemError as error:
@@ -129,7 +130,7 @@ class RequestGuard(ABC):
 def public_need(path: str) -> Need | None:
     """Decides which access a call of the public port needs: a user's key by default. Returns None
     for paths that only the admin port serves."""
-    if path in (*PROBES, RECORDS_PATH):  # records are signed instead
+    if path in (*PROBES, RECORDS_PATH):  # Key records are signed by the sending router instead.
         return "nothing"
     if path == "/load":
         return "metrics"
@@ -192,8 +193,8 @@ def log_refusal(
 
 
 def caller(scope: Mapping[str, Any], key: KeyRecord | None = None) -> Caller:
-    """Describes the sender of a request by its address, the address that a proxy forwards for, and
-    its key."""
+    """Describes the sender of a request by three things: the address of the connection, the address
+    in a proxy's `X-Forwarded-For`, and the API key."""
     key = scope.get("state", {}).get("key") or key
     peer = ":".join(map(str, scope["client"] or ("unknown",)))
     forwarded = Headers(scope=scope).get("x-forwarded-for")  # type: ignore[arg-type]
@@ -202,7 +203,8 @@ def caller(scope: Mapping[str, Any], key: KeyRecord | None = None) -> Caller:
 
 
 def _is_unguarded(path: str) -> bool:
-    # Deleting a kept response needs a preflight anyway, and OpenAI's client sends no body with it.
+    # The method DELETE on a kept response needs a CORS preflight in any case, and OpenAI's client
+    # sends no body, so the content type cannot be required.
     return path in _UNGUARDED or path.startswith("/v1/responses/")
 
 
@@ -217,7 +219,8 @@ def _credentials(scope: Mapping[str, Any]) -> list[str]:
 
 
 def _check_origin(headers: Headers) -> None:
-    """Refuses foreign origins. Only a proxy can set `X-Forwarded-Proto` without a preflight."""
+    """Refuses a call whose `Origin` differs from the address that was called. The scheme may come
+    from `X-Forwarded-Proto`: a web page cannot set this header without a preflight, a proxy can."""
     scheme = headers.get("x-forwarded-proto", "http").partition(",")[0].strip().lower()
     own = _address(f"{scheme}://{headers.get('host', '')}")
     for origin in headers.getlist("origin"):
