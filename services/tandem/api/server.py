@@ -1,12 +1,13 @@
 """Runs one router: binds its ports, loads the model, serves, and drains.
 
-  state      entered                                     requests                    /ready
-  binding    at the start                                none: the ports are closed  none
-  listening  when the ports are open                     refused without a model     503
-  ready      when the model and workers are available    served                      200
-  leaving    on `LEAVE_SIGNAL`                           served                      503
-  draining   on SIGTERM or SIGINT                        only open ones are served   503
-  closed     after all requests, or after the deadline   none                        none
+  state      entered                                     /ready   requests
+  binding    at the start                                -        the ports are closed
+  listening  when the ports are open                     503      refused until the model is loaded;
+                                                                  then they wait for a worker
+  ready      when the model and workers are available    200      served
+  leaving    on `LEAVE_SIGNAL`                           503      served
+  draining   on SIGTERM or SIGINT                        503      only open requests are served
+  closed     after all requests, or after the deadline   -        the ports are closed
 
 A leaving router answers 503 at /ready so that load balancers choose other routers. The ports are
 open before the model is loaded, so that probes can report the progress.
@@ -326,7 +327,7 @@ class Router:
     async def _load_and_watch(self) -> None:
         loading = asyncio.to_thread(_load, self._config)
         model, _ = await asyncio.gather(loading, self._open_prefix_tree())
-        # Compatible workers are known only once the model's fingerprint is known.
+        # The view needs the model's fingerprint to find out which workers are compatible.
         self.view.model_fingerprint = model.folder.fingerprint
         self.generator.model = model
         self.view.notify_change()
@@ -335,7 +336,9 @@ class Router:
             self._memory.rebase()
         log.info("model %s is loaded", self.generator.served_name)
         jobs = [self._watch_readiness()]
-        if self._config.api != "grpc":  # saves memory; long prompts are rare over gRPC
+        # `check` starts a process that tokenizes long prompts. With `--api grpc` the process is not
+        # started in advance: long prompts are rare over gRPC, and this saves memory.
+        if self._config.api != "grpc":
             jobs.append(model.preparer.check())
         await asyncio.gather(*jobs)
 
