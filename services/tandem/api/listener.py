@@ -74,7 +74,7 @@ class PublicListener:
         return f"{'http' if self._files is None else 'https'}://{self.endpoint}"
 
     def bind(self) -> None:
-        """Binds both ports. Raises ConfigError if one is taken."""
+        """Binds both ports. Raises ConfigError if a port is in use."""
         config = self._config
         self._sock = bind(
             config.host,

@@ -198,7 +198,8 @@ class Router:
         )
 
     def stop(self) -> None:
-        """Ends `run`: new requests are refused, and open ones get the drain deadline to finish."""
+        """Ends `run`. New requests are refused, and open requests may finish until the drain
+        deadline."""
         self._stopping.set()
 
     def stop_for_memory(self, why: str) -> None:
@@ -368,8 +369,8 @@ class Router:
 
 
 def serve(config: RouterConfig) -> TandemError | None:
-    """Runs a router until SIGTERM or SIGINT. Returns the error if it ended earlier, for example
-    because a port is taken.
+    """Runs a router until SIGTERM or SIGINT. If the router ends earlier, returns the error, for
+    example because a port is in use.
 
     Raises ConfigError for invalid settings.
     """

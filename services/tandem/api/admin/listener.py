@@ -55,7 +55,7 @@ class AdminListener:
         self.grpc_port = 0
 
     def bind(self) -> None:
-        """Binds both ports. Raises ConfigError if one is taken."""
+        """Binds both ports. Raises ConfigError if a port is in use."""
         admin = self._config.admin
         self._sock = bind(
             admin.host,

@@ -372,7 +372,8 @@ class CountTokensBody(Strict):
         prefix of the prompt to pin. If only the tools or the system message have a mark, the prefix
         is all tools and the whole system message.
 
-        Returns None if the request has no mark, or if the mark covers the whole prompt.
+        Returns None if the request has no mark, or if its own `cache_control` marks the whole
+        prompt.
         """
         if self.cache_control is not None:
             return None

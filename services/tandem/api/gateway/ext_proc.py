@@ -1,17 +1,14 @@
 """Serves an endpoint picker over Envoy's external processing protocol (ext_proc).
 
-The gateway opens one stream for each HTTP request. The gateway sends the messages of the request:
-the headers, chunks of the body, and trailers. The picker sends one answer to each message, in
-order; the answer to the headers names the picked endpoint. The order of events depends on the body:
+The gateway opens one stream for each HTTP request, and sends the request as several messages: the
+headers, chunks of the body, and trailers. The picker answers these messages in order, and its
+answer to the headers names the picked endpoint. If the request has a body, the picker first waits
+for the body's last chunk or for the trailers. If the picker refuses the request, it sends an error
+instead, which the gateway returns to the client.
 
-  request             the picker picks an endpoint and sends its answers
-  without a body      after the headers
-  with a body         after the body's last chunk, or after the trailers
-  refused             never: the picker sends an error, which the gateway returns to the client
-
-The picker then ends the stream, and the gateway continues alone, so the response does not depend on
-the picker. With `--picker-stays` the stream stays open, and the picker passes each message of the
-response unchanged.
+After its last answer the picker ends the stream, and the gateway continues alone, so the response
+does not depend on the picker. With `--picker-stays` the stream stays open, and the picker passes
+each message of the response unchanged.
 
 This describes the body mode FULL_DUPLEX_STREAMED. In the other modes the picker answers each
 message at once. If the gateway sends the whole body in one message, the answer to that message
@@ -66,8 +63,7 @@ class _Exchange:
     response_mode: int = pb.FULL_DUPLEX_STREAMED
     chunks: list[bytes] = field(default_factory=list)
     num_bytes: int = 0
-    # time by which the next message of the request must arrive, by the event loop's clock; None:
-    # without a limit
+    # deadline for the next message of the request, by the event loop's clock; None: no deadline
     body_until: float | None = None
     account: Body | None = None  # memory of the buffered request, counted in the body budget
     reading: asyncio.Timeout | None = None  # timeout of the current read; None: no read is open

@@ -46,7 +46,8 @@ class FrontTable:
 async def announce(
     fronts: Fronts, worker_id: str, endpoint: str, is_ready: Callable[[], bool]
 ) -> None:
-    """Registers a front in Redis while `is_ready` returns True. Removes it when cancelled."""
+    """Registers a front in Redis while `is_ready` returns True. Removes the front when
+    cancelled."""
     try:
         while True:
             with suppress(*UNREACHABLE):

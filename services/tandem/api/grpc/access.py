@@ -76,7 +76,8 @@ class CallGuard:
         key: KeyRecord | None,
         error: TandemError,
     ) -> None:
-        """Logs a refused call. The audit trail records it if it concerns a key or a tenant."""
+        """Logs a refused call. If the refusal concerns a key or a tenant, the audit trail records
+        the call, too."""
         who = caller(context, key)
         log.warning("refused a call %s of %s: %s", method, who, error.message)
         if isinstance(error, Unauthenticated | Forbidden | RequestNotFound):

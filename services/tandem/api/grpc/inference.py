@@ -63,7 +63,7 @@ class _ClientStalled(Exception):
 
 
 class GrpcApi:
-    """Serves the inference API. Add `handlers()` to a gRPC server."""
+    """Serves the inference API. The caller adds `handlers()` to a gRPC server."""
 
     def __init__(self, config: RouterConfig, generator: Generator, guard: CallGuard) -> None:
         self._config = config
@@ -120,7 +120,7 @@ class GrpcApi:
 
     async def _caller(self, context: _Context, method: str) -> dict[str, Any]:
         """Checks the call's key, and returns the request fields that depend on the caller. Raises
-        what `CallGuard.check` raises, and BadRequest for malformed metadata."""
+        the errors of `CallGuard.check`, and BadRequest for malformed metadata."""
         key = await self._guard.check("user", context, method)
         named = _metadata(context, TENANT_HEADER)
         return {

@@ -23,8 +23,8 @@ _FREE_BYTES = 64 << 10
 
 
 async def read_json_object(request: Request, config: RouterConfig) -> dict[str, Any]:
-    """Reads the body and parses it as a JSON object. Raises BadRequest, NotJson, and what
-    `read_body` raises."""
+    """Reads the body and parses it as a JSON object. Raises BadRequest, NotJson, and the errors of
+    `read_body`."""
     _check_content_type(request)
     return parse_object(await read_body(request, config))
 

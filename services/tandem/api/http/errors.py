@@ -1,8 +1,8 @@
 """Error responses in the format of the API that was called: Anthropic's or OpenAI's.
 
-Once a stream has started, an error is sent as its last event. Unlike vLLM, Tandem sends no `[DONE]`
-after it, because `[DONE]` means that the answer is complete; OpenAI's clients raise at the error
-event and read no further.
+Once a stream has started, an error is sent as the stream's last event. Unlike vLLM, Tandem sends no
+`[DONE]` after the error, because `[DONE]` means that the answer is complete. OpenAI's clients raise
+an exception at the error event and read no further.
 """
 
 from typing import Any
@@ -63,7 +63,8 @@ def install_handlers(app: FastAPI) -> None:
         return Response(status_code=499)  # the client has disconnected
 
     async def on_bug(request: Request, error: Exception) -> Response:
-        # Starlette raises the exception again after this response, and the server logs it.
+        # The message does not show the exception to the client. Starlette raises the exception
+        # again after this response, and the server logs it.
         hidden = InternalError(f"an error inside the router: {type(error).__name__}")
         return error_response(hidden, request.scope)
 

@@ -5,9 +5,9 @@ x-request-id  Every response has this header. The value is the client's own id i
               one, else a new id. The record of a request can be found by this id. The router also
               has an internal id for each request, so clients may reuse their ids. Anthropic's
               clients read `request-id` instead.
-CORS          Origins in `--cors-origins` may call the routes that need a user's key. Preflights
-              have no key, so they are answered before the guard. Operators' routes, metrics and
-              keys never allow another origin.
+CORS          Web pages of `--cors-origins` may call the routes that need a user's key. CORS
+              preflights have no key, so they are answered here, before the access check.
+              Operators' routes, metrics and keys never allow calls of another origin.
 connection    A router that is shutting down closes each connection after its response, so that
               clients reconnect to another router.
 """

@@ -1,17 +1,19 @@
-"""Access checks in front of all HTTP routes: API keys, and calls that a foreign web page makes a
-browser send. The public listener and the admin listener each have a guard.
+"""Access checks in front of all HTTP routes. They check API keys, and refuse calls that a foreign
+web page makes a browser send. The public listener and the admin listener each have a guard.
 
-A browser can reach what its user can reach, including a router on loopback. Two rules protect
-against foreign pages. Generation and tokenizing routes have only the first one: they change nothing
-in the cluster, and pages of `--cors-origins` call them (`front.py`).
+A browser can reach every server that its user can reach, including a router on loopback. So a web
+page of another site could send calls to that router. Two rules protect against such pages:
 
-Host      A page can resolve its own name to 127.0.0.1 (DNS rebinding). A router on loopback refuses
-          calls whose `Host` is not a loopback name, its `host` option or an allowed name. The admin
-          listener checks this for all calls over loopback, whatever address it is bound to. A
-          public listener on another address does not: sidecars and clients use many names for it.
-Origin,   A call that may change something must have the type `application/json`, which a foreign
-Content-  page cannot send without a CORS preflight, and preflights are not granted. If an `Origin`
-Type      is present, it must be the address that was called.
+Host      A page can let its own host name resolve to 127.0.0.1 (DNS rebinding). Calls over loopback
+          are refused unless `Host` is a loopback name, the listener's address or a name of
+          `--allowed-hosts`. The public listener applies this rule only if it listens on loopback,
+          because clients and sidecars use many names for a listener on another address. The admin
+          listener always applies it.
+Origin,   A call that may change something must have the type `application/json`. A foreign page
+Content-  cannot send this type without a CORS preflight, and such preflights are refused. If the
+Type      call has an `Origin`, it must be the address that was called. The rule does not apply to
+          routes that generate or tokenize: they change nothing in the cluster, and pages of
+          `--cors-origins` call them (`front.py`).
 """
 
 import asyncio
@@ -45,7 +47,8 @@ from tandem.net.security.keys import KeyRecord
 
 log = logging.getLogger(__name__)
 
-# All other routes are checked, so a new route is protected by default.
+# The routes to which the rule for `Origin` and `Content-Type` does not apply. The rule applies to
+# all other routes, so a new route is protected by default.
 _GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 _TOKENS = ("/v1/embeddings", "/v1/messages/count_tokens", "/tokenize", "/detokenize")
 _UNGUARDED = frozenset((*_GENERATIONS, *_TOKENS, "/invocations", "/ping"))
@@ -66,7 +69,7 @@ class RequestGuard(ABC):
     def __init__(
         self, app: ASGIApp, names: Iterable[str], access: Access, trail: AuditTrail
     ) -> None:
-        """`names` are host names that this listener accepts in addition to localhost."""
+        """`names` are values of `Host` that the listener accepts in addition to loopback names."""
         self._app = app
         self._access = access
         self._trail = trail
@@ -172,7 +175,7 @@ class AdminGuard(RequestGuard):
 
     def need(self, path: str) -> Need:
         """Decides which access a call needs: an operator's key by default."""
-        # The page and its files contain no cluster data.
+        # The operators' page and its files need no key, because they contain no cluster data.
         if path in (*PROBES, "/") or path.startswith(PAGE_PREFIX):
             return "nothing"
         return "metrics" if path == "/metrics" else "operator"
@@ -184,7 +187,8 @@ class AdminGuard(RequestGuard):
 def log_refusal(
     trail: AuditTrail, scope: Mapping[str, Any], error: TandemError, key: KeyRecord | None = None
 ) -> None:
-    """Logs a refused call. The audit trail records it if it concerns a key or a tenant."""
+    """Logs a refused call. If the refusal concerns a key or a tenant, the audit trail records the
+    call, too."""
     who = caller(scope, key)
     call = f"{scope['method']} {scope['path']}"[:_TEXT_MAX]
     log.warning("refused %r of %s: %s", call, who, error.message)
@@ -252,7 +256,8 @@ def _address(origin: str) -> tuple[str, str, int] | None:
 
 
 def _host_name(host: str) -> str:
-    """Extracts the host from a Host header, without its port. Returns "" if it is malformed."""
+    """Returns the host name in a `Host` header, without the port. Returns "" if the header is
+    malformed."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

@@ -92,8 +92,8 @@ class GenerationRoutes:
 
     def _hint(self, request: Request) -> PlacementHint | None:
         """Reads the hint of an endpoint picker, which names the workers for the request. Returns
-        None if there is no hint, if this router is not a front, or if the hint is not valid
-        here."""
+        None if there is no hint, if this router is not a front, or if the hint is invalid or
+        meant for another front."""
         value = request.headers.get(HINT_HEADER)
         own = self.config.gateway.front_of
         if value is None or not own:

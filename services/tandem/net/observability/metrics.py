@@ -1,6 +1,6 @@
 """Declares metrics as tables. Routers and workers share the histogram buckets.
 
-A class declares its metrics, and each instance registers its own:
+A class declares metrics, and each instance of the class registers metrics of its own:
 
 class Requests(MetricSet):
     ended = counter("tandem_requests", "Requests by outcome", "outcome")

@@ -52,8 +52,9 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 class RequestSpan:
     """The span of a request in one process.
 
-    `headers` make the next process's span a child of this one; `trace_id` has 32 hexadecimal
-    digits. Both are empty if the request is not traced.
+    If `headers` are sent with the request to the next process, the span of that process becomes a
+    child of this span. `trace_id` has 32 hexadecimal digits. `headers` and `trace_id` are empty if
+    the request is not traced.
     """
 
     def __init__(self, tracer: Tracer, span: Span) -> None:
@@ -108,7 +109,7 @@ class Tracing:
         return RequestSpan(self._tracer, span)
 
     def close(self) -> None:
-        """Sends the remaining spans, for at most CLOSE_S."""
+        """Sends the remaining spans, and waits at most CLOSE_S seconds for that."""
         if self._provider is not None:
             close_within(self._provider.shutdown)
 

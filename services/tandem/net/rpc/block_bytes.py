@@ -1,9 +1,9 @@
 """Encodes and decodes the message BlockBytes without protobuf objects.
 
 Python's protobuf copies the bytes of a field whenever the field is set or read. This module copies
-them once to encode, and never to decode. That is simple, because a message with one `bytes` field
-is encoded as the field's tag, the length, and the bytes. The format is protobuf's, so client and
-server may also use protobuf.
+them once to encode a message, and never to decode one. A message with a single `bytes` field is
+easy to encode: as the field's tag, the length, and the bytes. The format is protobuf's, so client
+and server may also use protobuf.
 """
 
 from collections.abc import Awaitable, Callable, Sequence

@@ -14,7 +14,7 @@ from tandem.errors import BadRequest, DeadlineExceeded, TandemError
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
     """Ends the call with the error's code and message. If a retry may help, the trailing metadata
-    has the time to wait before it."""
+    says after how many seconds."""
     trailers: tuple[tuple[str, str], ...] = (("tandem-code", error.code), *error.headers.items())
     if error.retry_after_s is not None:
         after_s = error.retry_after_whole_s
@@ -90,7 +90,7 @@ async def _reporting(
 
 
 def _parsed(handler: Any, body: bytes, method: str) -> Any:
-    """Parses the message. Raises BadRequest if it is malformed."""
+    """Parses the message in `body`. Raises BadRequest if the message is malformed."""
     parse = handler.request_deserializer
     try:
         return parse(body) if parse else body

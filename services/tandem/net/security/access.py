@@ -114,7 +114,8 @@ class FailureThrottle:
 
 
 def _bearer(authorization: list[str]) -> str:
-    """Extracts the key from the header (RFC 6750). Raises Unauthenticated."""
+    """Returns the API key in the header `Authorization` (RFC 6750). Raises Unauthenticated if there
+    is not exactly one header with a key."""
     if not authorization:
         raise Unauthenticated("the call needs an API key: send Authorization: Bearer KEY")
     scheme, _, key = authorization[0].partition(" ")

@@ -8,8 +8,9 @@ revoke another body, which ends that body's request and releases its bytes:
 
   limit that is reached   body that is revoked
   of the client address   a body of the same address that has received no data for _SILENT_S
-  of the process          of the address with the most bytes, the body without data for the longest
-                          time; a body of the new body's own address only after _SILENT_S
+  of the whole process    the body, of the address with the most bytes, that has received no data for
+                          the longest time; if this is also the address of the new body, only after
+                          _SILENT_S without data
 
 So an address with many unfinished bodies can block neither other addresses nor complete bodies of
 its own. This module does not depend on HTTP or gRPC.
@@ -113,7 +114,7 @@ class BodyBudget:
 
 
 class Body:
-    """The account of one body."""
+    """The account of one body: the number of its bytes that count in the budget."""
 
     def __init__(
         self, budget: BodyBudget, address: str, revoke: Callable[[], None], free_bytes: int

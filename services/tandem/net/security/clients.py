@@ -34,8 +34,8 @@ class Clients:
 
     def address(self, peer: str, forwarded: Sequence[str] = ()) -> str:
         """Returns the client's address. `peer` is the sender of the connection, and `forwarded` has
-        the values of `X-Forwarded-For`. The client is the last of these addresses that is not a
-        trusted proxy, where the peer comes last."""
+        the values of `X-Forwarded-For`. The client is the peer, if the peer is not a trusted proxy.
+        Otherwise it is the last address in `forwarded` that is not a trusted proxy."""
         found = _parse(peer)
         if found is None:
             return peer

@@ -102,7 +102,7 @@ def create(
 
 
 def rotate(record: KeyRecord, *, now: float, grace_s: float) -> NewKey:
-    """Creates a new secret for a key. The current one remains valid for `grace_s` seconds."""
+    """Creates a new secret for a key. The current secret remains valid for `grace_s` seconds."""
     secret = _new_secret()
     rotated = msgspec.structs.replace(
         record,

@@ -1,8 +1,8 @@
 """`tandem redis-front`: a TLS port in front of a Redis server that was built without TLS.
 
 After the TLS handshake, a client whose certificate names a router, worker or controller of the
-cluster is connected to the Unix socket of the Redis server. A client is disconnected if the
-handshake takes too long, if its certificate is not valid, or if there are too many connections.
+cluster is connected to the Unix socket of the Redis server. Other clients are disconnected, and
+also clients whose handshake takes too long. If there are too many connections, new ones are closed.
 
 Each handshake uses the certificate that is current at that time, so a renewed certificate needs no
 restart. Traffic is forwarded without parsing. The Redis server checks users and passwords.

@@ -35,8 +35,8 @@ from tandem.net.store.url import parse
 Client: TypeAlias = Redis | RedisCluster
 SyncClient: TypeAlias = SyncRedis | SyncRedisCluster
 
-# Errors of a call to Redis if the server is lost, is slow or refuses the call. The errors of a
-# Redis Cluster are no subclasses of RedisError.
+# Errors of a call to Redis if the server is lost, is slow or refuses the call.
+# RedisClusterException is not a subclass of RedisError.
 UNREACHABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
 # Errors of decoding a value that this version of Tandem did not write. msgspec raises
 # UnicodeDecodeError for invalid UTF-8.
@@ -72,7 +72,8 @@ def connect_blocking(url: str, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> S
 
 
 async def warm(redis: Client, num_connections: int) -> None:
-    """Opens connections to each primary in advance of a burst. Errors propagate."""
+    """Opens connections to each primary server, so that a later burst of calls finds them open.
+    Errors of redis-py propagate."""
     if isinstance(redis, RedisCluster):
         await redis.initialize()
         calls = [redis.ping(target_nodes=RedisCluster.PRIMARIES) for _ in range(num_connections)]
@@ -87,7 +88,8 @@ def wait_until_answers(
 ) -> None:
     """Blocks until the server answers PING. Raises ConfigError, which never shows the password.
 
-    `alive` returns whether the server may still start; False ends the wait at once.
+    `alive` returns True while the server may still start. When it returns False, the wait ends at
+    once with the error.
     """
     give_up_at = time.monotonic() + deadline_s
     name = parse(url).name

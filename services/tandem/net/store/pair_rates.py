@@ -3,8 +3,8 @@
 Each worker writes a key beside its record (registry.py), with the same time to live:
     {tandem:CLUSTER}:worker:ID:pairs  msgpack, peer's worker id -> bytes/s
 A bandwidth is `_PULL_BYTES` divided by the predicted time of a pull of this size, latency included.
-The rate that is fitted to measured pulls would alone be misleading: it is almost arbitrary while
-pulls are small or a host is busy.
+The bytes per second of a PairRate, which are fitted to measured pulls together with the latency,
+would be misleading: they are almost arbitrary while pulls are small or a host is busy.
 
 The controller may read only this key, not the whole record, because all processes rely on the
 addresses in the record.
