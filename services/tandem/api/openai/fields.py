@@ -2,8 +2,8 @@
 
 The fields without effect are those of OpenAI's completions and chats, and vLLM's and SGLang's
 additions to them. Some are accepted with any value. The others are accepted only with a neutral
-value, which is a value that would not change the answer in any server. Any other value is refused
-with the field's name, because Tandem would not honour the value.
+value, which is a value without an effect on the answer. Any other value is refused with the field's
+name, because Tandem would not honour the value.
 
 Clients also send notes of their own, and fields of other servers. Such an unknown field is dropped
 and named in the response header `warning`. With `--strict-fields` an unknown field is refused.

@@ -8,8 +8,8 @@ revoke another body, which ends that body's request and releases its bytes:
 
   limit that is reached   body that is revoked
   of the client address   a body of the same address that has received no data for _SILENT_S
-  of the whole process    the body, of the address with the most bytes, that has received no data for
-                          the longest time; if this is also the address of the new body, only after
+  of the whole process    of the address with the most bytes, the body that has received no data for
+                          the longest time; if the new body has the same address, only after
                           _SILENT_S without data
 
 So an address with many unfinished bodies can block neither other addresses nor complete bodies of

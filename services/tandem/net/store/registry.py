@@ -341,7 +341,8 @@ class Registry:
         self, generations: set[str], unnamed: bytes | None
     ) -> dict[str, bytes]:
         """Returns the encoded KV compatibility of each generation, or b"" for one that has expired.
-        `unnamed` is that of the generation without a name, which the caller has already read."""
+        `unnamed` is the KV compatibility of the generation without a name, which the caller has
+        already read."""
         compatibilities = {"": unnamed or b""}
         if named := sorted(generations - {""}):
             replies = await self._redis.mget([self._compatibility_key_of(name) for name in named])
