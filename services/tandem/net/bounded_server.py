@@ -5,8 +5,9 @@ the body. The application is then called, the answer is written within another D
 connection is closed.
 
 If a connection limit is reached, an open connection is closed to make room for a new one: the
-oldest one whose call is not complete, of the address with the most connections. If that connection
-is younger than _MATURE_S, the new connection may have to wait instead.
+oldest one whose call is not complete. At the limit of an address it is a connection of the same
+address; at the limit of the server it is one of the address with the most connections. If that
+connection is younger than _MATURE_S, the new connection may have to wait instead.
 
 One thread with an event loop reads all connections, and a few threads run the application, so a
 silent connection costs only a few kilobytes.

@@ -12,7 +12,7 @@ each message of the response unchanged.
 
 This describes the body mode FULL_DUPLEX_STREAMED. In the other modes the picker answers each
 message at once. If the gateway sends the whole body in one message, the answer to that message
-names the endpoint. If the gateway sends no body, the picker chooses by the workers' load alone.
+names the endpoint. If the gateway sends no body, the picker chooses an endpoint at random.
 
 Protocol: proposal 004 of the Gateway API Inference Extension, version 1.0.
 """

@@ -100,8 +100,9 @@ class Connections:
         return not reason or waiting is not None
 
     def _check(self, address: str, peer: str, now: float) -> tuple[str, Connection | None]:
-        """Checks the limits for a new connection. Returns the limit that is reached, or "" if none
-        is, and a connection that the new connection may replace."""
+        """Checks the limits for a new connection. Returns a message about the limit that is
+        reached, or "" if none is, and the connection that the new connection may replace, if
+        any."""
         held = self._held.get(address)
         if held is not None and not held.is_proxy and held.num >= self._num_of_address_max:
             may_replace = held.replacements_left(now) >= 1

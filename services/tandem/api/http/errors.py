@@ -63,8 +63,8 @@ def install_handlers(app: FastAPI) -> None:
         return Response(status_code=499)  # the client has disconnected
 
     async def on_bug(request: Request, error: Exception) -> Response:
-        # The message does not show the exception to the client. Starlette raises the exception
-        # again after this response, and the server logs it.
+        # The client gets only the type of the exception. Starlette raises the exception again
+        # after this response, and the server logs it.
         hidden = InternalError(f"an error inside the router: {type(error).__name__}")
         return error_response(hidden, request.scope)
 

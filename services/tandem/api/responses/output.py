@@ -32,8 +32,8 @@ class OutputItems:
         self.has_begun = True
         if self._logprobs is not None:
             measured = self._logprobs.chat(delta)["content"]
-            # The last token is a stop token if the generation did not end at the length limit. A
-            # stop token has no text, so its log probability is left out.
+            # If the generation did not end at the length limit, the last token counts as a stop
+            # token, which has no text. Its log probability is left out.
             ends = delta.finish_reason not in ("", "length")
             self._measured += measured[:-1] if ends else measured
         if delta.reasoning:
