@@ -1,8 +1,9 @@
 """The public HTTP API: OpenAI's completions, chats and responses, Anthropic's messages, models,
 request records and health.
 
-This module only translates: `router/request` validates requests, and `Generator` runs them. Each
-API has its own bodies and replies and shares the steps between them (`routes/generation.py`).
+This package only translates between HTTP and the router's own types: `router/request` validates
+requests, and `Generator` runs them. Each API has classes of its own for request bodies and replies.
+The steps from a body to a reply are common to all APIs (`routes/generation.py`).
 """
 
 from collections.abc import Callable
@@ -67,7 +68,7 @@ def make_app(
         title="Tandem",
         description="OpenAI's API on prefill and decode workers apart from each other",
         redirect_slashes=False,
-        docs_url=None,  # FastAPI's documentation pages load scripts from another site.
+        docs_url=None,  # FastAPI's documentation pages are off: they load scripts of another site.
         redoc_url=None,
         responses={"default": {"description": "An error", "model": ErrorReply}},
     )
@@ -75,7 +76,7 @@ def make_app(
     add_schemas(app, *_BODIES)
     app.add_middleware(PublicGuard, config=config, access=access, trail=trail)
     app.add_middleware(HttpMetrics, metrics=generator.metrics, uncounted=PROBES)
-    # Starlette calls the middleware that was added last first.
+    # Starlette runs the middleware in the reverse order: the one that was added last runs first.
     app.add_middleware(Front, config=config, generator=generator)
     if config.api != "grpc":
         _add_api(app, config, generator, trail)

@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 
 class PublicListener:
-    """Serves the public ports. Call `bind`, then `start` and `serve`; `stop` ends it."""
+    """Serves the public ports. The caller uses `bind`, then `start` and `serve`, and at the end
+    `stop`."""
 
     def __init__(
         self,
@@ -38,8 +39,8 @@ class PublicListener:
         live: Collection[Peer],
         files: CertificateFiles | None = None,
     ) -> None:
-        """Prepares both ports; with `files` they use TLS. `live` has the peers with an open gRPC
-        call."""
+        """Prepares both ports. With `files` the ports use TLS. `live` contains the peers that have
+        an open gRPC call."""
         self._config = config
         self._clients = clients
         self._files = files
@@ -59,21 +60,21 @@ class PublicListener:
         self.grpc_port = 0
 
     def not_ready_reason(self) -> str:
-        """Says why this listener cannot serve; always empty."""
+        """Returns the reason why this listener cannot serve. There is none, so it returns ""."""
         return ""
 
     @property
     def endpoint(self) -> str:
-        """HOST:PORT at which others reach the HTTP API."""
+        """HOST:PORT at which other processes reach the HTTP API."""
         return f"{_own_host(self._config)}:{self.http_port}"
 
     @property
     def own_url(self) -> str:
-        """Base URL at which other routers reach this one."""
+        """Base URL at which other routers reach this router."""
         return f"{'http' if self._files is None else 'https'}://{self.endpoint}"
 
     def bind(self) -> None:
-        """Binds both ports. Raises ConfigError if one is taken."""
+        """Binds both ports. Raises ConfigError if a port is in use."""
         config = self._config
         self._sock = bind(
             config.host,
@@ -104,8 +105,8 @@ class PublicListener:
     async def stop(
         self, deadline_s: float, serving: asyncio.Task[None], *, cuts_idle: bool = False
     ) -> None:
-        """Refuses new requests and waits at most `deadline_s` seconds for open ones. `cuts_idle`
-        also cuts gRPC connections without open calls."""
+        """Refuses new requests and waits at most `deadline_s` seconds for open ones. With
+        `cuts_idle` it also closes gRPC connections that have no open call."""
         if self._http is not None:
             self._http.begin_stop()
         ends: list[Awaitable[None]] = [serving]
@@ -117,12 +118,13 @@ class PublicListener:
 
 
 def _own_host(config: RouterConfig) -> str:
-    """Finds the host at which other routers reach this one, in the form that a URL needs."""
+    """Returns the host at which other routers reach this router, in the form that a URL needs. If
+    the router listens on all addresses, this is the local address of the route to Redis."""
     host = config.host
     if host in ("0.0.0.0", "::"):
         nodes = parse(config.cluster.redis_url).nodes or (("127.0.0.1", 1),)
         family, _, _, _, address = socket.getaddrinfo(*nodes[0], type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing; the kernel only selects a route
+            probe.connect(address)  # On a UDP socket this sends nothing and only selects a route.
             host = probe.getsockname()[0]
     return f"[{host}]" if ":" in host else host

@@ -1,12 +1,16 @@
 """Runs one router: binds its ports, loads the model, serves, and drains.
 
-  binding -> listening (503 at /ready) -> ready -> draining (on SIGTERM or SIGINT) -> closed
-                                            |         ^
-                                            '-> leaving (on `LEAVE_SIGNAL`)
+  state      entered                                     /ready   requests
+  binding    at the start                                -        the ports are closed
+  listening  when the ports are open                     503      refused until the model is loaded;
+                                                                  then they wait for a worker
+  ready      when the model and workers are available    200      served
+  leaving    on `LEAVE_SIGNAL`                           503      served
+  draining   on SIGTERM or SIGINT                        503      only open requests are served
+  closed     after all requests, or after the deadline   -        the ports are closed
 
-A leaving router still serves requests, but answers 503 at /ready, so that load balancers choose
-other routers. The ports are open before the model is loaded, so that probes can report the
-progress.
+A leaving router answers 503 at /ready so that load balancers choose other routers. The ports are
+open before the model is loaded, so that probes can report the progress.
 """
 
 import asyncio
@@ -151,13 +155,13 @@ class Router:
 
     @property
     def http_port(self) -> int:
-        """Port of the public HTTP API; 0 until it is bound."""
+        """Port of the public HTTP API. The value is 0 until the port is bound."""
         return self._public.http_port
 
     @property
     def grpc_port(self) -> int:
-        """Port of the public gRPC API or of the endpoint picker; 0 if there is none or it is not
-        bound."""
+        """Port of the public gRPC API or of the endpoint picker. The value is 0 if there is no such
+        port, or before the port is bound."""
         return self._public.grpc_port
 
     def _num_held(self) -> int:
@@ -194,19 +198,20 @@ class Router:
         )
 
     def stop(self) -> None:
-        """Ends `run`: new requests are refused, and open ones get the drain deadline to finish."""
+        """Ends `run`. New requests are refused, and open requests may finish until the drain
+        deadline."""
         self._stopping.set()
 
     def stop_for_memory(self, why: str) -> None:
-        """Ends `run` because the process uses too much memory; `memory_error` has the error."""
+        """Ends `run` because the process uses too much memory, and sets `memory_error`."""
         self.memory_error = MemoryGrown(why)
         log.error("%s", why)
         self.view.events.add("memory", self._config.router_id, why)
         self.stop()
 
     def announce_end(self) -> None:
-        """Reports this router as not ready while it continues to serve. A call of `stop` should
-        follow."""
+        """Makes the readiness probe fail, while the router continues to serve requests. The caller
+        calls `stop` later."""
         log.info("leaving: requests are still served")
         self.generator.end_reason = "this router will leave"
         self.view.notify_change()
@@ -214,7 +219,8 @@ class Router:
     async def run(self) -> None:
         """Serves until `stop`. Raises ConfigError if a port is taken or the model cannot be
         loaded."""
-        # Bind all ports before serving on one, so that a router that cannot start serves nothing.
+        # All ports are bound before any is served. So a router that cannot bind one of its ports
+        # serves no request at all.
         self._public.bind()
         self.admin.bind()
         own_url = self._public.own_url
@@ -258,8 +264,8 @@ class Router:
             await self._drain(work)
 
     def _start_router_tasks(self) -> set[asyncio.Task[Any]]:
-        """Starts the tasks that only a router needs: an endpoint picker serves no requests
-        itself."""
+        """Starts the tasks that serving requests needs. An endpoint picker serves no requests, so
+        it starts none of them."""
         if not isinstance(self._public, PublicListener):
             return set()
         work = {
@@ -276,7 +282,8 @@ class Router:
 
     def _make_apps(self) -> tuple[FastAPI, FastAPI]:
         """Builds the public and the admin HTTP app."""
-        # With port 0 the system chooses one; messages must name it.
+        # If a port is 0 in the config, the system chose the port. The apps need the chosen port for
+        # their messages.
         own = replace(self._config.admin, port=self.admin.http_port)
         config = replace(self._config, admin=own, http_port=self.http_port)
         self.page.config = config
@@ -305,7 +312,8 @@ class Router:
         self.generator.end_reason = "this router is draining"
         named = {task.get_name(): task for task in work}
         if (front := named.pop("front", None)) is not None:
-            await cancel(front)  # first, so that no gateway sends more requests
+            # The front is removed first, so that the gateway sends no more requests.
+            await cancel(front)
         cuts_idle = self.memory_error is not None
         await self._public.stop(deadline_s, named.pop("public"), cuts_idle=cuts_idle)
         self.page.close()
@@ -320,7 +328,7 @@ class Router:
     async def _load_and_watch(self) -> None:
         loading = asyncio.to_thread(_load, self._config)
         model, _ = await asyncio.gather(loading, self._open_prefix_tree())
-        # Compatible workers are known only once the model's fingerprint is known.
+        # The view needs the model's fingerprint to find out which workers are compatible.
         self.view.model_fingerprint = model.folder.fingerprint
         self.generator.model = model
         self.view.notify_change()
@@ -329,7 +337,9 @@ class Router:
             self._memory.rebase()
         log.info("model %s is loaded", self.generator.served_name)
         jobs = [self._watch_readiness()]
-        if self._config.api != "grpc":  # saves memory; long prompts are rare over gRPC
+        # `check` starts a process that tokenizes long prompts. With `--api grpc` the process is not
+        # started in advance: long prompts are rare over gRPC, and this saves memory.
+        if self._config.api != "grpc":
             jobs.append(model.preparer.check())
         await asyncio.gather(*jobs)
 
@@ -359,8 +369,8 @@ class Router:
 
 
 def serve(config: RouterConfig) -> TandemError | None:
-    """Runs a router until SIGTERM or SIGINT. Returns the error if it ended earlier, for example
-    because a port is taken.
+    """Runs a router until SIGTERM or SIGINT. If the router ends earlier, returns the error, for
+    example because a port is in use.
 
     Raises ConfigError for invalid settings.
     """

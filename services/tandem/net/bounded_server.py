@@ -1,12 +1,16 @@
 """A WSGI server for ports with few, short calls, which unauthenticated clients cannot exhaust.
 
-  connected --handshake, header, body--> called --> answered --> closed
-    |            within a deadline                in another
-    `-- closed to make room: at a limit, the oldest connection without a complete call, of the
-        address with the most connections; while that one is too young, the new connection waits
+Each connection has one call. A client has DEADLINE_S to send it: the TLS handshake, the header and
+the body. The application is then called, the answer is written within another DEADLINE_S, and the
+connection is closed.
+
+If a connection limit is reached, an open connection is closed to make room for a new one: the
+oldest one whose call is not complete. At the limit of an address it is a connection of the same
+address; at the limit of the server it is one of the address with the most connections. If that
+connection is younger than _MATURE_S, the new connection may have to wait instead.
 
 One thread with an event loop reads all connections, and a few threads run the application, so a
-silent connection costs only a few kilobytes. Each connection has one call.
+silent connection costs only a few kilobytes.
 """
 
 from __future__ import annotations
@@ -35,11 +39,12 @@ WsgiApp = Callable[[dict[str, Any], Any], Iterable[bytes]]
 CONNECTIONS_MAX = 256
 PER_ADDRESS_MAX = 64
 CALLS_AT_ONCE = 2
-# limit from the connection's start to the end of its request, and again for the response
+# time limit from the start of a connection to the end of its request, and again for the response
 DEADLINE_S = 10.0
-# younger connections are not closed for others of their address: their request may be under way
+# A younger connection is not closed to make room for another connection of the same address,
+# because its request may still be on the way.
 _MATURE_S = 0.25
-_WAITING_MAX = 256  # unread connections that wait for a slot
+_WAITING_MAX = 256  # limit of accepted connections that wait until a connection slot is free
 _WAIT_S = 3.0
 _CHECK_INTERVAL_S = 0.05  # interval of checks for a free slot
 _HEADER_BYTES_MAX = 16 << 10
@@ -48,7 +53,8 @@ _READ_BYTES = 16 << 10
 _BACKLOG = 128
 _ACCEPT_PAUSE_S = 0.5  # pause if the process has no free file descriptor
 _CLOSE_MAX_S = 5.0
-# time for the client to read the answer, because closing on unread bytes resets the connection
+# The client has this time to read the answer. If the connection were closed at once, unread bytes
+# could reset it before the client has read the answer.
 _LINGER_S = 1.0
 
 
@@ -72,15 +78,15 @@ class BoundedServer:
         name: str,
         context: ssl.SSLContext | None = None,
     ) -> None:
-        """Starts to serve. `name` names the thread; with a `context` the port uses TLS. Raises
-        OSError if the port cannot be bound."""
+        """Binds the port and starts to serve. `name` is the name of the thread. With a `context`
+        the port uses TLS. Raises OSError if the port cannot be bound."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
         self._app = app
         self._context = context
-        self._open: dict[_Connection, None] = {}  # oldest first
+        self._open: dict[_Connection, None] = {}  # open connections, oldest first
         self._num_of: Counter[str] = Counter()
         self._waiting: set[asyncio.Task[None]] = set()
         self._callers = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix=f"{name}-call")
@@ -141,8 +147,8 @@ class BoundedServer:
         connection.task.add_done_callback(partial(self._forget, connection))
 
     def _make_room(self, address: str) -> bool:
-        """Says whether a connection of this address can be accepted, and closes an older one for it
-        if necessary."""
+        """Returns True if a connection of this address can be accepted now. At a limit, an older
+        connection is closed first."""
         if self._num_of[address] >= PER_ADDRESS_MAX:
             fullest = address
         elif len(self._open) >= CONNECTIONS_MAX:
@@ -183,7 +189,8 @@ class BoundedServer:
                 environ = _environ(request, body, connection.address)
                 answer = await self._loop.run_in_executor(self._callers, _call, self._app, environ)
             async with asyncio.timeout(DEADLINE_S):
-                writer.transport.set_write_buffer_limits(0)  # makes `drain` wait for all bytes
+                # With this limit `drain` waits until all bytes have been sent.
+                writer.transport.set_write_buffer_limits(0)
                 is_head = request is not None and request.method == b"HEAD"
                 writer.write(_to_bytes(http, *answer, is_head=is_head))
                 await writer.drain()
@@ -225,8 +232,8 @@ _Answer = tuple[int, list[tuple[str, str]], bytes]
 async def _read_call(
     http: h11.Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> tuple[h11.Request, bytes]:
-    """Reads one request. Raises RemoteProtocolError, OSError, and EOFError if the client sends
-    none."""
+    """Reads one request. Raises RemoteProtocolError for a malformed request, OSError, and EOFError
+    if the client sends no request."""
     request: h11.Request | None = None
     body = b""
     while True:
@@ -261,7 +268,7 @@ def _check_length(num_bytes: int) -> None:
 
 
 def _environ(request: h11.Request, body: bytes, address: str) -> dict[str, Any]:
-    """Builds the WSGI environment (PEP 3333), limited to what the applications use."""
+    """Builds the WSGI environment (PEP 3333), with only the variables that the applications use."""
     path, _, query = request.target.decode("latin-1").partition("?")
     environ: dict[str, Any] = {
         "REQUEST_METHOD": request.method.decode("ascii"),

@@ -1,6 +1,6 @@
-"""Folders for Unix sockets, whose full path may have at most 107 bytes on Linux.
+"""Folders for Unix sockets. On Linux, the full path of a socket may have at most 107 bytes.
 
-A folder in TMPDIR may have a longer path; then a folder in /tmp is used instead.
+If the path of TMPDIR is too long for that, a folder in /tmp is used instead.
 """
 
 import os
@@ -10,12 +10,13 @@ from pathlib import Path
 from tandem.errors import ConfigError
 
 _PATH_BYTES_MAX = 107  # `sun_path` has 108 bytes including the final zero
-_BELOW_BYTES_MAX = 32  # reserved for names within such a folder, such as /ray-abcdefgh/plasma_store
+# length reserved for paths within the folder, such as /ray-abcdefgh/plasma_store
+_BELOW_BYTES_MAX = 32
 _SHORT = Path("/tmp")
 
 
 def is_short(folder: Path) -> bool:
-    """Says whether the paths of sockets in this folder are short enough."""
+    """Returns True if the paths of sockets in this folder are short enough."""
     return len(os.fsencode(folder)) + _BELOW_BYTES_MAX <= _PATH_BYTES_MAX
 
 

@@ -51,8 +51,8 @@ def add_adapter_routes(app: FastAPI, config: RouterConfig, control: AdapterContr
 
 
 def _checked(body: dict[str, Any], allowed: dict[str, type]) -> dict[str, Any]:
-    """Checks names and types, and returns the fields that are not null. Raises BadRequest for an
-    unknown field or a wrong type."""
+    """Checks the names and types of the body's fields, and returns the fields that are not null.
+    Raises BadRequest for an unknown field or a wrong type."""
     for name, value in body.items():
         if name not in allowed:
             raise BadRequest(

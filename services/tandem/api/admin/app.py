@@ -118,11 +118,12 @@ def _limit(request: Request) -> int:
 
 
 def add_chat_route(app: FastAPI, config: RouterConfig, generator: Generator) -> None:
-    """Adds the chat route of the operators' page. It needs an operator's key.
+    """Adds the chat route of the operators' page.
 
-    The page's content security policy allows calls to its own origin only, so chats cannot go to
-    the public port. AdminGuard requires an operator's key, a body of type `application/json`, and
-    no foreign `Origin`, as for every change.
+    The page's content security policy allows calls only to the admin port, from which the page was
+    loaded, so the page cannot send chats to the public port. As for every call that changes
+    something, AdminGuard requires an operator's key, a body of type `application/json`, and no
+    foreign `Origin`.
     """
 
     routes = GenerationRoutes(config, generator)
@@ -139,11 +140,13 @@ def add_chat_route(app: FastAPI, config: RouterConfig, generator: Generator) -> 
 
 
 def add_page_routes(app: FastAPI) -> None:
-    """Adds the files of the operators' page at `/` and `/page/...`. They contain no cluster data.
+    """Adds the files of the operators' page at `/` and `/page/...`. The files contain no cluster
+    data.
 
-    The files are read once, at startup, and looked up by name, so a path cannot leave the folder.
-    The content security policy allows only the page's own scripts, style sheets and origin: no
-    inline scripts, and nothing from other sites (https://www.w3.org/TR/CSP3/).
+    All files are read once, at startup. Requests look a file up by name in memory, so no path can
+    reach a file outside the page's folder. The content security policy allows scripts, style sheets
+    and calls of the page's own origin only: no inline scripts, and nothing from other sites
+    (https://www.w3.org/TR/CSP3/).
     """
 
     files = {

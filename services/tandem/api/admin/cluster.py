@@ -26,7 +26,8 @@ from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.rows import headline, problems_of, worker_rows
 
-# Fields copied unchanged from a worker's record and its KV compatibility.
+# Three groups of fields that the answer copies unchanged. The first two come from the worker's
+# record, and `_KV_FIELDS` from the KV compatibility in that record.
 _RECORD_FIELDS = (
     "worker_id",
     "role",
@@ -187,8 +188,9 @@ def _rates(rates: WorkerRates) -> dict[str, float] | None:
         return None
     step_s = queue_seconds(rates, rates.step_tokens)
     return {
-        # for a full step of a prompt's first tokens
+        # rate of a full prefill step at the beginning of a prompt, where attention costs least
         "prefill_tokens_per_s": rates.step_tokens / step_s,
         "decode_step_ms": rates.decode.step_s * 1000,
-        "decode_sequence_ms": rates.decode.sequence_s * 1000,  # added by each sequence in the step
+        # time that each sequence in a decode step adds to `decode_step_ms`
+        "decode_sequence_ms": rates.decode.sequence_s * 1000,
     }

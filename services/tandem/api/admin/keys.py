@@ -40,7 +40,7 @@ class _Rotate(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Update(msgspec.Struct, forbid_unknown_fields=True):
-    limits: dict[str, Any]  # only the limits to change, by name
+    limits: dict[str, Any]  # new values of the limits to change, by the limit's name
 
 
 def add_key_routes(app: FastAPI, config: RouterConfig, keys: KeyService, trail: AuditTrail) -> None:
@@ -92,8 +92,8 @@ def add_key_routes(app: FastAPI, config: RouterConfig, keys: KeyService, trail: 
 def add_record_route(
     app: FastAPI, config: RouterConfig, keys: KeyService, trail: AuditTrail
 ) -> None:
-    """Adds the route by which another router sends a changed key. It is on the public port, because
-    routers can always reach each other there; the admin port may listen on loopback only."""
+    """Adds the route by which another router sends a changed key. The route is on the public port,
+    because the admin port may listen on loopback only, where other routers cannot reach it."""
 
     @app.post(RECORDS_PATH, include_in_schema=False)
     async def take(request: Request) -> Response:

@@ -24,8 +24,8 @@ _DRAIN_DEADLINE_S = 1.0
 
 
 class AdminListener:
-    """Serves the admin ports. Call `bind`, then `start`; call `stop` after the public ports
-    stopped."""
+    """Serves the admin ports. The caller uses `bind`, then `start`, and uses `stop` once the public
+    ports have stopped."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class AdminListener:
         self.grpc_port = 0
 
     def bind(self) -> None:
-        """Binds both ports. Raises ConfigError if one is taken."""
+        """Binds both ports. Raises ConfigError if a port is in use."""
         admin = self._config.admin
         self._sock = bind(
             admin.host,

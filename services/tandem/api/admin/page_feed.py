@@ -1,14 +1,19 @@
 """The live feed of the operators' page: `GET /v1/cluster/live`, as server-sent events.
 
-  run ----every second, if a page is open----> snapshot --delta, encoded once--> every viewer
-   `-----every 5 s, always------------------> History
+Every second, if a page is open, the feed takes one snapshot of the cluster, encodes its difference
+to the previous snapshot once, and sends it to every viewer. Every STEP_S seconds, even if no page
+is open, the feed adds a sample to the history of the page's charts.
 
-  event `full`    the complete snapshot, for a new viewer and for one that fell behind
-  event `delta`   the changes since the previous event; it always has `now`, as a heartbeat
+  event     content
+  full      the complete snapshot, for a new viewer and for a viewer that fell behind
+  delta     the changes since the previous event; `now` is always included, as a heartbeat
 
-All viewers share one snapshot. Limits: VIEWERS_MAX viewers; PENDING_MAX events queued for a viewer,
-which then gets a `full` event instead; STREAM_S seconds for one stream, so that a revoked key stops
-working on open pages too.
+  limit         counts                           when the limit is reached
+  VIEWERS_MAX   viewers of one router            a further viewer is refused
+  PENDING_MAX   events queued for one viewer     a `full` event replaces the queued events
+  STREAM_S      seconds of a viewer's stream     the stream ends, and the page opens a new stream
+
+Because of STREAM_S, a revoked key stops working on pages that are already open.
 """
 
 import asyncio
@@ -57,7 +62,7 @@ _AFTER_BUG_S = 30.0
 
 
 class Viewer:
-    """An open page and the events queued for it."""
+    """One open page, and the events queued for that page."""
 
     def __init__(self, feed: "PageFeed") -> None:
         self._feed = feed
@@ -66,7 +71,7 @@ class Viewer:
         self._news = asyncio.Event()
 
     def offer(self, event: bytes) -> None:
-        """Queues an event. If the queue is full, drops it and sends a `full` event instead."""
+        """Queues an event. If the queue is full, a `full` event replaces all queued events."""
         if len(self._pending) >= PENDING_MAX:
             self._pending.clear()
             self._needs_full = True
@@ -115,8 +120,8 @@ class PageFeed:
         self._started_at = time.time()
         self._snapshot = Snapshot()
         self._num_sampled = 0  # number of history samples already sent to viewers
-        self._full = b""  # the encoded last snapshot; empty until a viewer needs it
-        # time of the last snapshot, in seconds since the epoch; 0 if no viewer has one
+        self._full = b""  # the last snapshot as a `full` event; empty until a viewer needs one
+        # time of the last snapshot, in seconds since the epoch; 0 if no page is open
         self._seen_at = 0.0
         self._events: list[ClusterEvent] = []
 
@@ -216,7 +221,8 @@ class PageFeed:
                 "workers": snapshot.workers,
                 "requests": list(snapshot.requests.values()),
                 "events": snapshot.events,
-                "samples": seen[: len(seen) - unseen],  # the next delta contains the later samples
+                # The next `delta` event contains the samples taken since the last snapshot.
+                "samples": seen[: len(seen) - unseen],
             }
             self._full = sse.event(everything, "full")
         return self._full
@@ -235,7 +241,7 @@ class PageFeed:
         )
         self._history.take(now, sums)
         if not self._viewers:
-            self._metrics.flows.take()  # discards the flows, as no page is open
+            self._metrics.flows.take()  # discards the collected flows, because no page shows them
 
     async def _sample_loop(self) -> None:
         while True:
@@ -251,7 +257,7 @@ class PageFeed:
                 with contextlib.suppress(TandemError, TimeoutError):
                     async with asyncio.timeout(_EVENTS_DEADLINE_S):
                         self._events = await self._view.events.read(EVENTS_MAX, self._trail)
-            except Exception:  # for example, another version's router wrote an unknown entry
+            except Exception:  # for example, a router of another version wrote an unknown entry
                 log.exception("the page cannot show new events")
                 await asyncio.sleep(_AFTER_BUG_S)
             await asyncio.sleep(_EVENTS_EVERY_S)
@@ -261,7 +267,8 @@ class LiveStream(Response):
     """The event stream of one viewer."""
 
     def __init__(self, feed: PageFeed) -> None:
-        """Raises QueueFull if too many pages are open, before a response starts."""
+        """Raises QueueFull if too many pages are open. No response has started at this point, so
+        the client gets the error as a normal HTTP status."""
         feed.check_room()
         super().__init__(
             headers={"cache-control": "no-store", "x-accel-buffering": "no"},

@@ -1,11 +1,15 @@
 """Snapshots of the cluster for the operators' page, and the differences between two of them.
 
-A snapshot has four parts, and `delta` lists what changed in each:
+A snapshot has four fields, and `delta` lists the changes of each:
 
-  head      one object: the router, the pools, the problems; sent in full if any part changed
-  workers   by worker id, a row for each known worker, in the order of WORKER_COLUMNS
-  requests  by request id, the latest requests with their stages and the reason of their placement
-  events    the latest events, the newest first
+  field     content                                                  in a delta
+  head      one object: the router, the pools, the problems          all of it, if it changed
+  workers   a row of WORKER_COLUMNS for each known worker, by id     new and changed rows
+  requests  the latest requests by id, with the duration of their    new and changed requests
+            stages and the reason of their placement
+  events    the latest events, the newest first                      all of them, if they changed
+
+A delta also has `gone`, the ids of workers that are in `before` and no longer in `after`.
 
 A snapshot contains no prompt, no generated text and no key.
 """
@@ -25,12 +29,12 @@ from tandem.router.workers.rows import WorkerRow, headline, problems_of, worker_
 
 REQUESTS_MAX = 50
 EVENTS_MAX = 50
-_PAIRS_MAX = 64  # peers whose transports are included in a row
+_PAIRS_MAX = 64  # maximum number of a worker's peers whose transports are included in its row
 _MEMORY_LOW_SHARE = 0.05
 WORKER_COLUMNS = (
     *("pool", "role", "state", "note", "running", "waiting", "leases", "pulls"),
     *("kv_used_percent", "kv_cached_percent", "transports", "address", "host", "memory_is_low"),
-    "tiers",  # name, blocks held and blocks in total of each tier
+    "tiers",  # for each KV cache tier: its name, blocks held and blocks in total
 )
 _REQUEST_FIELDS = ("id", "kind", "created", "outcome", "error", "placement", "decode_worker")
 _OUTCOME_FIELDS = ("prefill_worker", "transport", "blocks_pulled", "moves", "ttft_ms", "e2e_ms")
@@ -54,7 +58,8 @@ def take_snapshot(
     started_at: float,
     now: float,
 ) -> Snapshot:
-    """Collects the cluster's state at `now`. Both times are in seconds since the epoch."""
+    """Collects the cluster's state at `now`. `started_at` is the start of this router; both times
+    are in seconds since the epoch."""
     rows = worker_rows(view.seen(), view.gone, pools, now, view.loading)
     reason = generator.not_ready_reason()
     wrong = view.cluster_problems().values()
@@ -92,7 +97,7 @@ def take_snapshot(
 
 
 def delta(before: Snapshot, after: Snapshot) -> dict[str, Any]:
-    """Lists the changes from `before` to `after`. Parts without a change are left out."""
+    """Lists the changes from `before` to `after`. Fields without a change are left out."""
     changed: dict[str, Any] = {}
     if before.head != after.head:
         changed["head"] = after.head

@@ -1,8 +1,9 @@
 """Errors in the format of Anthropic's API: {"type": "error", "error": {"type", "message"}}.
 
-HTTP statuses are those of the other APIs, except that a full router answers 529 (a retry may help);
-429 means that a limit of the API key was reached. `code` is an addition of Tandem. Clients detect
-the loss of a message thread by `error_code` in `details`.
+HTTP statuses equal those of the router's other APIs, with one exception: a router whose queue is
+full answers 529, and a retry may help. 429 means that the client has reached a limit of its API
+key. The field `code` is an addition of Tandem. If a request continues a thread that the server does
+not have, clients recognize the error by `error_code` in `details`.
 https://platform.claude.com/docs/en/api/errors
 """
 
@@ -27,8 +28,8 @@ MODELS_PATH = "/v1/models"
 
 
 def is_anthropic(scope: Mapping[str, Any]) -> bool:
-    """Decides whether a call, given its ASGI scope, uses Anthropic's API. OpenAI's API also has
-    /v1/models; Anthropic's clients send a version header with it."""
+    """Decides whether the call with this ASGI scope uses Anthropic's API. Both Anthropic's and
+    OpenAI's API have /v1/models; only Anthropic's clients send the header `anthropic-version`."""
     path = scope["path"]
     if _is_within(path, MODELS_PATH):
         return any(name == b"anthropic-version" for name, _ in scope["headers"])

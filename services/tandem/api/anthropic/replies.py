@@ -1,10 +1,13 @@
 """Replies in the format of Anthropic's messages API: a stream of events, or a complete message.
 
-  message_start, ping, { content_block_start, content_block_delta ..., content_block_stop } ...,
+A stream has these events, in this order:
+
+  message_start, ping
+  for each content block: content_block_start, one or more content_block_delta, content_block_stop
   message_delta, message_stop
 
 A content block is text, thinking or one tool call, and ends where another kind of content begins.
-A complete message is built from the same events, as a client would do it.
+A complete message is built from the same events, as a client of the stream would build it.
 https://platform.claude.com/docs/en/build-with-claude/streaming
 """
 
@@ -25,7 +28,8 @@ from tandem.router.parsers.machine import CallDelta
 from tandem.router.request.delta import Delta, Usage
 from tandem.router.request.retention import TTLS_S
 
-# By block type: the name of the content field in a block, and the types of its deltas.
+# For each type of content block: the name of a delta's field with the content, and the delta's
+# type.
 _TEXT = {
     "text": ("text", "text_delta"),
     "thinking": ("thinking", "thinking_delta"),
@@ -34,8 +38,8 @@ _TEXT = {
 
 
 def usage_body(usage: Usage, pin_s: float = 0.0) -> dict[str, Any]:
-    """Builds the `usage` object. `input_tokens` excludes the tokens that were read from the cache
-    and those that `cache_control` wrote to it for `pin_s` seconds."""
+    """Builds the `usage` object. `input_tokens` excludes tokens that were read from the KV cache
+    and tokens that `cache_control` pinned in the KV cache for `pin_s` seconds."""
     created = max(0, usage.storable_tokens - usage.cached_tokens) if pin_s else 0
     body: dict[str, Any] = {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens - created,
@@ -61,8 +65,8 @@ class MessageReplies:
     def __init__(
         self, parsed: ParsedRequest, model: str, tokenizer: Tokenizer | None = None
     ) -> None:
-        """Takes the arguments common to the replies of all APIs. Messages have no log
-        probabilities, so the tokenizer is unused."""
+        """Takes the same arguments as the reply classes of the other APIs. Anthropic's messages
+        have no log probabilities, so `tokenizer` is unused."""
         self.reply_id = f"msg_{parsed.request_id}"
         self._model = model
         self._pin_s = parsed.requests[0].retention.pin_s
@@ -70,10 +74,11 @@ class MessageReplies:
         self._has_begun = False
 
     def whole(self, choices: Sequence[Sequence[Delta]]) -> dict[str, Any]:
-        """Builds the complete message from all deltas of the single choice."""
+        """Builds the complete message from all deltas. `choices` has one element, because a message
+        has no alternative answers."""
         (deltas,) = choices
         message: dict[str, Any] = {}
-        partial = ""  # content of the open block
+        partial = ""  # content of the current block so far
         for one in (e for delta in deltas for e in self._events(delta)):
             if one["type"] == "message_start":
                 message = one["message"]
@@ -130,12 +135,12 @@ class MessageReplies:
 
 
 class _Blocks:
-    """Converts deltas to content block events."""
+    """Converts the model's output deltas to Anthropic's events of content blocks."""
 
     def __init__(self) -> None:
         self.num_calls = 0
         self._index = -1
-        self._open = ""  # type of the open block; empty if none is open
+        self._open = ""  # type of the block that has begun and not ended; empty if there is none
         self._thought = hashlib.sha256()
 
     def push(self, delta: Delta) -> Iterator[dict[str, Any]]:
@@ -179,8 +184,8 @@ class _Blocks:
         if not self._open:
             return
         if self._open == "thinking":
-            # Clients drop or refuse thinking without a signature. Tandem's signature is a hash of
-            # the text.
+            # Clients drop or refuse a thinking block without a signature. Tandem's signature is a
+            # hash of the block's text.
             signature = base64.b64encode(self._thought.digest()).decode()
             delta = {"type": "signature_delta", "signature": signature}
             yield {"type": "content_block_delta", "index": self._index, "delta": delta}
@@ -190,7 +195,7 @@ class _Blocks:
 
 
 def _fill(block: dict[str, Any], text: str) -> None:
-    """Stores the collected content in its block."""
+    """Stores the content that was collected for a block in the block's content field."""
     if block["type"] == "tool_use":
         block["input"] = arguments_of(text)
     else:
@@ -198,7 +203,8 @@ def _fill(block: dict[str, Any], text: str) -> None:
 
 
 def _stopped(delta: Delta, *, has_calls: bool) -> tuple[str, str | None]:
-    """Maps the finish reason to Anthropic's `stop_reason` and `stop_sequence`."""
+    """Returns Anthropic's `stop_reason` and `stop_sequence` for a delta with a finish reason.
+    `has_calls` is True if the message contains a tool call."""
     if delta.finish_reason == "length":
         return "max_tokens", None
     if has_calls:

@@ -1,7 +1,15 @@
-"""Bodies of Anthropic's messages, and their way into the chats that `openai.requests` parses.
+"""Request bodies of Anthropic's Messages API, and their conversion to bodies of OpenAI's chat API,
+which `openai.requests` parses.
 
-A message's blocks become messages of a chat: each result of a tool is one of its own, text between
-results is the user's, and an assistant's text, thinking and calls are one message.
+The content blocks of an Anthropic message become chat messages as follows:
+
+  content blocks                                 chat messages
+  each tool result                               one message with the role `tool`
+  a user's text before, between or after tool    one message with the role `user` for each such text
+  results
+  all text, thinking and tool calls of one       one message with the role `assistant`
+  assistant message
+
 https://platform.claude.com/docs/en/api/messages
 """
 
@@ -24,7 +32,7 @@ from tandem.router.request.allowed import ALLOWED
 from tandem.router.request.conversation import Conversation
 from tandem.router.request.retention import TTLS_S
 
-# The fields of a chat that have another name here.
+# Fields of OpenAI's chat API, and the names that error messages use for them in this API.
 NAMES = {
     "continue_final_message": "messages",
     "reasoning_effort": "output_config",
@@ -87,7 +95,7 @@ class _Markable(_Part):
     cache_control: CacheControl | None = None
 
     def marks(self) -> list[CacheControl]:
-        """Returns the marks on this part, and on those inside."""
+        """Returns the cache marks of this part of the body, and of the parts inside it."""
         return [] if self.cache_control is None else [self.cache_control]
 
 
@@ -96,7 +104,8 @@ def _wrong(message: str, **about: object) -> PydanticCustomError:
 
 
 def _as_blocks(content: object) -> object:
-    """Makes a string one block of text, and refuses blocks of a type that no message has."""
+    """Converts a string to a list of one text block. Raises an error for a block whose type is
+    unknown in messages."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     known = {kind for kinds in _KINDS.values() for kind in kinds}
@@ -143,7 +152,7 @@ class ToolResultBlock(_Markable):
     is_error: bool = False
 
     def marks(self) -> list[CacheControl]:
-        """Returns the marks on the result, and on its texts."""
+        """Returns the cache marks of the tool result, and of the text blocks inside it."""
         return [*super().marks(), *(mark for text in self.content for mark in text.marks())]
 
 
@@ -170,7 +179,7 @@ class InputMessage(_Part):
         return self
 
     def to_chat(self) -> list[dict[str, Any]]:
-        """Returns the messages of a chat that say the same."""
+        """Converts this message to one or more messages of OpenAI's chat API."""
         if self.role == "assistant":
             return [self._as_assistant()]
         messages: list[dict[str, Any]] = []
@@ -251,7 +260,8 @@ class Thinking(_Part):
     display: Literal["summarized", "omitted"] | None = None
 
     def wanted(self) -> bool | None:
-        """Returns whether the model is to think; None: as it does by itself."""
+        """Returns True if the client turns thinking on, False if it turns thinking off, and None if
+        the chat template's default applies."""
         return {"enabled": True, "disabled": False}.get(self.type)
 
 
@@ -313,7 +323,8 @@ class Thread(_Part):
         return self
 
     def find(self) -> None:
-        """Raises ThreadNotFound for a thread to continue: clients replay the conversation then."""
+        """Raises ThreadNotFound if the client wants to continue a thread, because this server keeps
+        none. Clients then send the whole conversation again."""
         if self.type == "continue":
             raise ThreadNotFound(
                 f"no conversation is kept that ended with {shorten(self.previous_message_id)}; "
@@ -346,7 +357,8 @@ class CountTokensBody(Strict):
     thread: Thread | None = Field(None, description=_ALLOWED["thread"])
 
     def pin_s(self) -> float:
-        """Returns the longest time that a mark asks for, in seconds."""
+        """Returns the longest time to live of all cache marks of the request, in seconds; 0 without
+        a mark."""
         blocks = [block for message in self.messages for block in message.content]
         parts = [
             part for part in (*self.system, *self.tools, *blocks) if isinstance(part, _Markable)
@@ -356,8 +368,13 @@ class CountTokensBody(Strict):
         return max((TTLS_S[mark.ttl] for mark in marks), default=0.0)
 
     def pinned(self) -> Self | None:
-        """Returns a request that begins as this one and ends with the last mark; None without a
-        mark, or if all is marked. The tools count as a part of the system's message."""
+        """Returns a copy of this request that ends with the block of the last cache mark: the
+        prefix of the prompt to pin. If only the tools or the system message have a mark, the prefix
+        is all tools and the whole system message.
+
+        Returns None if the request has no mark, or if its own `cache_control` marks the whole
+        prompt.
+        """
         if self.cache_control is not None:
             return None
         for index, message in reversed(list(enumerate(self.messages))):
@@ -365,14 +382,15 @@ class CountTokensBody(Strict):
                 cut = message.model_copy(update={"content": message.content[: marked[-1] + 1]})
                 return self.model_copy(update={"messages": [*self.messages[:index], cut]})
         if any(map(_is_marked, (*self.system, *self.tools))):
-            # Some templates write the system's message into the user's.
+            # The copy has an empty user message, because some chat templates write the system
+            # message into the user's message.
             nothing = InputMessage(role="user", content=[TextBlock(type="text", text="")])
             return self.model_copy(update={"messages": [nothing]})
         return None
 
     def to_chat(self) -> dict[str, Any]:
-        """Returns the body of a chat that asks for the same. A final message of the assistant is
-        the beginning of the answer."""
+        """Converts the fields of the prompt to a body of OpenAI's chat API. If the last message is
+        the assistant's, the model continues that message."""
         messages = [{"role": "system", "content": _text(self.system)}] if self.system else []
         for message in self.messages:
             messages += message.to_chat()
@@ -404,7 +422,7 @@ class MessagesBody(CountTokensBody):
     kv_priority: int = Field(PRIORITY_DEFAULT, description=ALLOWED["kv_priority"])
 
     def to_chat(self) -> dict[str, Any]:
-        """Returns the body of a chat that asks for the same answer."""
+        """Converts the whole request, with its sampling options, to a body of OpenAI's chat API."""
         same = {"max_tokens", "stream", "temperature", "top_p", "top_k", "kv_priority"}
         return {
             **super().to_chat(),
@@ -414,13 +432,14 @@ class MessagesBody(CountTokensBody):
 
 
 def parse_messages(body: dict[str, Any], request_id: str) -> ParsedRequest:
-    """Returns the request for an answer. Raises BadRequest, for some fields in the words of a chat:
-    `NAMES` has those of this API."""
+    """Parses the body of a request for a message. Raises BadRequest. Some errors name a field of
+    OpenAI's chat API; `NAMES` maps those fields to fields of this API."""
     return _parse(validate(MessagesBody, body), request_id)
 
 
 def parse_count(body: dict[str, Any], request_id: str) -> ParsedRequest:
-    """Returns a request with the prompt. Raises BadRequest in the same way."""
+    """Parses the body of a request that only counts the prompt's tokens. Raises the same errors as
+    `parse_messages`."""
     return _parse(validate(CountTokensBody, body), request_id)
 
 
@@ -453,7 +472,7 @@ def _text(blocks: list[TextBlock]) -> str:
 
 
 def _parts(blocks: list[TextBlock]) -> list[dict[str, Any]]:
-    """Returns the parts of a chat's content."""
+    """Converts text blocks to the content parts of a chat message."""
     return [{"type": "text", "text": block.text} for block in blocks]
 
 

@@ -1,17 +1,18 @@
-"""Serves an endpoint picker over Envoy's external processing protocol, with one stream for each
-request.
+"""Serves an endpoint picker over Envoy's external processing protocol (ext_proc).
 
-  headers --no body-----------------------------------> picked --> end, or the response's parts
-          --body, chunk by chunk, its end or trailers-> picked --> end, or the response's parts
-          `-- refused: the gateway answers the client
+The gateway opens one stream for each HTTP request, and sends the request as several messages: the
+headers, chunks of the body, and trailers. The picker answers these messages in order, and its
+answer to the headers names the picked endpoint. If the request has a body, the picker first waits
+for the body's last chunk or for the trailers. If the picker refuses the request, it sends an error
+instead, which the gateway returns to the client.
 
-The parts of a request (headers, chunks, trailers) are answered in order once an endpoint is
-picked. Then the picker ends the stream and the gateway continues alone, so a response does not
-depend on the picker. With `--picker-stays` the stream stays open, and each part of the response
-passes unchanged.
+After its last answer the picker ends the stream, and the gateway continues alone, so the response
+does not depend on the picker. With `--picker-stays` the stream stays open, and the picker passes
+each message of the response unchanged.
 
-If the gateway does not send the body in full-duplex mode, each part is answered at once: a body in
-one message is answered with the pick; without a body the pick is by load alone.
+This describes the body mode FULL_DUPLEX_STREAMED. In the other modes the picker answers each
+message at once. If the gateway sends the whole body in one message, the answer to that message
+names the endpoint. If the gateway sends no body, the picker chooses an endpoint at random.
 
 Protocol: proposal 004 of the Gateway API Inference Extension, version 1.0.
 """
@@ -47,31 +48,31 @@ ENDPOINT_KEY = "x-gateway-destination-endpoint"
 SUBSET_KEY = "x-gateway-destination-endpoint-subset"
 PICKED_NAMESPACE = "envoy.lb"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
-CHUNK_BYTES_MAX = 60_000  # Envoy advises at most 64 KiB
-# modes in which the body arrives before the pick
+CHUNK_BYTES_MAX = 60_000  # bytes of the body in one answer; Envoy advises at most 64 KiB
+# body modes of ext_proc in which the picker reads the body before it picks an endpoint
 _WITH_BODY = (pb.FULL_DUPLEX_STREAMED, pb.BUFFERED, pb.BUFFERED_PARTIAL)
 
 
 @dataclass(slots=True)
 class _Exchange:
-    """The state of one request on its stream."""
+    """The state of one request and its ext_proc stream."""
 
     request: PickRequest | None = None
-    sets_id: bool = False  # True if the client sent no usable id
+    sets_id: bool = False  # True: the picker adds a request id, as the client sent no usable one
     request_mode: int = pb.FULL_DUPLEX_STREAMED
     response_mode: int = pb.FULL_DUPLEX_STREAMED
     chunks: list[bytes] = field(default_factory=list)
     num_bytes: int = 0
-    # deadline of the next part, by the event loop's clock; None: no part is expected
+    # deadline for the next message of the request, by the event loop's clock; None: no deadline
     body_until: float | None = None
-    account: Body | None = None  # memory accounting of the buffered request
-    reading: asyncio.Timeout | None = None  # set while a part is awaited
+    account: Body | None = None  # memory of the buffered request, counted in the body budget
+    reading: asyncio.Timeout | None = None  # timeout of the current read; None: no read is open
     pick: Pick | None = None
-    is_answered: bool = False  # True if every part of the request was answered
+    is_answered: bool = False  # True: every message of the request was answered
 
 
 class ExternalProcessor:
-    """Serves the ext_proc protocol to gateways. Add `handlers()` to a gRPC server."""
+    """Serves the ext_proc protocol to gateways. The caller adds `handlers()` to a gRPC server."""
 
     def __init__(self, config: RouterConfig, picker: EndpointPicker) -> None:
         self._config = config
@@ -95,7 +96,7 @@ class ExternalProcessor:
 
         def revoke() -> None:
             if exchange.reading is None:
-                task.cancel()  # the gateway does not read the response
+                task.cancel()  # the stream waits for the gateway to read an answer
             elif not exchange.reading.expired():
                 exchange.reading.reschedule(0)
 
@@ -120,16 +121,16 @@ class ExternalProcessor:
             yield _refusal(error, exchange.request)
         finally:
             accounts.close()
-            # Without --picker-stays the response is not observed: the pick counts as load until the
-            # workers report their own.
+            # Without --picker-stays the picker does not see the response. The pick then counts
+            # among the workers' load until the workers report a load that includes the request.
             if exchange.pick is not None and self._config.gateway.picker_stays:
                 self._picker.release(exchange.pick, has_token=False)
 
     async def _next(
         self, exchange: _Exchange, messages: AsyncIterator[pb.ProcessingRequest]
     ) -> pb.ProcessingRequest | None:
-        """Reads the next part of the request; None at the end of the stream. Raises BodyTooLate and
-        BodiesFull."""
+        """Reads the next message of the stream. Returns None at the end of the stream. Raises
+        BodyTooLate and BodiesFull."""
         try:
             async with asyncio.timeout_at(exchange.body_until) as exchange.reading:
                 return await anext(messages, None)
@@ -214,7 +215,8 @@ class ExternalProcessor:
     async def _answer_request(
         self, exchange: _Exchange, *, ends_here: bool
     ) -> Iterable[pb.ProcessingResponse]:
-        """Picks an endpoint and answers the headers and all buffered chunks of the body."""
+        """Picks an endpoint, and builds the answers to the headers and to all buffered chunks of
+        the body. With `ends_here` the last answer ends the body."""
         picked = await self._picked(exchange, "request_headers")
         chunks = exchange.chunks
         exchange.chunks = []
@@ -222,7 +224,8 @@ class ExternalProcessor:
         return chain([picked], (pb.ProcessingResponse(request_body=body) for body in bodies))
 
     async def _picked(self, exchange: _Exchange, part: str) -> pb.ProcessingResponse:
-        """Picks an endpoint and builds the message that names it."""
+        """Picks an endpoint and builds the answer that names the endpoint. `part` is the kind of
+        message to answer: `request_headers` or `request_body`."""
         assert exchange.request is not None
         exchange.body_until = None
         exchange.pick = await self._picker.pick(exchange.request, b"".join(exchange.chunks))
@@ -248,7 +251,8 @@ class ExternalProcessor:
 
 
 def _read_headers(message: pb.ProcessingRequest) -> tuple[PickRequest, bool]:
-    """Parses the headers of a request. Also returns whether its request id is a new one."""
+    """Parses the headers of a request. The second result is True if the request got a new id,
+    because the client sent no usable one."""
     headers = _values(message.request_headers.headers)
     sent = read_client_id(headers.get(REQUEST_ID_HEADER, []))
     path = headers.get(":path", [""])[0]
@@ -257,7 +261,8 @@ def _read_headers(message: pb.ProcessingRequest) -> tuple[PickRequest, bool]:
 
 
 def _subset(metadata: pb.Metadata) -> frozenset[str] | None:
-    """Reads the endpoints to which the gateway restricts the pick; None if it allows all."""
+    """Reads the endpoints to which the gateway restricts the pick. Returns None if the gateway
+    allows all endpoints."""
     hint = metadata.filter_metadata.get(SUBSET_NAMESPACE)
     if hint is None or SUBSET_KEY not in hint:
         return None
@@ -286,8 +291,8 @@ def _options(values: dict[str, str]) -> list[pb.HeaderValueOption]:
 
 
 def _chunks(bodies: list[bytes], *, ends_here: bool) -> Iterator[pb.BodyResponse]:
-    """Splits bodies into messages of at most CHUNK_BYTES_MAX. With `ends_here` the last one ends
-    the stream's body."""
+    """Splits chunks of a body into messages of at most CHUNK_BYTES_MAX. With `ends_here` the last
+    message is marked as the end of the body."""
     pieces = [
         body[start : start + CHUNK_BYTES_MAX]
         for body in bodies
@@ -301,7 +306,7 @@ def _chunks(bodies: list[bytes], *, ends_here: bool) -> Iterator[pb.BodyResponse
 
 
 def _refusal(error: TandemError, request: PickRequest | None) -> pb.ProcessingResponse:
-    """Builds the response that refuses a request, in the format of the API that was called."""
+    """Builds the answer that refuses a request, in the format of the API that the client called."""
     path = request.path.partition("?")[0] if request is not None else ""
     response = error_response(error, {"type": "http", "path": path, "headers": []})
     kept = {"content-type", "retry-after"}

@@ -1,8 +1,9 @@
-"""Fronts of decode workers: how each one registers, and how an endpoint picker finds them.
+"""Registration of fronts in Redis, and the endpoint picker's table of fronts.
 
-  front   --each second, while it can serve requests--> Redis --twice a second--> picker
-
-While Redis is unreachable, the picker uses the last known fronts.
+A front is a router beside one decode worker; a gateway sends requests to fronts. While a front
+can serve requests, it writes its endpoint to Redis every WRITTEN_S seconds. The picker reads all
+endpoints every POLL_INTERVAL_S seconds. While Redis is unreachable, the picker uses the last known
+endpoints.
 """
 
 import asyncio
@@ -45,7 +46,8 @@ class FrontTable:
 async def announce(
     fronts: Fronts, worker_id: str, endpoint: str, is_ready: Callable[[], bool]
 ) -> None:
-    """Registers a front in Redis while `is_ready` returns True. Removes it when cancelled."""
+    """Registers a front in Redis while `is_ready` returns True. Removes the front when
+    cancelled."""
     try:
         while True:
             with suppress(*UNREACHABLE):

@@ -19,15 +19,16 @@ from tandem.net.security.clients import Clients
 
 log = logging.getLogger(__name__)
 
-# Names that the endpoint picker protocol requires of the health service.
-_MESSAGE_BYTES = 64 << 10  # size of a message without its body
+_MESSAGE_BYTES = 64 << 10  # upper limit for the size of a message without the HTTP body inside it
+# The endpoint picker protocol requires these two names in the health service.
 _PROBES = HealthNames(ready=("readiness",), live=("liveness",))
 
 
 class PickerListener:
-    """Serves gateways; has the methods of PublicListener. Call `bind`, then `start` and `stop`."""
+    """Serves gateways. The class has the same methods as PublicListener, in the order of their use:
+    `bind`, `start`, `serve`, `stop`."""
 
-    own_url = ""  # no other router calls an endpoint picker
+    own_url = ""  # empty, because no other router calls an endpoint picker
     http_port = 0
 
     def __init__(
@@ -48,11 +49,11 @@ class PickerListener:
         self.grpc_port = 0
 
     def not_ready_reason(self) -> str:
-        """Says why no endpoint can be picked; empty if one can."""
+        """Returns the reason why no endpoint can be picked. Returns "" if one can be picked."""
         return "" if self._fronts.endpoints else "no decode worker has a front"
 
     def bind(self) -> None:
-        """Binds the port. Raises ConfigError if it is taken."""
+        """Binds the port. Raises ConfigError if the port is in use."""
         self.grpc_port = self.grpc.bind()
 
     async def start(self) -> None:

@@ -1,10 +1,16 @@
-"""The endpoint picker: it places a request like a router, and returns the front to send it to.
+"""The endpoint picker: it chooses the decode worker that fits a request best, as a router does, and
+returns the endpoint of the front beside that worker. The gateway sends the request to this
+endpoint.
 
-  request --tokenize, look up the tree, choose--> decode worker --its front--> HOST:PORT, hint
+  1. The picker tokenizes the prompt.
+  2. The picker looks up, in the prefix tree, how much of the prompt each worker has cached.
+  3. The picker chooses a decode worker, and returns the HOST:PORT of the worker's front.
+  4. A signed hint in the request's headers tells the front which workers were chosen.
 
-It picks among the decode workers that have a front, within the gateway's subset if one is given. A
-request that cannot be parsed, or has an unknown key, goes to any of them: the front answers with
-the error in the API's format. This module does not depend on the gateway's protocol.
+The picker considers only decode workers that have a front. If the gateway names a subset of
+endpoints, only the workers of this subset are considered. A request that cannot be parsed, or that
+has an unknown API key, goes to a random one of these workers, because the front answers with the
+error in the API's format. This module does not depend on the gateway's protocol.
 """
 
 import asyncio
@@ -38,9 +44,9 @@ class PickRequest:
     """A request as described by a gateway."""
 
     path: str
-    headers: Mapping[str, Sequence[str]]  # keys: lower-case names
-    request_id: str  # value of x-request-id, or a new id
-    subset: frozenset[str] | None = None  # allowed endpoints or hosts; None: all
+    headers: Mapping[str, Sequence[str]]  # values of each header, by its lower-case name
+    request_id: str  # value of the header x-request-id, or a new id if the client sent none
+    subset: frozenset[str] | None = None  # endpoints or hosts that may be picked; None: all of them
 
     def values(self, name: str) -> list[str]:
         return list(self.headers.get(name, ()))
@@ -48,16 +54,16 @@ class PickRequest:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """Endpoints for a request, the best one first, and a signed hint for its front (empty: no
-    hint)."""
+    """The endpoints for a request, the best endpoint first."""
 
     endpoints: tuple[str, ...]
-    hint: str = ""
-    job: Job | None = None  # counts among the workers' load until `release`
+    hint: str = ""  # signed names of the chosen workers, for the front; empty: no hint
+    job: Job | None = None  # The request counts among the workers' load until `release`.
 
 
 class EndpointPicker:
-    """Picks endpoints for all requests of a gateway. The caller passes each pick to `release`."""
+    """Picks endpoints for all requests of a gateway. If the caller sees the response to a request,
+    it passes the pick to `release`."""
 
     def __init__(
         self,
@@ -77,12 +83,13 @@ class EndpointPicker:
         self.access = access
         self._metrics = metrics
         self._rng = random.Random()
-        self._num_open = 0  # requests that are being placed
-        self._awaited_until = 0.0  # monotonic seconds; set when a request found no decode worker
+        self._num_open = 0  # number of requests for which an endpoint is being picked
+        # end of the time in which `num_awaited` is 1, in monotonic seconds
+        self._awaited_until = 0.0
 
     async def pick(self, pick_request: PickRequest, body: bytes) -> Pick:
-        """Picks endpoints for a request. Raises NoWorkers if none is usable, and QueueFull or
-        Overloaded if the cluster has no capacity for the request."""
+        """Picks endpoints for a request. Raises NoWorkers if no endpoint is usable. Raises
+        QueueFull or Overloaded if the cluster has no capacity for the request."""
         self._num_open += 1
         try:
             pick = await self._pick(pick_request, body)
@@ -99,14 +106,16 @@ class EndpointPicker:
 
     @property
     def num_awaited(self) -> int:
-        """1 if a request found no decode worker within the last `hold_deadline_s`, else 0. The
-        picker does not hold such requests; the count makes the autoscaler start a worker."""
+        """Number of requests that wait for a decode worker, as the autoscaler counts them. The
+        picker refuses requests instead of holding them, so this is 1 if a request found no decode
+        worker within the last `hold_deadline_s`, and 0 if not. The 1 makes the autoscaler start a
+        worker."""
         is_awaited = time.monotonic() < self._awaited_until
         return int(is_awaited and not self._view.has_decode_worker())
 
     def release(self, pick: Pick, *, has_token: bool) -> None:
-        """Removes a pick from its workers' load once its response has started or ended. Repeated
-        calls are allowed."""
+        """Stops counting the request among the load of the picked workers. The caller uses this
+        once the response has started or ended. Repeated calls are allowed."""
         if pick.job is not None:
             self._dispatcher.note_elsewhere(pick.job, has_token=has_token)
 
@@ -147,7 +156,8 @@ class EndpointPicker:
         return Pick(self._with_fallbacks(worker_id, endpoints), signed, job)
 
     def _endpoints(self, subset: frozenset[str] | None) -> dict[str, str]:
-        """Lists the allowed endpoints by decode worker id. Raises NoWorkers if there are none."""
+        """Returns the endpoints of ready decode workers within the subset, by worker id. Raises
+        NoWorkers if there are none."""
         usable = {w.worker_id for w in self._view.snapshots() if w.usable and w.role == "decode"}
         found = {
             worker_id: endpoint
@@ -174,8 +184,8 @@ class EndpointPicker:
         return self._config.gateway.objectives.get(named[0], 0) if len(named) == 1 else 0
 
     async def _prepare(self, pick_request: PickRequest, body: bytes) -> Job | None:
-        """Tokenizes the request's prompt. Returns None if it has no prompt or if the front will
-        refuse it."""
+        """Tokenizes the request's prompt. Returns None if the request has no prompt, or if the
+        front will refuse the request."""
         model = self._generator.model
         try:
             request = read_request(pick_request.path, body, pick_request.request_id)
@@ -189,14 +199,15 @@ class EndpointPicker:
             return None
 
     def _with_tenant(self, pick_request: PickRequest, request: ClientRequest) -> ClientRequest:
-        """Sets the request's tenant, which is part of its block hashes."""
+        """Returns the request with its tenant, on which the hashes of its KV blocks depend."""
         key = self.access.check("user", pick_request.values("authorization"), now=time.time())
         named = pick_request.values(TENANT_HEADER)
         tenant = tenant_of(key, named, trusted=self._config.trust_tenant_header)
         return replace(request, tenant=tenant)
 
     async def _place(self, job: Job, endpoints: Mapping[str, str]) -> Placement:
-        """Places the job among the workers of these endpoints only."""
+        """Chooses the workers for the job. The decode worker is one of those with an entry in
+        `endpoints`."""
         others = [w for w in self._view.snapshots() if w.worker_id not in endpoints]
         job.routing.refused |= {w.epoch for w in others if w.role == "decode"}
         placement = await self._dispatcher.place(job)

@@ -1,4 +1,4 @@
-"""Parses the request in a body by its path, as the HTTP route of that path does."""
+"""Parses the body of an HTTP request, in the same way as the HTTP route with the request's path."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,8 +23,8 @@ _Read = Callable[[dict[str, Any], str], ClientRequest]
 
 
 def read_request(path: str, body: bytes, request_id: str) -> ClientRequest | None:
-    """Parses the request; the first one if the body has several prompts. Returns None if the path
-    takes no prompt. Raises BadRequest, as the route would."""
+    """Parses the body. If the body has several prompts, the result is the request of the first one.
+    Returns None if the route of this path takes no prompt. Raises BadRequest as the route does."""
     read = _READ.get(path.partition("?")[0])
     return read(parse_object(body), request_id) if read is not None else None
 

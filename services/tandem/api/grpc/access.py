@@ -1,4 +1,4 @@
-"""Checks the API key of a gRPC call, sent as the metadata `authorization`."""
+"""Checks the API key of a gRPC call. Clients send the key in the metadata `authorization`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tandem.net.security.keys import KeyRecord
 
 log = logging.getLogger(__name__)
 
-_STATUS_SENT_S = 1.0  # time that gRPC needs to send the status of an ended call
+_STATUS_SENT_S = 1.0  # upper limit for the time in which gRPC sends the status of an ended call
 
 
 class CallGuard:
-    """Access checks of one gRPC server. Each method calls `check` first."""
+    """Access checks of one gRPC server. The handler of each gRPC method calls `check` first."""
 
     def __init__(self, access: Access, trail: AuditTrail) -> None:
         self.clients = access.clients
@@ -35,8 +35,8 @@ class CallGuard:
     async def check(
         self, need: Need, context: grpc.aio.ServicerContext[Any, Any], method: str
     ) -> KeyRecord | None:
-        """Returns the key of the call; None if it needs no key. Raises Unauthenticated, Forbidden
-        or KeysUnknown, and logs each refusal with the name of the `method`."""
+        """Returns the record of the call's API key, or None if the call needs no key. Raises
+        Unauthenticated, Forbidden or KeysUnknown. Each refusal is logged with the method's name."""
         sent = context.invocation_metadata() or ()
         authorization = [str(value) for name, value in sent if name == "authorization"]
         try:
@@ -51,8 +51,8 @@ class CallGuard:
             raise
 
     def _note_live(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Counts the peer as live until _STATUS_SENT_S after the call ended, so that gRPC can send
-        its status."""
+        """Counts the call in `live_peers` until _STATUS_SENT_S after its end. The connection of a
+        live peer is not cut during a stop, so that gRPC can send the call's status."""
         address, _, port = _peer(context).rpartition(":")
         if not port.isdecimal():  # a Unix socket has no address
             return
@@ -76,7 +76,8 @@ class CallGuard:
         key: KeyRecord | None,
         error: TandemError,
     ) -> None:
-        """Logs a refused call. The audit trail records it if it concerns a key or a tenant."""
+        """Logs a refused call. If the refusal concerns a key or a tenant, the audit trail records
+        the call, too."""
         who = caller(context, key)
         log.warning("refused a call %s of %s: %s", method, who, error.message)
         if isinstance(error, Unauthenticated | Forbidden | RequestNotFound):
@@ -85,7 +86,8 @@ class CallGuard:
     def place(
         self, context: grpc.aio.ServicerContext[Any, Any]
     ) -> contextlib.AbstractContextManager[None]:
-        """Counts the call among the open calls of its client. Raises TooManyRequests."""
+        """Returns a context in which the call counts among the open calls of its client address.
+        Raises TooManyRequests if the address has too many."""
         return self.clients.request(self._address(context))
 
     def _address(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:

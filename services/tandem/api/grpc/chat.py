@@ -21,8 +21,8 @@ _CHOICES: Mapping[str, Literal["auto", "none", "required"]] = {
 
 
 def parse_chat(chat: pb.Chat) -> Conversation:
-    """Converts a chat message. Raises BadRequest that names the invalid field and the allowed
-    values."""
+    """Converts the protobuf message Chat. Raises BadRequest, which names the invalid field and the
+    allowed values."""
     choice = _CHOICES.get(chat.tool_choice)
     if choice is None:
         raise refusal("tool_choice", chat.tool_choice)

@@ -1,4 +1,5 @@
-"""The gRPC API `tandem.v1.Cluster` for operators. Like `api/admin/cluster`, it only translates."""
+"""The gRPC API `tandem.v1.Cluster` for operators. This module only translates between gRPC messages
+and the router's functions, as `api/admin/cluster` does for HTTP."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _Answer = Callable[[Any, Caller], Awaitable[Any]]
 
 
 class GrpcCluster:
-    """Serves the cluster API. Add `handlers()` to a gRPC server."""
+    """Serves the cluster API. The caller adds `handlers()` to a gRPC server."""
 
     def __init__(self, control: ClusterControl, adapters: AdapterControl, guard: CallGuard) -> None:
         self._view = control.view

@@ -1,8 +1,9 @@
-"""Closes gRPC connections of an address that has more than its share.
+"""Closes gRPC connections of a client address that has more than the allowed number.
 
-gRPC accepts connections in its C core, and its Python API does not list them. They are found as
-sockets of this process, and TCP_INFO gives the time of their last traffic. The check runs once a
-second, so an address may exceed its share for that long.
+gRPC accepts connections in its C core, and its Python API does not list the connections. This
+module finds the connections among the open sockets of the process. The socket option TCP_INFO gives
+the time of a connection's last traffic. The check runs once a second, so an address may exceed the
+allowed number for that long.
 """
 
 import asyncio
@@ -21,9 +22,10 @@ from tandem.net.security.clients import Clients
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
-_LOOKED_AT_ONCE = 16  # files checked before the event loop gets the GIL
+_LOOKED_AT_ONCE = 16  # number of files checked before a pause in which the event loop gets the GIL
 _PAUSE_S = 0.0005
-# `struct tcp_info` of Linux: tcpi_last_data_sent and tcpi_last_data_recv, in milliseconds
+# two fields of Linux's `struct tcp_info`: tcpi_last_data_sent and tcpi_last_data_recv, both the
+# milliseconds since the last traffic
 _TCP_INFO = struct.Struct("44x I 4x I")
 
 
@@ -33,24 +35,24 @@ Peer = tuple[str, int]  # address and port of the client
 class _Connection(NamedTuple):
     silent_ms: int  # time since the last traffic in either direction
     file: int
-    peer: Any  # address and port, as the socket reports them
+    peer: Any  # the client's address and port, in the form of `socket.getpeername`
 
 
 def peer_of(address: str, port: int) -> Peer:
-    """Normalizes a peer: an IPv4-mapped IPv6 address becomes an IPv4 address."""
+    """Builds a Peer. An IPv4-mapped IPv6 address becomes an IPv4 address."""
     found = ipaddress.ip_address(address)
     return str(getattr(found, "ipv4_mapped", None) or found), port
 
 
 class ConnectionShares:
-    """Watches the connections of one port. `run` continues until it is cancelled."""
+    """Limits the number of connections that each client address has to one port."""
 
     def __init__(self, num_of_address_max: int, clients: Clients) -> None:
         self._num_of_address_max = num_of_address_max
         self._clients = clients
 
     async def run(self, port: int) -> None:
-        """Closes surplus connections once a second, in a thread."""
+        """Closes surplus connections once a second, in a thread, until it is cancelled."""
         while True:
             await asyncio.sleep(_INTERVAL_S)
             if num_cut := await asyncio.to_thread(self.cut, port):
@@ -63,8 +65,8 @@ class ConnectionShares:
         return sum(_cut(one) for one in found if one and peer_of(*one.peer[:2]) not in spared)
 
     def cut(self, port: int) -> int:
-        """Closes each address's surplus connections, those without traffic for longest first.
-        Returns the number of closed connections."""
+        """Closes the surplus connections of each address. The connections that have been without
+        traffic the longest are closed first. Returns the number of closed connections."""
         files = os.listdir("/proc/self/fd")
         if len(files) <= self._num_of_address_max:
             return 0
@@ -84,7 +86,8 @@ class ConnectionShares:
 
 
 def _look(file: int, port: int) -> _Connection | None:
-    """Inspects an open file. Returns None if it is not a connection to this port."""
+    """Returns the connection behind a file descriptor. Returns None if the file is not a connection
+    to this port."""
     try:
         sock = socket.socket(fileno=file)
     except OSError:
@@ -95,16 +98,18 @@ def _look(file: int, port: int) -> _Connection | None:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         sent_ms, received_ms = _TCP_INFO.unpack(info)
         return _Connection(min(sent_ms, received_ms), file, sock.getpeername())
-    except (OSError, TypeError):  # a listening or closed socket, or one of another family
+    except (OSError, TypeError):  # a listening or closed socket, or one of another address family
         return None
     finally:
         sock.detach()  # gRPC still owns the file descriptor
 
 
 def _cut(connection: _Connection) -> bool:
-    """Shuts a connection down, as if the client had closed it. gRPC then closes the file."""
+    """Shuts a connection down, as if the client had closed it. gRPC then closes the file
+    descriptor. Returns False if the connection no longer exists."""
     try:
-        # Use a duplicate: gRPC may close the file meanwhile, and its number may be reused.
+        # A duplicate of the file descriptor is used, because gRPC may close the descriptor
+        # meanwhile and the operating system may reuse its number.
         with socket.socket(fileno=os.dup(connection.file)) as sock:
             if sock.getpeername() != connection.peer:
                 return False

@@ -1,4 +1,5 @@
-"""Converts gRPC messages to embedding requests, and their deltas to messages."""
+"""Converts gRPC messages to embedding requests, and the deltas of these requests to gRPC
+messages."""
 
 import uuid
 
@@ -12,8 +13,8 @@ from tandem.router.request.request import ClientRequest
 
 
 def parse_inputs(message: pb.EmbedRequest) -> list[ClientRequest]:
-    """Builds one request for each input. Raises BadRequest with the field names of a completion;
-    `renamed(NAMES)` replaces them."""
+    """Builds one request for each input. A BadRequest has the field names of a completion, such as
+    `prompt`. `renamed(NAMES)` changes them to those of an embedding, such as `input`."""
     if not 0 < len(message.input) <= INPUTS_MAX:
         raise BadRequest(
             f"input must be a list of 1 to {INPUTS_MAX} texts or lists of token ids; it has "
@@ -42,7 +43,8 @@ def _input(message: pb.EmbedRequest, index: int) -> str | tuple[int, ...]:
 
 
 class EmbedAnswer:
-    """Builds the response messages of one call, in order. The last one has the total usage."""
+    """Builds the response messages of one call, in the order of the inputs. The last message has
+    the usage of the whole call."""
 
     def __init__(self, requests: list[ClientRequest]) -> None:
         self._requests = requests
@@ -50,8 +52,8 @@ class EmbedAnswer:
         self._usage = Usage(0, 0, 0)
 
     def next(self, delta: Delta) -> pb.EmbedResponse:
-        """Builds the message for the next input. Raises Incompatible if the delta has no usable
-        embedding."""
+        """Builds the message for the next input from its delta. Raises Incompatible if the delta
+        has no usable embedding."""
         index = self._index
         self._index += 1
         self._usage += Usage(

@@ -1,7 +1,8 @@
 """The gRPC API `tandem.v1.Inference`.
 
-Like `api/http`, it only translates. Requests arrive as bytes and are parsed by `_parse`: gRPC's own
-deserializer answers invalid UTF-8 in a string field with UNKNOWN before any of our code runs.
+Like the HTTP API, this module only translates between messages and the router's own types. Requests
+arrive as bytes and `_parse` parses them, because gRPC's own deserializer answers invalid UTF-8 in a
+string field with the status UNKNOWN before any of Tandem's code runs.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class _ClientStalled(Exception):
 
 
 class GrpcApi:
-    """Serves the inference API. Add `handlers()` to a gRPC server."""
+    """Serves the inference API. The caller adds `handlers()` to a gRPC server."""
 
     def __init__(self, config: RouterConfig, generator: Generator, guard: CallGuard) -> None:
         self._config = config
@@ -103,22 +104,23 @@ class GrpcApi:
         body: bytes,
         context: _Context,
     ) -> None:
-        """Runs `answer`, which streams the response. A client that was stalled for
-        `send_deadline_s` gets CANCELLED."""
+        """Runs `answer`, which streams the response, and reports an error as the call's status. If
+        the client reads nothing for `send_deadline_s`, the call ends with CANCELLED."""
         try:
             with self._guard.place(context):
                 await answer(body, context)
         except TandemError as error:
             await abort(context, error)
         except _ClientStalled:
-            # The request has ended. Its status is delivered when the client reads or disconnects.
+            # The request has ended at this point. gRPC delivers the status once the client reads
+            # again, and drops it if the client disconnects.
             late = f"the client took no message for {self._config.send_deadline_s:g} s"
             log.info("a gRPC call was cut: %s", late)
             await context.abort(grpc.StatusCode.CANCELLED, late)
 
     async def _caller(self, context: _Context, method: str) -> dict[str, Any]:
         """Checks the call's key, and returns the request fields that depend on the caller. Raises
-        what `CallGuard.check` raises, and BadRequest for malformed metadata."""
+        the errors of `CallGuard.check`, and BadRequest for malformed metadata."""
         key = await self._guard.check("user", context, method)
         named = _metadata(context, TENANT_HEADER)
         return {
@@ -323,7 +325,7 @@ def _response(request_id: str, delta: Delta) -> pb.GenerateResponse:
 
 
 def _metadata(context: _Context, name: str) -> list[str]:
-    """Lists all values that the client sent under this metadata key."""
+    """Returns all values that the client sent for the metadata key `name`."""
     sent = context.invocation_metadata() or ()
     return [str(value) for key, value in sent if key == name]
 

@@ -21,14 +21,14 @@ from tandem.net.rpc.options import SERVER_OPTIONS
 from tandem.net.rpc.peer_calls import add_port
 from tandem.net.security.clients import Clients
 
-# limit for one call, as HTTP/2 counts it: 32 bytes overhead for each field
+# limit for the metadata of one call; HTTP/2 counts 32 bytes of overhead for each field
 METADATA_BYTES_MAX = 16 << 10
 # An idle connection is closed after this time; gRPC channels reconnect by themselves.
 IDLE_S = 300.0
-STREAMS_MAX = 1024  # concurrent calls on one connection; clients queue further ones
-PING_STRIKES_MAX = 2  # A connection is closed after this number of too frequent pings.
+STREAMS_MAX = 1024  # maximum of concurrent calls on one connection; clients queue further calls
+PING_STRIKES_MAX = 2  # A connection is closed after this number of pings that came too early.
 _CUT_INTERVAL_S = 0.1
-AGE_S = 1800.0  # An older connection takes no new calls; its channel reconnects.
+AGE_S = 1800.0  # A connection of this age takes no new calls; the client's channel reconnects.
 
 
 class Address(NamedTuple):
@@ -40,15 +40,15 @@ class Address(NamedTuple):
 
 
 class HealthNames(NamedTuple):
-    """Names that the health service reports in addition to the services."""
+    """Names for which the health service reports a status, in addition to the gRPC services."""
 
-    ready: tuple[str, ...] = ()  # these follow `set_ready`
-    live: tuple[str, ...] = ()  # these are SERVING until the server stops
+    ready: tuple[str, ...] = ()  # names whose status is set by `set_ready`
+    live: tuple[str, ...] = ()  # names whose status is SERVING until the server stops
 
 
 class GrpcServer:
-    """One gRPC port. `bind` and `start` it; `set_ready` sets its health status; `stop` drains
-    it."""
+    """A gRPC server on one port. The caller uses `bind`, then `start`. `set_ready` sets the health
+    status, and `stop` waits for open calls."""
 
     def __init__(
         self,
@@ -59,7 +59,8 @@ class GrpcServer:
         files: CertificateFiles | None = None,
         probes: HealthNames = HealthNames(),
     ) -> None:
-        """Prepares a server of these handlers, by service name. With `files` the port uses TLS."""
+        """Prepares the server. `services` are the handlers by service name. With `files` the port
+        uses TLS."""
         self._files = files
         self._address = address
         self._names = ("", *services, *probes.ready)
@@ -69,8 +70,8 @@ class GrpcServer:
             interceptors=[FailureInterceptor()],
             options=[
                 *((k, v) for k, v in SERVER_OPTIONS if k != "grpc.max_receive_message_length"),
-                # Limits for a connection. They equal those of the HTTP server where it has the same
-                # limit.
+                # Limits for a connection. Where the HTTP server has the same limit, the values are
+                # equal.
                 ("grpc.max_receive_message_length", config.body_bytes_max),
                 ("grpc.max_metadata_size", METADATA_BYTES_MAX),
                 ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
@@ -79,7 +80,8 @@ class GrpcServer:
                 ("grpc.max_allowed_incoming_connections", config.connections_max),
                 ("grpc.max_concurrent_streams", STREAMS_MAX),
                 ("grpc.http2.max_ping_strikes", PING_STRIKES_MAX),
-                # The stream of a stalled client ends with its connection at the latest.
+                # A client that stops reading keeps its call open until its connection is closed, at
+                # the end of the connection's age and grace time at the latest.
                 ("grpc.max_connection_age_ms", round(AGE_S * 1000)),
                 ("grpc.max_connection_age_grace_ms", round(config.request_deadline_s * 1000)),
             ],
@@ -94,7 +96,7 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
 
     def bind(self) -> int:
-        """Binds the port and returns its number. Raises ConfigError if it is taken."""
+        """Binds the port and returns its number. Raises ConfigError if the port is in use."""
         address = f"{self._address.host}:{self._address.port}"
         try:
             self._port = add_port(self._server, address, self._files)
@@ -118,8 +120,8 @@ class GrpcServer:
             await self._health.set(name, status.SERVING if ready else status.NOT_SERVING)
 
     async def stop_and_cut(self, grace_s: float, live: Collection[Peer]) -> None:
-        """Stops within `grace_s` seconds and meanwhile closes connections of peers not in `live`,
-        because one of them may be filling this process's memory."""
+        """Stops within `grace_s` seconds. Meanwhile it closes the connections of all peers that are
+        not in `live`, because such a peer may be filling this process's memory."""
         stopping = asyncio.create_task(self.stop(grace_s))
         while not stopping.done():
             await asyncio.wait({stopping}, timeout=_CUT_INTERVAL_S)

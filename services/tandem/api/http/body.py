@@ -13,17 +13,18 @@ from tandem.common.config.router import RouterConfig
 from tandem.errors import BadRequest, BodyTooLarge, BodyTooLate, NotJson
 from tandem.net.security.body_budget import Body
 
-# A body that is too large is read and discarded up to this size. Closing the connection while the
-# client still writes would reset it, and the client would not see the response.
+# A body that is too large is read up to this size and discarded. If the server closed the
+# connection while the client still writes, the connection would be reset and the response would be
+# lost.
 DISCARD_BYTES_MAX = 64 << 20
-# Bodies up to this size need no room in the body budget: the connection buffers about as much
-# anyway, and an address has a limited number of connections.
+# Bodies up to this size do not count in the body budget. The buffers of a connection take about as
+# much memory anyway, and each address has a limited number of connections.
 _FREE_BYTES = 64 << 10
 
 
 async def read_json_object(request: Request, config: RouterConfig) -> dict[str, Any]:
-    """Reads the body and parses it as a JSON object. Raises BadRequest, NotJson, and what
-    `read_body` raises."""
+    """Reads the body and parses it as a JSON object. Raises BadRequest, NotJson, and the errors of
+    `read_body`."""
     _check_content_type(request)
     return parse_object(await read_body(request, config))
 
@@ -49,11 +50,11 @@ async def read_body(request: Request, config: RouterConfig) -> bytearray:
 
 
 def parse_object(body: bytes | bytearray) -> dict[str, Any]:
-    """Parses a body. Raises BadRequest if it is not a JSON object."""
+    """Parses a body. Raises BadRequest if the body is not a JSON object."""
     if not body:
         raise BadRequest("the body must be a JSON object; it is empty")
     try:
-        # msgspec checks UTF-8 only in the strings that it decodes; this checks all bytes.
+        # `decode` checks all bytes. msgspec checks UTF-8 only in the strings that it decodes.
         value = msgspec.json.decode(body.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadRequest(f"the body must be UTF-8; byte {error.start} is not") from None
@@ -67,8 +68,8 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def _check_content_type(request: Request) -> None:
-    """Raises NotJson if the headers name another type or a content encoding. A missing type is
-    allowed."""
+    """Raises NotJson if `Content-Type` is present and not JSON, or if the headers name a content
+    encoding."""
     sent = request.headers.get("content-type", "")
     media_type = sent.partition(";")[0].strip().lower()
     if media_type and media_type != "application/json" and not media_type.endswith("+json"):

@@ -1,13 +1,20 @@
 """Limits the number of HTTP connections, in total and for each client address.
 
-  enter --> slow (waits for bytes) --> busy --answered--> idle --first byte--> slow or busy
+A connection is in one of three states:
 
-Each address has a limit, except trusted proxies, which serve many clients. At a limit, a new
-connection replaces one that waits for its client: a connection of the same address if that address
-is at its limit, else one of the address with the most connections. Idle connections are closed
-first, then those that have sent nothing for _SLOW_S, longest silence first. The rate of
-replacements for an address is limited, because each costs more than a refusal. This module does not
-parse HTTP.
+  state   the connection                                       next state
+  slow    waits for the rest of a request's header; new        busy
+          connections start in this state
+  busy    has a request that is not yet answered               idle
+  idle    waits for the first byte of the next request         slow or busy
+
+Each address has a limit, except trusted proxies, which serve many clients. If a limit is reached, a
+new connection replaces a connection that waits for its client. If the limit of the address is
+reached, a connection of the same address is replaced. If the total limit is reached, a connection
+of the address with the most connections is replaced. Idle connections are closed first, then slow
+connections that have sent nothing for _SLOW_S, longest silence first. The rate of replacements by
+one address is limited, because a replacement costs more than a refusal. This module does not parse
+HTTP.
 """
 
 from __future__ import annotations
@@ -20,9 +27,9 @@ from tandem.net.security.clients import Clients
 
 log = logging.getLogger(__name__)
 
-_FULL_INTERVAL_S = 60.0  # interval between log messages that the limit is reached
-_SLOW_S = 1.0  # A connection without a complete request can be replaced after this silence.
-_REPLACEMENTS_A_SECOND = 20.0  # limit for an address that is at its connection limit
+_FULL_INTERVAL_S = 60.0  # minimum time between two log messages about refused connections
+_SLOW_S = 1.0  # A slow connection can be replaced if it has sent nothing for this time.
+_REPLACEMENTS_A_SECOND = 20.0  # rate for an address that has reached its connection limit
 _REPLACEMENTS_AT_ONCE = 64.0
 
 
@@ -35,19 +42,20 @@ class Connection(Protocol):
 
 @dataclass(slots=True)
 class _Held:
-    """The connections of one address. Waiting ones are in order of their last byte, oldest
-    first."""
+    """The connections of one address. `idle` and `slow` are in the order in which the connections
+    began to wait, longest wait first."""
 
     is_proxy: bool
     num: int = 0
     idle: dict[Connection, None] = field(default_factory=dict)
-    # values: time of the last byte, in loop seconds
+    # time of each slow connection's last byte, in seconds of the event loop's clock
     slow: dict[Connection, float] = field(default_factory=dict)
-    replacements: float = _REPLACEMENTS_AT_ONCE  # replacements that were left at `replaced_at`
+    replacements: float = _REPLACEMENTS_AT_ONCE  # replacements still allowed at `replaced_at`
     replaced_at: float = 0.0
 
     def replacements_left(self, now: float) -> float:
-        """Computes how many connections of the address may be replaced at `now` (token bucket)."""
+        """Returns the number of connections of this address that may be replaced at `now`, by a
+        token bucket."""
         since = self.replacements + (now - self.replaced_at) * _REPLACEMENTS_A_SECOND
         return min(_REPLACEMENTS_AT_ONCE, since)
 
@@ -56,7 +64,7 @@ class Connections:
     """The connections of one server, by address and state."""
 
     def __init__(self, num_max: int, num_of_address_max: int, clients: Clients) -> None:
-        self.num_lingering = 0  # refused connections that are still open
+        self.num_lingering = 0  # number of refused connections that are still open
         self._num_max = num_max
         self._num_of_address_max = min(num_of_address_max, num_max)
         self._clients = clients
@@ -65,8 +73,9 @@ class Connections:
         self._full_logged_at = -_FULL_INTERVAL_S
 
     def enter(self, connection: Connection, peer: str, now: float) -> str:
-        """Takes a slot for a connection, at `now` in loop seconds. Returns why it is refused; empty
-        if it is not."""
+        """Registers a new connection, or refuses it if a limit is reached. Returns the reason of
+        the refusal, or "" if the connection is registered. `now` is in seconds of the loop's
+        clock."""
         address = self._clients.address(peer)
         reason, waiting = self._check(address, peer, now)
         if reason and waiting is None:
@@ -86,13 +95,14 @@ class Connections:
         return ""
 
     def has_place(self, peer: str, now: float) -> bool:
-        """Says whether `enter` would accept a connection of this peer."""
+        """Returns True if `enter` would accept a connection of this peer."""
         reason, waiting = self._check(self._clients.address(peer), peer, now)
         return not reason or waiting is not None
 
     def _check(self, address: str, peer: str, now: float) -> tuple[str, Connection | None]:
-        """Returns why a slot is not free (empty: it is), and the connection that may be
-        replaced."""
+        """Checks the limits for a new connection. Returns a message about the limit that is
+        reached, or "" if none is, and the connection that the new connection may replace, if
+        any."""
         held = self._held.get(address)
         if held is not None and not held.is_proxy and held.num >= self._num_of_address_max:
             may_replace = held.replacements_left(now) >= 1
@@ -103,7 +113,7 @@ class Connections:
         return "", None
 
     def leave(self, connection: Connection) -> None:
-        """Frees the connection's slot. Repeated calls have no effect."""
+        """Removes a connection from all counts. Repeated calls have no effect."""
         if (address := self._address_of.pop(connection, None)) is None:
             return
         held = self._held[address]
@@ -114,8 +124,8 @@ class Connections:
             del self._held[address]
 
     def wait(self, connection: Connection, now: float) -> None:
-        """Marks the connection as waiting for the rest of a request; its last byte arrived at
-        `now`."""
+        """Marks the connection as slow: it waits for the rest of a request. Its last byte arrived
+        at `now`."""
         if (address := self._address_of.get(connection)) is not None:
             self._held[address].slow[connection] = now
 
@@ -125,14 +135,14 @@ class Connections:
             self._held[address].idle[connection] = None
 
     def work(self, connection: Connection) -> None:
-        """Marks the connection as busy: it has a request, or bytes of one arrived."""
+        """Marks the connection as busy: bytes arrived, or a request is being answered."""
         if (address := self._address_of.get(connection)) is not None:
             held = self._held[address]
             held.idle.pop(connection, None)
             held.slow.pop(connection, None)
 
     def is_proxy(self, connection: Connection) -> bool:
-        """Says whether the connection comes from a trusted proxy."""
+        """Returns True if the connection comes from a trusted proxy."""
         address = self._address_of.get(connection)
         return address is not None and self._held[address].is_proxy
 

@@ -1,8 +1,8 @@
 """Error responses in the format of the API that was called: Anthropic's or OpenAI's.
 
-Once a stream has started, an error is sent as its last event. Unlike vLLM, Tandem sends no `[DONE]`
-after it, because `[DONE]` means that the answer is complete; OpenAI's clients raise at the error
-event and read no further.
+Once a stream has started, an error is sent as the stream's last event. Unlike vLLM, Tandem sends no
+`[DONE]` after the error, because `[DONE]` means that the answer is complete. OpenAI's clients raise
+an exception at the error event and read no further.
 """
 
 from typing import Any
@@ -63,7 +63,8 @@ def install_handlers(app: FastAPI) -> None:
         return Response(status_code=499)  # the client has disconnected
 
     async def on_bug(request: Request, error: Exception) -> Response:
-        # Starlette raises the exception again after this response, and the server logs it.
+        # The client gets only the type of the exception. Starlette raises the exception again
+        # after this response, and the server logs it.
         hidden = InternalError(f"an error inside the router: {type(error).__name__}")
         return error_response(hidden, request.scope)
 
@@ -75,7 +76,7 @@ def install_handlers(app: FastAPI) -> None:
 
 def _not_served(request: Request) -> str:
     """Builds the message for an unknown path. Some clients expect a base URL that ends in /v1 and
-    others do not, so it suggests the path with or without /v1 if that one is served."""
+    others do not. So if the path with or without /v1 is served, the message suggests that path."""
     path: str = request.scope["path"]
     meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
     scope = {**request.scope, "path": meant}
@@ -85,7 +86,8 @@ def _not_served(request: Request) -> str:
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """Collects the methods of all routes of the path; Starlette reports only those of one route."""
+    """Returns the HTTP methods of all routes of the request's path. Starlette's own error names
+    only the methods of one route."""
     found: set[str] = set()
     for route in request.app.routes:
         if route.matches(request.scope)[0] is not Match.NONE:

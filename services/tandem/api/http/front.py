@@ -1,12 +1,13 @@
 """Middleware that handles every call of the public HTTP API before access is checked.
 
 HEAD          A HEAD call is answered like a GET; the server omits the body.
-x-request-id  Every response has this header: the client's own id if it sent one, else a new id.
-              Request records can be found by it. The router has a separate internal id for each
-              request, so clients may reuse theirs. Anthropic's clients read `request-id`.
-CORS          Origins in `--cors-origins` may call the routes that need a user's key. Preflights
-              have no key, so they are answered before the guard. Operators' routes, metrics and
-              keys never allow another origin.
+x-request-id  Every response has this header. The value is the client's own id if the client sent
+              one, else a new id. The record of a request can be found by this id. The router also
+              has an internal id for each request, so clients may reuse their ids. Anthropic's
+              clients read `request-id` instead.
+CORS          Web pages of `--cors-origins` may call the routes that need a user's key. CORS
+              preflights have no key, so they are answered here, before the access check.
+              Operators' routes, metrics and keys never allow calls of another origin.
 connection    A router that is shutting down closes each connection after its response, so that
               clients reconnect to another router.
 """
@@ -24,14 +25,14 @@ from tandem.router.placement.reasons import PLACEMENT_HEADER
 from tandem.router.request.generator import Generator
 from tandem.router.request.request import REQUEST_ID_HEADER, read_client_id
 
-# response headers that pages may read in addition to the CORS-safelisted ones
+# response headers that web pages may read in addition to the headers that CORS always allows
 _IDS = (REQUEST_ID_HEADER, "request-id")
 _EXPOSED = (*_IDS, "retry-after", "server-timing", "warning", PLACEMENT_HEADER)
 
 
 class Front:
-    """ASGI middleware around the guard. It sets `request_id` and `client_id` in a request's
-    state."""
+    """ASGI middleware that runs before the access checks of PublicGuard. It sets `request_id` and
+    `client_id` in the request's state."""
 
     def __init__(self, app: ASGIApp, config: RouterConfig, generator: Generator) -> None:
         self._app = self._shared = app
@@ -64,7 +65,7 @@ class Front:
             await send(message)
 
         if scope["method"] == "HEAD":
-            # copied, because the server needs the original method
+            # The scope is copied, because the server needs the original method.
             scope = {**scope, "method": "GET"}
         app = self._shared if public_need(scope["path"]) == "user" else self._app
         await app(scope, receive, send_named)

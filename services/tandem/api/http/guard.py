@@ -1,17 +1,19 @@
-"""Access checks in front of all HTTP routes: API keys, and calls that a foreign web page makes a
-browser send. The public listener and the admin listener each have a guard.
+"""Access checks in front of all HTTP routes. They check API keys, and refuse calls that a foreign
+web page makes a browser send. The public listener and the admin listener each have a guard.
 
-A browser can reach what its user can reach, including a router on loopback. Two rules protect
-against foreign pages. Generation and tokenizing routes have only the first one: they change nothing
-in the cluster, and pages of `--cors-origins` call them (`front.py`).
+A browser can reach every server that its user can reach, including a router on loopback. So a web
+page of another site could send calls to that router. Two rules protect against such pages:
 
-Host      A page can resolve its own name to 127.0.0.1 (DNS rebinding). A router on loopback refuses
-          calls whose `Host` is not a loopback name, its `host` option or an allowed name. The admin
-          listener checks this for all calls over loopback, whatever address it is bound to. A
-          public listener on another address does not: sidecars and clients use many names for it.
-Origin,   A call that may change something must have the type `application/json`, which a foreign
-Content-  page cannot send without a CORS preflight, and preflights are not granted. If an `Origin`
-Type      is present, it must be the address that was called.
+Host      A page can let its own host name resolve to 127.0.0.1 (DNS rebinding). Calls over loopback
+          are refused unless `Host` is a loopback name, the listener's address or a name of
+          `--allowed-hosts`. The public listener applies this rule only if it listens on loopback,
+          because clients and sidecars use many names for a listener on another address. The admin
+          listener always applies it.
+Origin,   A call that may change something must have the type `application/json`. A foreign page
+Content-  cannot send this type without a CORS preflight, and such preflights are refused. If the
+Type      call has an `Origin`, it must be the address that was called. The rule does not apply to
+          routes that generate or tokenize: they change nothing in the cluster, and pages of
+          `--cors-origins` call them (`front.py`).
 """
 
 import asyncio
@@ -45,7 +47,8 @@ from tandem.net.security.keys import KeyRecord
 
 log = logging.getLogger(__name__)
 
-# All other routes are checked, so a new route is protected by default.
+# The routes to which the rule for `Origin` and `Content-Type` does not apply. The rule applies to
+# all other routes, so a new route is protected by default.
 _GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 _TOKENS = ("/v1/embeddings", "/v1/messages/count_tokens", "/tokenize", "/detokenize")
 _UNGUARDED = frozenset((*_GENERATIONS, *_TOKENS, "/invocations", "/ping"))
@@ -66,7 +69,7 @@ class RequestGuard(ABC):
     def __init__(
         self, app: ASGIApp, names: Iterable[str], access: Access, trail: AuditTrail
     ) -> None:
-        """`names` are host names that this listener accepts in addition to localhost."""
+        """`names` are values of `Host` that the listener accepts in addition to loopback names."""
         self._app = app
         self._access = access
         self._trail = trail
@@ -79,7 +82,7 @@ class RequestGuard(ABC):
 
     @abstractmethod
     def checks_host(self, address: str) -> bool:
-        """Says whether calls received at this local address must name the router in `Host`."""
+        """Returns True if calls that arrive at this local address must have an allowed `Host`."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -88,7 +91,8 @@ class RequestGuard(ABC):
         scope.setdefault("state", {}).update(address=address, bodies=self._access.bodies)
         with contextlib.ExitStack() as place:
             try:
-                if scope["path"] not in PROBES:  # probes are exempt from the limit
+                # Health probes do not count in the limit of open requests.
+                if scope["path"] not in PROBES:
                     place.enter_context(self._access.clients.request(address))
                 self._check(scope)
             except TandemError as error:
@@ -129,7 +133,7 @@ class RequestGuard(ABC):
 def public_need(path: str) -> Need | None:
     """Decides which access a call of the public port needs: a user's key by default. Returns None
     for paths that only the admin port serves."""
-    if path in (*PROBES, RECORDS_PATH):  # records are signed instead
+    if path in (*PROBES, RECORDS_PATH):  # Key records are signed by the sending router instead.
         return "nothing"
     if path == "/load":
         return "metrics"
@@ -171,7 +175,7 @@ class AdminGuard(RequestGuard):
 
     def need(self, path: str) -> Need:
         """Decides which access a call needs: an operator's key by default."""
-        # The page and its files contain no cluster data.
+        # The operators' page and its files need no key, because they contain no cluster data.
         if path in (*PROBES, "/") or path.startswith(PAGE_PREFIX):
             return "nothing"
         return "metrics" if path == "/metrics" else "operator"
@@ -183,7 +187,8 @@ class AdminGuard(RequestGuard):
 def log_refusal(
     trail: AuditTrail, scope: Mapping[str, Any], error: TandemError, key: KeyRecord | None = None
 ) -> None:
-    """Logs a refused call. The audit trail records it if it concerns a key or a tenant."""
+    """Logs a refused call. If the refusal concerns a key or a tenant, the audit trail records the
+    call, too."""
     who = caller(scope, key)
     call = f"{scope['method']} {scope['path']}"[:_TEXT_MAX]
     log.warning("refused %r of %s: %s", call, who, error.message)
@@ -192,8 +197,8 @@ def log_refusal(
 
 
 def caller(scope: Mapping[str, Any], key: KeyRecord | None = None) -> Caller:
-    """Describes the sender of a request by its address, the address that a proxy forwards for, and
-    its key."""
+    """Describes the sender of a request by three things: the address of the connection, the address
+    in a proxy's `X-Forwarded-For`, and the API key."""
     key = scope.get("state", {}).get("key") or key
     peer = ":".join(map(str, scope["client"] or ("unknown",)))
     forwarded = Headers(scope=scope).get("x-forwarded-for")  # type: ignore[arg-type]
@@ -202,7 +207,8 @@ def caller(scope: Mapping[str, Any], key: KeyRecord | None = None) -> Caller:
 
 
 def _is_unguarded(path: str) -> bool:
-    # Deleting a kept response needs a preflight anyway, and OpenAI's client sends no body with it.
+    # The method DELETE on a kept response needs a CORS preflight in any case, and OpenAI's client
+    # sends no body, so the content type cannot be required.
     return path in _UNGUARDED or path.startswith("/v1/responses/")
 
 
@@ -217,7 +223,8 @@ def _credentials(scope: Mapping[str, Any]) -> list[str]:
 
 
 def _check_origin(headers: Headers) -> None:
-    """Refuses foreign origins. Only a proxy can set `X-Forwarded-Proto` without a preflight."""
+    """Refuses a call whose `Origin` differs from the address that was called. The scheme may come
+    from `X-Forwarded-Proto`: a web page cannot set this header without a preflight, a proxy can."""
     scheme = headers.get("x-forwarded-proto", "http").partition(",")[0].strip().lower()
     own = _address(f"{scheme}://{headers.get('host', '')}")
     for origin in headers.getlist("origin"):
@@ -249,7 +256,8 @@ def _address(origin: str) -> tuple[str, str, int] | None:
 
 
 def _host_name(host: str) -> str:
-    """Extracts the host from a Host header, without its port. Returns "" if it is malformed."""
+    """Returns the host name in a `Host` header, without the port. Returns "" if the header is
+    malformed."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

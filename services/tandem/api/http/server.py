@@ -1,15 +1,21 @@
 """The HTTP server: uvicorn, with limits on connections whose request has not arrived yet.
 
-  header --complete--> body --complete--> idle --first byte--> header
-    |                   |                  |
-   408 or closed       408 (http/body)    closed after `keep_alive_s`, or replaced by a connection
+A connection is always in one of three phases, depending on the next bytes from the client:
 
-A connection starts in `header`, and passes through `body` even if a request has none. Responses may
-be in progress in every phase. Header bytes are counted before they reach the parser, which keeps
-all of them until the header is complete. A refused connection gets a response (400, 408, 431, or
-503 if there are too many); if an earlier request is still being answered, the connection ends with
-that response. In every phase the kernel closes a connection whose client reads nothing of a
-response for `send_deadline_s` (see `bind`).
+  phase    next phase, when                      if the deadline passes
+  header   body, when the header is complete     408; without any byte of a header: closed
+  body     idle, when the body is complete       408, sent by `http/body`
+  idle     header, at the first byte             closed after `keep_alive_s`
+
+A connection starts in `header`, and passes through `body` even if a request has no body. Idle
+connections may also be closed earlier to make room for new connections. Responses may be in
+progress in every phase. Header bytes are counted before they reach the parser, because the parser
+keeps all of them until the header is complete.
+
+A refused connection gets a response: 400, 408, 431, or 503 if there are too many connections. If an
+earlier request is still being answered, the connection is instead closed after that answer. In
+every phase the kernel closes a connection whose client reads nothing of a response for
+`send_deadline_s` (see `bind`).
 """
 
 from __future__ import annotations
@@ -46,17 +52,20 @@ from tandem.net.security.clients import Clients
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-_PIPELINED_MAX = 16  # limit of requests sent before an earlier one is answered
-_LINGER_S = 1.0  # time for a refused client to read its response, before unread bytes cause a reset
-_LINGERING_MAX = 16  # refused connections kept open; further ones are closed immediately
-_ACCEPTED_AT_ONCE = 1  # connections accepted before open ones get a turn of the event loop
+_PIPELINED_MAX = 16  # limit of a connection's requests that wait for an earlier request's answer
+# A refused connection is closed after this time. If it were closed at once, unread bytes could
+# reset it before the client has read the response.
+_LINGER_S = 1.0
+_LINGERING_MAX = 16  # refused connections that stay open for _LINGER_S; others are closed at once
+_ACCEPTED_AT_ONCE = 1  # connections accepted before the event loop serves open connections again
 _ACCEPT_PAUSE_S = 1.0  # pause if the process has no free file descriptor
 _OTHER_FILES = 256  # file descriptors reserved for everything except HTTP connections
-# A full network packet is larger, so a smaller read in a header is suspicious.
+# A read of fewer bytes counts as small. Normal clients send a header in full network packets, which
+# are larger, so small reads inside a header are suspicious.
 SMALL_READ_BYTES = 512
 SMALL_READS_MAX = 3  # small reads allowed for each header before the connection is read more slowly
 _SWEEP_S = 0.05
-_READS_OF_ADDRESS = 8  # reads for one address in a sweep
+_READS_OF_ADDRESS = 8  # connections of one address that are read in one sweep of SlowReads
 
 
 class HttpServer(uvicorn.Server):
@@ -91,7 +100,8 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                proxy_headers=False,  # the peer and the forwarded address are logged separately
+                # uvicorn must not replace the peer by the forwarded address: the log has both.
+                proxy_headers=False,
                 server_header=False,
                 date_header=False,
                 timeout_graceful_shutdown=round(config.drain_deadline_s),
@@ -103,8 +113,9 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            # This replaces asyncio's own callback, which accepts a whole backlog at a time and
-            # creates all of its connections before any can be refused. Both delay other clients.
+            # `_accept` replaces asyncio's own callback. That callback accepts all waiting
+            # connections at once and sets all of them up before any can be refused, which delays
+            # other clients.
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def begin_stop(self) -> None:
@@ -162,13 +173,13 @@ def bind(host: str, port: int, *, port_option: str, send_deadline_s: float) -> s
     """Opens a listening socket. Raises ConfigError that names `port_option` if the port is
     taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only if the protocol number is set; without it each response is
-    # delayed by 40 ms.
+    # The protocol number is set explicitly, because asyncio sets TCP_NODELAY only then. Without
+    # TCP_NODELAY each response is delayed by 40 ms.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Accepted connections inherit the option. The kernel closes a connection whose peer
-    # acknowledges no byte, or keeps its window at zero, for this time. Every acknowledged byte
-    # restarts it.
+    # Accepted connections inherit TCP_USER_TIMEOUT. The kernel closes a connection whose peer
+    # acknowledges no byte, or keeps its receive window at zero, for this time. Every acknowledged
+    # byte starts the time again.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(send_deadline_s * 1000))
     try:
         sock.bind((host, port))
@@ -183,7 +194,7 @@ def bind(host: str, port: int, *, port_option: str, send_deadline_s: float) -> s
 
 
 class _Phase(enum.Enum):
-    IDLE = enum.auto()  # between two requests; uvicorn's keep-alive timer runs
+    IDLE = enum.auto()  # between two requests, while uvicorn's keep-alive timer runs
     HEADER = enum.auto()
     BODY = enum.auto()
 
@@ -199,19 +210,21 @@ class BoundedProtocol(HttpToolsProtocol):
         self._limits = limits
         self._others = others
         self._slow_reads = slow_reads
-        self._num_small_reads = 0  # small reads that did not complete the header
+        self._num_small_reads = 0  # number of small reads of the current, incomplete header
         self._phase = _Phase.HEADER
         self._num_phases = 0  # number of phases entered so far
-        self._watched_phase = -1  # the phase for which the timer was set
+        self._watched_phase = -1  # value of `_num_phases` when the timer was set
         self._timer: asyncio.TimerHandle | None = None
-        self._header_bytes = 0  # bytes given to the parser since its last callback
+        # bytes of the current header or of chunk extensions and trailer fields, for the size limit
+        self._header_bytes = 0
         self._is_refused = False
         self._lingers = False
-        # the cycle that is being answered, not a queued pipelined one
+        # uvicorn's object for the request that is being answered; never a pipelined request that
+        # still waits
         self._answered: RequestResponseCycle | None = None
         # status, code and message of an error raised in a parser callback
         self._refusal: tuple[int, str, str] | None = None
-        self._has_upgrade = False  # the parser stops after this header
+        self._has_upgrade = False  # True: the current header has `Upgrade`, so the parser stops
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -223,8 +236,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_timer(None)
-        # uvicorn keeps this timer if the client resets the connection; the timer would keep the
-        # connection and its last request in memory until it fires.
+        # If the client resets the connection, uvicorn does not cancel its keep-alive timer. The
+        # timer would keep the connection and its last request in memory until the timer fires.
         self._unset_keepalive_if_required()
         self._others.leave(self)
         self._others.num_lingering -= self._lingers
@@ -233,7 +246,8 @@ class BoundedProtocol(HttpToolsProtocol):
             late_s = self._limits.send_deadline_s
             log.info("an HTTP client was cut: it took no byte for %g s", late_s)
         if self._answered is not None and not self._answered.response_complete:
-            self._answered.disconnected = True  # uvicorn notifies only the latest request
+            # uvicorn reports the disconnect only to the latest request of the connection.
+            self._answered.disconnected = True
             self._answered.message_event.set()
         super().connection_lost(exc)
 
@@ -259,8 +273,8 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._others.wait(self, self.loop.time())
                 self._num_small_reads += is_small
                 if self._num_small_reads > SMALL_READS_MAX and not self._others.is_proxy(self):
-                    # Bodies are always read: a connection closed with unread bytes loses its
-                    # response.
+                    # Reading pauses only inside a header. Bodies are always read, because closing a
+                    # connection with unread bytes loses the response.
                     self.transport.pause_reading()
                     self._slow_reads.wait(
                         self.client[0] if self.client else "", self._resume_reading
@@ -269,9 +283,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Feeds bytes to the parser, like uvicorn's `data_received`, and ignores `Upgrade`.
 
-        After a header with `Upgrade` the parser treats all bytes as another protocol, including the
-        body. So a new parser gets the header without that field, and then the remaining bytes. A
-        server may ignore `Upgrade` (RFC 9110 7.8).
+        After a header with the field `Upgrade` the parser treats all further bytes, including the
+        request's body, as another protocol. So this method gives a new parser the header without
+        the field, and then the remaining bytes. A server may ignore `Upgrade` (RFC 9110 7.8).
         """
         self._unset_keepalive_if_required()
         try:
@@ -300,7 +314,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return line + b"".join(fields) + b"\r\n"
 
     def _resume_reading(self) -> None:
-        if not self.flow.read_paused:  # a refused connection is not read again
+        if not self.flow.read_paused:  # A refused connection stays paused.
             self.transport.resume_reading()
 
     def close_now(self) -> None:
@@ -313,7 +327,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._phase is not _Phase.BODY:  # trailer fields after a body are not part of the header
+        # The parser also reports trailer fields after a body, which are not part of the header.
+        if self._phase is not _Phase.BODY:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -327,14 +342,15 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self.parser.get_method() == b"CONNECT":
             self._refusal = (400, "invalid_request", "CONNECT is for proxies; this is none")
         if self._refusal is not None:
-            raise ValueError(self._refusal)  # ends the parser, which then calls `send_400_response`
+            # The error makes the parser fail, and the connection then calls `send_400_response`.
+            raise ValueError(self._refusal)
         if self.parser.should_upgrade():
             self._has_upgrade = True
             return
         super().on_headers_complete()
-        # uvicorn stops reading after a pipelined request and would not notice a disconnect. The
-        # number of pipelined requests is limited above, and their bodies pause the reading
-        # themselves.
+        # uvicorn stops reading after a pipelined request, and would then not notice a disconnect.
+        # So reading is resumed here. The number of pipelined requests is limited above, and reading
+        # pauses on its own while too many bytes of their bodies are unread.
         self.flow.resume_reading()
         self._header_bytes = self._num_small_reads = 0
         self._enter(_Phase.BODY)
@@ -344,14 +360,15 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
-        self._header_bytes = 0  # limits chunk extensions and trailer fields
+        self._header_bytes = 0  # The count begins again, for chunk extensions and trailer fields.
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._has_upgrade:
             return
         super().on_message_complete()
-        if not self.parser.should_keep_alive():  # a trailer field may set `Connection: close`
+        # A trailer field after the body may set `Connection: close`.
+        if not self.parser.should_keep_alive():
             self.cycle.keep_alive = False
             if self.cycle.response_complete:
                 self.transport.close()
@@ -372,8 +389,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_phases += 1
 
     def _watch(self) -> None:
-        """Starts the deadline of the current phase once. A request that arrived complete needs
-        none."""
+        """Starts the timer of the current phase, unless the timer was already started in this
+        phase. A request that arrived complete starts no timer."""
         if self._watched_phase == self._num_phases:
             return
         self._watched_phase = self._num_phases
@@ -394,8 +411,8 @@ class BoundedProtocol(HttpToolsProtocol):
             message = f"the header was not complete within {late_s:g} s"
             self._refuse(408, "header_too_late", message)
         elif self._phase is _Phase.BODY and not self.cycle.response_complete:
-            # The route that reads the body has the same deadline and sends the response, so check
-            # again later.
+            # The route that reads the body has the same deadline and sends the 408. The timer
+            # starts again, to close the connection if it is still open by then.
             self._set_timer(self._limits.body_deadline_s)
         else:
             self.transport.close()
@@ -408,7 +425,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._phase is not _Phase.BODY or cycle.response_started or self.pipeline:
                 cycle.keep_alive = False
                 return
-            cycle.disconnected = True  # the rest of its body cannot arrive any more
+            cycle.disconnected = True  # The rest of the request's body cannot arrive any more.
             cycle.message_event.set()
         self.transport.write(_refusal(status, code, message))
         if self._others.num_lingering >= _LINGERING_MAX:
@@ -424,7 +441,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(_LINGER_S, self.transport.close)
 
     def _is_all_answered(self) -> bool:
-        """Says whether all requests of the connection have been answered."""
+        """Returns True if all requests of the connection have been answered."""
         return self.cycle is None or (self.cycle.response_complete and not self.pipeline)
 
 
@@ -440,19 +457,19 @@ _TOO_MANY_CONNECTIONS = _refusal(503, "too_many_connections", "there are too man
 
 
 def _refuse_socket(sock: socket.socket) -> None:
-    """Refuses a connection at minimal cost. Unread bytes may reset it before the client reads the
-    answer."""
+    """Sends a 503 and closes the connection, at minimal cost. Unread bytes may reset the connection
+    before the client reads the answer."""
     with contextlib.suppress(OSError), sock:
         sock.setblocking(False)
         sock.send(_TOO_MANY_CONNECTIONS)
 
 
 def _affordable_connections(num_wanted: int) -> int:
-    """Raises the limit of open files as far as needed and allowed. Returns how many connections
-    fit."""
+    """Raises the process's limit of open files as far as needed and allowed. Returns the number of
+    HTTP connections that this limit permits, at most `num_wanted`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     infinite = resource.RLIM_INFINITY
-    needed = 2 * num_wanted + _OTHER_FILES  # gRPC may have as many connections as HTTP
+    needed = 2 * num_wanted + _OTHER_FILES  # doubled: gRPC may have as many connections as HTTP
     if soft != infinite and soft < needed:
         soft = needed if hard == infinite else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -473,10 +490,9 @@ def _affordable_connections(num_wanted: int) -> int:
 class SlowReads:
     """Delays reads of connections that send their header in many small pieces.
 
-      read --small read, header incomplete--> waiting --its address's turn--> read
-
-    A waiting connection is not read, so its bytes stay in the kernel. Each sweep reads a limited
-    number of connections of every address: the work for one address is bounded, and no address
+    A connection with too many small reads waits for the next sweep before it is read again, and its
+    bytes stay in the kernel. A sweep runs every _SWEEP_S and reads at most _READS_OF_ADDRESS
+    waiting connections of each address. So the work for one address is limited, and no address
     delays another. This class does not parse HTTP.
     """
 
@@ -485,7 +501,7 @@ class SlowReads:
         self._timer: asyncio.TimerHandle | None = None
 
     def wait(self, address: str, read: Callable[[], None]) -> None:
-        """Queues `read` until it is the turn of this address."""
+        """Queues the callback `read` of a connection. A later sweep calls it."""
         self._waiting.setdefault(address, deque()).append(read)
         if self._timer is None:
             self._start()

@@ -1,7 +1,7 @@
-"""Sends complete replies and event streams, and stops the work when the client disconnects.
+"""Sends complete replies and event streams, and cancels a generation when the client disconnects.
 
-Both watch the connection in every phase of a request. Starlette's StreamingResponse notices a
-disconnect only when it sends, and a queued request sends nothing.
+A disconnect is noticed in every phase of a request. Starlette's StreamingResponse would notice it
+only while it sends, and a request that waits in a queue sends nothing.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from tandem.router.request.delta import Delta
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-# number of tokens with log probabilities up to which a reply is built in the event loop
+# maximum number of log probabilities in a reply that is built in the event loop and not in a thread
 _MEASURED_MAX = 256
 
 
@@ -42,10 +42,10 @@ class ReplyFormat(Protocol):
         """Builds the body of a reply that is not streamed, from all deltas of its choices."""
 
     def events(self, choice: int, delta: Delta) -> bytes:
-        """Encodes the events for one delta of a choice; may be empty."""
+        """Encodes the events for one delta of a choice. Returns b"" if there are none."""
 
     def ending(self) -> bytes:
-        """Encodes what follows the last delta of all choices."""
+        """Encodes the bytes that end a complete stream, after the last delta of all choices."""
 
     def failure(self, error: TandemError) -> bytes:
         """Encodes the last event of a stream that ends with an error."""
@@ -73,8 +73,8 @@ async def _wait_disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Streams a generation as server-sent events. Its first delta is known, so the status is
-    200."""
+    """Streams a generation as server-sent events. The first delta exists before the response
+    starts, so the status is 200."""
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class EventStream(Response):
         *,
         with_timing: bool = False,
     ) -> None:
-        """With `with_timing` the stream ends with a comment: the timeline of the choice that ended
-        last."""
+        """With `with_timing` the stream ends with an SSE comment that has the timeline of the
+        choice that ended last."""
         super().__init__(
             headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers},
             media_type="text/event-stream",
@@ -127,8 +127,8 @@ class EventStream(Response):
 
 
 async def first_delta(request: Request, deltas: AsyncGenerator[ChoiceDelta, None]) -> ChoiceDelta:
-    """Waits for the first delta. Nothing has been sent before it, so a refusal gets its own
-    status."""
+    """Waits for the first delta. Nothing has been sent to the client until then, so an error can
+    still set the HTTP status."""
     try:
         return await until_disconnect(request.receive, anext(deltas))
     except BaseException:
@@ -150,7 +150,7 @@ async def collect(
 
 
 async def _build(deltas: Iterable[Delta], make: Callable[[], _T]) -> _T:
-    """Runs `make`, in a thread if the deltas have many log probabilities. Half a million of them
-    take a second, which would block the event loop."""
+    """Runs `make`, in a thread if the deltas have many log probabilities. Formatting half a million
+    log probabilities takes a second, in which the event loop would be blocked."""
     num_measured = sum(len(delta.logprobs) + len(delta.prompt_logprobs) for delta in deltas)
     return await asyncio.to_thread(make) if num_measured > _MEASURED_MAX else make()

@@ -1,10 +1,9 @@
 """TLS of the HTTP port: the handshake of a connection, before HTTP starts.
 
-  accepted --handshake within `header_deadline_s`--> HTTP protocol
-   `-> closed: too late, no TLS (such as plain HTTP), or too many connections
-
-A connection counts towards the limits from its first packet on. Each handshake uses the certificate
-that is current at that moment.
+An accepted connection has `header_deadline_s` for the handshake, and is then handed to the HTTP
+protocol. It is closed if the handshake is late or fails (for example because the client speaks
+plain HTTP), or if there are too many connections. A connection counts in the connection limits from
+the moment it is accepted. Each handshake uses the certificate that is current at that time.
 """
 
 import asyncio
@@ -21,7 +20,8 @@ _SHUTDOWN_S = 5.0  # time for the client to close TLS properly, before the conne
 
 
 class TlsHandshake(asyncio.Protocol):
-    """A connection during its TLS handshake. uvicorn treats it as an HTTP protocol."""
+    """A connection during its TLS handshake. The class has the interface of uvicorn's HTTP
+    protocols."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class TlsHandshake(asyncio.Protocol):
             transport.abort()
             return
         self._server_state.connections.add(self)
-        transport.pause_reading()  # the handshake reads these bytes
+        transport.pause_reading()  # The handshake must read the first bytes, not this protocol.
         task = loop.create_task(self._handshake())
         self._server_state.tasks.add(task)
         task.add_done_callback(self._server_state.tasks.discard)

@@ -1,10 +1,10 @@
 """Generates all choices of a request and merges their deltas as they arrive.
 
-  all prepared --> started together --> each ends by itself --> all ended
-       `----------------`------------------`--> on an error or a disconnect the others are
-                                                cancelled before the iterator ends
+All prompts are prepared first, then started together. Each generation ends on its own. If one
+generation fails or the client disconnects, the other generations are cancelled before the iterator
+ends.
 
-There are `n` choices for each prompt of a request; the choices of a prompt have consecutive
+There are `n` choices for each prompt of a request. The choices of a prompt have consecutive
 indices.
 """
 
@@ -31,8 +31,9 @@ async def generate_choices(
     trace: Mapping[str, str],
     num_before: int = 0,
 ) -> AsyncGenerator[ChoiceDelta, None]:
-    """Generates for all prompts of a body, or for a group of them that starts at prompt
-    `num_before`. All prompts are validated before the first is placed on a worker."""
+    """Yields the deltas of all choices as they arrive. `requests` has all prompts of a body, or a
+    group of them whose first prompt has the index `num_before` in the body. All prompts are
+    validated before the first is placed on a worker."""
     together = generator.together(len(requests))
     prompts = [generator.generate(r, trace, together) for r in requests]
     if num_before + len(prompts) > 1:
@@ -43,7 +44,7 @@ async def generate_choices(
 
 
 async def named(index: int, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
-    """Passes on a prompt's deltas. A BadRequest is changed to name the prompt by its index."""
+    """Yields a prompt's deltas unchanged. The message of a BadRequest gets the prompt's index."""
     async with aclosing(deltas):
         try:
             async for delta in deltas:

@@ -1,8 +1,10 @@
 """Request bodies and replies of OpenAI's embeddings API.
 
 An embedding is the hidden state of the prompt's last token after the final norm, scaled to length
-1. In a decoder only the last token attends to all others. Truncated embeddings are useful only for
-models trained that way, which model files do not state, so `dimensions` must equal the hidden size.
+1. The last token is used because only the last token of a decoder attends to all others.
+
+`dimensions` must equal the model's hidden size. A shorter embedding is useful only if the model was
+trained for truncated embeddings, and model files do not state whether it was.
 """
 
 import base64
@@ -54,7 +56,7 @@ class EmbeddingsBody(Strict):
     truncate_prompt_tokens: int | None = Field(None, description=ALLOWED["truncate_prompt_tokens"])
 
     def to_requests(self, request_id: str) -> list[ClientRequest]:
-        """Builds one request for each input. Raises what `to_requests` raises."""
+        """Builds one request for each input. Raises the errors of the function `to_requests`."""
         is_list = prompt_kind(self.input) == "list[str]"
         inputs = cast("list[str | list[int]]", self.input if is_list else [self.input])
         return to_requests(
@@ -74,8 +76,8 @@ def to_requests(
     truncate_prompt_tokens: int | None,
     request_id: str,
 ) -> list[ClientRequest]:
-    """Builds one request for each input. Raises BadRequest with the field names of a completion;
-    `renamed(NAMES)` replaces them."""
+    """Builds one request for each input. A BadRequest has the field names of a completion, such as
+    `prompt`. `renamed(NAMES)` changes them to those of an embedding, such as `input`."""
     requests = []
     for index, prompt in enumerate(inputs):
         try:

@@ -1,10 +1,12 @@
-"""Request fields that have no effect in Tandem: those of OpenAI's completions and chats, and of
-vLLM's and SGLang's additions.
+"""Request fields that Tandem accepts but that have no effect, and unknown fields.
 
-Such a field is accepted with its neutral value; any other value is refused with the field's name,
-because it would not be honoured. An unknown field is dropped and named in the response header
-`warning`, because clients send their own notes and fields of other servers. With `--strict-fields`
-it is refused.
+The fields without effect are those of OpenAI's completions and chats, and vLLM's and SGLang's
+additions to them. Some are accepted with any value. The others are accepted only with a neutral
+value, which is a value without an effect on the answer. Any other value is refused with the field's
+name, because Tandem would not honour the value.
+
+Clients also send notes of their own, and fields of other servers. Such an unknown field is dropped
+and named in the response header `warning`. With `--strict-fields` an unknown field is refused.
 """
 
 import re
@@ -14,14 +16,14 @@ from typing import Any
 
 from tandem.errors import BadRequest
 
-# bookkeeping that does not affect the answer
+# fields that change neither the generated text nor the reply; accepted with any value
 _HINTS = ("service_tier", "parallel_tool_calls")
 IGNORED = frozenset((*_HINTS, "user", "metadata", "store", "safety_identifier"))
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),  # chats only
+    "best_of": (1,),  # unused in chats; completions support it
     "priority": (0,),
-    "top_logprobs": (0,),  # completions only; their `logprobs` is a number
+    "top_logprobs": (0,),  # unused in completions, whose `logprobs` is the number; chats support it
     "continue_final_message": (False,),
     **dict.fromkeys(("add_generation_prompt", "spaces_between_special_tokens"), (True,)),
     **dict.fromkeys(("tools", "functions"), ([],)),
@@ -31,7 +33,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": ([],),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
-    # fields without a neutral value other than null
+    # An empty tuple means that null is the only neutral value.
     **dict.fromkeys(("audio", "prediction", "verbosity", "moderation"), ()),
     **dict.fromkeys(("web_search_options", "chat_template"), ()),
     **dict.fromkeys(("allowed_token_ids", "cache_salt"), ()),
@@ -45,8 +47,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class UnusedFields:
-    """Fields of an API that have no effect: `ignored` ones are accepted with any value, `neutral`
-    ones only with the listed values."""
+    """The fields of an API that have no effect. A field in `ignored` is accepted with any value. A
+    field in `neutral` is accepted only with one of the listed values, or with null."""
 
     ignored: frozenset[str] = frozenset()
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -54,7 +56,7 @@ class UnusedFields:
 
 CHAT_FIELDS = UnusedFields(IGNORED, _NEUTRAL)
 
-# Limits that keep the header short: number of names, and characters of each name.
+# Limits for the header `warning`: the number of names, and the characters of each name.
 _WARNED_MAX = 8
 _WARNED_CHARACTERS_MAX = 40
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.-]")
@@ -85,10 +87,10 @@ def warn(headers: dict[str, str], text: str, names: Sequence[str]) -> None:
 def strip_unused(
     body: dict[str, Any], supported: frozenset[str], unused: UnusedFields = CHAT_FIELDS
 ) -> dict[str, Any]:
-    """Keeps the supported fields that are not null (null means absent, as in OpenAI's API).
+    """Returns the supported fields that are not null. Null means absent, as in OpenAI's API.
 
-    Raises BadRequest that names the first field that is unknown, or that has no effect and is not
-    neutral.
+    Raises BadRequest for the first field that is unknown, or that has no effect and a value that is
+    not neutral. The error names the field.
     """
     kept = {}
     for name, value in body.items():
@@ -110,7 +112,7 @@ def strip_unused(
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Compares two JSON values; unlike in Python, true does not equal 1."""
+    """Compares two JSON values. In JSON, unlike in Python, true does not equal 1."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 

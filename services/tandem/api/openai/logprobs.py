@@ -1,7 +1,8 @@
-"""Formats log probabilities: of choices as in OpenAI's APIs, of prompts as in vLLM's.
+"""Formats log probabilities. The format for choices is OpenAI's, and the format for prompts is
+vLLM's.
 
-A completion has the offset of each token in the choice's text. Offsets add up the text of single
-tokens, so they are exact unless a character spans two tokens.
+A completion has the offset of each token in the choice's text. An offset is the sum of the lengths
+of the preceding tokens' texts, so offsets are exact unless a character spans two tokens.
 """
 
 from typing import Any
@@ -12,17 +13,18 @@ from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.request.delta import Delta
 from tandem.router.request.request import ClientRequest
 
-_LEAST = -9999.0  # JSON has no infinity
+_LEAST = -9999.0  # replaces minus infinity, which JSON does not have
 
 
 class ChoiceLogprobs:
-    """Formats the log probabilities of one choice. Pass its deltas in order."""
+    """Formats the log probabilities of one choice. The caller passes the choice's deltas in
+    order."""
 
     def __init__(self, tokenizer: Tokenizer, parsed: ParsedRequest, request: ClientRequest) -> None:
         self._tokenizer = tokenizer
         self._parsed = parsed
         self._request = request
-        self._offset = 0  # characters of text before the next token
+        self._offset = 0  # number of characters of text before the next token
 
     def chat(self, delta: Delta) -> dict[str, list[Any]]:
         """Formats a delta's tokens as the `logprobs` of a chat."""
@@ -34,15 +36,15 @@ class ChoiceLogprobs:
         return {"content": content}
 
     def completion(self, delta: Delta) -> dict[str, list[Any]]:
-        """Formats a delta's tokens as the `logprobs` of a completion. The first delta includes an
-        echoed prompt."""
+        """Formats a delta's tokens as the `logprobs` of a completion. If the prompt is echoed, the
+        first delta has the prompt's tokens, too."""
         columns: dict[str, list[Any]] = {
             name: [] for name in ("text_offset", "token_logprobs", "tokens", "top_logprobs")
         }
         num_top = self._request.sampling.logprobs or 0
         tokens: list[tuple[int, LogprobEntry | None]] = []
         if self._request.echoes_prompt and delta.prompt_token_ids:
-            # The first token has no log probability.
+            # The first token of the prompt has no log probability.
             measured_prompt = [None, *delta.prompt_logprobs]
             tokens += zip(delta.prompt_token_ids, measured_prompt, strict=True)
         tokens += zip(delta.token_ids, delta.logprobs, strict=True)
@@ -55,7 +57,7 @@ class ChoiceLogprobs:
             if measured is not None:
                 logprob = max(measured.logprob, _LEAST)
                 pairs = zip(measured.top_ids[:num_top], measured.top_logprobs, strict=False)
-                # vLLM's clients expect the token itself first.
+                # vLLM's clients expect the chosen token before the most likely tokens.
                 top = {self._name(token_id): logprob}
                 top |= {self._name(one): max(value, _LEAST) for one, value in pairs}
             columns["token_logprobs"].append(logprob)
@@ -63,8 +65,9 @@ class ChoiceLogprobs:
         return columns
 
     def prompt(self, delta: Delta) -> list[dict[str, Any] | None]:
-        """Formats the prompt's log probabilities by token id, from the first delta. The first entry
-        is None."""
+        """Formats the prompt's log probabilities. `delta` is the first delta. The result has one
+        entry for each prompt token, which maps token ids to log probabilities. The entry of the
+        first token is None."""
         num_top = self._parsed.prompt_logprobs
         entries: list[dict[str, Any] | None] = [None]
         token_ids = (delta.prompt_token_ids or [])[1:]

@@ -1,6 +1,7 @@
-"""Builds `/openapi.json`: FastAPI's document, plus the schemas of bodies.
+"""Builds `/openapi.json`: FastAPI's document, and the schemas of request bodies.
 
-Routes read a body within limits before they parse it, so FastAPI does not know its model.
+The routes read and parse request bodies themselves, to limit size and time. So FastAPI does not
+know the schemas, and this module adds them.
 """
 
 from typing import Any

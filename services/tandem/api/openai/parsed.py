@@ -10,12 +10,14 @@ class ParsedRequest:
     """The requests of one body, one for each prompt, and the options of the reply."""
 
     request_id: str
-    requests: tuple[ClientRequest, ...]  # not empty; all of the same kind
+    requests: tuple[ClientRequest, ...]  # at least one; all completions or all chats
     stream: bool
     include_usage: bool
-    continuous_usage: bool  # add the usage so far to each chunk
+    continuous_usage: bool  # True: each chunk of a stream has the usage so far
     return_token_ids: bool
-    prompt_logprobs: int | None  # the client's value; an echo may need more from workers
+    # number of most likely tokens to show for each prompt token, as the client sent it; workers may
+    # compute more, because an echoed prompt needs `logprobs`, too
+    prompt_logprobs: int | None
     tokens_as_ids: bool
 
     @property
@@ -23,5 +25,6 @@ class ParsedRequest:
         return len(self.requests) * self.requests[0].sampling.n
 
     def request_of(self, choice: int) -> ClientRequest:
-        """Finds the request of a choice. The choices of a prompt have consecutive indices."""
+        """Returns the request to which a choice belongs. The choices of a request have consecutive
+        indices."""
         return self.requests[choice // self.requests[0].sampling.n]

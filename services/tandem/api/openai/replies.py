@@ -34,16 +34,17 @@ def summed(usages: Iterable[Usage]) -> Usage:
 
 @dataclass(slots=True)
 class Replies:
-    """The reply to one request. Token ids are in the same places as in vLLM's replies."""
+    """The reply to one request, as chunks or as a complete body. If the client asks for token ids,
+    they are in the same fields as in vLLM's replies."""
 
     parsed: ParsedRequest
     model: str
-    tokenizer: Tokenizer | None = None  # None if no log probabilities are requested
+    tokenizer: Tokenizer | None = None  # needed only if the client asks for log probabilities
     created: int = field(default_factory=lambda: int(time.time()))
-    _begun: set[int] = field(default_factory=set)  # choices that have sent a chunk
-    # usage of each prompt whose choices have all ended
+    _begun: set[int] = field(default_factory=set)  # indices of choices that have sent a chunk
+    # usage of each prompt for which all choices have ended
     _ended: list[Usage] = field(default_factory=list)
-    _logprobs: dict[int, ChoiceLogprobs] = field(default_factory=dict)  # keyed by choice
+    _logprobs: dict[int, ChoiceLogprobs] = field(default_factory=dict)  # by the choice's index
 
     @property
     def is_chat(self) -> bool:
@@ -108,10 +109,10 @@ class Replies:
         return choice
 
     def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """Builds the chunks for a delta of a choice, usually one.
+        """Builds the chunks for a delta of a choice, usually one chunk.
 
-        A chat's first chunk (the role) precedes it; after the last choice ends, a chunk with the
-        usage follows.
+        In a chat, a chunk with the role precedes the first chunk of each choice. If the client asks
+        for the usage, a chunk with the usage follows after the last choice has ended.
         """
         chunks = []
         if self.is_chat and index not in self._begun:
@@ -130,7 +131,7 @@ class Replies:
 
     @property
     def _sends_each_token(self) -> bool:
-        """Says whether a chunk is sent even for a delta without text."""
+        """True if a chunk is sent even for a delta without text."""
         parsed = self.parsed
         wants_logprobs = parsed.requests[0].sampling.logprobs is not None
         shows_tokens = parsed.return_token_ids or wants_logprobs
@@ -147,7 +148,7 @@ class Replies:
         }
         body = self._chunk_head()
         if self.is_chat:
-            # Present in each chunk, because SGLang's clients read it unconditionally.
+            # Each chunk has `reasoning_content`, because SGLang's clients always read it.
             choice["delta"] = {"reasoning_content": None, **message}
         else:
             choice["text"] = delta.text
@@ -161,7 +162,7 @@ class Replies:
         if self.parsed.include_usage:
             body["usage"] = None
         if self.parsed.continuous_usage:
-            # As in vLLM, the first chunk of a chat has no completion tokens.
+            # As in vLLM, the usage in the first chunk of a chat counts no completion tokens.
             usage = replace(delta.usage, completion_tokens=0) if is_head else delta.usage
             body["usage"] = usage_body(usage)
         return body
@@ -198,7 +199,8 @@ class Replies:
 
 
 def _message(text: str, deltas: Sequence[Delta]) -> dict[str, Any]:
-    """Builds the message of a complete chat reply. It has `tool_calls` only if there are calls."""
+    """Builds the message of a complete chat reply. The message has the field `tool_calls` only if
+    the model called tools."""
     calls = joined([call for delta in deltas for call in delta.tool_calls])
     content = text or (None if calls else "")
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}

@@ -1,6 +1,8 @@
-"""Bodies of OpenAI's completions and chat completions, and their way into ClientRequests.
+"""Request bodies of OpenAI's completions and chat completions, and their conversion to
+ClientRequests.
 
-pydantic checks types here. `SamplingParams` and `ClientRequest` check ranges, for all APIs.
+In this module pydantic checks only the types of values. `SamplingParams` and `ClientRequest` check
+the ranges, for all APIs.
 """
 
 from collections.abc import Mapping
@@ -32,14 +34,15 @@ from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.request import MODEL_DEFAULTS, ClientRequest, Prompt
 from tandem.router.request.retention import asked_retention
 
-# OpenAI's and vLLM's default for completions; chats run to the end of the context.
+# Default of `max_tokens` for completions, as in OpenAI's API and vLLM. A chat without `max_tokens`
+# may continue to the end of the context.
 COMPLETION_MAX_TOKENS = 16
-# Fields of bodies that only have their names in common with SamplingParams.
+# Fields of bodies that have the name of a field of SamplingParams, but another type or meaning.
 _OTHERS = {"logprobs", "structured_outputs"}
 _SAMPLING = {*SamplingParams.__struct_fields__} - _OTHERS
 _ROLE_ALIASES = {"developer": "system"}
 _ALTERNATIVES = ("str", "list[int]", "list[str]")
-COMPLETION_LOGPROBS_MAX = 5  # OpenAI's, of completions
+COMPLETION_LOGPROBS_MAX = 5  # OpenAI's limit for `logprobs` of completions
 _ALLOWED = {
     **ALLOWED,
     "prompt": f"{ALLOWED['prompt']}, or a list of at most {CHOICES_MAX} such prompts",
@@ -58,7 +61,7 @@ class RetentionFields(Strict):
     kv_priority: int = Field(PRIORITY_DEFAULT, description=ALLOWED["kv_priority"])
 
     def retention(self) -> Retention:
-        """Raises BadRequest for values that are not allowed."""
+        """Converts the fields to a Retention. Raises BadRequest for values that are not allowed."""
         return asked_retention(self.prompt_cache_retention, self.prompt_cache_key, self.kv_priority)
 
 
@@ -72,7 +75,7 @@ class BudgetField(Strict):
     kv_budget: SentKvBudget | None = Field(None, description=ALLOWED["kv_budget"])
 
     def budget(self) -> KvBudget | None:
-        """Returns the budget, not checked yet."""
+        """Returns the KV budget, or None. Its values are checked later."""
         return None if self.kv_budget is None else KvBudget(**self.kv_budget.model_dump())
 
 
@@ -90,8 +93,8 @@ def _refuse_content(value: object) -> None:
         raise PydanticCustomError("unsupported", "it is not supported; leave it out or send null")
 
 
-# A part of a message that Tandem does not act on. Answers have it too, empty or null, and clients
-# put them back into the conversation.
+# A field of a message that Tandem does not support. Only null and empty values are accepted,
+# because answers have these fields, and clients send answers back as part of the conversation.
 _Unsupported = Annotated[None, BeforeValidator(_refuse_content)]
 
 
@@ -118,8 +121,8 @@ class ChatMessage(BaseModel):
     tool_calls: list[SentToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # as newer clients of vLLM call it
-    thinking: str | None = None  # as gpt-oss calls it
+    reasoning: str | None = None  # name of `reasoning_content` in newer clients of vLLM
+    thinking: str | None = None  # name of `reasoning_content` in gpt-oss
     annotations: _Unsupported = None
     audio: _Unsupported = None
     function_call: _Unsupported = None
@@ -127,7 +130,8 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
-        """An assistant may say nothing if it called tools or thought; nobody else may."""
+        """Raises an error for a message without content. Only the assistant may leave the content
+        out, if its message has tool calls or reasoning."""
         says_more = self.tool_calls or self.thought
         if self.content is None and not (self.role == "assistant" and says_more):
             raise PydanticCustomError("missing", "it must have a content")
@@ -212,23 +216,25 @@ class _Body(StructuredFields, BudgetField, RetentionFields):
         )
 
     def sampling_params(self) -> SamplingParams:
-        """Returns the sampling parameters: fields with the same names, but for log probabilities.
-        Raises BadRequest."""
+        """Returns the sampling parameters. All come from fields of the same names, except the
+        numbers of log probabilities. Raises BadRequest."""
         same = self.model_dump(include=_SAMPLING)
         measured = {"logprobs": self.num_logprobs(), "prompt_logprobs": self.num_prompt_logprobs()}
         return SamplingParams(**{**same, **measured, "logit_bias": _by_token_id(self.logit_bias)})
 
     def num_made(self) -> int | None:
-        """Returns how many completions are made for the best of them; None: no more than `n`."""
+        """Returns the number of completions to generate, of which the best `n` are returned.
+        Returns None if only `n` are to be generated."""
         return None
 
     def num_logprobs(self) -> int | None:
-        """Returns how many most likely tokens go with each token's log probability, None for no
-        log probabilities."""
+        """Returns the number of most likely tokens to report besides each generated token. Returns
+        None if the client asks for no log probabilities."""
         raise NotImplementedError
 
     def num_prompt_logprobs(self) -> int | None:
-        """Returns the same for the prompt's tokens, as the workers are asked."""
+        """Returns the number of most likely tokens that workers report for each token of the
+        prompt. Returns None if no log probabilities of the prompt are needed."""
         return self.prompt_logprobs
 
 
@@ -251,7 +257,8 @@ def prompt_kind(prompt: object) -> str | None:
     return "list[str]" if prompt and isinstance(prompt[0], str | list) else "list[int]"
 
 
-# Told apart by a function, so that an error says where the prompt that was meant is wrong.
+# The function `prompt_kind` selects the type of a prompt. Without it, pydantic would try all types
+# and report the errors of each, instead of the error in the type that the client used.
 TextPrompt = Annotated[str, Tag("str")]
 TokenIdsPrompt = Annotated[list[int], Tag("list[int]")]
 OnePrompt = Annotated[TextPrompt | TokenIdsPrompt, Discriminator(prompt_kind)]
@@ -270,24 +277,26 @@ class CompletionBody(_Body):
     best_of: int | None = Field(None, description=ALLOWED["best_of"])
 
     def num_made(self) -> int | None:
-        """Returns `best_of`, which a stream cannot have: the best are known at the end."""
+        """Returns `best_of`. Raises BadRequest if a stream asks for more completions than `n`,
+        because the best ones are known only at the end."""
         if self.stream and self.best_of not in (None, self.n):
             raise refusal("best_of", self.best_of)
         return self.best_of
 
     def num_logprobs(self) -> int | None:
-        """Returns what `logprobs` asks for, as OpenAI bounds it."""
+        """Returns `logprobs`. Raises BadRequest if the value exceeds OpenAI's limit."""
         if not 0 <= (self.logprobs or 0) <= COMPLETION_LOGPROBS_MAX:
             raise _refusal("logprobs")
         return self.logprobs
 
     def num_prompt_logprobs(self) -> int | None:
-        """Returns as many as `prompt_logprobs` asks for, or `logprobs` if the prompt is echoed."""
+        """Returns `prompt_logprobs`. If the prompt is echoed, returns `logprobs` if that is
+        larger."""
         asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((num for num in asked if num is not None), default=None)
 
     def prompts(self) -> list[str] | list[str | list[int]]:
-        """Returns the prompts, at least one."""
+        """Returns the prompts of the body as a list, also if there is only one."""
         if prompt_kind(self.prompt) == "list[str]":
             return cast("list[str | list[int]]", self.prompt)
         return [cast("str | list[int]", self.prompt)]
@@ -307,7 +316,8 @@ class ConversationFields(Strict):
     chat_template_kwargs: dict[str, Any] = Field({}, description=ALLOWED["chat_template_kwargs"])
 
     def to_conversation(self) -> Conversation:
-        """Raises BadRequest for a wrong role, and for two ways to end the prompt."""
+        """Converts the fields to a Conversation. Raises BadRequest for an unknown role, and if both
+        `add_generation_prompt` and `continue_final_message` are true."""
         head = self.add_generation_prompt
         return Conversation(
             tuple(message.to_message() for message in self.messages),
@@ -329,21 +339,23 @@ class ChatBody(ConversationFields, _Body):
     top_logprobs: int = Field(0, description=_ALLOWED["top_logprobs"])
 
     def num_logprobs(self) -> int | None:
-        """Returns `top_logprobs` if `logprobs` is true."""
+        """Returns `top_logprobs` if `logprobs` is true, else None."""
         is_refused = self.top_logprobs and not self.logprobs
         if is_refused or not 0 <= self.top_logprobs <= LOGPROBS_MAX:
             raise _refusal("top_logprobs")
         return self.top_logprobs if self.logprobs else None
 
     def structured_output(self) -> StructuredOutput | None:
-        """Returns the form of the text; forced calls leave none for `response_format`."""
+        """Returns the required form of the output. A required tool call leaves no text, so
+        `response_format` has no effect then."""
         form = super().structured_output()
         has_text = self.tool_choice.choice != "required"
         return form if has_text or form is None or form.field != "response_format" else None
 
 
 def drop_unknown_fields(kind: type[Strict], body: dict[str, Any]) -> list[str]:
-    """Takes what is not known out of a body of this kind. Returns the names of the fields."""
+    """Removes all unknown fields from a body of the given class, and from its nested objects.
+    Returns the names of the removed fields."""
     unknown = drop_unknown(body, kind.supported, kind.unused)
     for part, its_kind in kind.parts.items():
         if isinstance(sent := body.get(part), dict):
@@ -353,7 +365,8 @@ def drop_unknown_fields(kind: type[Strict], body: dict[str, Any]) -> list[str]:
 
 
 def parse_completion(body: dict[str, Any], request_id: str) -> ParsedRequest:
-    """Raises BadRequest naming the field at fault and what is allowed."""
+    """Parses the body of a completion. Raises BadRequest, which names the invalid field and the
+    allowed values."""
     parsed = validate(CompletionBody, body)
     prompts = parsed.prompts()
     requests = []
@@ -375,7 +388,8 @@ def parse_completion(body: dict[str, Any], request_id: str) -> ParsedRequest:
 
 
 def parse_chat(body: dict[str, Any], request_id: str) -> ParsedRequest:
-    """Raises BadRequest naming the field at fault and what is allowed."""
+    """Parses the body of a chat. Raises BadRequest, which names the invalid field and the allowed
+    values."""
     parsed = validate(ChatBody, body)
     if parsed.max_tokens is None:
         parsed.max_tokens = parsed.max_completion_tokens
@@ -405,7 +419,8 @@ _BodyT = TypeVar("_BodyT", bound=Strict)
 
 
 def validate(kind: type[_BodyT], body: dict[str, Any]) -> _BodyT:
-    """Raises BadRequest naming the field at fault and what is allowed."""
+    """Checks a body against its pydantic class. Raises BadRequest, which names the invalid field
+    and the allowed values."""
     try:
         return kind.model_validate(strip_unused(body, kind.supported, kind.unused))
     except ValidationError as error:
@@ -418,9 +433,12 @@ def _as_bad_request(error: ValidationError, allowed: Mapping[str, str]) -> BadRe
     name = str(place[0])
     is_missing = first["type"] == "missing" and len(place) == 1
     verb = "is missing; it" if is_missing else "is not valid; it"
-    # Names of the alternatives of a union, such as `str`, are pydantic's and tell a client nothing.
+    # The location of an error contains pydantic's names for the alternatives of a union, such as
+    # `str`. They are left out, because they tell a client nothing.
     inside = [str(part) for part in place[1:7] if part not in _ALTERNATIVES]
     where = ".".join([name, *inside])
-    is_ours = first["type"] == "unsupported"  # pydantic's own says less than what is allowed
+    # The messages of Tandem's own validators are shown. pydantic's messages say less than
+    # `allowed`.
+    is_ours = first["type"] == "unsupported"
     detail = f" ({where}: {first['msg']})" if inside or is_ours else ""
     return BadRequest(f"{name} {verb} must be {allowed[name]}{detail}", param=name)

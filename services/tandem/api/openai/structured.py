@@ -22,9 +22,9 @@ class Strict(BaseModel):
 
     supported: ClassVar[frozenset[str]]
     unused: ClassVar[UnusedFields] = CHAT_FIELDS
-    # allowed values of fields that other bodies do not have
+    # for error messages: the allowed values of fields that only this body has, by the field's name
     allowed: ClassVar[Mapping[str, str]] = {}
-    # nested objects whose unknown keys are dropped like unknown fields of the body
+    # Classes of nested objects, by the field's name. Their unknown keys are dropped as well.
     parts: ClassVar[Mapping[str, type["Strict"]]] = {}
 
     @classmethod
@@ -35,7 +35,7 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
-    continuous_usage_stats: bool = False  # from vLLM; without include_usage it has no effect
+    continuous_usage_stats: bool = False  # vLLM's addition; has an effect only with `include_usage`
 
 
 class JsonSchema(Strict):
@@ -52,7 +52,8 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
 
     def wanted(self) -> StructuredOutput | None:
-        """Converts to the internal form; None for plain text. Raises BadRequest."""
+        """Converts the format to a StructuredOutput. Returns None for plain text. Raises BadRequest
+        if `type` and `json_schema` do not match."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise refusal("response_format")
         if self.type == "text":
@@ -72,7 +73,8 @@ class StructuredOutputs(Strict):
     grammar: str | None = None
 
     def wanted(self) -> StructuredOutput:
-        """Converts to the internal form. Raises BadRequest unless exactly one field is set."""
+        """Converts the one field that is set to a StructuredOutput. Raises BadRequest unless
+        exactly one field is set."""
         given = {
             name: value
             for name, value in self.model_dump(by_alias=True).items()
@@ -84,7 +86,8 @@ class StructuredOutputs(Strict):
         return _wanted("structured_outputs", name, value)
 
 
-# Top-level fields that request a form: vLLM's, then SGLang's.
+# Top-level fields that request structured output, and the kind of output of each. The `guided_...`
+# fields are vLLM's, the others SGLang's.
 _FORMS = {
     **{f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")},
     "regex": "regex",
@@ -107,8 +110,8 @@ class StructuredFields(Strict):
     ebnf: str | None = Field(None, description=ALLOWED["ebnf"])
 
     def structured_output(self) -> StructuredOutput | None:
-        """Reads the form of the output; None if it is free. Raises BadRequest if several are
-        given."""
+        """Returns the required form of the output, or None if the output is free text. Raises
+        BadRequest if several fields require a form."""
         named = [
             field.wanted() for field in (self.response_format, self.structured_outputs) if field
         ]

@@ -60,7 +60,8 @@ def kind_of(body: dict[str, Any]) -> type[TokenizeBody]:
 
 
 def parse_tokenize(body: dict[str, Any], tenant: str) -> tuple[TokenizeBody, list[ClientRequest]]:
-    """Validates a body. Returns it and one request for each prompt. Raises BadRequest."""
+    """Validates a body. Returns the validated body and one request for each prompt. Raises
+    BadRequest."""
     parsed = validate(kind_of(body), body)
     return parsed, [replace(request, tenant=tenant) for request in parsed.requests()]
 

@@ -36,7 +36,8 @@ TOOLS = TypeAdapter(list[Tool])
 
 class ToolChoice(NamedTuple):
     choice: Literal["auto", "none", "required"] = "auto"
-    function: str = ""  # with `required`: the only function to call
+    # only with `required`: the function that must be called; empty: any function
+    function: str = ""
 
 
 def _read_choice(sent: object) -> ToolChoice:
@@ -68,8 +69,8 @@ class SentToolCall(BaseModel):
     function: _SentFunction
 
     def to_tool_call(self) -> ToolCall:
-        """Converts to the internal form, with the arguments as an object, as chat templates
-        expect."""
+        """Converts the call to a ToolCall, whose arguments are an object, because chat templates
+        expect one."""
         return ToolCall(self.id, self.function.name, arguments_of(self.function.arguments))
 
 
@@ -90,15 +91,15 @@ def call_body(call: CallDelta) -> dict[str, Any]:
 
 
 def call_chunk(call: CallDelta) -> dict[str, Any]:
-    """Formats a tool call in a chunk. The first chunk has its id and name; arguments come in
-    pieces."""
+    """Formats a part of a tool call for a chunk. Only the call's first chunk has the id and the
+    name. The arguments are spread over several chunks."""
     if not call.name:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     return {"index": call.index, **call_body(call)}
 
 
 def joined(deltas: list[CallDelta]) -> list[CallDelta]:
-    """Joins the deltas of an answer into complete calls, in order."""
+    """Joins the deltas of an answer into complete tool calls, in the order of the calls."""
     calls: list[CallDelta] = []
     for delta in deltas:
         if delta.index == len(calls):

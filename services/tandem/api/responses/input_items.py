@@ -10,7 +10,7 @@ from tandem.errors import BadRequest
 
 _LIMIT, _LIMIT_MAX = 20, 100
 _ORDERS = ("asc", "desc")
-# id prefixes by item type
+# prefix of an item's id, by the type of the item
 _PREFIXES = {
     "message": "msg",
     "function_call": "fc",
@@ -20,7 +20,7 @@ _PREFIXES = {
 
 
 def items_with_ids(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Formats the items of a request for a reply, each with a new id."""
+    """Formats the input items of a request as the API returns them. Each item gets a new id."""
     return [
         {
             "id": f"{_PREFIXES[item.type]}_{uuid.uuid4().hex}",

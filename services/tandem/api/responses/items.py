@@ -117,11 +117,12 @@ Items = Annotated[list[Item], BeforeValidator(_as_items)]
 def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
     """Converts items to the messages of an equivalent chat."""
     messages: list[dict[str, Any]] = []
-    turn: dict[str, Any] | None = None  # the assistant's message that further items may extend
+    # the assistant's message to which further items may be added; None after other messages
+    turn: dict[str, Any] | None = None
 
     def assistant(*taken: str) -> dict[str, Any]:
-        """Returns the message to extend; a new one if the current one already has one of these
-        keys."""
+        """Returns the assistant's message to which an item can be added. A new message begins if
+        there is none, or if the current message already has one of the keys in `taken`."""
         nonlocal turn
         if turn is None or any(turn.get(key) is not None for key in taken):
             turn = {"role": "assistant", "content": None}
@@ -150,5 +151,5 @@ def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def _parts(texts: Sequence[ResponseTextPart]) -> list[dict[str, Any]]:
-    """Converts text parts to chat content."""
+    """Converts text parts to the content parts of a chat message."""
     return [{"type": "text", "text": part.text} for part in texts]

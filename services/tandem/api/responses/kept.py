@@ -1,11 +1,12 @@
 """Keeps a router's latest responses, so that clients can read them and continue conversations.
 
-  --responses-kept 0 (the default): nothing is kept
-  otherwise: answered --> kept --> removed (deleted, evicted, or the router ended)
+`--responses-kept` sets the number of responses to keep, which is 0 by default. A completed response
+is kept until a client deletes it, until it is evicted, or until the router ends.
 
-Responses are kept in memory, separately in each router replica. A tenant cannot see those of
-another. When there are too many responses or bytes, the oldest response of the tenant with the most
-is evicted, so no tenant can evict another's small share.
+Responses are kept in memory, separately in each router replica. A tenant cannot see the responses
+of another tenant. If there are too many responses, or too many bytes, the router evicts the oldest
+response of the tenant that has the most. So a tenant with many responses cannot evict those of a
+tenant with few.
 """
 
 from collections import OrderedDict
@@ -17,20 +18,20 @@ import msgspec
 
 from tandem.errors import PreviousResponseNotFound, ResponseNotFound
 
-_BYTES_EACH = 64 << 10  # average size of a response; larger ones fit while the total does
-# minimum for all responses together, so that the largest response always fits
+# expected average size of a response, from which the limit for all responses together is computed
+_BYTES_EACH = 64 << 10
+# minimum of the limit for all responses together, so that the largest possible response fits
 _BYTES_MIN = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """A response, encoded as JSON. `messages` are those of the chat with the answer but without
-    instructions; `input_items` are those of this request only."""
+    """A response with the data to continue its conversation. All `bytes` fields are JSON."""
 
     tenant: str
     body: bytes
-    messages: bytes
-    input_items: bytes
+    messages: bytes  # chat messages of the whole conversation and the answer, without instructions
+    input_items: bytes  # input items of this request only, without those of earlier requests
 
     @classmethod
     def of(
@@ -61,14 +62,14 @@ class KeptResponses:
     def __init__(self, num_max: int) -> None:
         self._num_max = num_max
         self._bytes_max = max(_BYTES_MIN, num_max * _BYTES_EACH)
-        self._shares: dict[str, _Share] = {}  # keyed by tenant
+        self._shares: dict[str, _Share] = {}  # by tenant
 
     @property
     def is_on(self) -> bool:
         return self._num_max > 0
 
     def keep(self, response_id: str, response: KeptResponse) -> None:
-        """Keeps a response, and evicts others while a limit is exceeded."""
+        """Keeps a response, and evicts old responses while a limit is exceeded."""
         share = self._shares.setdefault(response.tenant, _Share())
         share.responses[response_id] = response
         share.num_bytes += response.num_bytes
@@ -85,8 +86,8 @@ class KeptResponses:
         return share.responses[response_id]
 
     def messages_of(self, response_id: str | None, tenant: str) -> Sequence[dict[str, Any]]:
-        """Returns the messages up to and including a response; none if `response_id` is None.
-        Raises PreviousResponseNotFound."""
+        """Returns the messages of a conversation up to and including a response. Returns no
+        messages if `response_id` is None. Raises PreviousResponseNotFound."""
         if response_id is None:
             return ()
         try:
@@ -101,7 +102,7 @@ class KeptResponses:
         self._forget(tenant, response_id)
 
     def is_of_another(self, response_id: str, tenant: str) -> bool:
-        """Says whether another tenant has a kept response with this id."""
+        """Returns True if another tenant has a kept response with this id."""
         return any(
             response_id in share.responses
             for owner, share in self._shares.items()
@@ -121,6 +122,6 @@ class KeptResponses:
         keeps = f"it keeps the last {self._num_max} of its own; another replica may know it"
         if not self.is_on:
             keeps = "it keeps none (--responses-kept)"
-        # Starts with OpenAI's wording, which some clients match.
+        # The message starts with OpenAI's exact wording, which some clients search for.
         found = f"Response with id {response_id[:80]!r} not found."
         return f"{found} This router does not know it: {keeps}"

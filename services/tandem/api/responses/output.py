@@ -8,12 +8,13 @@ from tandem.router.parsers.machine import CallDelta
 from tandem.router.request.delta import Delta
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-# event names for the text of a part, by item type
+# name of the events that carry an item's text, by the type of the item
 _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 class OutputItems:
-    """Converts deltas to output items and events. `items` has the completed ones."""
+    """Converts deltas to output items and stream events. `items` has the completed items. At most
+    one item is open, which means that it can still grow."""
 
     def __init__(self, request_id: str, logprobs: ChoiceLogprobs | None) -> None:
         self.items: list[dict[str, Any]] = []
@@ -22,8 +23,8 @@ class OutputItems:
         self._logprobs = logprobs
         # log probabilities of tokens whose text has not arrived yet
         self._measured: list[dict[str, Any]] = []
-        self._item: dict[str, Any] | None = None  # the open item
-        self._text = ""  # text of the open item, or arguments of the open call
+        self._item: dict[str, Any] | None = None  # the open item, if there is one
+        self._text = ""  # text of the open item; arguments if the item is a function call
         self._text_logprobs: list[dict[str, Any]] = []  # log probabilities of the open item's text
 
     def push(self, delta: Delta) -> Iterator[dict[str, Any]]:
@@ -31,7 +32,8 @@ class OutputItems:
         self.has_begun = True
         if self._logprobs is not None:
             measured = self._logprobs.chat(delta)["content"]
-            # A stop token has no text.
+            # If the generation did not end at the length limit, the last token counts as a stop
+            # token, which has no text. Its log probability is left out.
             ends = delta.finish_reason not in ("", "length")
             self._measured += measured[:-1] if ends else measured
         if delta.reasoning:
@@ -44,7 +46,7 @@ class OutputItems:
             self._measured = []
         if delta.finish_reason:
             if self._item is None and not self.items:
-                yield from self._open("message")  # a response has at least one item
+                yield from self._open("message")  # A response must have at least one item.
             yield from self._close("incomplete" if delta.finish_reason == "length" else "completed")
 
     def _add(self, kind: str, text: str) -> Iterator[dict[str, Any]]:

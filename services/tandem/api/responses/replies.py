@@ -1,12 +1,14 @@
 """Replies in the format of OpenAI's responses API: stream events, and the complete response.
 
-  response.created, response.in_progress,
-  { output_item.added, content_part.added, deltas, done, content_part.done,
-    output_item.done } ...,
+A stream has these events, in this order:
+
+  response.created, response.in_progress
+  for each output item: output_item.added, content_part.added, the deltas of the text, the complete
+                        text, content_part.done, output_item.done
   response.completed or response.incomplete
 
-An item is reasoning, a message, or one function call (which has no parts). Events have consecutive
-`sequence_number`s.
+An output item is reasoning, a message, or one function call. A function call has no content parts,
+so the events of content parts are left out. Events have consecutive `sequence_number`s.
 https://www.openresponses.org/specification
 """
 
@@ -24,7 +26,7 @@ from tandem.router.request.delta import Delta, Usage
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    """Formats the usage of a response."""
+    """Builds the `usage` object of a response."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {**usage.cached_details, "cache_write_tokens": 0},
@@ -35,7 +37,8 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 
 class ResponseReplies:
-    """The reply to one request. `response` is the response as built so far."""
+    """The reply to one request. `response` is the response object, as far as it has been
+    generated."""
 
     num_choices = 1
 
@@ -47,7 +50,7 @@ class ResponseReplies:
         *,
         keep: Callable[[dict[str, Any]], None] | None,
     ) -> None:
-        """At the end, `keep` is called with the complete response; None: it is not kept."""
+        """The complete response is passed to `keep`. None: the response is not kept."""
         request_id = parsed.chat.request_id
         self.reply_id = f"resp_{request_id}"
         self._keep = keep

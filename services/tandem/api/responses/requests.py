@@ -1,5 +1,5 @@
-"""Bodies of OpenAI's responses (Open Responses), and their way into the chats that
-`openai.requests` parses.
+"""Request bodies of OpenAI's Responses API (Open Responses), and their conversion to bodies of
+OpenAI's chat API, which `openai.requests` parses.
 
 https://www.openresponses.org/specification
 """
@@ -22,7 +22,7 @@ from tandem.common.sampling_params import LOGPROBS_MAX
 from tandem.errors import BadRequest
 from tandem.router.request.allowed import ALLOWED
 
-# The fields of a chat that have another name here.
+# Fields of OpenAI's chat API, and the names that error messages use for them in this API.
 NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
@@ -33,7 +33,7 @@ NAMES = {
 _LOGPROBS = "message.output_text.logprobs"
 _SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "parallel_tool_calls")
 _CACHE = ("prompt_cache_key", "prompt_cache_retention", "kv_priority")
-# Fields that an answer has as they were sent.
+# Fields of the request that the response repeats unchanged.
 _TOLD = (
     *("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls"),
     *("top_logprobs", "truncation", "metadata", "safety_identifier", "prompt_cache_key", "user"),
@@ -76,10 +76,14 @@ def _check_tool(tool: object) -> object:
 
 
 def drop_tools(body: dict[str, Any]) -> list[str]:
-    """Takes the tools that are no functions out of a body, because nobody here runs them. Returns
-    their kinds, those of a namespace or a custom tool with its name. Functions within a namespace
-    go with it: a client expects its calls under a name of two parts. Raises BadRequest if
-    `tool_choice` asks for one of these tools."""
+    """Removes all tools that are not functions from a body, because Tandem does not run tools.
+    Returns the types of the removed tools; if a tool has a name, as TYPE.NAME.
+
+    A tool of the type `namespace` contains functions. These are removed with it, because a client
+    expects a call of such a function to have both the namespace's and the function's name.
+
+    Raises BadRequest if `tool_choice` requires one of the removed tools.
+    """
     tools = body.get("tools")
     if not isinstance(tools, list):
         return []
@@ -104,7 +108,8 @@ def _kind(tool: object) -> str | None:
 
 
 def _is_chosen(tool: dict[str, Any], choice: object) -> bool:
-    """Returns whether `tool_choice` names a tool, or a function within it."""
+    """Returns True if `choice`, the value of `tool_choice`, names the tool or a function inside the
+    tool."""
     if not isinstance(choice, dict):
         return False
     name = choice.get("name")
@@ -125,7 +130,8 @@ class FunctionTool(ContentPart):
     strict: bool | None = None
 
     def to_chat(self) -> dict[str, Any]:
-        """Returns the tool of a chat, with what was sent."""
+        """Converts the tool to a tool of OpenAI's chat API. Only the fields that the client sent
+        are set."""
         return {
             "type": "function",
             "function": self.model_dump(exclude_none=True, exclude={"type"}),
@@ -145,19 +151,19 @@ class TextFormat(ContentPart):
     strict: bool | None = None
 
     def to_chat(self) -> dict[str, Any]:
-        """Returns a chat's `response_format`."""
+        """Converts the format to the `response_format` of OpenAI's chat API."""
         if self.type != "json_schema":
             return {"type": self.type}
         return {"type": self.type, "json_schema": self.told(exclude={"type"})}
 
     def told(self, **more: Any) -> dict[str, Any]:
-        """Returns the format as it was sent."""
+        """Returns the fields of the format that the client sent."""
         return self.model_dump(by_alias=True, exclude_none=True, **more)
 
 
 class TextOptions(ContentPart):
     format: TextFormat = TextFormat(type="text", schema=None)
-    verbosity: Literal["medium"] | None = None  # templates have none
+    verbosity: Literal["medium"] | None = None  # without effect: chat templates have no verbosity
 
 
 class Reasoning(ContentPart):
@@ -211,7 +217,8 @@ class ResponsesBody(Strict):
     user: str | None = None
 
     def to_chat(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the body of a chat with these messages that asks for the same."""
+        """Converts the body to a body of OpenAI's chat API. `messages` are the chat messages of the
+        conversation, without `instructions`."""
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         chat: dict[str, Any] = {
             **{
@@ -231,7 +238,7 @@ class ResponsesBody(Strict):
             effort = self.reasoning.effort
             chat["reasoning_effort"] = "xhigh" if effort == "max" else effort
         if self.truncation == "auto":
-            chat["truncate_prompt_tokens"] = -1  # what fits
+            chat["truncate_prompt_tokens"] = -1  # keeps as many tokens as fit into the context
         return chat
 
     def _tool_choice(self) -> str | dict[str, Any]:
@@ -245,7 +252,7 @@ class ResponsesBody(Strict):
         return _LOGPROBS in self.include or self.top_logprobs > 0
 
     def told(self) -> dict[str, Any]:
-        """Returns the fields of the answer that say what was asked."""
+        """Returns the fields of the response that repeat the options of the request."""
         choice = self.tool_choice
         effort = self.reasoning.effort if self.reasoning is not None else None
         return {
@@ -261,18 +268,18 @@ class ResponsesBody(Strict):
 
 @dataclass(frozen=True, slots=True)
 class ParsedResponse:
-    """A body and the chat that it became."""
+    """A body of this API, and the chat request that was made from it."""
 
     body: ResponsesBody
     chat: ParsedRequest
-    messages: tuple[dict[str, Any], ...]  # the chat's, without instructions
+    messages: tuple[dict[str, Any], ...]  # messages of the chat, without the instructions
 
 
 def parse_response(
     body: ResponsesBody, earlier: Sequence[dict[str, Any]], request_id: str
 ) -> ParsedResponse:
-    """Returns the request for a response that goes on from `earlier` messages. Raises BadRequest,
-    for some fields in the words of a chat: `NAMES` has those of this API."""
+    """Parses a body whose conversation begins with the `earlier` messages. Raises BadRequest. Some
+    errors name a field of OpenAI's chat API; `NAMES` maps those fields to fields of this API."""
     messages = (*earlier, *to_messages(body.input))
     if not messages:
         raise BadRequest(f"input must be {_ALLOWED['input']}", param="input")

@@ -1,11 +1,14 @@
 """The steps of a generation over HTTP that all APIs share: from the body to the reply.
 
-  read (bounded, without unknown fields) --> the API parses --> reply: complete, or as events
+  1. The body is read within limits of size and time, and unknown fields are dropped.
+  2. The route of the API parses the body.
+  3. The reply is sent complete or as a stream of events.
 
-A request with `x-tandem-timing: 1` gets its stages as `Server-Timing` (W3C), which browsers and
-proxies understand. In a stream the header covers the time before the first token; a comment before
-the end of the stream, which SSE clients ignore, has all stages. With several prompts the header
-describes the first one that has a token (stream), or the last one to end.
+A request with the header `x-tandem-timing: 1` gets the duration of its stages in the header
+`Server-Timing` (W3C), which browsers and proxies understand. The header of a stream covers only the
+time to the first token, so a comment at the end of the stream, which SSE clients ignore, has all
+stages. If the body has several prompts, the header of a stream describes the prompt with the first
+token, and the header of a complete reply describes the prompt that ended last.
 """
 
 import time
@@ -40,7 +43,7 @@ from tandem.router.request.generator import Generator
 from tandem.router.request.request import ClientRequest
 from tandem.router.request.retention import is_of_session
 
-# the type of a body, or a function that selects it by the body's content
+# the pydantic class of a body, or a function that selects the class by the body's content
 BodyKind = type[Strict] | Callable[[dict[str, Any]], type[Strict]]
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
@@ -53,8 +56,8 @@ class GenerationRoutes:
         self.generator = generator
 
     async def read(self, request: Request, kind: BodyKind) -> tuple[dict[str, Any], dict[str, str]]:
-        """Reads a body and drops unknown fields. Returns it and the response headers, which name
-        those fields. Raises what `read_json_object` raises."""
+        """Reads a body and drops unknown fields. Returns the body, and response headers with a
+        warning that names the dropped fields. Raises the errors of `read_json_object`."""
         body = await read_json_object(request, self.config)
         own = kind if isinstance(kind, type) else kind(body)
         headers: dict[str, str] = {}
@@ -75,8 +78,8 @@ class GenerationRoutes:
     def with_caller(
         self, request: Request, prepared: Sequence[ClientRequest], *, is_whole: bool = False
     ) -> list[ClientRequest]:
-        """Sets the fields of the requests that depend on the caller. `is_whole` means not
-        streamed."""
+        """Returns the requests with the fields that depend on the caller, such as the tenant.
+        `is_whole` is True if the reply is not streamed."""
         caller = {
             "tenant": self.tenant(request),
             "limits": limits_of(request.state.key),
@@ -88,8 +91,9 @@ class GenerationRoutes:
         return [replace(one, **caller) for one in prepared]
 
     def _hint(self, request: Request) -> PlacementHint | None:
-        """Reads the placement that an endpoint picker chose for this front; None if there is
-        none."""
+        """Reads the hint of an endpoint picker, which names the workers for the request. Returns
+        None if there is no hint, if this router is not a front, or if the hint is invalid or
+        meant for another front."""
         value = request.headers.get(HINT_HEADER)
         own = self.config.gateway.front_of
         if value is None or not own:

@@ -92,7 +92,7 @@ def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrai
     @app.post(f"{_PATH}/{{response_id}}/cancel")
     async def cancel(response_id: str, request: Request) -> Response:
         find(request, response_id)
-        # OpenAI's wording, which some clients match.
+        # This is OpenAI's exact wording, which some clients search for.
         raise BadRequest("Cannot cancel a synchronous response.", param="response_id")
 
     @app.delete(f"{_PATH}/{{response_id}}")

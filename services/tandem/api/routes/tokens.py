@@ -1,4 +1,5 @@
-"""Routes that convert text to token ids and back, scheduled fairly with the prompts of requests."""
+"""Routes that convert text to token ids and back. The conversion takes turns with the tokenization
+of other requests' prompts."""
 
 from typing import Any
 
@@ -32,7 +33,7 @@ def add_token_routes(app: FastAPI, routes: GenerationRoutes) -> None:
         prepared = routes.with_caller(request, prompts)
 
         async def count() -> dict[str, Any]:
-            # one at a time, to be fair to others
+            # The prompts are tokenized one at a time, so that other requests get their turn.
             tokens = [await generator.tokenize(each) for each in prepared]
             assert generator.model is not None
             spell = generator.model.tokenizer.tokens

@@ -1,5 +1,5 @@
-"""The route `/v1/usage`: a user's key sees the usage of its own tenant, an operator's key that of
-all."""
+"""The route `/v1/usage`. A call with a user's key gets the usage of the key's tenant. A call with
+an operator's key gets the usage of all tenants."""
 
 import time
 from dataclasses import asdict

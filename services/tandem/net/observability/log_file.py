@@ -1,10 +1,12 @@
 """The log file of a process of `tandem up`, rotated at a maximum size.
 
-  ID.log -> ID.log.1 (the previous one is deleted), and a new ID.log
+A rotation renames ID.log to ID.log.1, which replaces the previous ID.log.1, and creates a new
+ID.log.
 
-The process that was started with the file rotates it. Its child processes, such as the engine,
-detect that the file was renamed and reopen it. The file descriptors of standard output and error
-are replaced, so output of native code is included.
+`tandem up` starts a process with its log file as standard output and error. This process rotates
+the file. Its child processes, such as the engine, detect that the file was renamed, and open the
+new one. The file descriptors of standard output and error are replaced, so the output of native
+code also goes to the new file.
 """
 
 import logging
@@ -19,27 +21,29 @@ from typing import Self
 
 from tandem.errors import BadRequest
 
-FILE_VARIABLE = "TANDEM_LOG_FILE"  # set by the process that started this one with the file
+FILE_VARIABLE = "TANDEM_LOG_FILE"  # environment variable with the path of the process's log file
 BYTES_MAX = 32 << 20
 NO_FILE = "its log is no file of its own; on Kubernetes, `kubectl logs POD` prints a pod's"
-PIECE_BYTES_MAX = 256 << 10  # limit for one read
+PIECE_BYTES_MAX = 256 << 10  # number of bytes that `read_piece` returns at most
 
 
 def older(path: Path) -> Path:
-    """Path to which a log is renamed when it is rotated."""
+    """Returns the path to which the log at `path` is renamed by a rotation."""
     return path.with_name(f"{path.name}.1")
 
 
 @dataclass(frozen=True, slots=True)
 class LogPosition:
-    """A position in a log: the inode of a file and an offset in it. Inode 0 is the start."""
+    """A position in a log: the inode of a file and an offset in that file. Inode 0 means the start
+    of the log."""
 
     inode: int = 0
     offset: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parses the format of `str`; an empty text is the start. Raises BadRequest."""
+        """Parses the text that `str` returns for a position. An empty text means the start of the
+        log. Raises BadRequest."""
         if not text:
             return cls()
         if not (found := re.fullmatch(r"(\d{1,20})-(\d{1,18})", text, re.ASCII)):
@@ -54,15 +58,17 @@ class LogPosition:
 def read_piece(
     path: Path, after: LogPosition, bytes_max: int = PIECE_BYTES_MAX
 ) -> tuple[bytes, LogPosition]:
-    """Reads a log from a position. Returns the bytes and the position after them: b"" if there are
-    none yet, complete lines if there are more than `bytes_max`.
+    """Reads at most `bytes_max` bytes of a log from a position. Returns the bytes and the position
+    after them. The bytes are b"" if the log has no more yet. If the log has more than `bytes_max`,
+    the result ends with a complete line.
 
-    If the log was rotated meanwhile, the old file is read to its end, then the new one. If the file
-    of the position no longer exists, the log is read from the start.
+    If the log was rotated since the last read, the renamed file is read to its end, then the new
+    file. If the file of the position no longer exists, the log is read from the start.
     """
     with ExitStack() as stack:
         opened: dict[int, BufferedReader] = {}
-        for name in (path, older(path)):  # this order does not miss a concurrent rename
+        # In this order, a file that is renamed between the two steps is opened at least once.
+        for name in (path, older(path)):
             with suppress(FileNotFoundError):
                 file = stack.enter_context(name.open("rb"))
                 opened.setdefault(os.fstat(file.fileno()).st_ino, file)
@@ -86,7 +92,8 @@ def read_piece(
 
 
 class LogFileHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Logs to standard error, and rotates the file behind it if necessary."""
+    """Logs to standard error. If standard error is a log file, the handler rotates that file when
+    it is too large."""
 
     def __init__(self, path: Path, bytes_max: int = BYTES_MAX) -> None:
         super().__init__()
@@ -95,7 +102,7 @@ class LogFileHandler(logging.StreamHandler):  # type: ignore[type-arg]
         self._renames = os.getsid(0) == os.getpid()
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):  # for example a full disk: keep the old file
+        with suppress(OSError):  # On an error, such as a full disk, the old file stays in use.
             self._keep_small()
         super().emit(record)
 
@@ -111,7 +118,7 @@ class LogFileHandler(logging.StreamHandler):  # type: ignore[type-arg]
                 self._path.rename(older(self._path))
         file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         for descriptor in (1, 2):
-            # skips descriptors of pipes and other files
+            # A descriptor of a pipe or of another file is left as it is.
             if os.path.samestat(os.fstat(descriptor), ours):
                 os.dup2(file, descriptor)
         os.close(file)

@@ -1,11 +1,15 @@
 """Logging: one line for each event, to standard error, with the name of the process.
 
-TANDEM_LOG_LEVEL sets the level, TANDEM_LOG_FORMAT `text` or `json`. A JSON line is one object with
-`request_id` if it is about a request, and all other fields given as `extra`; callables in `extra`
-are called only for JSON. Text from outside cannot start a new line or send control codes to a
-terminal: `printable` escapes what is not printable, and the lines of a traceback are indented.
-Child processes, such as the engine, inherit both variables. On SIGUSR2 a process writes the stacks
-of all its threads.
+TANDEM_LOG_LEVEL sets the level. TANDEM_LOG_FORMAT sets the format, `text` or `json`. Child
+processes, such as the engine, inherit both variables.
+
+A JSON line is one object. It has all fields that the caller gives as `extra`, among them
+`request_id` for an event about a request. A callable in `extra` is called only for JSON.
+
+Text from clients cannot start a new log line or send control codes to a terminal: `printable`
+escapes all characters that are not printable, and the lines of a traceback are indented.
+
+On SIGUSR2 a process writes the stacks of all its threads.
 """
 
 import faulthandler
@@ -26,13 +30,13 @@ from tandem.net.observability.log_file import FILE_VARIABLE, LogFileHandler
 
 LEVEL_VARIABLE = "TANDEM_LOG_LEVEL"
 FORMAT_VARIABLE = "TANDEM_LOG_FORMAT"
-STACKS_SIGNAL = signal.SIGUSR2  # makes a process write the stacks of its threads
+STACKS_SIGNAL = signal.SIGUSR2  # The process that receives it writes the stacks of its threads.
 _JSON_NAMES = {"asctime": "time", "levelname": "level", "name": "logger", "exc_info": "exception"}
 
 
 def configure_logging(process: str) -> None:
-    """Configures logging of this process, which each line names as `process`, for example
-    `decode-0/io`. Raises ConfigError."""
+    """Configures the logging of this process. Each line contains the name `process`, for example
+    `decode-0/io`. Raises ConfigError for an unknown level or format."""
     path = os.environ.get(FILE_VARIABLE)
     handler = LogFileHandler(Path(path)) if path else logging.StreamHandler(sys.stderr)
     handler.setFormatter(_formatter(process))
@@ -41,14 +45,14 @@ def configure_logging(process: str) -> None:
         raise ConfigError(f"{LEVEL_VARIABLE} is {level!r}; it must be a level, such as DEBUG")
     logging.basicConfig(handlers=[handler], level=level, force=True)
     faulthandler.enable(file=2)  # writes the stacks of all threads if native code crashes
-    # writes them on STACKS_SIGNAL, for a process that hangs
+    # writes the stacks of all threads on STACKS_SIGNAL, to examine a process that hangs
     faulthandler.register(STACKS_SIGNAL, file=2)
     for noisy in ("httpx", "httpcore", "httpx2", "httpcore2", "asyncio", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 def about(sequence_id: str) -> dict[str, str]:
-    """Builds the `extra` of a log line about a sequence, with the id of its request.
+    """Builds the `extra` of a log line about a sequence: the id of the sequence's request.
 
     Sequence ids are `REQUEST#ATTEMPT` in decode workers and `REQUEST#LEASE` in prefill workers.
     """

@@ -1,6 +1,6 @@
 """Declares metrics as tables. Routers and workers share the histogram buckets.
 
-A class declares its metrics, and each instance registers its own:
+A class declares metrics, and each instance of the class registers metrics of its own:
 
 class Requests(MetricSet):
     ended = counter("tandem_requests", "Requests by outcome", "outcome")
@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
 
-# vLLM's buckets in seconds, so that dashboards can compare.
+# vLLM's histogram buckets in seconds, so that dashboards can compare Tandem with vLLM.
 _FAST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 TTFT_S = (*_FAST_S, 20, 40, 80, 160, 640)
 ITL_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -27,7 +27,8 @@ M = TypeVar("M", bound=MetricWrapperBase)
 
 @dataclass(frozen=True)
 class Declared(Generic[M]):
-    """A declared metric of a MetricSet. Instances replace it by a registered metric."""
+    """A metric that the class body of a MetricSet declares. In an instance of the MetricSet, the
+    registered metric has taken its place."""
 
     kind: type[M]
     name: str
@@ -58,13 +59,14 @@ def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> D
 
 
 class MetricSet:
-    """Registers the metrics that its class declares, in that order."""
+    """Base class of classes that declare metrics. A new instance registers all metrics of its
+    class, in the order of their declaration."""
 
     def __init__(
         self, registry: CollectorRegistry, common: Mapping[str, str] | None = None
     ) -> None:
-        """`common` has labels of every metric. A metric without other labels has them set
-        already."""
+        """`common` has the names and values of labels that every metric gets. If a metric has no
+        other labels, the instance's attribute already has these values set."""
         for name, declared in vars(type(self)).items():
             if isinstance(declared, Declared):
                 setattr(self, name, declared.register(registry, common or {}))

@@ -1,9 +1,10 @@
 """Reads OpenTelemetry's environment variables: whether and how traces and metrics are sent over
 OTLP.
 
-A signal is on if OTEL_EXPORTER_OTLP_ENDPOINT or the signal's own endpoint variable is set.
-OTEL_SDK_DISABLED=true, and OTEL_TRACES_EXPORTER or OTEL_METRICS_EXPORTER set to `none`, turn it
-off. Source: OpenTelemetry's "Environment Variable Specification".
+OpenTelemetry calls traces and metrics signals. A signal is on if OTEL_EXPORTER_OTLP_ENDPOINT or the
+signal's own endpoint variable is set. OTEL_SDK_DISABLED=true turns both signals off.
+OTEL_TRACES_EXPORTER=none and OTEL_METRICS_EXPORTER=none turn one of them off. Source:
+OpenTelemetry's "Environment Variable Specification".
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _ENDPOINT, _PROTOCOL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOC
 
 
 def is_enabled(signal: Signal) -> bool:
-    """Says whether the environment enables this signal."""
+    """Returns True if the environment variables turn this signal on."""
     if _variable("OTEL_SDK_DISABLED").lower() == "true":
         return False
     if _variable(f"OTEL_{signal}_EXPORTER").lower() == "none":
@@ -35,7 +36,7 @@ def is_enabled(signal: Signal) -> bool:
 
 
 def protocol(signal: Signal) -> Protocol:
-    """Reads the protocol of a signal. Raises ConfigError if it is unknown."""
+    """Reads the OTLP protocol of a signal. Raises ConfigError if the protocol is unknown."""
     named = _variable(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL") or _variable(_PROTOCOL) or "grpc"
     for known in get_args(Protocol):
         if named == known:

@@ -1,14 +1,16 @@
 """OpenTelemetry traces: one for each request across router, decode and prefill worker.
 
-Tracing is off unless OpenTelemetry's variables enable it (otlp.py). Then the SDK is not loaded, and
-every request has `NO_SPAN` with the API's no-op tracer. If it is on, OpenTelemetry's variables set
-protocol, headers, sampler, limits and names.
+Tracing is off unless OpenTelemetry's environment variables turn it on (otlp.py). While tracing is
+off, the SDK is not loaded, and every request has `NO_SPAN` with the API's no-op tracer. If tracing
+is on, OpenTelemetry's variables set protocol, headers, sampler, limits and names.
 
-  begin (a process takes the request) --> stage, stage, ... (added after they ended) --> end
+A process calls `begin` when it takes a request, `stage` for each stage after the stage has ended,
+and `end` at the end of the request. The `headers` of the process's span (W3C Trace Context) are
+sent with the request to the next process, whose span becomes a child of this span. Times are
+`time.monotonic()` seconds.
 
-A span's `headers` (W3C Trace Context) are passed with the request to the next process, whose span
-becomes its child. Times are `time.monotonic()` seconds. Spans are sent by a thread from a bounded
-queue: with a slow or missing collector spans are lost, but requests are not delayed.
+A thread sends the spans from a queue of limited size. If the collector is slow or missing, spans
+are lost, but requests are not delayed.
 
 Names and attributes follow OpenTelemetry's semantic conventions for generative AI.
 """
@@ -50,8 +52,9 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 class RequestSpan:
     """The span of a request in one process.
 
-    `headers` make the next process's span a child of this one; `trace_id` has 32 hexadecimal
-    digits. Both are empty if the request is not traced.
+    If `headers` are sent with the request to the next process, the span of that process becomes a
+    child of this span. `trace_id` has 32 hexadecimal digits. `headers` and `trace_id` are empty if
+    the request is not traced.
     """
 
     def __init__(self, tracer: Tracer, span: Span) -> None:
@@ -66,8 +69,8 @@ class RequestSpan:
     def stage(
         self, name: str, began_s: float, ended_s: float, attributes: Attributes = _NONE
     ) -> None:
-        """Adds a span for a stage that has ended. Does nothing if a time is 0: the stage was not
-        reached."""
+        """Adds a span for a stage that has ended. A time of 0 means that the request did not reach
+        the stage; the method then does nothing."""
         if not (began_s and ended_s and self.trace_id):
             return
         span = self._tracer.start_span(
@@ -90,14 +93,14 @@ NO_SPAN = RequestSpan(NoOpTracer(), INVALID_SPAN)
 
 
 class Tracing:
-    """The tracing of one process. It is off without a provider."""
+    """The tracing of one process. Without a provider, tracing is off."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("tandem") if provider is not None else NoOpTracer()
 
     def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> RequestSpan:
-        """Starts a span, as a child of the trace context in `headers` if there is one."""
+        """Starts a span. If `headers` contain a trace context, the span becomes its child."""
         if self._provider is None:
             return NO_SPAN
         parent = _PROPAGATOR.extract(headers)
@@ -106,7 +109,7 @@ class Tracing:
         return RequestSpan(self._tracer, span)
 
     def close(self) -> None:
-        """Sends the remaining spans, for at most CLOSE_S."""
+        """Sends the remaining spans, and waits at most CLOSE_S seconds for that."""
         if self._provider is not None:
             close_within(self._provider.shutdown)
 
@@ -115,8 +118,8 @@ NO_TRACING = Tracing()
 
 
 def make_tracing(service: str, instance: str) -> Tracing:
-    """Creates the tracing that the environment enables. Raises ConfigError if the SDK is not
-    installed.
+    """Creates the tracing that the environment variables ask for. Raises ConfigError if they turn
+    tracing on and the SDK is not installed.
 
     `service` and `instance` name the process (`make_resource`).
     """
@@ -126,7 +129,7 @@ def make_tracing(service: str, instance: str) -> Tracing:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        # By default the SDK flushes for half a minute at exit if no collector answers.
+        # Without this option the SDK waits half a minute at exit if no collector answers.
         provider = TracerProvider(resource=make_resource(service, instance), shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(_exporter()))
         return Tracing(provider)

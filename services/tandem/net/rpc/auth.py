@@ -1,8 +1,10 @@
-"""Authenticates calls of a worker by the cluster's token, and authorizes them by kind of process.
+"""Authenticates calls to a worker by the cluster's token, and authorizes them by the caller's kind
+of process (router or worker).
 
-Both checks precede the read of a call's body. gRPC reads the body when the handler requests it, and
-refusals are stream handlers, which never do: an unauthorized message costs at most a flow-control
-window. On the wire, a stream of one message equals a single message.
+Both checks run before a call's body is read, so that an unauthorized call costs at most one
+flow-control window of memory. gRPC reads the body of a stream only when the handler requests a
+message. So refused calls get a stream handler that requests none. This also works for calls that
+are not streams, because a stream of one message equals a single message on the wire.
 """
 
 import hmac
@@ -19,7 +21,8 @@ _REFUSAL = "the cluster's token is missing or wrong"
 _WRONG_KIND = "this call is not for the kind of process that the certificate names"
 _NAMES = "x509_subject_alternative_name"  # key of the peer's names in gRPC's authentication context
 
-# Methods of tandem.v1.Worker. A method that is missing here can be called by no process.
+# The kind of process that may call each method of tandem.v1.Worker. A method that is missing here
+# can be called by no process.
 CALLERS: dict[str, Kind] = {
     "AddAdapter": "router",
     "Decode": "router",
@@ -41,7 +44,7 @@ CALLERS: dict[str, Kind] = {
 
 
 def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """Builds the metadata for calls between the cluster's processes."""
+    """Builds the metadata that carries the cluster's token in calls between its processes."""
     return ((_HEADER, f"Bearer {token}"),)
 
 
@@ -64,7 +67,8 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 class KindInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses calls from processes whose certificate is of another kind (PERMISSION_DENIED)."""
+    """Refuses a call if the certificate of the calling process does not name the kind of process
+    that the method requires (PERMISSION_DENIED)."""
 
     def __init__(self, cluster_id: str, callers: Mapping[str, Kind] = CALLERS) -> None:
         self._names = {
@@ -88,8 +92,8 @@ async def _refuse(_: Any, context: Any) -> None:
 
 
 def _checked(handler: Any, name: bytes) -> Any:
-    """Wraps a handler, so that it serves only peers with this name. It becomes a stream handler,
-    which reads the body after the check."""
+    """Wraps a handler, so that it serves only peers whose certificate has this name. The result is
+    a stream handler, because a stream handler can check the peer before it reads the body."""
     serve = (
         handler.stream_stream or handler.unary_stream or handler.stream_unary or handler.unary_unary
     )

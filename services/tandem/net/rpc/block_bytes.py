@@ -1,8 +1,9 @@
 """Encodes and decodes the message BlockBytes without protobuf objects.
 
-Python's protobuf copies a field's bytes when it is set and when it is read. The encoding of a
-message with one `bytes` field is its tag, its length and the bytes, so encoding takes one copy and
-decoding none. The format is that of protobuf, so both sides may also use protobuf.
+Python's protobuf copies the bytes of a field whenever the field is set or read. This module copies
+them once to encode a message, and never to decode one. A message with a single `bytes` field is
+easy to encode: as the field's tag, the length, and the bytes. The format is protobuf's, so client
+and server may also use protobuf.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,7 +13,7 @@ import grpc.aio
 
 FETCH_BLOCKS = "/tandem.v1.Worker/FetchBlocks"
 PROBE = "/tandem.v1.Worker/Probe"
-_TAG = b"\x0a"  # field 1, length-delimited
+_TAG = b"\x0a"  # protobuf's tag of field 1 with a length-delimited value
 
 
 def encode(parts: Sequence[bytes | memoryview]) -> bytes:
@@ -27,9 +28,10 @@ def encode(parts: Sequence[bytes | memoryview]) -> bytes:
 
 
 def decode(message: bytes) -> memoryview:
-    """Finds `data` in a message, without a copy. Raises ValueError if the message is malformed."""
+    """Returns the field `data` of a message, without a copy. Raises ValueError if the message is
+    malformed."""
     if not message:
-        return memoryview(b"")  # proto3 omits an empty field
+        return memoryview(b"")  # proto3 leaves an empty field out of the message
     if message[:1] != _TAG:
         raise ValueError("not a BlockBytes message")
     length = shift = 0
@@ -49,7 +51,8 @@ def decode(message: bytes) -> memoryview:
 
 
 class EncodedByHandler(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Lets the handlers of both methods yield messages that `encode` built."""
+    """Lets the handlers of FETCH_BLOCKS and PROBE yield messages that `encode` has already
+    encoded."""
 
     async def intercept_service(
         self,

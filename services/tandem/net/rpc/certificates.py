@@ -1,7 +1,7 @@
-"""A certificate with its key and trusted roots, reloaded when the files change.
+"""A TLS certificate with its key and trusted root certificates, reloaded when the files change.
 
-The files are checked for each new connection; no task watches them. If they do not match, such as a
-new certificate and the old key, the last valid ones remain in use.
+The files are checked for each new connection; no task watches them. If the files do not match, for
+example a new certificate and the old key, the last valid certificate remains in use.
 """
 
 import logging
@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """PEM texts that were read together, and a TLS server context made from them."""
+    """The PEM texts of a certificate chain, its key and the trusted roots, all read at the same
+    time, and a TLS server context made from these texts."""
 
     chain: bytes
     key: bytes = field(repr=False)
@@ -26,7 +27,7 @@ class Certificate:
 
 
 class CertificateFiles:
-    """The files of one certificate. Thread-safe."""
+    """The files of one certificate. Several threads may use an object at the same time."""
 
     def __init__(self, chain: Path, key: Path, roots: Path | None = None) -> None:
         """Raises ConfigError if the files cannot be used."""
@@ -40,19 +41,21 @@ class CertificateFiles:
 
     @classmethod
     def in_folder(cls, folder: str) -> "CertificateFiles":
-        """Uses the files of a folder with the names that cert-manager gives them."""
+        """Uses the files of a folder that have the names of cert-manager: `tls.crt`, `tls.key` and
+        `ca.crt`."""
         path = Path(folder)
         return cls(path / "tls.crt", path / "tls.key", path / "ca.crt")
 
     def current(self) -> Certificate:
-        """Returns the current certificate; the same object until the files change."""
+        """Returns the current certificate. The result is the same object until the files change."""
         with self._lock:
             stamp = self._stamps()
             if stamp == self._stamp:
                 return self._certificate
             try:
                 read = self._read()
-                if self._stamps() != stamp:  # the files are changing; the next call checks again
+                # If the files changed during the read, the next call reads them again.
+                if self._stamps() != stamp:
                     return self._certificate
                 self._certificate = read
                 log.info("the certificate %s was read again", self._paths[0])
@@ -62,11 +65,12 @@ class CertificateFiles:
             return self._certificate
 
     def _stamps(self) -> list[tuple[int, ...]]:
-        """Identifies the current versions of the files."""
+        """Returns values that change whenever one of the files changes."""
         return [_identity(path) for path in self._paths]
 
     def _read(self) -> Certificate:
-        """Raises OSError (including ssl.SSLError) or ValueError if the files do not match."""
+        """Reads all files. Raises OSError (including ssl.SSLError) or ValueError if a file cannot
+        be used or the files do not match."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self._paths[0], self._paths[1])
         texts = [path.read_bytes() for path in self._paths]

@@ -1,4 +1,5 @@
-"""Helpers for channels that are closed while calls are open, or without waiting."""
+"""Helpers for gRPC channels: for calls that are open when their channel is closed, and for closing
+a channel without waiting."""
 
 import asyncio
 from collections.abc import Iterator
@@ -11,9 +12,10 @@ from tandem.errors import TandemError
 
 @contextmanager
 def foreign_cancellation_raises(error: TandemError) -> Iterator[None]:
-    """Raises `error` if the awaited call was cancelled, but not the task that awaits it.
+    """Converts a CancelledError to `error`, unless the current task itself was cancelled.
 
-    gRPC cancels the callers of open calls when their channel is closed.
+    When a channel is closed, gRPC raises CancelledError in every task that awaits a call of the
+    channel.
     """
     try:
         yield

@@ -1,8 +1,8 @@
 """Converts between structs and the messages of proto/tandem/v1/worker.proto, by field name.
 
-A field of a message has the value of the struct's field of the same name, and a struct in a field
-becomes the message of that field. On the way back, a field that a message lacks gets the struct's
-default. The tables below have the few fields for which this is not all.
+A field of a message gets the value of the struct's field with the same name. A struct inside a
+field is converted to the message of that field. In the other direction, a field that the message
+lacks gets the struct's default. The tables below list the few fields that need more than this.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ _MessageT = TypeVar("_MessageT", bound=Message)
 _StructT = TypeVar("_StructT", bound=msgspec.Struct)
 _Read = Callable[[Any], Any]
 
-# The struct of a message that is a field of another one.
+# For each message that occurs as a field of another message: its struct.
 _STRUCTS: Mapping[Any, type[msgspec.Struct]] = {
     pb.Adapter: Adapter,
     pb.CachedTokens: CachedTokens,
@@ -34,7 +34,7 @@ _STRUCTS: Mapping[Any, type[msgspec.Struct]] = {
     pb.Retention: Retention,
     pb.SequenceKvBudget: KvBudget,
 }
-# Where a struct has the value of a message's field, if not under the same name.
+# For message fields whose value has another name in the struct: the path of the value there.
 _PLACES = {
     "Sampling.bad_words": "bad_words_token_ids",
     "SequenceInput.max_tokens": "sampling.max_tokens",
@@ -54,8 +54,8 @@ def _sampling_params(message: pb.SequenceInput) -> SamplingParams:
     )
 
 
-# What reads a field from its message, if that takes more than its own value. Older routers leave
-# some out, which are 0 then.
+# Functions that read a field of a message, for fields whose value must be changed. Routers of older
+# versions do not send some of these fields, which are 0 in that case.
 _READERS: Mapping[str, _Read] = {
     "SequenceInput.sampling": _sampling_params,
     "Sampling.repetition_penalty": lambda sampling: sampling.repetition_penalty or 1.0,
@@ -64,33 +64,36 @@ _READERS: Mapping[str, _Read] = {
 
 
 def to_message(kind: type[_MessageT], source: object, **fields: Any) -> _MessageT:
-    """Returns a message with `fields`; all its others have the values that `source` has under the
-    same names."""
+    """Converts the struct `source` to a message of the class `kind`. `fields` replace the values of
+    single fields."""
     values_of = _writer(kind, type(source), tuple(fields))  # type: ignore[arg-type]
     return kind(**values_of(source), **fields)
 
 
 def to_struct(kind: type[_StructT], message: Message, **fields: Any) -> _StructT:
-    """Returns a struct with `fields`; the others have the values of the message under the same
-    names, and their defaults where the message has none."""
+    """Converts a message to a struct of the class `kind`. `fields` replace the values of single
+    fields. A field that the message lacks gets the struct's default."""
     return kind(**{**to_fields(kind, message), **fields})
 
 
 def to_fields(kind: type[msgspec.Struct], message: Message) -> dict[str, Any]:
-    """Returns the fields of a struct that a message has."""
+    """Returns the values of a message for the fields of the struct `kind`, by name. Fields that the
+    message lacks are left out."""
     found: dict[str, Any] = _reader(kind, type(message))(message)  # type: ignore[arg-type]
     return found
 
 
 def retention_of(message: pb.SequenceInput | pb.KeepRequest) -> Retention:
-    """Returns the retention of a request's KV; older routers send none."""
+    """Returns the retention of a request's KV. Routers of older versions send none; the result is
+    then the default."""
     return to_struct(Retention, message.retention) if message.HasField("retention") else Retention()
 
 
 def cached_of(message: pb.Prefilled) -> CachedTokens:
     """Returns the cached tokens of a prompt on its prefill worker, by tier.
 
-    Without tiers, or from an older worker, all of them count as cached in its pool.
+    If the message has no numbers by tier, because the worker has no tiers or an older version, all
+    cached tokens count as cached in the worker's KV pool.
     """
     if message.HasField("cached_by_tier"):
         return to_struct(CachedTokens, message.cached_by_tier)
@@ -106,7 +109,8 @@ _ABSENT = object()
 
 @cache
 def _writer(kind: Any, source: type, given: tuple[str, ...]) -> _Read:
-    """Returns what reads the values of a message's fields, but for those given, from a struct."""
+    """Returns a function that reads from a struct of the class `source` the values for all fields
+    of the message `kind`, except the fields in `given`."""
     fields = [field for field in kind.DESCRIPTOR.fields if field.name not in given]
     copied = {field.name: _place(field) for field in fields if _message_of(field) is None}
     made = {field.name: _write(field) for field in fields if field.name not in copied}
@@ -132,7 +136,8 @@ def _write(field: Any) -> _Read:
 
 @cache
 def _reader(kind: type[msgspec.Struct], message: Any) -> _Read:
-    """Returns what reads the fields that a struct shares with a message from the message."""
+    """Returns a function that reads from a message the values of all fields that the message and
+    the struct `kind` share."""
     named = {_place(field): field for field in message.DESCRIPTOR.fields}
     shared = {name: field for name, field in named.items() if name in kind.__struct_fields__}
     copied = {
@@ -154,7 +159,8 @@ def _read(field: Any) -> _Read:
     if kind is pb.TokenRun:
         return lambda message: [list(run.ids) for run in read(message)]
     if field.is_repeated and kind is None:
-        copy = list if field.message_type is None else dict  # a map's entries are messages
+        # In protobuf's description, a map is a repeated field of messages.
+        copy = list if field.message_type is None else dict
         return lambda message: copy(read(message))
     if kind is not None:
         struct = _STRUCTS[kind]
@@ -167,9 +173,10 @@ def _read(field: Any) -> _Read:
 
 
 def _values(copied: Mapping[str, str], made: Mapping[str, _Read]) -> _Read:
-    """Returns what reads values by name: those at the places that `copied` names, all at once, and
-    those that `made` makes."""
-    if len(copied) < 2:  # an attrgetter of one place returns no tuple
+    """Returns a function that reads all values of an object, by name. `copied` has the attribute
+    paths of values that are copied, and one attrgetter reads all of them at once. `made` has
+    functions for the other values."""
+    if len(copied) < 2:  # An attrgetter of a single path does not return a tuple.
         made = {**{name: attrgetter(place) for name, place in copied.items()}, **made}
         copied = {}
     read_all: _Read = attrgetter(*copied.values()) if copied else lambda source: ()
@@ -185,7 +192,8 @@ def _values(copied: Mapping[str, str], made: Mapping[str, _Read]) -> _Read:
 
 
 def _message_of(field: Any) -> Any:
-    """Returns the class of the messages in a field; None for numbers, texts and maps."""
+    """Returns the class of the messages in a field. Returns None if the field has numbers, texts or
+    a map."""
     kind = field.message_type
     return None if kind is None or kind.GetOptions().map_entry else getattr(pb, kind.name)
 

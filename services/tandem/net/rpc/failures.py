@@ -13,22 +13,23 @@ from tandem.errors import BadRequest, DeadlineExceeded, TandemError
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
-    """Ends the call with the error's code and message. Trailers have the time until a retry."""
+    """Ends the call with the error's code and message. If a retry may help, the trailing metadata
+    says after how many seconds."""
     trailers: tuple[tuple[str, str], ...] = (("tandem-code", error.code), *error.headers.items())
     if error.retry_after_s is not None:
         after_s = error.retry_after_whole_s
-        # gRPC's own retry policies use the second one (gRFC A6).
+        # gRPC's own retry policies read `grpc-retry-pushback-ms` (gRFC A6).
         trailers += (("retry-after", f"{after_s}"), ("grpc-retry-pushback-ms", f"{after_s}000"))
     await context.abort(getattr(grpc.StatusCode, error.grpc_code), error.message, trailers)
     raise AssertionError("abort raises")
 
 
 class FailureInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Ends a call with the TandemError or TimeoutError raised by its handler. Streaming handlers
-    that are coroutines report errors themselves.
+    """If a handler raises TandemError or TimeoutError, ends the call with that error's status.
+    Streaming handlers that are coroutines report errors themselves.
 
-    It also parses the messages. gRPC itself would answer malformed bytes with UNKNOWN and log a
-    traceback before any code of ours ran.
+    The interceptor also parses the messages. gRPC itself would answer malformed bytes with UNKNOWN
+    and log a traceback before any of Tandem's code runs.
     """
 
     async def intercept_service(
@@ -89,7 +90,7 @@ async def _reporting(
 
 
 def _parsed(handler: Any, body: bytes, method: str) -> Any:
-    """Parses the message. Raises BadRequest if it is malformed."""
+    """Parses the message in `body`. Raises BadRequest if the message is malformed."""
     parse = handler.request_deserializer
     try:
         return parse(body) if parse else body
@@ -100,8 +101,8 @@ def _parsed(handler: Any, body: bytes, method: str) -> Any:
 
 
 def _lower_level(record: logging.LogRecord) -> bool:
-    """Lowers the level of records about lost peers and malformed messages: they are not errors of
-    the server."""
+    """Lowers the level of log records about lost peers and malformed messages, because these are
+    not errors of the server."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, grpc.aio.InternalError | DecodeError):
         record.levelno = logging.INFO
@@ -111,7 +112,7 @@ def _lower_level(record: logging.LogRecord) -> bool:
 
 
 def quiet_peer_faults() -> None:
-    """Keeps gRPC from logging faults of peers as errors with a traceback: a peer that disconnected
-    in the middle of a message (its cancelled call reports that), or one that sent malformed bytes.
-    May be called repeatedly."""
+    """Keeps gRPC from logging faults of peers as errors with a traceback. Such faults are a
+    disconnect in the middle of a message, which the cancelled call reports anyway, and malformed
+    bytes. Repeated calls are allowed."""
     logging.getLogger("grpc._cython.cygrpc").addFilter(_lower_level)

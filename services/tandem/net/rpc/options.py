@@ -1,12 +1,12 @@
-"""Options of gRPC channels and servers. gRPC's defaults ping only after hours, or end the
-connection."""
+"""Options of gRPC channels and servers. Frequent pings detect lost connections early. With gRPC's
+defaults, a ping is sent only after hours, and servers close connections with frequent pings."""
 
 MESSAGE_BYTES_MAX = 64 << 20
 
 _PINGS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # A stopped process answers no ping, although its kernel acknowledges what is sent to it.
+    # Detects a stopped process: it answers no ping, although its kernel still acknowledges bytes.
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -22,7 +22,9 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # A channel to a restarted worker at the same address must not share an old channel's back-off.
+    # By default, channels to the same address share their connections and the wait before the next
+    # attempt to connect. A new channel to a restarted worker must not inherit an old channel's
+    # wait.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 SERVER_OPTIONS: list[tuple[str, int]] = [

@@ -1,9 +1,11 @@
 """Channels to the cluster's workers, and the port of their server, with mutual TLS if configured.
 
-  files change -> new calls use a new channel; the old one is closed after its last call
+When the certificate files change, new calls use a new channel, and the old channel is closed after
+its last call has ended.
 
-A client accepts only a certificate that names a worker of its own cluster, and checks it before it
-sends anything: neither the cluster's token nor a prompt reaches another peer.
+A client accepts only a certificate that names a worker of its own cluster. The client checks the
+certificate before it sends anything, so neither the cluster's token nor a prompt reaches another
+peer.
 """
 
 from collections.abc import Callable
@@ -20,10 +22,12 @@ from tandem.net.rpc.options import CHANNEL_OPTIONS
 
 
 class PeerCalls:
-    """Opens channels to workers. `metadata` must be passed with each call."""
+    """Opens channels to workers. The caller must pass `metadata`, which has the cluster's token,
+    with each call."""
 
     def __init__(self, cluster_id: str, token: str, tls_dir: str = "") -> None:
-        """Raises ConfigError if the folder has no usable certificate."""
+        """Raises ConfigError if `tls_dir` has no usable certificate. Without `tls_dir` the channels
+        do not use TLS."""
         self.metadata = token_metadata(token)
         self._worker_name = certificate_name("worker", cluster_id)
         self._files = CertificateFiles.in_folder(tls_dir) if tls_dir else None
@@ -36,8 +40,8 @@ class PeerCalls:
 
 
 class RenewedChannel:
-    """A channel whose new calls use the current certificate. It implements the methods that Tandem
-    uses."""
+    """A channel whose new calls use the current certificate. The class has only those methods of a
+    gRPC channel that Tandem uses."""
 
     def __init__(self, address: str, files: CertificateFiles, peer_name: str) -> None:
         self._address = address
@@ -99,7 +103,7 @@ class RenewedChannel:
 
 
 class _Opened:
-    """A channel that uses one certificate, and the number of its open calls."""
+    """A gRPC channel that was opened with one certificate, and the number of open calls on it."""
 
     def __init__(self, channel: grpc.aio.Channel, certificate: Certificate) -> None:
         self.channel = channel
@@ -125,14 +129,15 @@ class _Opened:
 
 
 def add_port(server: grpc.aio.Server, address: str, files: CertificateFiles | None) -> int:
-    """Adds a port to a server. If the files include roots, clients need a certificate, too."""
+    """Adds a port to a server. With `files` the port uses TLS. If the files include trusted root
+    certificates, clients need a certificate, too."""
     if files is None:
         return server.add_insecure_port(address)
     served = files.current()
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        """Returns a changed certificate, else None. gRPC calls this in a thread before each
-        handshake."""
+        """Returns the certificate if it has changed since the last call, else None. gRPC calls this
+        in a thread before each handshake."""
         nonlocal served
         if (certificate := files.current()) is served:
             return None

@@ -1,1 +1,2 @@
-"""API keys: which calls they allow, and how a router loads them. Independent of HTTP and gRPC."""
+"""API keys: which calls they allow, and how a router loads them. The package does not depend on
+HTTP or gRPC."""

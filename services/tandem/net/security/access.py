@@ -1,9 +1,9 @@
 """Decides which key a call uses and whether the call is allowed, for both HTTP and gRPC.
 
-A cluster without keys is open if the router listens on loopback or has --allow-anonymous. As soon
-as a key exists (even a revoked one), every call of a client needs one. Operators' calls and metrics
-need none if the admin listener is on loopback: users of that machine may operate the cluster. Each
-listener of a router has its own `Access`.
+A cluster that has no API key serves calls without a key if the router listens on loopback or has
+--allow-anonymous. As soon as a key exists, even a revoked one, every client's call needs a key.
+Operators' calls and metrics need no key if the admin listener is on loopback, because every user of
+that machine may operate the cluster. Each listener of a router has its own `Access`.
 """
 
 import functools
@@ -28,7 +28,8 @@ _SCHEME = "bearer"
 
 
 class Access:
-    """The access rules of one listener: the router's keys, and what is open without them."""
+    """The access rules of one listener: which calls the router's keys allow, and which calls need
+    no key."""
 
     def __init__(
         self,
@@ -47,10 +48,10 @@ class Access:
         self._is_open = is_loopback or allows_anonymous
 
     def check(self, need: Need, authorization: list[str], *, now: float) -> KeyRecord | None:
-        """Returns the key of a call; None if the call needs no key.
+        """Returns the record of a call's key, or None if the call needs no key.
 
-        `authorization` has the values of that header; `now` is in seconds since the epoch. Raises
-        Unauthenticated, Forbidden and KeysUnknown.
+        `authorization` has the values of the header `Authorization`. `now` is in seconds since the
+        epoch. Raises Unauthenticated, Forbidden and KeysUnknown.
         """
         is_admin = need in ("operator", "metrics")
         if need == "nothing" or (is_admin and self._is_loopback and not authorization):
@@ -65,8 +66,8 @@ class Access:
         return record
 
     def claimed(self, authorization: list[str]) -> KeyRecord | None:
-        """Finds the record of the key in a refused call, without checking its secret. It is for
-        logs only."""
+        """Returns the record of the key that a refused call names, without a check of the secret.
+        The result is for logs only."""
         try:
             key_id, _ = parse_key(_bearer(authorization))
         except Unauthenticated:
@@ -74,8 +75,8 @@ class Access:
         return self._ring.records.get(key_id)
 
     def check_start(self) -> None:
-        """Raises ConfigError if the router would be open on a public address without
-        --allow-anonymous.
+        """Raises ConfigError if the router would serve calls without a key on a public address,
+        although it was started without --allow-anonymous.
 
         A router that could not read the keys may start, because it refuses all calls.
         """
@@ -93,16 +94,17 @@ class FailureThrottle:
     FREE = 5  # failures per minute without a delay
     DELAY_MAX_S = 2.0
     _WINDOW_S = 60.0
-    _ADDRESSES_MAX = 4096  # beyond this number the address with the oldest failure is dropped
+    # limit of addresses to remember; beyond it, the address with the oldest last failure is dropped
+    _ADDRESSES_MAX = 4096
 
     def __init__(self) -> None:
         self._failures: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def fail(self, address: str, now: float) -> float:
-        """Counts a failure at `now` (monotonic seconds). Returns the delay of its response in
-        seconds."""
+        """Counts a call with an invalid key at `now` (monotonic seconds). Returns the seconds by
+        which the caller should delay the response."""
         count, at = self._failures.pop(address, (0.0, now))
-        # The count decays over the window, so that old failures expire.
+        # The count falls by FREE in each window of _WINDOW_S, so that old failures expire.
         count = max(0.0, count - self.FREE * (now - at) / self._WINDOW_S) + 1
         self._failures[address] = (count, now)
         if len(self._failures) > self._ADDRESSES_MAX:
@@ -112,7 +114,8 @@ class FailureThrottle:
 
 
 def _bearer(authorization: list[str]) -> str:
-    """Extracts the key from the header (RFC 6750). Raises Unauthenticated."""
+    """Returns the API key in the header `Authorization` (RFC 6750). Raises Unauthenticated if there
+    is not exactly one header with a key."""
     if not authorization:
         raise Unauthenticated("the call needs an API key: send Authorization: Bearer KEY")
     scheme, _, key = authorization[0].partition(" ")
@@ -123,7 +126,7 @@ def _bearer(authorization: list[str]) -> str:
 
 @functools.lru_cache(maxsize=64)
 def is_loopback(name: str) -> bool:
-    """Says whether a name or an address is loopback."""
+    """Returns True if a host name or an address is loopback."""
     if name == "localhost":
         return True
     try:

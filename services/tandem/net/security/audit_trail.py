@@ -3,9 +3,9 @@
   {tandem:CLUSTER}:audit:changes   STREAM, sizes, roles, drains and keys; field `entry` is JSON
   {tandem:CLUSTER}:audit:refusals  STREAM, calls without a valid key or beyond their role
 
-There are two streams, so that a flood of refused calls does not evict the changes. Each keeps about
-the last `ENTRIES_MAX` entries. The caller of `add_*` also logs the entry. Texts from clients are
-made printable.
+There are two streams, so that many refused calls do not evict the changes. Each stream keeps about
+the last `ENTRIES_MAX` entries. The trail does not write entries to the process's log; the caller of
+`add_change` or `add_refusal` does. Characters of clients' texts that are not printable are escaped.
 """
 
 import time
@@ -24,7 +24,8 @@ Kind = Literal["changes", "refusals"]
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """The sender of a call. For a refused call, the key is the one that it claimed."""
+    """The sender of a call. If the call was refused, `key_id` and `tenant` come from the key that
+    the call named, whose secret may be wrong."""
 
     address: str
     key_id: str = ""
@@ -35,8 +36,8 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One change or refused call. `outcome` is "done" or an error code; `why` is the error's
-    message."""
+    """One change or refused call. `outcome` is "done" or an error code. `why` is the message of the
+    error."""
 
     at: float  # seconds since the epoch
     router_id: str
@@ -49,7 +50,8 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AuditTrail:
-    """The audit trail as one router writes and reads it. `run` writes the added entries."""
+    """One router's access to the audit trail. `add_change` and `add_refusal` queue an entry, and
+    `run` writes the queued entries."""
 
     def __init__(self, redis: Client, cluster_id: str, *, router_id: str) -> None:
         kinds: tuple[Kind, ...] = ("changes", "refusals")
@@ -61,7 +63,7 @@ class AuditTrail:
     def add_change(
         self, who: Caller, what: str, before: str, after: str, error: TandemError | None = None
     ) -> None:
-        """Adds a change, or with `error` a failed attempt to change."""
+        """Adds a change. With `error` the entry means that the change was tried and failed."""
         entry = self._entry(who, what, error)
         states = {"before": printable(before), "after": printable(after)}
         self._journal.add("changes", msgspec.structs.replace(entry, **states))
@@ -70,8 +72,8 @@ class AuditTrail:
         self._journal.add("refusals", self._entry(who, what, error))
 
     async def run(self) -> None:
-        """Writes entries to Redis until it is cancelled, and then the remaining ones if
-        possible."""
+        """Writes queued entries to Redis until it is cancelled. The entries that remain at the end
+        are written if Redis answers in time."""
         await self._journal.run()
 
     async def read(self, num_max: int) -> list[AuditEntry]:

@@ -1,15 +1,19 @@
 """Limits the bytes of unparsed request bodies, in total and for each client address.
 
-  chunk --take--> charged --parsed, refused, late, or client disconnected--> released
-                    `--silent, or of the address with the most bytes--> revoked, which releases
+Each chunk of a body counts in the budget from its arrival (`take`) until the body is released: when
+it has been parsed, was refused, is late, or its client has disconnected.
 
-Bodies never wait. A body that does not fit is refused, unless others can be revoked for it:
+No body waits for room in the budget. A body that does not fit is refused, unless the budget can
+revoke another body, which ends that body's request and releases its bytes:
 
-- of the same address, if that is at its limit: bodies without data for a second;
-- of the address with the most bytes, if the process is at its limit: the one without data longest.
+  limit that is reached   body that is revoked
+  of the client address   a body of the same address that has received no data for _SILENT_S
+  of the whole process    of the address with the most bytes, the body that has received no data for
+                          the longest time; if the new body has the same address, only after
+                          _SILENT_S without data
 
-So unfinished bodies of one address can block neither other addresses nor complete bodies of the
-same address. This module is independent of HTTP and gRPC.
+So an address with many unfinished bodies can block neither other addresses nor complete bodies of
+its own. This module does not depend on HTTP or gRPC.
 """
 
 from __future__ import annotations
@@ -21,13 +25,14 @@ from dataclasses import dataclass, field
 
 from tandem.errors import BodiesFull, TooManyRequests
 
-_SILENT_S = 1.0  # A body without data for this long can be revoked for another one of its address.
+_SILENT_S = 1.0  # A body without data for this time can be revoked for a body of the same address.
 _RETRY_AFTER_S = 1.0
 
 
 @dataclass(slots=True)
 class _Held:
-    """The charged bodies of one address, in the order of their last data, oldest first."""
+    """The bodies of one address that count in the budget, in the order of their last data, oldest
+    first."""
 
     num_bytes: int = 0
     bodies: dict[Body, None] = field(default_factory=dict)
@@ -39,10 +44,10 @@ class _Held:
 
 
 class BodyBudget:
-    """The budget that the listeners of one process share."""
+    """The budget for unparsed bodies, which all listeners of one process share."""
 
     def __init__(self, bytes_max: int = 256 << 20, bytes_of_address_max: int = 0) -> None:
-        """Without `bytes_of_address_max`, an address may have half of all bytes."""
+        """If `bytes_of_address_max` is 0, one address may have half of `bytes_max`."""
         self.num_bytes = 0
         self._bytes_max = bytes_max
         self._of_address_max = bytes_of_address_max or bytes_max // 2
@@ -52,9 +57,10 @@ class BodyBudget:
     def body(
         self, address: str, revoke: Callable[[], None], *, free_bytes: int = 0
     ) -> Iterator[Body]:
-        """Yields the account of one body and releases it at the end. `revoke` is called when the
-        body is revoked; it should wake the reader, which then calls `check`. The first `free_bytes`
-        are not charged."""
+        """Yields the account of one body, and releases the body's bytes at the end of the context.
+        When the body is revoked, the budget calls `revoke`. The callback should wake the task that
+        reads the body, which then calls `check`. The first `free_bytes` of the body do not
+        count."""
         body = Body(self, address, revoke, free_bytes)
         try:
             yield body
@@ -62,8 +68,8 @@ class BodyBudget:
             self.release(body)
 
     def charge(self, body: Body, num_bytes: int) -> None:
-        """Charges bytes to a body. Raises TooManyRequests if its address is at its limit, and
-        BodiesFull if the process is."""
+        """Counts bytes of a body. Raises TooManyRequests if they exceed the limit of the client
+        address, and BodiesFull if they exceed the limit of the process."""
         now = time.monotonic()
         held = self._held.get(body.address) or _Held()
         while held.num_bytes + num_bytes > self._of_address_max:
@@ -90,7 +96,7 @@ class BodyBudget:
         self._held[body.address] = held
 
     def release(self, body: Body) -> None:
-        """Releases what the body was charged. Repeated calls have no effect."""
+        """Releases all counted bytes of the body. Repeated calls have no effect."""
         held = self._held.get(body.address)
         if held is None or body not in held.bodies:
             return
@@ -108,7 +114,7 @@ class BodyBudget:
 
 
 class Body:
-    """The account of one body."""
+    """The account of one body: the number of its bytes that count in the budget."""
 
     def __init__(
         self, budget: BodyBudget, address: str, revoke: Callable[[], None], free_bytes: int
@@ -122,7 +128,7 @@ class Body:
         self._free_left = free_bytes
 
     def take(self, num_bytes: int) -> None:
-        """Charges bytes that have arrived. Raises BodiesFull and TooManyRequests."""
+        """Counts bytes that have arrived. Raises BodiesFull and TooManyRequests."""
         self.check()
         free = min(self._free_left, num_bytes)
         self._free_left -= free
@@ -135,7 +141,7 @@ class Body:
             raise _full()
 
     def release(self) -> None:
-        """Releases the charged bytes before the account ends."""
+        """Releases the counted bytes before the end of the context."""
         self._budget.release(self)
 
 

@@ -1,8 +1,9 @@
-"""Client addresses: determines the address of a request, and counts its open requests.
+"""Client addresses: determines the client address of a request, and counts the open requests of
+each address.
 
-A proxy hides its clients. A trusted one adds their addresses to `X-Forwarded-For`; the header of
-any other sender is ignored. IPv6 clients are grouped by /64 network, because one host can use all
-of its addresses.
+Behind a proxy, all connections have the proxy's address. A trusted proxy adds the addresses of its
+clients to `X-Forwarded-For`. If another sender sends this header, the header is ignored. IPv6
+clients are grouped by /64 network, because one host can use all addresses of its network.
 """
 
 import contextlib
@@ -12,14 +13,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tandem.errors import TooManyRequests
 
-_HOPS_MAX = 16  # number of entries read from the end of the header
+_HOPS_MAX = 16  # number of entries that are read from the end of `X-Forwarded-For`
 _RETRY_AFTER_S = 1.0
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Clients:
-    """The client addresses of a router. `requests_max` limits the open requests of each."""
+    """The client addresses of a router. `requests_max` limits the open requests of each address."""
 
     def __init__(self, trusted_proxies: Iterable[str] = (), *, requests_max: int = 1 << 30) -> None:
         self._proxies = [ipaddress.ip_network(proxy) for proxy in trusted_proxies]
@@ -27,12 +28,14 @@ class Clients:
         self._num_requests: Counter[str] = Counter()
 
     def is_proxy(self, peer: str) -> bool:
-        """Says whether the peer of a connection is a trusted proxy."""
+        """Returns True if the peer of a connection is a trusted proxy."""
         address = _parse(peer)
         return address is not None and self._is_proxy(address)
 
     def address(self, peer: str, forwarded: Sequence[str] = ()) -> str:
-        """Determines the client's address: the last hop that is not a trusted proxy."""
+        """Returns the client's address. `peer` is the sender of the connection, and `forwarded` has
+        the values of `X-Forwarded-For`. The client is the peer, if the peer is not a trusted proxy.
+        Otherwise it is the last address in `forwarded` that is not a trusted proxy."""
         found = _parse(peer)
         if found is None:
             return peer
@@ -68,8 +71,8 @@ class Clients:
 
 
 def _parse(text: str) -> _Address | None:
-    """Parses an address, which may have a port as some proxies write it. Returns None if it is
-    malformed."""
+    """Parses an IP address. The text may include a port, which some proxies add. Returns None if
+    the text is malformed."""
     text = text.strip()
     if text.startswith("["):
         text = text[1:].partition("]")[0]

@@ -1,8 +1,8 @@
 """The API keys that one router has, and authentication with them.
 
-Records from Redis, other routers and a file are merged, and the newer record of each key is kept.
-The ring stores when it was last in sync, because a router that is cut off continues with the keys
-that it has.
+Key records come from Redis, from other routers and from a file. The ring keeps the newest record of
+each key. The ring also stores when it was last in sync with Redis, because a router that cannot
+reach Redis continues with the keys that it has.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,11 +13,12 @@ from tandem.net.security.keys import KeyRecord, check_secret, parse_key
 
 
 class KeyRing:
-    """Records by key id. `synced_at` (seconds since the epoch) is None until all keys were read
-    once."""
+    """The key records that a router has, by key id. `synced_at` is the time of the last sync with
+    Redis, in seconds since the epoch. It is None until all keys have been read once."""
 
     def __init__(self, *, age_max_s: float = 0.0) -> None:
-        """Keys are refused if they were not confirmed for `age_max_s` seconds; 0: never."""
+        """All keys are refused once the last sync is older than `age_max_s` seconds. 0 means that
+        keys are never refused for this reason."""
         self._records: dict[str, KeyRecord] = {}
         self._age_max_s = age_max_s
         self.synced_at: float | None = None
@@ -28,8 +29,8 @@ class KeyRing:
         return MappingProxyType(self._records)
 
     def merge(self, records: Iterable[KeyRecord], *, now: float) -> list[KeyRecord]:
-        """Merges records that are newer than the ring's. Returns the ring's records that are newer
-        than the given ones."""
+        """Takes each record that is newer than the ring's record of the same key. Returns the
+        ring's records that are newer than the given records."""
         behind = []
         for record in records:
             known = self._records.get(record.key_id)
@@ -44,12 +45,13 @@ class KeyRing:
         return behind
 
     def is_limited(self, tenant: str) -> bool:
-        """Says whether any key of the tenant has limits that need usage counts."""
+        """Returns True if a key of the tenant has limits for which the tenant's usage must be
+        counted."""
         return tenant in self._limited
 
     def authenticate(self, bearer: str, *, now: float) -> KeyRecord:
-        """Finds the record of a key and checks its secret. Raises Unauthenticated and
-        KeysUnknown."""
+        """Returns the record of the API key `bearer`, after a check of the secret. Raises
+        Unauthenticated and KeysUnknown."""
         self.check_fresh(now)
         key_id, secret = parse_key(bearer)
         record = self._records.get(key_id)
@@ -59,7 +61,7 @@ class KeyRing:
         return record
 
     def check_fresh(self, now: float) -> None:
-        """Raises KeysUnknown if keys were never read, or not for `age_max_s`."""
+        """Raises KeysUnknown if the keys were never read, or not within the last `age_max_s`."""
         if self.synced_at is None:
             raise KeysUnknown(
                 "this router has not read the API keys yet; try again", retry_after_s=1.0

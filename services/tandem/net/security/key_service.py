@@ -1,16 +1,20 @@
 """Keeps a router's keys up to date, and carries out operators' changes.
 
-  Redis --each second if anything changed or may be missing; each minute--> ring
-  file (a Kubernetes Secret) --when it changed-->                           ring
-  another router's call, signed with the routers' secret -->                ring
-  ring --records that are missing or older in Redis-->                      Redis
+Key records are copied between four places. The ring is the router's copy in memory (key_ring.py):
 
-So a key that is revoked while Redis is unreachable is written there later, and restoring an old
-dump of Redis restores no key. Each change is also sent to every known router by a call.
+  from                           to      when
+  Redis                          ring    within a second of a change, and every REREAD_S seconds
+  file (a Kubernetes Secret)     ring    when the file has changed
+  another router's signed call   ring    when an operator changes a key at that router
+  ring                           Redis   when a record in Redis is missing or older
 
-The routers' secret is derived from the cluster's token and the routers' Redis user. A worker has
-the token but another user, so it cannot sign. Anyone with the routers' user can write records to
-Redis.
+So a key that is revoked while Redis is unreachable is written to Redis later, and restoring an old
+dump of Redis does not make a revoked key valid again. The router at which an operator changes a key
+also sends the record to every other known router.
+
+Routers sign these calls with a secret that is derived from the cluster's token and from the
+routers' user and password in Redis. A worker has the token but another Redis user, so a worker
+cannot sign. Anyone who has the routers' Redis user can write key records to Redis in any case.
 """
 
 import asyncio
@@ -41,7 +45,8 @@ from tandem.net.store.url import parse
 log = logging.getLogger(__name__)
 
 REFRESH_S = 1.0
-# also read if the change counter is equal, because a restored dump may have the same value
+# All keys are read again after this time even if the change counter is equal, because a restored
+# dump of Redis may have the same counter and other keys.
 REREAD_S = 60.0
 RECORDS_PATH = "/v1/keys/records"
 SIGNATURE_HEADER = "x-tandem-signature"
@@ -49,7 +54,8 @@ CALL_DEADLINE_S = 1.5
 
 
 class Revocation(msgspec.Struct, frozen=True):
-    """The result of a revocation. Each text is empty if confirmed, else the reason why not."""
+    """The result of a revocation. Redis and each router have a text, which is empty if the
+    revocation was confirmed there, and else the reason why it was not."""
 
     key_id: str
     redis: str
@@ -57,7 +63,7 @@ class Revocation(msgspec.Struct, frozen=True):
 
 
 class KeyService:
-    """The keys of one router. `run` keeps them up to date."""
+    """Reads and changes the keys of one router. `run` keeps the ring up to date."""
 
     def __init__(
         self,
@@ -80,14 +86,14 @@ class KeyService:
         self._file_time = 0.0
         self._routers: dict[str, str] = {}
         self._changes = b""
-        # True if Redis and the ring may differ although the change counter is equal
+        # True: Redis and the ring may differ although the change counter is equal
         self._is_behind = True
         self._read_at = 0.0
         self._is_away = False
 
     async def run(self, own_url: str) -> None:
-        """Refreshes the ring until it is cancelled, and then removes the router from the
-        registry."""
+        """Refreshes the ring every second until it is cancelled, and then removes this router from
+        the registry of routers."""
         try:
             while True:
                 await self.refresh(own_url)
@@ -99,8 +105,9 @@ class KeyService:
                 log.info("Redis is away: this router's entry there stays for an hour")
 
     async def refresh(self, own_url: str) -> None:
-        """Reads what changed. A router without `own_url` gets no calls about changes and only
-        reads. Raises ConfigError if the file of keys cannot be read."""
+        """Reads changed keys from the file and from Redis. With an empty `own_url` the router is
+        not registered, so other routers do not send it changed keys. Raises ConfigError if the file
+        of keys cannot be read."""
         now = time.time()
         self._read_file(now)
         try:
@@ -112,8 +119,8 @@ class KeyService:
             if self._is_behind or is_due or changes != self._changes:
                 self._is_behind = False
                 await self._reconcile(now)
-                # The counter from before the read, so that concurrent changes are read in the next
-                # second.
+                # This is the counter from before the read. Changes during the read increase the
+                # counter further, so the next refresh reads them.
                 self._changes = changes
                 self._read_at = now
         except UNREACHABLE as error:
@@ -134,8 +141,9 @@ class KeyService:
         return key
 
     async def rotate(self, key_id: str, *, grace_s: float) -> NewKey:
-        """Gives a key a new secret; the old one remains valid for `grace_s` seconds. Raises
-        KeyNotFound, KeysUnknown, and NotNow if the key is revoked or was just changed."""
+        """Gives a key a new secret. The old secret remains valid for `grace_s` seconds. Raises
+        KeyNotFound, KeysUnknown, and NotNow if the key is revoked or was changed at the same
+        time."""
         record = self._find(key_id)
         if record.revoked_at:
             raise NotNow(f"the key {key_id} is revoked; create another one")
@@ -144,7 +152,8 @@ class KeyService:
         return key
 
     async def update(self, key_id: str, changes: dict[str, Any]) -> KeyRecord:
-        """Changes some limits of a key. Raises what `rotate` raises, and BadRequest."""
+        """Changes some limits of a key. Raises the errors of `rotate`, and BadRequest for invalid
+        limits."""
         record = self._find(key_id)
         if record.revoked_at:
             raise NotNow(f"the key {key_id} is revoked; create another one")
@@ -170,8 +179,9 @@ class KeyService:
         return Revocation(key_id, redis, {self._router_id: "", **routers})
 
     def take(self, body: bytes, signature: str) -> list[KeyRecord]:
-        """Merges records from another router. Returns those that changed the ring. Raises
-        Unauthenticated for a wrong signature, and KeysUnknown if the records cannot be decoded."""
+        """Merges records that another router sent into the ring. Returns the records that were new
+        to the ring. Raises Unauthenticated for a wrong signature, and KeysUnknown if the records
+        cannot be decoded."""
         if not hmac.compare_digest(self._sign(body).encode(), signature.encode()):
             raise Unauthenticated("the signature is not of a router of this cluster")
         try:
@@ -179,7 +189,7 @@ class KeyService:
         except UNREADABLE as error:
             raise KeysUnknown(f"the records are of another version of Tandem: {error}") from None
         self.ring.merge(records, now=time.time())
-        self._is_behind = True  # the other router may be unable to reach Redis
+        self._is_behind = True  # The other router may have been unable to write to Redis.
         return [record for record in records if self.ring.records.get(record.key_id) is record]
 
     @property
@@ -210,7 +220,8 @@ class KeyService:
         await asyncio.gather(*(self._send_record(url, record) for url in self._others.values()))
 
     async def _send_record(self, url: str, record: KeyRecord) -> str:
-        """Sends a record to another router. Returns why it was not confirmed; empty if it was."""
+        """Sends a record to another router. Returns the reason why that router did not confirm the
+        record, or "" if it did."""
         body = msgspec.json.encode([record])
         headers = {SIGNATURE_HEADER: self._sign(body), "content-type": "application/json"}
         try:
@@ -223,7 +234,8 @@ class KeyService:
         return "" if reply.is_success else f"{url} answers {reply.status_code}: {reply.text[:200]}"
 
     def _verify(self) -> ssl.SSLContext | bool:
-        """Trusts exactly this router's own certificate, without checking the host name, because the
+        """Returns the TLS settings for calls to other routers. All routers share one certificate,
+        so only this router's own certificate is trusted. The host name is not checked, because the
         certificate does not name the addresses of routers."""
         if self._tls is None:
             return True
@@ -234,7 +246,8 @@ class KeyService:
         return context
 
     async def _reconcile(self, now: float) -> None:
-        """Merges the records in Redis, and writes back those that are missing or older there."""
+        """Merges the records in Redis into the ring, and writes records to Redis that are missing
+        or older there."""
         found = await self._store.read()
         behind = self.ring.merge(found, now=now)
         in_redis = {record.key_id for record in found}
@@ -253,7 +266,7 @@ class KeyService:
                 return
             records = msgspec.json.decode(self._file.read_bytes(), type=list[KeyRecord])
         except (OSError, *UNREADABLE) as error:
-            if self._file_time:  # the file was valid before; it may be being replaced
+            if self._file_time:  # The file was valid before, and may be replaced at this moment.
                 log.warning("the file of API keys cannot be read, known keys stay: %s", error)
                 return
             raise ConfigError(f"the keys file {self._file} cannot be read: {error}") from None
@@ -266,14 +279,15 @@ class KeyService:
 
 
 def _routers_secret(cluster: ClusterConfig) -> bytes:
-    """Derives the secret that all routers of a cluster have, but no worker."""
+    """Derives the secret with which routers sign. All routers of a cluster can derive it, but
+    workers cannot."""
     options = parse(cluster.redis_url).options
     user = f"tandem routers\0{options.get('username') or ''}\0{options.get('password') or ''}"
     return hmac.digest(cluster.token.encode(), user.encode(), "sha256")
 
 
 def listed(records: Sequence[KeyRecord], now: float) -> list[dict[str, object]]:
-    """Formats the keys for an operator, without digests."""
+    """Formats key records for an operator. The result contains no digests of secrets."""
     shown = ("key_id", "tenant", "role", "version", "created_at", "expires_at", "revoked_at")
     return [
         {name: getattr(r, name) for name in shown}

@@ -17,10 +17,11 @@ from tandem.net.store.script import Script
 
 log = logging.getLogger(__name__)
 
-# KEYS: 1 the hash of records, 2 the change counter. ARGV: 1 key id, 2 version, 3 record, 4 whether
-# it is a tombstone (1 or 0), 5 the initial value of the counter. Writes the record unless the
-# stored one has the same or a higher version; a tombstone also replaces a live record of the same
-# version. Returns 1 if it was written, else 0.
+# Writes a record, unless the stored record of the key has the same or a higher version. A tombstone
+# also replaces a record of the same version that is no tombstone.
+# KEYS: 1 the hash of records, 2 the change counter. ARGV: 1 key id, 2 version, 3 record, 4 is 1 if
+# the record is a tombstone, else 0, 5 the initial value of the counter.
+# Returns 1 if the record was written, else 0.
 _PUT = """
 local old = redis.call('HGET', KEYS[1], ARGV[1])
 if old then
@@ -47,7 +48,7 @@ class KeyStore:
         self._put = Script(_PUT)
 
     async def num_changes(self) -> bytes:
-        """Reads the change counter; b"" if there was no change yet."""
+        """Reads the change counter. Returns b"" if there was no change yet."""
         return await self._redis.get(self._changes) or b""  # type: ignore[return-value]
 
     async def read(self) -> list[KeyRecord]:

@@ -1,15 +1,18 @@
-"""API keys: their text, their records, and which of two records is newer. All functions are pure.
+"""API keys: their text, their records, and which of two records is newer. This module does no I/O.
 
-A key is `tandem-ID-SECRET`. Its record has only the SHA-256 of the secret; as the secret has 256
-random bits, a slower hash would not make it harder to guess.
+A key is the text `tandem-ID-SECRET`. The record of a key has only the SHA-256 of the secret. The
+secret has 256 random bits, so a slower hash would not make guessing it harder.
 
-  created (version 1) --rotate--> version n+1, the old secret works until `previous_until`
-                      --update--> version n+1, with other limits
-                      --revoke--> version n+1, a tombstone: the key never works again
+A new key has version 1. Each change creates a record with the next version:
 
-Of two records of a key, the higher version wins, so an old record that reappears (from a dump of
-Redis, or a router that was cut off) does not restore a key. For this purpose tombstones are kept
-until 30 days after the key's expiry, and forever if the key has none.
+  change   effect on the key
+  rotate   a new secret; the old secret works until `previous_until`
+  update   other limits
+  revoke   the key never works again; its record is then called a tombstone
+
+Of two records of a key, the one with the higher version wins. So an old record that reappears, from
+a dump of Redis or from a router that was cut off, does not make a revoked key valid again. That is
+why tombstones are kept: for 30 days after the key's expiry, and forever if the key never expires.
 """
 
 import hashlib
@@ -25,13 +28,13 @@ from tandem.net.security.limits import NO_LIMITS, Limits
 Role = Literal["user", "operator", "metrics"]
 
 KEY_PREFIX = "tandem"
-TOMBSTONE_S = 30 * 24 * 3600.0  # time after the key's expiry
+TOMBSTONE_S = 30 * 24 * 3600.0  # time for which a record is kept after the key's expiry
 _ID_BYTES = 6
 _SECRET_BYTES = 32
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A key as stored. Times are in seconds since the epoch; 0 means never."""
+    """The stored record of a key. Times are in seconds since the epoch; 0 means never."""
 
     key_id: str
     version: int
@@ -46,10 +49,10 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     limits: Limits = NO_LIMITS
 
     def supersedes(self, other: "KeyRecord | None") -> bool:
-        """Says whether this record wins over another one of the same key.
+        """Returns True if this record must replace another record of the same key.
 
-        Concurrent changes may have the same version. Then a revocation wins, else the higher
-        digest.
+        Concurrent changes at two routers may create records with the same version. Of these a
+        tombstone wins, else the record with the higher digest, so that all routers choose the same.
         """
         return other is None or self._order > other._order
 
@@ -59,13 +62,13 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return "expired" if self.expires_at and now >= self.expires_at else "valid"
 
     def is_forgettable(self, now: float) -> bool:
-        """Says whether the record can be deleted: older records of the key have expired long
-        ago."""
+        """Returns True if the record can be deleted, because the key expired so long ago that no
+        older record of it can be valid."""
         return bool(self.expires_at) and now >= self.expires_at + TOMBSTONE_S
 
     @property
     def is_counted(self) -> bool:
-        """True if the key's limits need usage counts of its tenant."""
+        """True if the key has limits for which the usage of its tenant must be counted."""
         return self.limits.are_counted and not self.revoked_at
 
     @property
@@ -74,7 +77,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class NewKey(msgspec.Struct, frozen=True):
-    """A record together with the text of its key, which is not stored anywhere."""
+    """A record, and the text of its key with the secret. The text is not stored anywhere."""
 
     text: str
     record: KeyRecord
@@ -99,7 +102,7 @@ def create(
 
 
 def rotate(record: KeyRecord, *, now: float, grace_s: float) -> NewKey:
-    """Creates a new secret for a key. The current one remains valid for `grace_s` seconds."""
+    """Creates a new secret for a key. The current secret remains valid for `grace_s` seconds."""
     secret = _new_secret()
     rotated = msgspec.structs.replace(
         record,
@@ -117,7 +120,7 @@ def update(record: KeyRecord, limits: Limits) -> KeyRecord:
 
 
 def revoke(record: KeyRecord, *, now: float) -> KeyRecord:
-    """Creates the tombstone of a key. It has no digests."""
+    """Creates the tombstone of a key: a revoked record without digests of secrets."""
     return msgspec.structs.replace(
         record,
         version=record.version + 1,
@@ -142,8 +145,8 @@ def parse_key(text: str) -> tuple[str, str]:
 def check_secret(record: KeyRecord, secret: str, *, now: float) -> None:
     """Raises Unauthenticated unless the secret is correct and the key is valid.
 
-    Only senders with the correct secret get the message that the key has expired. A revoked key is
-    reported as unknown.
+    Only a sender with the correct secret gets the message that the key has expired. The message for
+    a revoked key is the same as for an unknown key.
     """
     given = _digest(secret)
     is_current = hmac.compare_digest(given, record.digest)

@@ -7,7 +7,7 @@ import msgspec
 from tandem.common.retention import PRIORITY_MAX, WEIGHT_DEFAULT
 from tandem.errors import BadRequest
 
-COUNT_MAX = 10**12  # Lua scripts in Redis count exactly up to 2^53
+COUNT_MAX = 10**12  # far below 2^53, up to which Lua scripts in Redis count exactly
 WEIGHT_MAX = 10_000
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
@@ -16,9 +16,10 @@ _Weight = Annotated[int, msgspec.Meta(ge=1, le=WEIGHT_MAX)]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The limits of a key; 0 means no limit.
+    """The limits of a key. 0 means no limit.
 
-    The first three are compared with the usage of the key's tenant, over all its keys and routers.
+    The first three limits apply to the usage of the key's tenant: the sum over all keys of the
+    tenant and all routers.
     """
 
     requests_per_minute: _Count = 0
@@ -26,12 +27,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_concurrent: _Count = 0
     max_prompt_tokens: _Count = 0
     max_completion_tokens: _Count = 0
-    max_kv_priority: _Priority = 0  # higher priorities are reduced to this one
-    weight: _Weight = WEIGHT_DEFAULT  # share of turns relative to other tenants
+    max_kv_priority: _Priority = 0  # A request with a higher KV priority gets this one instead.
+    weight: _Weight = WEIGHT_DEFAULT  # relative number of turns that the tenant gets in queues
 
     @property
     def are_counted(self) -> bool:
-        """True if requests must be compared with the usage of their tenant."""
+        """True if one of the first three limits is set, so that the tenant's usage must be
+        counted."""
         return bool(self.requests_per_minute or self.tokens_per_minute or self.max_concurrent)
 
 
@@ -39,7 +41,8 @@ NO_LIMITS = Limits()
 
 
 def changed(limits: Limits, changes: dict[str, Any]) -> Limits:
-    """Applies changes by name. Raises BadRequest for an unknown limit or an invalid value."""
+    """Returns the limits with new values for the limits named in `changes`. Raises BadRequest for
+    an unknown limit or an invalid value."""
     if unknown := set(changes) - set(Limits.__struct_fields__):
         raise BadRequest(
             f"there is no limit {min(unknown)[:80]!r}; limits are "

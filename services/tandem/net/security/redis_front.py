@@ -1,10 +1,11 @@
 """`tandem redis-front`: a TLS port in front of a Redis server that was built without TLS.
 
-  accepted --handshake, name of a router, worker or controller--> connected to the Unix socket
-   `-> closed: too late, no valid certificate, or too many connections
+After the TLS handshake, a client whose certificate names a router, worker or controller of the
+cluster is connected to the Unix socket of the Redis server. Other clients are disconnected, and
+also clients whose handshake takes too long. If there are too many connections, new ones are closed.
 
-Each handshake uses the certificate that is current at that moment, so renewal needs no restart.
-Traffic is forwarded without parsing: users and passwords are checked by the server.
+Each handshake uses the certificate that is current at that time, so a renewed certificate needs no
+restart. Traffic is forwarded without parsing. The Redis server checks users and passwords.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ _BACKLOG = 512
 
 
 class _Side(asyncio.Protocol):
-    """One connection of a pair. It forwards received bytes to the other one, with backpressure.
+    """One of two joined connections: the client's, or the one to Redis. It writes all received
+    bytes to the other connection, and stops reading while the other connection cannot write.
 
-    It reads nothing until `join` is called.
+    The connection reads nothing until `join` is called.
     """
 
     transport: asyncio.Transport
@@ -68,11 +70,11 @@ class _Side(asyncio.Protocol):
 
 
 class RedisFront:
-    """The TLS port. `run` serves until it is cancelled."""
+    """The TLS port. `run` serves clients until it is cancelled."""
 
     def __init__(self, options: RedisFrontOptions) -> None:
-        """Binds the port. Raises ConfigError if the folder has no usable certificate or the port is
-        taken."""
+        """Binds the port. Raises ConfigError if the folder has no usable certificate, or if the
+        port is in use."""
         self._options = options
         self._files = CertificateFiles.in_folder(options.tls_dir)
         self._names = {certificate_name(kind, options.cluster_id) for kind in KINDS}
@@ -129,7 +131,7 @@ class RedisFront:
 
 
 class _Client(_Side):
-    """A client's connection, counted while it is open."""
+    """A client's connection. It counts in `num_open` of the RedisFront while it is open."""
 
     def __init__(self, front: RedisFront) -> None:
         self._front = front

@@ -1,9 +1,12 @@
-"""Redis clients for every process of Tandem: bounded, with short timeouts and without retries.
+"""Redis clients for every process of Tandem, with a limited number of connections, short timeouts
+and no retries.
 
-redis-py's retries would hide an outage for seconds from callers that all have a better reaction:
-the router places without the tree, a worker publishes again, a record is written next time. One
-server, Sentinel and Cluster (store/url.py) have clients with the same calls. Keys that one call or
-script uses share a hash tag, so that they also work on a Cluster.
+redis-py's retries would hide an outage for seconds, and every caller has a better reaction to an
+outage. For example, the router places requests without the prefix tree, and a worker writes its
+record again at the next interval.
+
+The clients for one server, for Sentinel and for Redis Cluster (store/url.py) have the same methods.
+All keys of one call or script share a hash tag, so that the call also works on a Redis Cluster.
 """
 
 import asyncio
@@ -32,19 +35,21 @@ from tandem.net.store.url import parse
 Client: TypeAlias = Redis | RedisCluster
 SyncClient: TypeAlias = SyncRedis | SyncRedisCluster
 
-# Errors of a call if Redis is lost, slow or refuses it. A Cluster's error is not a RedisError.
+# Errors of a call to Redis if the server is lost, is slow or refuses the call.
+# RedisClusterException is not a subclass of RedisError.
 UNREACHABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
-# Errors of decoding a value that Tandem did not write. msgspec raises UnicodeDecodeError for
-# invalid UTF-8.
+# Errors of decoding a value that this version of Tandem did not write. msgspec raises
+# UnicodeDecodeError for invalid UTF-8.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 CONNECT_TIMEOUT_S = 1.0
 REPLY_TIMEOUT_S = 2.0
-CONNECTIONS_MAX = 64  # to each server
+CONNECTIONS_MAX = 64  # limit of a client's connections to each server
 
 
 def connect(url: str) -> Client:
-    """Returns a client that connects on first use. Errors of redis-py reach the caller at once.
+    """Returns a client for asyncio, which connects on first use. A failed call is not retried, so
+    the error of redis-py reaches the caller at once.
 
     Raises ConfigError for an invalid URL.
     """
@@ -57,8 +62,8 @@ def connect(url: str) -> Client:
 
 
 def connect_blocking(url: str, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> SyncClient:
-    """Returns a client for threads. A Cluster's client reads the nodes at once, so it may raise
-    RedisError.
+    """Returns a client for threads. For a Redis Cluster the function reads the list of nodes at
+    once, so it may raise RedisError.
     """
     kinds = (SyncRedis, SyncSentinel, SyncRedisCluster, SyncClusterNode)
     retry = SyncRetry(NoBackoff(), 0)
@@ -67,13 +72,14 @@ def connect_blocking(url: str, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> S
 
 
 async def warm(redis: Client, num_connections: int) -> None:
-    """Opens connections to each primary in advance of a burst. Errors propagate."""
+    """Opens connections to each primary server, so that a later burst of calls finds them open.
+    Errors of redis-py propagate."""
     if isinstance(redis, RedisCluster):
         await redis.initialize()
         calls = [redis.ping(target_nodes=RedisCluster.PRIMARIES) for _ in range(num_connections)]
     else:
         calls = [redis.ping() for _ in range(num_connections)]
-    # Run them concurrently, so that each one uses its own connection.
+    # The calls run concurrently, so that each call opens a connection of its own.
     await asyncio.gather(*calls)
 
 
@@ -82,7 +88,8 @@ def wait_until_answers(
 ) -> None:
     """Blocks until the server answers PING. Raises ConfigError, which never shows the password.
 
-    `alive` returns whether the server may still start; False ends the wait at once.
+    `alive` returns True while the server may still start. When it returns False, the wait ends at
+    once with the error.
     """
     give_up_at = time.monotonic() + deadline_s
     name = parse(url).name
@@ -102,13 +109,14 @@ def wait_until_answers(
 
 
 class _RenewedConnection(SSLConnection):
-    """A TLS connection that shares a context with others until the certificate files change.
+    """A TLS connection. All connections share one TLS context until the certificate files change.
 
-    redis-py would read the files once for each connection of a pool, which lives as long as the
-    process, and all root certificates of the system with them, which takes 20 ms.
+    redis-py itself would make a context for each connection of the pool. A connection lives as long
+    as the process, so redis-py would not see renewed files. Each context also takes 20 ms, because
+    all root certificates of the system are read.
     """
 
-    # (description of its options and files, context)
+    # text that describes the options and files of the shared context, and the shared context
     _shared: ClassVar[tuple[str, Any]] = ("", None)
 
     def _connection_arguments(self) -> Any:
@@ -132,7 +140,8 @@ def _identity(path: str | None) -> tuple[int, ...]:
 
 
 def _client(url: str, kinds: tuple[Any, Any, Any, Any], **bounds: Any) -> Any:
-    """Returns a client of one of the `kinds`, redis-py's classes for asyncio or for threads."""
+    """Returns a client for the kind of server in the URL. `kinds` are redis-py's classes for one
+    server, Sentinel, Cluster and cluster node, all for asyncio or all for threads."""
     address = parse(url)
     server, sentinel, cluster, node = kinds
     bounds["socket_connect_timeout"] = CONNECT_TIMEOUT_S
@@ -151,9 +160,10 @@ def _client(url: str, kinds: tuple[Any, Any, Any, Any], **bounds: Any) -> Any:
                 client = watched.master_for(address.service)
             case "cluster":
                 options["startup_nodes"] = [node(host, port) for host, port in address.nodes]
-                # A shard whose nodes are all down must not stop the others.
+                # If all nodes of one shard are down, the client must still use the other shards.
                 return cluster(ssl=address.tls, require_full_coverage=False, **options)
-        client.connection_pool.make_connection()  # raises for a wrong option; does not connect yet
+        # `make_connection` does not connect. It raises TypeError for an unknown option of the URL.
+        client.connection_pool.make_connection()
         return client
     except TypeError as error:  # redis-py's error for an unknown option
         raise ConfigError(f"the Redis URL has a wrong option: {error}") from None

@@ -1,8 +1,10 @@
-"""Heartbeats of Ray's part of a cluster in Redis. Routers read them and do not need Ray.
+"""The state of the pool controller and of Ray's head in Redis, so that routers can read it without
+Ray.
 
 {tandem:CLUSTER}:controller  STRING, JSON of `ControllerBeat`, written every `BEAT_INTERVAL_S`
-{tandem:CLUSTER}:head        STRING, JSON of `Head`: on one machine written by `tandem up`
-                             whenever it changes, on several the lease of the head
+{tandem:CLUSTER}:head        STRING, JSON of `Head`. On one machine, `tandem up` writes the value
+                             whenever it changes. On several machines, the value is the lease of
+                             Ray's head.
 """
 
 import msgspec
@@ -13,17 +15,18 @@ HEAD_KEY = "head"
 
 
 class ControllerBeat(msgspec.Struct, frozen=True):
-    """The heartbeat of a pool controller. `num_beats` grows with each one."""
+    """The heartbeat of a pool controller. `num_beats` grows with each heartbeat."""
 
     pid: int
     num_beats: int
-    number: int = 0  # number of its head; 0 on a single machine
+    number: int = 0  # fencing number of the Ray head that it uses; 0 on a single machine
 
 
 class Head(msgspec.Struct, frozen=True):
-    """Ray's head. `address` is that of its GCS; empty until it is up."""
+    """Ray's head. `address` is the address of the head's GCS (Ray's control service). It is empty
+    until the GCS has started."""
 
-    number: int  # fencing number; 0 on a single machine, whose head has no lease
+    number: int  # fencing number; 0 on a single machine, where Ray's head has no lease
     host: str
     address: str = ""
     why: str = ""  # reason why the head has changed

@@ -1,8 +1,8 @@
 """The fronts of decode workers: routers to which gateways send the requests of one worker.
 
-    {tandem:CLUSTER}:front:WORKER    HOST:PORT of its HTTP API; expires unless it is renewed
-A front writes its entry while it can serve requests. An endpoint picker reads the entries of its
-known workers.
+    {tandem:CLUSTER}:front:WORKER    HOST:PORT of the front's HTTP API, with a time to live
+A front renews its entry while it can serve requests. An endpoint picker reads the entries of all
+workers that it knows.
 """
 
 from collections.abc import Sequence

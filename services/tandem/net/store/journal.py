@@ -1,8 +1,9 @@
-"""Bounded streams of entries in Redis that outlive the processes that write them.
+"""Redis streams of limited length, whose entries outlive the processes that write them.
 
-While Redis is away, entries wait in memory, at most as many as a stream keeps. An entry with a
-`once` key is written by the first process that has it, and by no other for an hour, because all
-routers see the same worker leave.
+While Redis is unreachable, new entries wait in memory, at most ENTRIES_MAX for each stream. Several
+processes may observe the same event: for example, all routers see a worker leave. They add an entry
+with the same `once` key. The first process writes the entry, and for an hour no other process
+writes an entry with this key.
 """
 
 import asyncio
@@ -22,12 +23,13 @@ log = logging.getLogger(__name__)
 
 ENTRIES_MAX = 1000
 _RETRY_S = 1.0
-_LAST_WRITE_S = 1.0  # time to write waiting entries when the process ends
+_LAST_WRITE_S = 1.0  # time limit for writing the waiting entries when the process ends
 _ONCE_MS = 3600 * 1000
 
-# KEYS: 1 the stream, 2 the mark of an entry that is written once. ARGV: 1 the entry as JSON, 2
-# entries that the stream keeps, 3 milliseconds of the mark, 0 for an entry without one. Returns
-# nothing.
+# Adds an entry to a stream, unless the entry is to be written once and its mark exists already.
+# KEYS: 1 the stream, 2 the mark. ARGV: 1 the entry as JSON, 2 the number of entries that the stream
+# keeps, 3 the mark's time to live in milliseconds, or 0 if the entry may be written repeatedly.
+# Returns nothing.
 _ADD = Script("""
 if ARGV[3] ~= '0' and not redis.call('SET', KEYS[2], '1', 'NX', 'PX', ARGV[3]) then return end
 redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'entry', ARGV[1])
@@ -35,10 +37,11 @@ redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'entry', ARGV[1])
 
 
 class Journal:
-    """One process's access to the streams `PREFIX:NAME`. `run` writes entries."""
+    """One process's access to the streams `PREFIX:NAME`. `add` queues an entry, and `run` writes
+    the queued entries."""
 
     def __init__(self, redis: Client, prefix: str, names: Sequence[str], what: str) -> None:
-        """`what` names the journal in messages."""
+        """`what` is the name of the journal in log messages and errors."""
         self._redis = redis
         self._prefix = prefix
         self._what = what
@@ -48,12 +51,14 @@ class Journal:
         self._added = asyncio.Event()
 
     def add(self, name: str, entry: msgspec.Struct, once: str = "") -> None:
-        """Adds an entry to a stream. If too many wait, the oldest is dropped."""
+        """Queues an entry for a stream. If too many entries wait, the oldest waiting entry is
+        dropped. Of all entries with the same `once` key, only one is written."""
         self._waiting[name].append((msgspec.json.encode(entry), once))
         self._added.set()
 
     async def run(self) -> None:
-        """Writes entries to Redis until it is cancelled; then the waiting ones, if possible."""
+        """Writes queued entries to Redis until it is cancelled. The entries that wait at the end
+        are written if Redis answers in time."""
         is_away = False
         try:
             while True:
@@ -77,7 +82,8 @@ class Journal:
     async def read(self, name: str, num_max: int, decode: Callable[[bytes], Any]) -> list[Any]:
         """Returns the latest entries of all processes, newest first.
 
-        Entries of other versions that cannot be read are skipped. Raises NotNow.
+        Entries that this version of Tandem cannot read are skipped. Raises NotNow if Redis is
+        unreachable.
         """
         try:
             replies: Any = await self._redis.xrevrange(self._key(name), count=num_max)

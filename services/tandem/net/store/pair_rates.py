@@ -1,10 +1,13 @@
-"""Publishes the workers' measured bandwidths between each other for the pool controller.
+"""Publishes the bandwidths that workers measured between each other, for the pool controller.
 
 Each worker writes a key beside its record (registry.py), with the same time to live:
     {tandem:CLUSTER}:worker:ID:pairs  msgpack, peer's worker id -> bytes/s
-The bandwidth is that of a pull of `_PULL_BYTES` with its latency. The fitted bytes per second alone
-would be misleading: while pulls are small or a host is busy, it is almost arbitrary.
-The controller may read this key but not the record, whose addresses all processes rely on.
+A bandwidth is `_PULL_BYTES` divided by the predicted time of a pull of this size, latency included.
+The bytes per second of a PairRate, which are fitted to measured pulls together with the latency,
+would be misleading: they are almost arbitrary while pulls are small or a host is busy.
+
+The controller may read only this key, not the whole record, because all processes rely on the
+addresses in the record.
 """
 
 import math
@@ -24,7 +27,7 @@ def pairs_key(record_key: str) -> str:
 
 
 def encode_bandwidths(pairs: Mapping[str, PairRate]) -> bytes:
-    """Encodes the measured bandwidths of a worker's pairs, without default rates."""
+    """Encodes the bandwidths from a worker's peers. Rates that are not measured are left out."""
     bandwidths = {
         peer: _PULL_BYTES / rate.seconds(_PULL_BYTES)
         for peer, rate in pairs.items()
@@ -36,7 +39,8 @@ def encode_bandwidths(pairs: Mapping[str, PairRate]) -> bytes:
 def read_pair_bandwidths(
     redis: SyncClient, cluster_id: str, worker_ids: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Returns worker id -> peer's worker id -> bytes/s for the workers that have a record.
+    """Returns the bandwidths of the workers that have a record, in bytes/s: a mapping from worker
+    id to peer's worker id to bandwidth.
 
     Values that this version cannot read are skipped. Raises the errors in
     `store.client.UNREACHABLE`.
@@ -46,7 +50,7 @@ def read_pair_bandwidths(
     keys = [pairs_key(control_key(cluster_id, f"worker:{name}")) for name in worker_ids]
     found = {}
     for worker_id, value in zip(worker_ids, redis.mget(keys), strict=True):
-        assert not isinstance(value, str)  # replies are not decoded
+        assert not isinstance(value, str)  # This client returns bytes, not text.
         try:
             found[worker_id] = msgspec.msgpack.decode(value or b"", type=dict[str, float])
         except UNREADABLE:

@@ -4,24 +4,28 @@ Keys (`{tandem:CLUSTER}` is one hash tag, so that all of a cluster's control key
 
     {tandem:CLUSTER}:workers              SET of worker ids that registered and did not leave
     {tandem:CLUSTER}:worker:ID            msgpack WorkerRecord, with a time to live
-    {tandem:CLUSTER}:worker:ID:pairs      measured bandwidths from its peers (pair_rates.py)
-    {tandem:CLUSTER}:worker:ID:role       its role while it is lent to the other pool
-    {tandem:CLUSTER}:contract             msgpack KvCompatibility, kept alive by the workers
-    {tandem:CLUSTER}:contract:GENERATION  that of a named generation
+    {tandem:CLUSTER}:worker:ID:pairs      bandwidths from the worker's peers (pair_rates.py)
+    {tandem:CLUSTER}:worker:ID:role       the worker's role while it is lent to the other pool
+    {tandem:CLUSTER}:contract             msgpack KvCompatibility, with a time to live
+    {tandem:CLUSTER}:contract:GENERATION  the KvCompatibility of a named generation
     {tandem:CLUSTER}:loading              HASH, msgpack LoadingNotice of workers without a record
-    {tandem:CLUSTER}:mark                 random, set by the first `data_set`; lost with the data
+    {tandem:CLUSTER}:mark                 random value, set by `data_set`; missing after a data loss
 
-A worker writes its record every `record_interval_s`. The record expires after `record_ttl_s`, and
-the worker then counts as dead. The first worker sets the cluster's KV compatibility. A worker with
-a different one is refused with a message that names each difference, and readers ignore its record.
-The KV compatibility is deleted with its last worker.
+A worker writes its record every `record_interval_s`. If the worker stops, the record expires after
+`record_ttl_s`, and the worker then counts as dead.
 
-A lent worker's role outlives its record by `LOAN_TTL_S`, so that a crashed process is restarted in
-that role. A worker that ends in order deletes it.
+The first worker sets the cluster's KV compatibility: the properties that two workers must share to
+exchange KV. A worker with other properties is refused with a message that names each difference,
+and readers ignore its record. The KV compatibility is deleted together with the last worker.
 
-An upgrade that cannot exchange KV with the running workers is another *generation*. Its workers
-have their own KV compatibility, and both generations serve until the old one has drained. Pairs are
-formed by KV compatibility, never by generation.
+A worker that works for the other pool for a while is *lent*. Its role is kept until `LOAN_TTL_S`
+after the last write of its record, so that a crashed process is restarted in this role. A worker
+that shuts down normally deletes the role.
+
+Workers after an upgrade may be unable to exchange KV with the running workers. The new workers are
+then another *generation* with a KV compatibility of its own, and both generations serve until the
+old one has drained. Whether two workers may exchange KV depends only on their KV compatibility, not
+on the name of their generation.
 """
 
 from __future__ import annotations
@@ -48,11 +52,12 @@ logger = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "draining"]
 PROTOCOL_VERSION = 1
-LOAN_TTL_S = 3600.0  # longer than a crashed worker needs to load its model again
+LOAN_TTL_S = 3600.0  # longer than a restarted worker needs to load its model
 
 
 class KvCompatibility(msgspec.Struct, frozen=True):
-    """Fields that must be equal for two workers to exchange KV. Only tensor_parallel may differ."""
+    """Two workers can exchange KV if all these fields are equal, except `tensor_parallel`, which
+    may differ."""
 
     model_fingerprint: str
     compute_dtype: str
@@ -65,8 +70,8 @@ class KvCompatibility(msgspec.Struct, frozen=True):
     tensor_parallel: int = 1
 
     def differences(self, other: KvCompatibility) -> list[str]:
-        """Returns a phrase for each difference that prevents a pair; empty if the two can be
-        paired.
+        """Returns a phrase for each difference that prevents an exchange of KV. The list is empty
+        if the two workers can exchange KV.
         """
         return [
             f"{name} is {getattr(self, name)!r}, not {getattr(other, name)!r}"
@@ -78,21 +83,24 @@ class KvCompatibility(msgspec.Struct, frozen=True):
     def has_windows(self) -> bool:
         """True if layers with a window have their own KV groups, which free blocks early.
 
-        A worker that holds a block then need not hold its parents.
+        A worker may then hold a block without the blocks that precede it in the prompt.
         """
         return "window=" in self.layout
 
     @property
     def has_windows_only(self) -> bool:
-        """True if every layer has a window, so that no pool holds whole chains of blocks."""
+        """True if every layer has a window, so that no KV pool holds all blocks of a long
+        prompt."""
         return self.has_windows and "window=none" not in self.layout
 
     def compatibility_key(self) -> bytes:
-        """Returns bytes that are equal for two KV compatibilities that can be paired."""
+        """Returns bytes that are equal for two KV compatibilities if their workers can exchange
+        KV."""
         return _shared(self)
 
     def chain_root(self, cache_salt: bytes = b"", adapter: str = NO_ADAPTER) -> bytes:
-        """Returns the root of the block hashes of a prompt. `adapter` is a digest."""
+        """Returns the value from which the chain of block hashes of a prompt starts. `adapter` is
+        the digest of the LoRA adapter."""
         return chain_root(
             model_fingerprint=self.model_fingerprint,
             compute_dtype=self.compute_dtype,
@@ -104,43 +112,43 @@ class KvCompatibility(msgspec.Struct, frozen=True):
         )
 
     def chain(self, cache_salt: bytes = b"", adapter: str = NO_ADAPTER) -> Chain:
-        """Returns the parameters of the block hashes of a prompt."""
+        """Returns the parameters of a prompt's chain of block hashes: its start and the block
+        size."""
         return Chain(self.chain_root(cache_salt, adapter), self.block_size)
 
 
 class AdapterState(msgspec.Struct, frozen=True):
-    """The LoRA adapters of a worker.
+    """The LoRA adapters of a worker."""
 
-    `named` are those that it serves by name. `loaded` and `failed` are digests of those in its
-    engine's memory and of those that it recently failed to read.
-    """
-
-    named: list[Adapter] = []
-    loaded: list[str] = []
-    failed: list[str] = []
-    rank_max: int = 0  # largest rank that it loads; 0: it loads none
+    named: list[Adapter] = []  # adapters that the worker serves by name
+    loaded: list[str] = []  # digests of the adapters in the engine's memory
+    failed: list[str] = []  # digests of adapters that the worker recently failed to read
+    rank_max: int = 0  # largest adapter rank that the worker can load; 0: no adapters
 
 
 class LoadingNotice(msgspec.Struct, frozen=True):
-    """A loading notice of a worker. The worker is alive while `num_writes` grows."""
+    """The progress of a worker that is still loading its model. The worker is alive while
+    `num_writes` grows."""
 
     pool: str
-    num_bytes: int = 0  # bytes of its weights loaded so far
-    num_bytes_all: int = 0  # 0: unknown
+    num_bytes: int = 0  # bytes of the model's weights that are loaded so far
+    num_bytes_all: int = 0  # bytes of all weights; 0: unknown
     num_writes: int = 0
-    failed: str = ""  # reason why it ended before it could serve
+    failed: str = ""  # reason why the process ended before it could serve; empty: it did not
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contract"}):
     worker_id: str
-    epoch: str  # changes at each start of the process and each time its log is published again
-    role: str  # "prefill" or "decode": its current role
+    # id of the worker's log in the prefix tree; changes at each start of the process, and each time
+    # the worker publishes all its blocks again
+    epoch: str
+    role: str  # current role, "prefill" or "decode"
     state: State
-    address: str  # host:port of its gRPC service
+    address: str  # HOST:PORT of the worker's gRPC service
     metrics_address: str
-    host: str  # machine on which it runs
+    host: str  # machine on which the worker runs
     pid: int
-    model: str  # served name
+    model: str  # name under which the model is served
     max_model_len: int
     compatibility: KvCompatibility
     load: WorkerLoad = WorkerLoad()
@@ -148,30 +156,33 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     rates: WorkerRates = WorkerRates()
     pairs: dict[str, PairRate] = {}  # peer worker id -> rate of pulls from the peer
     started_at: float = 0.0  # seconds since the Unix epoch
-    generation: str = ""  # generation whose KV compatibility it shares
-    pool: str = ""  # pool for which it was started; differs from `role` while it is lent
-    memory_free_bytes: int = 0  # of its machine or container
-    memory_total_bytes: int = 0  # 0: not reported
+    generation: str = ""  # generation to which the worker belongs; empty: the unnamed one
+    pool: str = ""  # pool for which the worker was started; differs from `role` while it is lent
+    memory_free_bytes: int = 0  # free main memory of the worker's machine or container
+    memory_total_bytes: int = 0  # all main memory of the machine or container; 0: not reported
     adapters: AdapterState = AdapterState()
-    num_writes: int = 0  # writes of this record by its process; 0: not reported
-    written_at: float = 0.0  # by its process's clock, in Unix seconds; 0: not reported
-    disk_free_bytes: int = 0  # of the fuller disk with its log or copies of blocks
-    disk_total_bytes: int = 0  # 0: not reported, or it writes to no disk
+    num_writes: int = 0  # how often the process has written this record; 0: not reported
+    written_at: float = 0.0  # Unix time of the write, by the worker's clock; 0: not reported
+    # free bytes of the disk with the worker's log or KV block copies; of two disks, the fuller one
+    disk_free_bytes: int = 0
+    disk_total_bytes: int = 0  # size of that disk; 0: not reported, or the worker uses no disk
     unreachable: dict[str, str] = {}  # peer worker id -> reason why its blocks cannot be read
-    tiers: tuple[TierUse, ...] = ()  # below its KV pool, fastest first
-    prefill_at: str = ""  # where its prompts are prefilled; empty: not reported
-    keeps_deadlines: bool = False  # it refuses requests that would be too late (SubmitSequence)
+    tiers: tuple[TierUse, ...] = ()  # KV cache tiers below the KV pool, fastest first
+    prefill_at: str = ""  # where the worker's prompts are prefilled; empty: not reported
+    keeps_deadlines: bool = False  # True: refuses requests that would be too late (SubmitSequence)
 
     @property
     def transports(self) -> dict[str, str]:
-        """The transport ("nixl" or "grpc") by peer worker id."""
+        """The transport ("nixl" or "grpc") to each peer, by the peer's worker id."""
         return {peer: rate.transport for peer, rate in self.pairs.items()}
 
 
-# KEYS: 1 the record, 2 the set of workers, 3 the KV compatibility, 4 the pairs, 5 the lent worker's
-# role; all in one hash slot. ARGV: 1 worker id, 2 record, 3 KV compatibility, 4 time to live in ms,
-# 5 bandwidths, 6 role (empty: not lent), 7 the role's time to live in ms.
-# Returns nothing. The worker renews the KV compatibility only if it equals its own.
+# Writes a worker's record and renews the keys around it. The KV compatibility is renewed only if it
+# is missing or equals the worker's own.
+# KEYS: 1 the record, 2 the set of workers, 3 the KV compatibility, 4 the bandwidths from the
+# worker's peers, 5 the lent worker's role; all in one hash slot. ARGV: 1 worker id, 2 record, 3 KV
+# compatibility, 4 time to live in ms, 5 bandwidths, 6 role (empty: not lent), 7 the role's time to
+# live in ms. Returns nothing.
 _WRITE = Script("""
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[4])
 redis.call('SET', KEYS[4], ARGV[5], 'PX', ARGV[4])
@@ -188,9 +199,10 @@ else
 end
 """)
 
-# KEYS: 1 the set of workers, 2 the KV compatibility, 3... records. ARGV: their worker ids, in
-# order. Drops the ids without a record, and the KV compatibility with the last one. Returns
-# nothing.
+# Removes from the set all given workers that have no record. If no worker is left in the set, also
+# deletes the KV compatibility.
+# KEYS: 1 the set of workers, 2 the KV compatibility, 3... the records of the given workers. ARGV:
+# the ids of these workers, in the same order. Returns nothing.
 _DROP_DEAD = Script("""
 for i = 3, #KEYS do
   if redis.call('EXISTS', KEYS[i]) == 0 then redis.call('SREM', KEYS[1], ARGV[i - 2]) end
@@ -198,8 +210,8 @@ end
 if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('DEL', KEYS[2]) end
 """)
 
-# KEYS: 1 the mark. ARGV: 1 the value to set if there is none. Returns {the server's run id, the
-# mark}.
+# Reads the mark, which is set first if it is missing. KEYS: 1 the mark. ARGV: 1 the value for a
+# missing mark. Returns {the server's run id, the mark}.
 _DATA_SET = Script("""
 redis.call('SET', KEYS[1], ARGV[1], 'NX')
 local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
@@ -225,9 +237,10 @@ class Registry:
     async def check_compatibility(
         self, compatibility: KvCompatibility, generation: str = ""
     ) -> None:
-        """Joins the generation's KV compatibility, or sets it if there is none.
+        """Compares a worker's KV compatibility with its generation's, or sets the generation's if
+        there is none.
 
-        Raises Incompatible that names the differences.
+        Raises Incompatible, which names the differences.
         """
         key = self._compatibility_key_of(generation)
         await self._redis.set(key, _shared(compatibility), nx=True, px=self._ttl_ms)
@@ -238,9 +251,11 @@ class Registry:
             )
 
     async def write(self, record: WorkerRecord, loan: str = "") -> None:
-        """Keeps a worker and its generation's KV compatibility alive for another time to live.
+        """Writes a worker's record, and renews the time to live of its generation's KV
+        compatibility.
 
-        `loan` is the role in which the next process of this worker starts; "" for its own role.
+        If the worker is lent, `loan` is its current role, in which its next process starts after a
+        crash. "" means that the worker is not lent.
         """
         compatibility_key = self._compatibility_key_of(record.generation)
         record_key = self._record_key(record.worker_id)
@@ -262,22 +277,24 @@ class Registry:
     async def read_loan(self, worker_id: str) -> Role | None:
         """Returns the role to which the last process of this worker was lent.
 
-        Returns None if it was not lent or ended in order.
+        Returns None if the worker was not lent or if its last process shut down normally.
         """
         found = await self._redis.get(f"{self._record_key(worker_id)}:role")
         return next((role for role in get_args(Role) if found == role.encode()), None)
 
     async def remove(self, worker_id: str) -> None:
-        """Removes a worker that leaves in order. The last one also removes the KV compatibility."""
+        """Removes a worker that shuts down normally. If no worker is left, also removes the KV
+        compatibility."""
         record_key = self._record_key(worker_id)
         await self._redis.delete(record_key, pairs_key(record_key))
         await self._drop([worker_id])
 
     async def read(self) -> list[WorkerRecord]:
-        """Returns the records of all live workers, by worker id; drops ids whose record expired.
+        """Returns the records of all live workers, in the order of their ids. Ids whose record has
+        expired are removed from Redis.
 
-        A record that this version cannot read, or whose KV compatibility is not its generation's,
-        is skipped and logged once.
+        A record is skipped and logged once if this version cannot read it, or if its KV
+        compatibility differs from that of its generation.
         """
         members = await self._redis.smembers(self._workers_key)
         worker_ids = sorted(_bytes(member).decode(errors="replace") for member in members)
@@ -323,7 +340,9 @@ class Registry:
     async def _compatibilities(
         self, generations: set[str], unnamed: bytes | None
     ) -> dict[str, bytes]:
-        """Returns the KV compatibilities of these generations; b"" if one has expired."""
+        """Returns the encoded KV compatibility of each generation, or b"" for one that has expired.
+        `unnamed` is the KV compatibility of the generation without a name, which the caller has
+        already read."""
         compatibilities = {"": unnamed or b""}
         if named := sorted(generations - {""}):
             replies = await self._redis.mget([self._compatibility_key_of(name) for name in named])
@@ -334,7 +353,8 @@ class Registry:
     async def data_set(self) -> bytes:
         """Returns a value that changes if Redis was restarted, emptied or replaced.
 
-        Records of healthy workers may then be missing for a while. Call it after `read`.
+        After such a change, records of healthy workers may be missing for a while. The caller calls
+        `data_set` after `read`, so that a change during `read` is noticed.
         """
         parts = await _DATA_SET(self._redis, [self._mark_key], secrets.token_hex(8))
         return b":".join(parts)
@@ -370,7 +390,7 @@ class Registry:
 
 
 def _shared(compatibility: KvCompatibility) -> bytes:
-    """Returns the fields that all workers share, as comparable bytes."""
+    """Returns the encoded fields that must be equal for an exchange of KV."""
     return msgspec.msgpack.encode(msgspec.structs.replace(compatibility, tensor_parallel=1))
 
 
@@ -385,6 +405,7 @@ def _differences(mine: KvCompatibility, cluster: bytes) -> list[str]:
 
 
 def _bytes(value: bytes | str) -> bytes:
-    """Narrows the type. redis-py allows str for clients that decode replies; these do not."""
+    """Narrows the type of a reply to bytes. In redis-py's types a reply may also be a str, but only
+    a client that is set to decode replies returns one."""
     assert isinstance(value, bytes)
     return value

@@ -1,7 +1,9 @@
-"""Redis users by kind of process: the keys and commands that each kind uses, as ACL rules. Pure.
+"""Redis users by kind of process: the keys and commands that each kind may use, as ACL rules. This
+module does no I/O.
 
-router      all keys of its cluster: it reads records and writes API keys, sizes and usage
-worker      the registry and the prefix tree, but no API keys or sizes
+kind        keys that it may use
+router      all keys of its cluster
+worker      the registry and the prefix tree, but neither API keys nor the sizes of the pools
 controller  the sizes of the pools, the lease of Ray's head, and the workers' measured bandwidths
 """
 
@@ -43,7 +45,8 @@ _KEYS: dict[Kind, tuple[str, ...]] = {
     ),
 }
 _COMMANDS: dict[Kind, tuple[str, ...]] = {
-    # Not a list, because a router uses more and more commands. It may not administrate the server.
+    # A router may use all commands except those that administrate the server. Its commands are not
+    # listed one by one, because new features use further commands.
     "router": (
         "+@all",
         "-@admin",
@@ -64,6 +67,7 @@ _COMMANDS: dict[Kind, tuple[str, ...]] = {
 
 
 def rules(kind: Kind, cluster_id: str) -> str:
-    """Returns the rules of a user, which follow its name and password in an ACL."""
+    """Returns the ACL rules of the Redis user for a kind of process. In an ACL they follow the
+    user's name and password."""
     keys = (f"~{pattern % f'tandem:{cluster_id}'}" for pattern in _KEYS[kind])
     return " ".join(("resetkeys", "resetchannels", *keys, "-@all", *_COMMANDS[kind]))

@@ -1,8 +1,9 @@
 """The routers of a cluster, so that each can be notified at once of a revoked key.
 
     {tandem:CLUSTER}:routers    router id -> milliseconds of Redis' clock, a space, URL
-A router that ends in order deletes its entry. The entry of one that crashed or was cut off stays
-for an hour: it may still answer clients, so it must be notified of revoked keys.
+A router that shuts down normally deletes its entry. If a router crashes or loses its connection to
+Redis, its entry stays for an hour. Such a router may still answer clients, so the other routers
+must notify it of revoked keys.
 """
 
 from tandem.net.store.client import Client
@@ -10,8 +11,9 @@ from tandem.net.store.script import Script
 
 KEPT_MS = 3600 * 1000
 
+# Writes the entry of a router and deletes old entries.
 # KEYS: 1 the routers. ARGV: 1 router id, 2 URL, 3 milliseconds for which an entry is kept.
-# Writes the router and drops old ones. Returns {id, URL, id, URL, ...} of all.
+# Returns {id, URL, id, URL, ...} of all remaining routers.
 _ANNOUNCE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -31,7 +33,8 @@ return found
 
 
 class RouterRegistry:
-    """Announces one router and returns the others. Errors of redis-py propagate."""
+    """Writes the entry of one router and reads those of all routers. Errors of redis-py
+    propagate."""
 
     def __init__(self, redis: Client, cluster_id: str) -> None:
         self._redis = redis
@@ -39,7 +42,7 @@ class RouterRegistry:
         self._announce = Script(_ANNOUNCE)
 
     async def announce(self, router_id: str, url: str) -> dict[str, str]:
-        """Writes this router's entry; returns the URLs of all routers, by id."""
+        """Writes this router's entry. Returns the URLs of all routers, by router id."""
         reply = await self._announce(self._redis, [self._key], router_id, url, KEPT_MS)
         words = [word.decode(errors="replace") for word in reply]
         return dict(zip(words[::2], words[1::2], strict=True))

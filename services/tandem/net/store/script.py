@@ -1,5 +1,5 @@
-"""A Lua script on one hash slot. It is called by its digest and loaded again if a server lost
-it.
+"""Lua scripts in Redis, each for keys of one hash slot. A script is called by its digest, and
+loaded again if the server no longer has it.
 """
 
 import asyncio
@@ -16,14 +16,15 @@ Argument = bytes | str | int
 
 
 class Script:
-    """A Lua script. All keys of one call share a hash tag."""
+    """A Lua script. All keys of one call must share a hash tag."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._digest = sha1(text.encode(), usedforsecurity=False).hexdigest()
 
     async def __call__(self, redis: Client, keys: Sequence[str], *args: Argument) -> Any:
-        """Runs the script. It takes two more round trips if the server has lost it."""
+        """Runs the script and returns its reply. If the server no longer has the script, the call
+        takes two more round trips."""
         try:
             return await redis.evalsha(self._digest, len(keys), *keys, *args)
         except NoScriptError:
@@ -31,14 +32,14 @@ class Script:
             return await redis.evalsha(self._digest, len(keys), *keys, *args)
 
     async def load(self, redis: Client) -> None:
-        """Loads the script; on a Cluster, on every primary."""
+        """Loads the script into the server. On a Redis Cluster, loads it into every primary."""
         await redis.script_load(self._text)
 
     async def on_each(self, redis: Client, keys: Sequence[str], *args: Argument) -> list[Any]:
-        """Runs one call for each key; returns a reply for each, in one round trip."""
-        if len(keys) == 1:  # a pipeline costs the client 30 us more
+        """Runs the script once for each key, in one round trip. Returns one reply for each key."""
+        if len(keys) == 1:  # avoids a pipeline, which costs the client 30 us more
             return [await self(redis, keys, *args)]
-        if isinstance(redis, RedisCluster):  # the keys may be on several servers
+        if isinstance(redis, RedisCluster):  # The keys may be on several servers.
             return list(await asyncio.gather(*(self(redis, [key], *args) for key in keys)))
         for attempt in (1, 2):
             async with redis.pipeline(transaction=False) as pipe:

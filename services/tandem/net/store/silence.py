@@ -1,8 +1,10 @@
-"""Measures how long workers have been silent, for one reader of their records. Pure.
+"""Measures how long workers have been silent, for one reader of their records. This module does no
+I/O.
 
-A live worker numbers each write of its record. If the number does not change, the process is
-stopped, cut off or gone, long before its record expires. An engine that has work and makes no turn
-hangs, even if its worker still writes.
+A live worker increases a number in its record with each write. If the number no longer grows, the
+process has stopped, has lost its connection to Redis or has ended. The reader notices this long
+before the record expires. If an engine has work but finishes no step, the engine hangs, even if its
+worker still writes records.
 """
 
 import math
@@ -13,25 +15,29 @@ from tandem.common.config.cluster import ClusterConfig
 from tandem.common.perf_model.predict import queue_seconds
 from tandem.net.store.registry import WorkerRecord
 
-_WRITES_MAX = 3  # writes that may be missed
-_TURNS_MAX = 3  # full steps, by the measured rates
+_WRITES_MAX = 3  # A worker counts as silent after this number of write intervals without a write.
+# An engine may take the time of this number of full steps before it counts as stuck.
+_TURNS_MAX = 3
 _LOST_S = 30.0
 
 
 @dataclass(slots=True)
 class _Heard:
-    """The last state of a process. Times are the reader's monotonic seconds."""
+    """The last known state of a worker process. Times are in seconds of the reader's monotonic
+    clock."""
 
     record: WorkerRecord
     wrote_at: float
     turned_at: float
-    lost_at: float = -math.inf  # a lease was lost on it, and its engine has made no turn since
+    # last time of a lost lease on this worker; -inf once its engine has finished a step since then
+    lost_at: float = -math.inf
 
 
 class Silences:
-    """The silence of all workers at the last records. The reader notes each set that it reads.
+    """How long each worker has been silent, as of the last read of the records. The reader passes
+    the records to `note` after each read.
 
-    While Redis is away nothing is read, so no worker becomes more silent.
+    While Redis is unreachable no records are read, so the times of silence do not grow.
     """
 
     def __init__(self, cluster: ClusterConfig) -> None:
@@ -40,7 +46,7 @@ class Silences:
         self._now = 0.0
 
     def note(self, records: Iterable[WorkerRecord], now: float) -> None:
-        """Takes all records that were read at this time."""
+        """Takes the records of all workers, which were read at `now`."""
         self._now = now
         before = self._heard
         self._heard = {}
@@ -59,23 +65,24 @@ class Silences:
             self._heard[record.worker_id] = heard
 
     def note_lost(self, worker_id: str, now: float) -> None:
-        """Records that this reader waited for the worker in vain.
+        """Notes that the reader has waited for a reply of the worker in vain.
 
-        The worker counts as lost until its engine makes a turn, but at most for `_LOST_S`, because
-        an idle engine makes none.
+        The worker counts as lost until its engine finishes a step, but at most for `_LOST_S`,
+        because an idle engine runs no steps.
         """
         if (heard := self._heard.get(worker_id)) is not None:
             heard.lost_at = now
 
     def silent_s(self, worker_id: str) -> float:
-        """Returns the seconds since a worker last wrote; 0 while it may still be on time."""
+        """Returns the seconds since a worker last wrote its record. Returns 0 until the worker has
+        missed `_WRITES_MAX` writes."""
         heard = self._heard.get(worker_id)
         age_s = 0.0 if heard is None else self._now - heard.wrote_at
         return age_s if age_s > self._limit_s else 0.0
 
     def stuck_s(self, worker_id: str) -> float:
-        """Returns the seconds since an engine with work last made a turn; 0 within a step's
-        duration.
+        """Returns the seconds since the engine of a worker last finished a step or had no work.
+        Returns 0 while the engine may still be within normal step times.
         """
         if (heard := self._heard.get(worker_id)) is None:
             return 0.0
@@ -85,7 +92,7 @@ class Silences:
         return age_s if age_s > max(self._limit_s, _TURNS_MAX * step_s) else 0.0
 
     def is_lost(self, worker_id: str, now: float) -> bool:
-        """Returns whether no request should wait for this worker now."""
+        """Returns True if the worker counts as lost, so that no request should wait for it."""
         heard = self._heard.get(worker_id)
         was_lost = heard is not None and now - heard.lost_at < _LOST_S
         return was_lost or bool(self.silent_s(worker_id) or self.stuck_s(worker_id))

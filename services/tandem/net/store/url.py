@@ -5,10 +5,11 @@
     redis+sentinel://[[USER]:PASSWORD@]HOST[:PORT],.../SERVICE[/DB]    the master of SERVICE
     redis+cluster://[[USER]:PASSWORD@]HOST[:PORT],...                  any nodes of a cluster
 
-`rediss` instead of `redis` uses TLS with every server, Sentinels included. Options of redis-py's
-connections follow after `?`, such as ssl_ca_certs, ssl_certfile, ssl_keyfile (paths), ssl_cert_reqs
-(required, optional, none), ssl_check_hostname; for Sentinels also sentinel_username and
-sentinel_password. Special characters in a user name or password are percent-encoded. Pure.
+`rediss` instead of `redis` uses TLS with every server, including the Sentinels. Options of
+redis-py's connections follow after `?`. Examples are ssl_ca_certs, ssl_certfile, ssl_keyfile
+(paths), ssl_cert_reqs (required, optional, none) and ssl_check_hostname. For Sentinels there are
+also sentinel_username and sentinel_password. Special characters in a user name or password are
+percent-encoded. This module does no I/O.
 """
 
 from dataclasses import dataclass, field
@@ -31,18 +32,19 @@ _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """A parsed URL. `options` are redis-py's; `sentinel_options` are for the Sentinels only."""
+    """A parsed URL. `options` are options of redis-py's connections to Redis servers, and
+    `sentinel_options` of those to Sentinels."""
 
     kind: Kind
     tls: bool
-    nodes: tuple[tuple[str, int], ...]  # (host, port); empty for a Unix socket
-    service: str = ""  # service that Sentinels watch
+    nodes: tuple[tuple[str, int], ...]  # (host, port) of each node; empty for a Unix socket
+    service: str = ""  # name of the service that the Sentinels watch; empty without Sentinels
     options: dict[str, Any] = field(default_factory=dict, repr=False)
     sentinel_options: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:
-        """The address for messages, without secrets."""
+        """The address as it appears in messages, without user and password."""
         where = ",".join(f"{host}:{port}" for host, port in self.nodes)
         if self.kind == "sentinel":
             return f"{where} (Sentinel service {self.service})"
@@ -50,7 +52,8 @@ class RedisAddress:
 
 
 def parse(url: str) -> RedisAddress:
-    """Parses a URL. Raises ConfigError, which says what is allowed and never shows the password."""
+    """Parses a URL. Raises ConfigError, which names the allowed forms and never shows the
+    password."""
     scheme, separator, _ = url.partition("://")
     if not separator or scheme not in _KINDS:
         raise ConfigError(
@@ -91,7 +94,7 @@ def parse(url: str) -> RedisAddress:
 
 
 def _options(url: str) -> dict[str, Any]:
-    """Returns redis-py's options from the user, path and query of a URL of one server."""
+    """Converts the user, path and query of a URL for one server to options of redis-py."""
     try:
         options = dict(parse_url(url))  # type: ignore[no-untyped-call]
     except ValueError as error:
