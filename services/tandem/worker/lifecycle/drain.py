@@ -44,7 +44,7 @@ async def drain(
 
 
 def describe(decode: DecodeService, prefill: PrefillService, now: float) -> str:
-    """Describes the sequences and leases that a drain waits for, and the oldest age."""
+    """Describes what a drain waits for: the sequences and leases, and the age of the oldest one."""
     waits = Counter(_waits(decode, prefill))
     begun = [s.submitted_at for s in decode.sequences] + [x.opened_at for x in prefill.leases]
     oldest_s = now - min(begun, default=now)
