@@ -1,7 +1,7 @@
 """The consumer's side of one lease: a `Prefill` stream and the pulls that it protects.
 
     1. The consumer opens the stream.
-    2. For each event `run`, the consumer pulls the run's blocks at once (without `overlap`, after 4).
+    2. For each event `run`, the consumer pulls the run's blocks (after step 4 without `overlap`).
     3. When every pull is DONE, the consumer sends `release`.
     4. The event `prefilled` or `held` arrives, before or after step 3. No `run` follows it.
     5. The event `released` arrives after steps 3 and 4. The pulled blocks are now valid.
