@@ -236,6 +236,6 @@ class InternalError(TandemError, code="internal_error"): ...
 
 
 def from_code(code: str, message: str, *, retry_after_s: float | None = None) -> TandemError:
-    """Restores an error that another process sent by its code; InternalError if the code is
-    unknown."""
+    """Rebuilds an error from the code that another process sent. An unknown code gives
+    InternalError."""
     return _BY_CODE.get(code, InternalError)(message, retry_after_s=retry_after_s)
