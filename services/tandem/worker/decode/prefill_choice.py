@@ -61,8 +61,8 @@ class Candidate(PrefillOption):
 
     worker_id: str = ""
     pair: PairRate = _UNMEASURED  # rate of pulls by the decode worker from the candidate
-    wait_s: float = 0.0  # wait that the candidate named when it refused
-    load_s: float = 0.0  # until the candidate has loaded its cached tokens from a tier
+    wait_s: float = 0.0  # seconds to wait, which the candidate named when it refused
+    load_s: float = 0.0  # seconds until the candidate has loaded its cached tokens from a tier
     given: PairRate = _UNMEASURED  # rate of pulls by the candidate from the decode worker
 
 
@@ -70,7 +70,7 @@ class Candidate(PrefillOption):
 class PrefillPlan:
     """The candidates to try, in order, and the time in seconds predicted for the first one.
 
-    If `candidates` is empty, the decode worker prefills, and the time is its own.
+    If `candidates` is empty, the decode worker prefills, and the time is that of local prefill.
     """
 
     candidates: tuple[str, ...]

@@ -38,7 +38,7 @@ from tandem.worker.decode.prefill_choice import (
 from tandem.worker.peers.rates import Rates
 
 _FAILED_REPORT_S = 30.0
-_WHY_MAX = 300  # characters
+_WHY_MAX = 300  # number of characters kept of a reason
 # Smaller sums of predicted seconds are rounding errors, because any prompt takes longer.
 _SENT_MIN_S = 1e-9
 _Worker = TypeVar("_Worker", pb.PrefillCandidate, pb.PrefixHolder)
@@ -76,7 +76,7 @@ class PrefillPlanner:
         self._silences.note_lost(worker_id, time.monotonic())
 
     def note_failed(self, worker_id: str, epoch: str, why: str) -> None:
-        """Records for operators why a lease with this process of the worker was lost."""
+        """Records for operators why a lease with this worker process was lost."""
         self._failed[worker_id] = (epoch, why[:_WHY_MAX], time.monotonic())
 
     def note_success(self, worker_id: str) -> None:

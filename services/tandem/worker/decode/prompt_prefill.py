@@ -10,9 +10,9 @@ A candidate is a prefill worker that the router named. A lease is whole if all i
 pulled while the candidate still held them. After a failure the candidate is dropped. A candidate
 that named a wait when it refused is tried once more.
 
-If blocks of a failed lease were already pulled, they are given up (`Restart`). Candidates and
-prefix holders that are silent or hang are skipped. If no candidate is left, the prompt is computed
-locally at once.
+If some blocks of a failed lease were already pulled, the sequence drops them and is queued again
+(`Restart`). Candidates and prefix holders that are silent or hang are skipped. If no candidate is
+left, the prompt is computed locally at once.
 """
 
 import asyncio

@@ -81,8 +81,8 @@ class EngineLink:
     async def start(self) -> messages.Ready:
         """Starts the process and waits until its model is loaded, at most `start_deadline_s`.
 
-        Raises WorkerLost after that time or if the process ends, and ConfigError if it rejects its
-        settings.
+        Raises WorkerLost after that time or if the process ends. Raises ConfigError if the process
+        rejects its settings.
         """
         commands, transfers = (f"ipc://{self._folder}/{n}" for n in ("commands", "transfers"))
         self._commands.bind(commands)
@@ -201,7 +201,7 @@ class EngineLink:
     async def load_bytes(self, sequence_id: str, block_ids: list[int]) -> memoryview:
         """Returns the bytes of blocks that a PREFILL_ONLY sequence holds.
 
-        Raises InternalError if it does not hold them.
+        Raises InternalError if the sequence does not hold the blocks.
         """
         data: memoryview = await self._ask(messages.LoadBytes, sequence_id, block_ids)
         return data

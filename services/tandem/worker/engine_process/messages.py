@@ -45,7 +45,7 @@ class StartLocalPrefill(msgspec.Struct, frozen=True, tag=True):
 
 
 class Restart(msgspec.Struct, frozen=True, tag=True):
-    """Drop a sequence's pulled blocks and queue it again, at the head, with `spec`."""
+    """Drop a sequence's pulled blocks and queue it again with `spec`, at the head of the queue."""
 
     spec: SequenceSpec
 
@@ -58,7 +58,8 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
 
     sequence_id: str
     first_token_id: int
-    block_sums: list[float] = []  # see `block_sums` of `Prefilled` in worker.proto
+    # for each block of the prompt, the weights that its keys attracted; empty if not counted
+    block_sums: list[float] = []
 
 
 class ContinuePrefill(msgspec.Struct, frozen=True, tag=True):

@@ -1,8 +1,8 @@
 """Tracks local blocks that a read may still write; the engine must not allocate them.
 
-A block is unsafe from the `start` of its pull until `settled` with success or `unfenced`. A failed
-pull leaves its blocks unsafe. If their sequence gives up the blocks, the unsafe ones are
-quarantined until they are safe.
+A block is unsafe from the `start` of its pull until the pull is `settled` with success. After a
+failed pull, the block stays unsafe until it is `unfenced`: no read can write it any more. If a
+sequence gives up unsafe blocks, they are quarantined until they are safe.
 
 Only the engine's main thread uses this ledger. Events of the transfer thread reach that thread
 through a queue. A block is in at most one unfinished pull, because an unsafe block is never

@@ -2,7 +2,7 @@
 
     fault    condition                                         consequence
     silent   the engine has work, but makes no turn            it logs its stacks and is killed
-    stuck    more blocks are quarantined than the budget has   the worker drains and ends
+    stuck    more blocks are in quarantine than are allowed    the worker drains and ends
 
 This module knows no requests. The worker passes `is_used`, which returns whether there is work.
 """
@@ -18,7 +18,7 @@ TURN_S = 1.0
 
 
 class EngineWatch:
-    """Measures how long the engine has been silent or its quarantine too large.
+    """Measures how long the engine has been silent and how long its quarantine has been too large.
 
     After the time limit, the engine is killed or the worker drains. `turn_for_ever` may be
     cancelled and called again; the measured times continue.

@@ -83,7 +83,7 @@ class ConsumerLease:
         if config.transfer.overlap:
             self._may_pull.set()
         self.stats = PullStats()
-        # `block_sums` of `Prefilled` in worker.proto; empty if the KV budget needs no sums
+        # see `block_sums` in engine_process/messages.py
         self.block_sums: list[float] = []
         self.pulled_anything = False
 

@@ -48,7 +48,7 @@ async def open_stream(
     """Opens a lease's stream with the message `opening`.
 
     `is_silent` returns whether the producer is late in writing its record. Raises LeaseLost, or the
-    TandemError that a task of the `async with` body raised.
+    TandemError that was raised inside the `async with` statement.
     """
     call = peer.stub.Prefill(metadata=token_metadata(config.cluster.token))
     closed = LeaseLost(f"the connection to {peer.worker_id} was closed")
@@ -146,8 +146,8 @@ class LeaseStream:
 def is_producer_gone(error: BaseException | None) -> bool:
     """Returns whether a lease was lost because the producer's process ended during the lease.
 
-    Only then may the request itself have crashed the process. The operating system closes the
-    connections of a process that ends at once. A timeout means that the network is cut or the
+    Only then may the request itself have crashed the process. When a process ends, the operating
+    system closes its connections immediately. A timeout means that the network is cut or the
     process is stopped. A failed connect means that the process had ended before the lease.
     """
     causes = [error]

@@ -29,7 +29,10 @@ log = logging.getLogger(__name__)
 
 
 class NamedAdapters:
-    """The adapters that a worker serves. `named` is in its record. Files are read in threads."""
+    """The adapters that a worker serves.
+
+    `named` is part of the worker's record. Files are read in threads.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config

@@ -20,7 +20,7 @@ async def drain(
 ) -> None:
     """Returns when no sequence and no lease is left, at the latest at `ends_at`.
 
-    `ends_at` returns a time.monotonic() time. A second request to stop may make it earlier.
+    `ends_at` returns a time.monotonic() time. A second request to stop may make that time earlier.
     """
     began = told = time.monotonic()
     while decode.num_sequences or prefill.num_leases:

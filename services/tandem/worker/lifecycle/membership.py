@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Membership:
-    """Writes this worker's record and reads the others', every `record_interval_s`."""
+    """Writes this worker's record and reads those of other workers, every `record_interval_s`."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Membership:
         return [self.publisher, *self._of_tiers.values()]
 
     async def refresh(self) -> None:
-        """Writes this worker's record and reads the others', once."""
+        """Writes this worker's record and reads those of other workers, once."""
         try:
             self._num_writes += 1
             record = msgspec.structs.replace(self._record(), num_writes=self._num_writes)

@@ -373,7 +373,8 @@ class Worker:
     async def _unless(
         self, ending: Coroutine[Any, Any, object], work: Coroutine[Any, Any, None]
     ) -> bool:
-        """Runs `work` until `ending` is done; returns whether the work was done first.
+        """Runs `work`, but not longer than until `ending` is done. Returns True if `work` was done
+        first.
 
         Raises the error of either of them, or WorkerLost if the engine ends first.
         """

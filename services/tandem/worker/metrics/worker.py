@@ -231,8 +231,8 @@ class WorkerMetrics(MetricSet):
         self._registry.register(_AtScrape(lambda: tier_metrics(self._labels, self._stats)))
 
     def collect(self) -> Iterable[Metric]:
-        """Returns the current values of all metrics. The gauges of the load are added by
-        `serve`.
+        """Returns the current values of all metrics. After `serve`, these include the load's
+        gauges.
         """
         return _WithRole(self._registry, self).collect()
 

@@ -39,7 +39,7 @@ from tandem.worker.peers.transport_choice import (
 log = logging.getLogger(__name__)
 
 _OF_THE_NETWORK = {"tcp", "unreachable"}
-_REASON_MAX = 300  # characters
+_REASON_MAX = 300  # number of characters kept of a reason
 FAILURES_MAX = 3  # After this many failed NIXL reads in a row, the pair uses gRPC
 
 

@@ -30,7 +30,8 @@ from tandem.worker.peers.rates import Rates
 
 log = logging.getLogger(__name__)
 
-# With more decode workers than this, a pair is connected at first use, not at joining.
+# If there are more decode workers than this, a connection to one of them is opened at its first use
+# and not when it joins.
 EAGER_DECODE_PEERS_MAX = 16
 _RETRY_S = 5.0
 # An incompatible peer is retried later, because neither process can change. A restarted worker is a
@@ -65,7 +66,10 @@ class Peers:
         self._entries: dict[str, _Entry] = {}  # keyed by peer id
 
     async def get(self, worker_id: str, epoch: str, address: str) -> Peer:
-        """Returns a connected peer. Raises TandemError after `connect_deadline_s`."""
+        """Returns a connected peer, for whose connection this may have to wait.
+
+        Raises TandemError if the connection fails or takes longer than `connect_deadline_s`.
+        """
         entry = self._entries.get(peer_id(worker_id, epoch))
         if entry is None:
             entry = self._open(worker_id, epoch, address)

@@ -36,10 +36,10 @@ class Rates:
         self._deadline_s_max = config.transfer.pull_deadline_s
         self._delay_s = config.transfer.delay_s
         self._slow_link = SlowLink(config.transfer.bytes_per_s)
-        # keyed by the peer's worker id and the transport
+        # (peer's worker id, transport) -> meter
         self._meters: dict[tuple[str, str], PairMeter] = {}
         self._failures: Counter[tuple[str, str]] = Counter()
-        # peer's worker id -> (transport, reason why it is not the best one)
+        # peer's worker id -> (transport in use, reason why this transport is not the best one)
         self._in_use: dict[str, tuple[str, str]] = {}
         self._ended_at = 0.0
         self._end_interval_s = 1.0

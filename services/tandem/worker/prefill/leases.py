@@ -21,7 +21,7 @@ from tandem.worker.prefill.prefix_choice import PrefixPlan
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One consumer's hold on the blocks of one sequence or chain."""
+    """The state of one lease, under which a consumer reads the blocks of one sequence or chain."""
 
     lease_id: str
     consumer_id: str
