@@ -245,8 +245,8 @@ def _worker(state: Mapping[str, Any], worker_id: str) -> Mapping[str, Any] | Non
 
 
 def _process(state: Mapping[str, Any], worker_id: str) -> tuple[Any, ...]:
-    """Returns what identifies a worker's process; () if the process has ended. The worker's id does
-    not identify it, because a successor reuses the id."""
+    """Returns what identifies a worker's process; () if the process has ended. The worker's id is
+    not enough, because a successor reuses the id."""
     worker = _worker(state, worker_id)
     return () if worker is None else (worker["host"], worker["pid"], worker["started_at"])
 

@@ -1,4 +1,4 @@
-"""Finds the model of `tandem up` and checks it before processes start that read it.
+"""Finds the model of `tandem up` and checks it before the processes that read it are started.
 
 The checks read the tokenizer and the headers of weight files, but no tensors.
 """

@@ -1,8 +1,7 @@
 """The folder, logs, environment and guardian of `tandem up` or `tandem join`.
 
-  created -> ... -> `end`: all processes of the cluster on this machine and the folder are gone
-
-If the launcher is killed, its guardian cleans up.
+A run begins when its object is created. After `end`, the folder and all processes of the cluster on
+this machine are gone. If the launcher is killed, its guardian cleans up.
 """
 
 import os

@@ -21,7 +21,8 @@ def main(record: str, log: str, *command: str) -> None:
     read_end, write_end = os.pipe()
     if os.fork():
         os.close(write_end)
-        # The read returns an error message, or nothing at EOF, when the child has called exec.
+        # This read returns nothing (EOF) once the child has called exec, or else the child's error
+        # message.
         failed = os.read(read_end, 1000)
         sys.stderr.buffer.write(failed)
         sys.exit(1 if failed else 0)

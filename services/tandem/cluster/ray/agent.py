@@ -2,9 +2,10 @@
 
   start or adopt the process -> running -> (the process ended) restarting, after a back-off -> start
   running -> (`drain`) draining: SIGTERM, and SIGKILL at the deadline -> gone
-  at its start the agent is not wanted any more: a process that runs is drained, none is started
 
-With several hosts, a router is told first that it leaves, and gets some time to tell its clients.
+If the process is not wanted any more when the agent starts, a running process is drained, and none
+is started. With several hosts, a router is told first that it leaves, and gets some time to tell
+its clients.
 
 A Ray node that is about to end is marked (leave_node.py). Its agents then drain their processes and
 start none. The agents remain until the node ends, so that Ray places nothing else on the node.
