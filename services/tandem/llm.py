@@ -117,7 +117,7 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    # for each token: its own and the most likely ones
+    # for each token, its own log probability and those of the most likely tokens
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None  # stop, length or tool_calls; None while tokens are generated
     stop_reason: int | str | None = None  # the stop string or stop token that ended the completion
@@ -137,7 +137,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None  # None: the prompt was sent as token ids or as a chat
     prompt_token_ids: list[int]
-    # for each prompt token; None for the first
+    # for each prompt token, as in `logprobs`; None for the first one
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     outputs: list[CompletionOutput]
     finished: bool
@@ -471,7 +471,7 @@ class AsyncLLM:
                 yield output
 
     async def embed(self, prompts: Prompts, **arguments: Any) -> list[EmbeddingRequestOutput]:
-        """Returns what `LLM.embed` does."""
+        """Returns the result of `LLM.embed` for these arguments."""
         return await asyncio.to_thread(partial(self._llm.embed, prompts, **arguments))
 
     async def _stream(self, requests: "list[_Request]") -> AsyncGenerator[RequestOutput, None]:

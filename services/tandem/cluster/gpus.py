@@ -1,8 +1,8 @@
 """Finds the GPUs of a host, and assigns one to each worker process.
 
-A worker uses exactly one GPU: CUDA_VISIBLE_DEVICES of its process names it. The engine selects the
-device "cuda" in several threads, and CUDA's current device is per thread, so a process that sees
-one GPU cannot use another by mistake.
+A worker uses exactly one GPU, which CUDA_VISIBLE_DEVICES of its process names. The engine selects
+the device "cuda" in several threads, and each thread has a current CUDA device of its own. So a
+process that sees one GPU cannot use another by mistake.
 
 This module imports neither torch nor CUDA, and does not depend on pools.
 """

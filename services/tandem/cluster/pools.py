@@ -126,7 +126,8 @@ class Member(msgspec.Struct, frozen=True):
     is_stopped: bool = False  # True if its process is stopped, for example by SIGSTOP
     since: float = 0.0  # time when its agent reported this state, in seconds since the Unix epoch
     host: str = ""
-    has_ports: bool = False  # True if it gets the ports that its pool's command names
+    # True: it gets the ports that its pool's command names; False: the system chooses
+    has_ports: bool = False
     # number of times that its host was lost; each time it gets an agent with a new name
     num_losses: int = 0
     placed_why: str = ""  # names the hosts that were left out because they are far; empty: none

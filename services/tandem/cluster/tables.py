@@ -1,7 +1,7 @@
 """The tables of `tandem status`, `audit` and `index verify`, for wide screens and for 80 columns.
 
-This module prints nothing, and text is never interpreted as rich's markup. If a table does not fit,
-its last columns or its notes become a part of their own below it.
+This module prints nothing, and text is never interpreted as rich's markup. If a table is too wide
+for the screen, its last columns or its notes follow below it.
 """
 
 import time

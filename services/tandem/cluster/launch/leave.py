@@ -37,7 +37,8 @@ class Leaving:
     def __init__(
         self, *, controller_url: str, worker_url: str, cluster_id: str, host_id: str
     ) -> None:
-        """The two URLs of Redis belong to its users `controller` and `worker`."""
+        """`controller_url` and `worker_url` are URLs of Redis for its users `controller` and
+        `worker`."""
         self._controller_url = controller_url
         self._worker_url = worker_url
         self._cluster_id = cluster_id

@@ -72,7 +72,8 @@ class Submission:
     # workers that have cached the prompt's first blocks
     holders: list[pb.PrefixHolder] = field(default_factory=list)
     losses_max: int = 0  # the sequence ends after this many lost prefill workers; 0 means no limit
-    may_return: bool = False  # True: the router may take it back while the engine has not begun it
+    # True: the router may take the sequence back until the engine has begun it
+    may_return: bool = False
 
 
 @dataclass(slots=True)

@@ -321,7 +321,7 @@ class TierDamage:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._num_bad: dict[str, int] = {}  # tier -> number of bad blocks in its last report
+        self._num_bad: dict[str, int] = {}  # tier -> number of bad blocks in the last report
         # tier -> (number of recent bad blocks, time when the last one was found)
         self._lately: dict[str, tuple[int, float]] = {}
 

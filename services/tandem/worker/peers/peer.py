@@ -21,7 +21,7 @@ class Peer:
     transports: Mapping[str, Transport]  # all transports by name
     transport: str = ""  # name of the transport in use
     offers_grpc: bool = True
-    reason: str = ""  # last logged reason for the choice of transport; it is not logged again
+    reason: str = ""  # last logged reason for the choice of transport, which is not logged again
 
     @property
     def peer_id(self) -> str:

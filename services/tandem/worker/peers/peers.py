@@ -37,7 +37,7 @@ _RETRY_S = 5.0
 # An incompatible peer is retried later, because neither process can change. A restarted worker is a
 # new peer and is not delayed by this.
 _RETRY_INCOMPATIBLE_S = 300.0
-_AGAIN_MIN_S = 30.0  # shortest pause between two measurements of a pair; it doubles each time
+_AGAIN_MIN_S = 30.0  # shortest pause between two measurements of a pair; doubled after each one
 _AGAIN_MAX_S = 600.0
 
 
@@ -47,7 +47,7 @@ class _Entry:
     connecting: asyncio.Task[Peer]
     failed_at: float = 0.0
     retry_s: float = _RETRY_S
-    failure: str = ""  # last failure; if it repeats, it is logged only at level DEBUG
+    failure: str = ""  # last failure; a repetition of it is logged only at level DEBUG
     # time when the registry or a request last named the peer
     seen_at: float = field(default_factory=time.monotonic)
     measured_at: float = field(default_factory=time.monotonic)

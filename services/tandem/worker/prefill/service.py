@@ -2,7 +2,8 @@
 
     `start`, to compute a prompt     --> refused
                                      --> leased --> (pulling a prefix) --> computing --> prefilled
-    `hold`, to keep cached blocks    --> leased --> held
+    `hold`, to keep cached blocks    --> refused
+                                     --> leased --> held
     prefilled or held, and `release` --> released
     the stream closes at any time    --> the lease ends
 
