@@ -1,7 +1,7 @@
 """Tandem: LLM serving with prefill and decode on separate workers. Start at services/README.md.
 
-The names of the Python API are loaded from `tandem.llm` when they are used first: no process of a
-cluster loads an engine because it imports a package of Tandem.
+The names of the Python API are loaded from `tandem.llm` only when they are first used. So a process
+of a cluster that imports a package of Tandem does not load an engine.
 """
 
 from importlib import import_module

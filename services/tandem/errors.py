@@ -1,22 +1,22 @@
 """All errors that cross a component boundary, as one tree of exceptions.
 
     TandemError
-      BadRequest            400  INVALID_ARGUMENT     client's input; says what is allowed
+      BadRequest            400  INVALID_ARGUMENT     the client's input is not allowed
         ContextTooLong      400  INVALID_ARGUMENT
-        NeverFits           400  INVALID_ARGUMENT     exceeds the entire KV pool
-        OverKeyLimit        400  INVALID_ARGUMENT     exceeds a limit of the API key
+        NeverFits           400  INVALID_ARGUMENT     the prompt exceeds the entire KV pool
+        OverKeyLimit        400  INVALID_ARGUMENT     the request exceeds a limit of the API key
         PreviousResponseNotFound  400  INVALID_ARGUMENT  the response to continue is not kept
       Unauthenticated       401  UNAUTHENTICATED      no key, or an invalid one
       Forbidden             403  PERMISSION_DENIED    the key's role does not allow the call
-      ScaleRefused          403  PERMISSION_DENIED    refused by the owner of the pool sizes
+      ScaleRefused          403  PERMISSION_DENIED    Kubernetes refused to change the pool size
       ForeignPage           403  PERMISSION_DENIED    a browser sent the call for a foreign web page
       NotPublic             404  NOT_FOUND            the call belongs to the admin port
       ModelNotFound         404  NOT_FOUND
       KeyNotFound           404  NOT_FOUND
       WorkerNotFound        404  NOT_FOUND
       NotNow                409  FAILED_PRECONDITION  an operator's request cannot be met now
-      RequestNotFound       404  NOT_FOUND            unknown, or no longer recorded
-        ResponseNotFound    404  NOT_FOUND            not kept
+      RequestNotFound       404  NOT_FOUND            the id is unknown or no longer recorded
+        ResponseNotFound    404  NOT_FOUND            the response is not kept
       ThreadNotFound        404  NOT_FOUND            message threads are not kept
       BodyTooLate           408  DEADLINE_EXCEEDED    the client did not send its body in time
       BodyTooLarge          413  RESOURCE_EXHAUSTED
@@ -33,12 +33,12 @@
       KeysUnknown           503  UNAVAILABLE          the router could not read the API keys
       UsageUnknown          503  UNAVAILABLE          usage cannot be read without Redis
       TokenizerLate         503  UNAVAILABLE          the tokenizer took too long and was killed
-      ScaleAway             503  UNAVAILABLE          the owner of the pool sizes does not answer
+      ScaleAway             503  UNAVAILABLE          the scaler (controller or Kubernetes) is away
       WorkerLost            503  UNAVAILABLE          the worker ended, hung or is unreachable
         WorkerLeft          503  UNAVAILABLE          the worker left in order, as announced
-        LeaseLost           503  UNAVAILABLE          lost before release: pulled blocks are invalid
-          ProducerSilent    503  UNAVAILABLE          no heartbeat, or its engine made no step
-          BlockMismatch     503  UNAVAILABLE          a block's checksum differs
+        LeaseLost           503  UNAVAILABLE          pulled blocks are invalid: no release
+          ProducerSilent    503  UNAVAILABLE          no heartbeat, or the engine made no step
+          BlockMismatch     503  UNAVAILABLE          a pulled block has a wrong checksum
       DeadlineExceeded      504  DEADLINE_EXCEEDED
       Incompatible          500  FAILED_PRECONDITION  two components that cannot work together
       MemoryGrown           503  UNAVAILABLE          a process ends to free memory; never sent
@@ -236,6 +236,6 @@ class InternalError(TandemError, code="internal_error"): ...
 
 
 def from_code(code: str, message: str, *, retry_after_s: float | None = None) -> TandemError:
-    """Restores an error that another process sent by its code; InternalError if the code is
-    unknown."""
+    """Rebuilds an error from the code that another process sent. An unknown code gives
+    InternalError."""
     return _BY_CODE.get(code, InternalError)(message, retry_after_s=retry_after_s)

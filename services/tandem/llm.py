@@ -4,9 +4,9 @@
     check, render, tokenize  ---SequenceSpec--------> Engine.add
     detokenize, stop strings <--NewTokens, an error-- Engine.step, while there is work
 
-The functions that check, prepare and read requests are those of the HTTP API, so equal requests
-get equal answers. Names that vLLM's `LLM` has mean the same here. Several threads may use one
-`LLM`: the engine computes their requests together.
+The functions that check, prepare and read requests are those of the HTTP API, so equal requests get
+equal answers. Methods and arguments with the names of vLLM's `LLM` mean the same as there. Several
+threads may use one `LLM`: the engine computes their requests together.
 """
 
 import asyncio
@@ -74,10 +74,11 @@ _T = TypeVar("_T")
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
 Message: TypeAlias = Mapping[str, Any]
 
-_QUEUE_MAX = 2**31 - 1  # sequences of a batch that wait for the running ones
-_TICK_S = 0.002  # between two looks at a grammar or an adapter that a thread makes
-_CLOSE_MAX_S = 30.0  # for the step that runs, and for tiers that write what has no copy
-# Options of the engine as vLLM spells them.
+_QUEUE_MAX = 2**31 - 1  # number of sequences that may wait for running ones; practically unlimited
+_TICK_S = 0.002  # pause between two checks of a grammar or an adapter that a thread prepares
+# longest wait for the running step, and for tiers to write blocks that have no other copy
+_CLOSE_MAX_S = 30.0
+# vLLM's name of an engine option -> Tandem's name
 _VLLM_OPTIONS = {
     "revision": "model_revision",
     "kv_cache_dtype": "kv_dtype",
@@ -91,10 +92,10 @@ _ENGINE_OPTIONS = {f.name for f in fields(EngineOptions)} - {"lora", "queue_max"
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """A LoRA adapter in PEFT's format, with which a request is computed."""
+    """A LoRA adapter in PEFT's format that a request uses."""
 
     lora_name: str
-    lora_int_id: int  # has no effect: the adapter's files tell one from another
+    lora_int_id: int  # has no effect, because adapters are distinguished by their files
     lora_path: str
 
 
@@ -103,24 +104,27 @@ class Logprob:
     """The natural log probability of a token before temperature, filters and penalties."""
 
     logprob: float
-    rank: int  # 1: no token is more likely
+    rank: int  # rank among all tokens; 1: no token is more likely
     decoded_token: str
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. `text` has no reasoning and no tool calls where a chat's answer has these."""
+    """One completion. `text` does not contain the reasoning and the tool calls of a chat's
+    answer."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None  # of each token and of the most likely ones
-    finish_reason: str | None = None  # stop, length or tool_calls; None while it goes on
-    stop_reason: int | str | None = None  # the stop string or stop token that ended it
+    # for each token, its own log probability and those of the most likely tokens
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None  # stop, length or tool_calls; None while tokens are generated
+    stop_reason: int | str | None = None  # the stop string or stop token that ended the completion
     lora_request: LoRARequest | None = None
     reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # as a message has them
+    # in the form that a chat message has
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -128,21 +132,22 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The completions of one prompt: whole, or in a stream all that was made so far."""
+    """The completions of one prompt. In a stream, they contain everything generated so far."""
 
     request_id: str
-    prompt: str | None  # None: it was sent as token ids or as a chat
+    prompt: str | None  # None: the prompt was sent as token ids or as a chat
     prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None  # the first token has none
+    # for each prompt token, as in `logprobs`; None for the first one
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
     outputs: list[CompletionOutput]
     finished: bool
     lora_request: LoRARequest | None
-    num_cached_tokens: int  # of the prompt, whose KV was there before
+    num_cached_tokens: int  # number of the prompt's tokens whose KV was cached before
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    embedding: list[float]  # of length 1
+    embedding: list[float]  # vector, scaled to length 1
 
     @property
     def hidden_size(self) -> int:
@@ -167,8 +172,8 @@ Chats: TypeAlias = Sequence[Message] | Sequence[Sequence[Message]]
 
 
 class LLM:
-    """One model on this machine. `close` or the end of a `with` block frees its memory and
-    threads; so does the garbage collector."""
+    """One model on this machine. `close` or the end of a `with` statement frees the model's memory
+    and threads. The garbage collector frees them, too."""
 
     def __init__(
         self,
@@ -179,9 +184,9 @@ class LLM:
         **options: Any,
     ) -> None:
         """`model` is a Hugging Face folder, a GGUF file, a name on the hub or `smollm2`. `seed`
-        seeds the requests that name no seed. `options` are those of an engine (EngineOptions), in
-        vLLM's spelling where it has one, and `generation_config`, `tool_parser` and
-        `reasoning_parser`. Raises ConfigError."""
+        seeds the requests that have no seed of their own. `options` are the options of an engine
+        (EngineOptions) with vLLM's names where vLLM has them, and `generation_config`,
+        `tool_parser` and `reasoning_parser`. Raises ConfigError."""
         answers = {name: options.pop(name) for name in _ANSWER_OPTIONS if name in options}
         config = _engine_config(str(model), enable_lora, options)
         self._answer_config = AnswerConfig(**answers)
@@ -226,9 +231,9 @@ class LLM:
         *,
         lora_request: Adapters = None,
     ) -> list[RequestOutput]:
-        """Returns an output for each prompt, in their order. Nothing is computed unless all are
-        valid. Without `sampling_params` the model's own defaults apply, and 16 tokens. Raises
-        BadRequest, also for a prompt that the KV pool cannot hold."""
+        """Returns an output for each prompt, in the order of the prompts. If one is invalid,
+        nothing is computed. Without `sampling_params`, the model's own defaults apply, with at most
+        16 new tokens. Raises BadRequest, also for a prompt that the KV pool cannot hold."""
         return self._outputs(self._completions(prompts, sampling_params, lora_request))
 
     def generate_stream(
@@ -239,7 +244,7 @@ class LLM:
         lora_request: Adapters = None,
     ) -> Generator[RequestOutput, None, None]:
         """Yields the output of a prompt so far whenever it has new tokens. Closing the generator
-        ends the requests. Raises as `generate` does, before the first output."""
+        ends the requests. The errors of `generate` are raised before the first output."""
         return self._stream(self._completions(prompts, sampling_params, lora_request))
 
     def chat(
@@ -250,9 +255,10 @@ class LLM:
         lora_request: Adapters = None,
         **fields: Any,
     ) -> list[RequestOutput]:
-        """Returns an output for each conversation; a list of messages is one. `fields` are those of
-        a chat of the HTTP API: tools, tool_choice, parallel_tool_calls, reasoning_effort,
-        chat_template_kwargs, add_generation_prompt and continue_final_message."""
+        """Returns an output for each conversation. `messages` is a list of messages, which is one
+        conversation, or a list of such lists. `fields` are fields of a chat request of the HTTP
+        API: tools, tool_choice, parallel_tool_calls, reasoning_effort, chat_template_kwargs,
+        add_generation_prompt and continue_final_message."""
         return self._outputs(self._chats(messages, sampling_params, lora_request, fields))
 
     def chat_stream(
@@ -292,7 +298,7 @@ class LLM:
                 yield request.output()
 
     def _follow(self, requests: "list[_Request]") -> "Generator[_Request, None, None]":
-        """Runs requests to their end; yields one whenever it has new tokens."""
+        """Runs requests to their end; yields a request whenever it has new tokens."""
         news: SimpleQueue[_News] = SimpleQueue()
         with closing(_Batch(self._engine, requests, news.put)) as batch:
             while batch.is_open:
@@ -338,7 +344,7 @@ class LLM:
         lora: Adapters,
         make: Callable[[Any, SamplingParams | None], ClientRequest],
     ) -> "list[_Request]":
-        """Returns the checked and tokenized requests, of which none is begun. Raises BadRequest."""
+        """Checks and tokenizes requests without starting any of them. Raises BadRequest."""
         all_params = _each(params, len(prompts), "sampling_params")
         all_lora = _each(lora, len(prompts), "lora_request")
         requests = []
@@ -393,7 +399,7 @@ class LLM:
         return self._tokenizer.token_bytes(token_id).decode(errors="replace")
 
     def _read_defaults(self) -> Mapping[str, float]:
-        """Returns the model's own defaults of sampling."""
+        """Returns the model's own sampling defaults; empty if they are switched off."""
         if self._answer_config.generation_config == "none":
             return {}
         file = self._folder.path / "generation_config.json"
@@ -401,8 +407,8 @@ class LLM:
             return read_model_defaults(read_json_if_any(file))
 
     def _adapter(self, lora: LoRARequest) -> Adapter:
-        """Returns an adapter's description, which is read once. Raises BadRequest, and ConfigError
-        for a folder that cannot be used."""
+        """Returns the description of an adapter. Its folder is read only once. Raises BadRequest,
+        or ConfigError for a folder that cannot be used."""
         if not self._config.max_loras:
             raise BadRequest("lora_request needs LLM(..., enable_lora=True)", param="lora_request")
         key = lora.lora_name, lora.lora_path
@@ -416,8 +422,8 @@ class LLM:
 
 
 class AsyncLLM:
-    """`LLM` for programs with an event loop, which its methods never block. The constructor loads
-    the model and does block: call it as `await asyncio.to_thread(AsyncLLM, model)`."""
+    """`LLM` for programs with an event loop. Its methods never block the loop. The constructor
+    loads the model and does block: call it as `await asyncio.to_thread(AsyncLLM, model)`."""
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         """Takes the arguments of `LLM`. Raises ConfigError."""
@@ -467,14 +473,14 @@ class AsyncLLM:
                 yield output
 
     async def embed(self, prompts: Prompts, **arguments: Any) -> list[EmbeddingRequestOutput]:
-        """Returns what `LLM.embed` does."""
+        """Returns the result of `LLM.embed` for these arguments."""
         return await asyncio.to_thread(partial(self._llm.embed, prompts, **arguments))
 
     async def _stream(self, requests: "list[_Request]") -> AsyncGenerator[RequestOutput, None]:
         loop, news = asyncio.get_running_loop(), asyncio.Queue[_News]()
 
         def listen(told: _News) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits for it
+            with suppress(RuntimeError):  # the loop is closed, so no caller waits
                 loop.call_soon_threadsafe(news.put_nowait, told)
 
         with closing(_Batch(self._llm._engine, requests, listen)) as batch:
@@ -484,7 +490,7 @@ class AsyncLLM:
 
 
 class _Completion:
-    """One completion on its way: its sequence in the engine, and what came of it."""
+    """One completion that is being generated: the spec of its sequence, and the output so far."""
 
     def __init__(self, index: int, spec: SequenceSpec, text: TextStream) -> None:
         self.spec = spec
@@ -549,7 +555,7 @@ class _Request:
             self.completions.append(_Completion(index, spec, texts(own)))
 
     def take(self, completion: _Completion, news: NewTokens) -> None:
-        """Adds new tokens of one of its completions."""
+        """Adds new tokens to one of the request's completions."""
         if completion is self.completions[0] and not completion.output.token_ids:
             self._num_cached_tokens = news.num_cached_tokens
             self._embedding = news.embedding
@@ -559,7 +565,7 @@ class _Request:
         completion.take(news, self._read)
 
     def output(self) -> RequestOutput:
-        """Returns what was made so far; later news do not change it."""
+        """Returns a copy of the output so far, which later tokens do not change."""
         outputs = [
             replace(
                 each.output,
@@ -589,7 +595,8 @@ class _Request:
         )
 
     def _read(self, token_id: int, measured: TokenLogprobs) -> dict[int, Logprob]:
-        """Returns the log probabilities at one place, the token's own first."""
+        """Returns the log probabilities at one position, by token id. That of the chosen token is
+        first."""
         top = zip(measured.top_ids, measured.top_logprobs, strict=True)
         ranked = [(one, logprob, rank) for rank, (one, logprob) in enumerate(top, start=1)]
         own = token_id, measured.logprob, measured.rank
@@ -599,7 +606,8 @@ class _Request:
         }
 
 
-_News: TypeAlias = tuple[str, NewTokens | TandemError]  # of a sequence
+# sequence id, and its new tokens or the error that ended it
+_News: TypeAlias = tuple[str, NewTokens | TandemError]
 
 
 class _Batch:
@@ -611,8 +619,8 @@ class _Batch:
         requests: Sequence[_Request],
         listener: Callable[[_News], object],
     ) -> None:
-        """Begins the first completion of each request. `listener` gets news in the engine's thread,
-        and hands them to `take`."""
+        """Begins the first completion of each request. `listener` is called with news in the
+        engine's thread. The caller must pass the news to `take`."""
         self._engine = engine
         self._listener = listener
         self._running: dict[str, tuple[_Request, _Completion]] = {}
@@ -628,15 +636,16 @@ class _Batch:
         return bool(self._running)
 
     def take(self, news: _News) -> _Request | None:
-        """Returns the request that has new tokens; None if its completion has ended already. Raises
-        the error that ended a sequence."""
+        """Adds new tokens to their request and returns it. Returns None if the completion has ended
+        already. Raises the error that ended a sequence."""
         sequence_id, told = news
         if sequence_id not in self._running:
             return None
         request, completion = self._running[sequence_id]
         if isinstance(told, TandemError):
             raise told
-        # The others share the KV of the prompt, which is computed once.
+        # The other completions begin after the first token, so that the prompt's KV is computed
+        # once and shared.
         is_first = completion is request.completions[0] and not completion.output.token_ids
         request.take(completion, told)
         if is_first:
@@ -658,7 +667,8 @@ class _Batch:
 
 
 class _EngineThread:
-    """The engine and the thread that alone calls it. The methods are for all threads."""
+    """The engine, and the only thread that calls it. The public methods may be called in any
+    thread."""
 
     def __init__(
         self, folder: ModelFolder, config: EngineConfig, compiler: GrammarCompiler
@@ -667,13 +677,14 @@ class _EngineThread:
         self._calls: SimpleQueue[Callable[[Engine], object] | None] = SimpleQueue()
         self._listeners: dict[str, Callable[[_News], object]] = {}
         self._lock = Lock()
-        self._end_reason = ""  # nothing new begins
+        self._end_reason = ""  # once this is set, no sequence can begin
         started: Future[tuple[int, int]] = Future()
         work = partial(self._run, folder, config, compiler, started)
         self._thread = Thread(target=work, name="engine", daemon=True)
         self._thread.start()
         self.max_model_len, pool_tokens = started.result()
-        self.pool_tokens = pool_tokens or None  # of the longest sequence that fits; None: no bound
+        # number of tokens of the longest sequence that fits; None: no limit
+        self.pool_tokens = pool_tokens or None
 
     def add(self, spec: SequenceSpec, listener: Callable[[_News], object]) -> None:
         """Begins a sequence. `listener` gets its tokens or its error. Raises NotNow after the end
@@ -685,7 +696,8 @@ class _EngineThread:
             self._calls.put(partial(self._begin, spec))
 
     def remove(self, sequence_id: str) -> None:
-        """Ends a sequence, of which nothing is heard any more; one that has ended is no error."""
+        """Ends a sequence, whose listener is then not called any more. Does nothing if it has
+        ended."""
         if self._listeners.pop(sequence_id, None) is not None:
             self._calls.put(lambda engine: engine.remove(sequence_id))
 
@@ -694,7 +706,9 @@ class _EngineThread:
         self._calls.put(None)
         if current_thread() is not self._thread:
             self._thread.join(_CLOSE_MAX_S)
-            gc.collect()  # the engine's parts refer to each other, and some end their threads then
+            # The engine's objects refer to each other, and some end their threads only when they
+            # are collected.
+            gc.collect()
 
     def _run(
         self,
@@ -706,7 +720,7 @@ class _EngineThread:
         try:
             start_thread = partial(
                 IoThread, on_job_end=lambda: self._calls.put(Engine.has_work)
-            )  # which wakes this thread
+            )  # this wakes the engine's thread
             runner = ModelRunner(folder, config)
             engine = Engine(config, runner, folder.fingerprint, compiler, start_thread)
             pool_tokens = engine.load().longest_sequence * config.block_size
@@ -730,8 +744,8 @@ class _EngineThread:
             engine.close()
 
     def _apply_calls(self, engine: Engine) -> bool:
-        """Applies all calls that are queued, and waits for one while there is no work. Returns
-        False once the engine is to end."""
+        """Applies all queued calls. Waits for a call first if there is no work. Returns False once
+        the engine is to end."""
         wait_s = None
         if engine.has_work():
             wait_s = 0.0
@@ -766,7 +780,7 @@ class _EngineThread:
 
 
 def _engine_config(model: str, enable_lora: bool, options: Mapping[str, Any]) -> EngineConfig:
-    """Returns the settings of the engine. Raises ConfigError for an option that is not one."""
+    """Returns the settings of the engine. Raises ConfigError for an unknown option."""
     named = {_VLLM_OPTIONS.get(name, name): value for name, value in options.items()}
     allowed = _ENGINE_OPTIONS | {"model_revision"}
     if unknown := [name for name in options if _VLLM_OPTIONS.get(name, name) not in allowed]:
@@ -814,7 +828,7 @@ def _chat(
 
 
 def _sampling_fields(params: SamplingParams | None) -> dict[str, Any]:
-    """Returns the fields of a request that say how it is drawn. Without parameters the model's
+    """Returns the fields of a request that control its sampling. Without parameters the model's
     defaults apply."""
     if params is None:
         return {"sampling": SamplingParams(), "omitted": MODEL_DEFAULTS}
@@ -824,14 +838,15 @@ def _sampling_fields(params: SamplingParams | None) -> dict[str, Any]:
 
 
 def _prompts(prompts: Any) -> Sequence[Any]:
-    """Returns the prompts one by one; a text, a dict or a list of token ids is one."""
+    """Returns the prompts as a sequence. A text, a dict or a list of token ids is a single
+    prompt."""
     is_many = isinstance(prompts, list | tuple) and not isinstance(next(iter(prompts), ""), int)
     return prompts if is_many else [prompts]
 
 
 def _each(given: _T | Sequence[_T] | None, number: int, name: str) -> Sequence[_T | None]:
-    """Returns a value for each of so many prompts. Raises BadRequest for a list of another
-    length."""
+    """Returns one value for each of `number` prompts: the given one for all, or those of the given
+    list. Raises BadRequest if the list has another length."""
     if not isinstance(given, list | tuple):
         return [given] * number  # type: ignore[list-item]
     if len(given) != number:

@@ -1,8 +1,8 @@
 """Finds the GPUs of a host, and assigns one to each worker process.
 
-A worker uses exactly one GPU: CUDA_VISIBLE_DEVICES of its process names it. The engine selects the
-device "cuda" in several threads, and CUDA's current device is per thread, so a process that sees
-one GPU cannot use another by mistake.
+A worker uses exactly one GPU, which CUDA_VISIBLE_DEVICES of its process names. The engine selects
+the device "cuda" in several threads, and each thread has a current CUDA device of its own. So a
+process that sees one GPU cannot use another by mistake.
 
 This module imports neither torch nor CUDA, and does not depend on pools.
 """
@@ -34,8 +34,8 @@ def count_gpus(environment: Mapping[str, str], root: Path = Path("/")) -> int:
 def with_gpu(environment: Mapping[str, str], gpu: int | None) -> dict[str, str]:
     """Builds the environment of a process that sees only this GPU of its host.
 
-    `gpu` is an index into the host's CUDA_VISIBLE_DEVICES if that is set; a UUID there is kept.
-    With None the environment is unchanged.
+    If the host's CUDA_VISIBLE_DEVICES is set, `gpu` is an index into its list, and the process gets
+    the entry at that index, which may be a UUID. If `gpu` is None, the environment is unchanged.
     """
     if gpu is None:
         return dict(environment)
@@ -46,10 +46,10 @@ def with_gpu(environment: Mapping[str, str], gpu: int | None) -> dict[str, str]:
 def least_used(
     num_gpus: Mapping[str, int], used: Iterable[tuple[str, int]]
 ) -> dict[str, tuple[int, int]]:
-    """Finds the least used GPU of each host that has GPUs: (number of its workers, index) by host
-    id.
+    """Finds the least used GPU of each host that has GPUs.
 
-    `num_gpus` is by host id, and `used` has the (host id, index) of each worker.
+    Returns host id -> (number of the GPU's workers, index of the GPU). `num_gpus` has the number of
+    GPUs by host id. `used` has the (host id, index of its GPU) of each worker.
     """
     uses = Counter(used)
     return {
@@ -60,8 +60,8 @@ def least_used(
 
 
 def _visible(text: str, num_gpus: int = 0) -> list[str]:
-    """Parses CUDA_VISIBLE_DEVICES. Like in CUDA, the list ends at the first invalid entry, such as
-    -1, or an index that is too large if `num_gpus` is known."""
+    """Parses CUDA_VISIBLE_DEVICES. As in CUDA, the list ends before the first invalid entry, such
+    as -1. If `num_gpus` is given, an index that is too large is invalid, too."""
     names: list[str] = []
     for name in map(str.strip, text.split(",")):
         is_absent = bool(num_gpus) and name.isdecimal() and int(name) >= num_gpus

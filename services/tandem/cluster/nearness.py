@@ -1,25 +1,25 @@
 """Finds hosts with a slow network path to the workers that a new worker would exchange KV with.
 
-  bandwidths that workers measured for the blocks of each peer, median --> bandwidth of two hosts
-  bandwidths of a host and each peer's host, harmonic mean             --> bandwidth to the peers
+The bandwidth of two hosts is the median of the bandwidths that their workers measured when they
+pulled blocks from each other. Two workers on one host measure the bandwidth within that host. The
+bandwidth of a host to the peers is the harmonic mean of its bandwidths to their hosts.
 
-Two workers on one host measure the bandwidth within that host. A host is far if another suitable
-host has more than `FAR_TIMES` its bandwidth to the peers. Smaller differences are ignored, because
-balancing the load matters more. All functions are pure.
+A host is far if another suitable host has more than `FAR_TIMES` its bandwidth to the peers. Smaller
+differences are ignored, because balancing the load matters more. This module does no I/O.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from statistics import harmonic_mean, median
 
 FAR_TIMES = 2.0
-_NAMED_MAX = 3  # limit of far hosts that a reason names
+_NAMED_MAX = 3  # number of far hosts that a reason names at most
 
 PairBandwidths = Mapping[str, Mapping[str, float]]  # worker id -> peer's worker id -> bytes/s
-HostBandwidths = Mapping[tuple[str, str], float]  # two host ids in order -> bytes/s
+HostBandwidths = Mapping[tuple[str, str], float]  # two host ids in alphabetical order -> bytes/s
 
 
 def host_bandwidths(pairs: PairBandwidths, host_of: Mapping[str, str]) -> HostBandwidths:
-    """Computes the median of the bandwidths that the workers of two hosts measured, in bytes/s.
+    """Computes the median of the bandwidths between the workers of each two hosts, in bytes/s.
 
     `host_of` maps worker ids to host ids; workers that are not in it are ignored.
     """
@@ -35,8 +35,8 @@ def host_bandwidths(pairs: PairBandwidths, host_of: Mapping[str, str]) -> HostBa
 def bandwidths_to(
     peer_hosts: Sequence[str], host_ids: Collection[str], between: HostBandwidths
 ) -> dict[str, float]:
-    """Computes the bandwidth of each host to the peers, in bytes/s, for equal shares from all
-    peers.
+    """Computes the bandwidth of each host to the peers, in bytes/s, if it pulls an equal share from
+    each peer.
 
     `peer_hosts` has the host of each peer. A host is included only if its bandwidth to all of them
     is known, because means over different peers cannot be compared.
@@ -51,7 +51,7 @@ def bandwidths_to(
 
 
 def far_hosts(bandwidths: Mapping[str, float]) -> list[str]:
-    """Selects the hosts that are far, slowest first; never all hosts."""
+    """Selects the hosts that are far, slowest first. The fastest host is never far."""
     fastest = max(bandwidths.values(), default=0.0)
     far = [host_id for host_id, found in bandwidths.items() if found * FAR_TIMES < fastest]
     return sorted(far, key=lambda host_id: (bandwidths[host_id], host_id))

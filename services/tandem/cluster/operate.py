@@ -34,7 +34,7 @@ _REPLY_DEADLINE_S = 5.0
 _SET_ROLE_DEADLINE_S = 15.0
 _POLL_INTERVAL_S = 0.25
 _MEMORY_LOW_SHARE = 0.05
-# time from a worker's drain deadline until its process and its record are gone
+# time from the deadline of a worker's drain until its process and its record are gone
 _END_MARGIN_S = 15.0
 _OWN_DEADLINE_MAX_S = 3600.0  # longest wait for a worker that drains with its own deadline
 _PIPE_COLUMNS = 200
@@ -245,8 +245,8 @@ def _worker(state: Mapping[str, Any], worker_id: str) -> Mapping[str, Any] | Non
 
 
 def _process(state: Mapping[str, Any], worker_id: str) -> tuple[Any, ...]:
-    """Identifies a worker's process, unlike its id, which a successor reuses. Returns () if the
-    process has ended."""
+    """Returns what identifies a worker's process; () if the process has ended. The worker's id is
+    not enough, because a successor reuses the id."""
     worker = _worker(state, worker_id)
     return () if worker is None else (worker["host"], worker["pid"], worker["started_at"])
 
@@ -269,7 +269,8 @@ def scale_steps(
 
 
 def _distance(pool: Mapping[str, Any], size: int) -> int:
-    """Counts the processes that have yet to start, end or become ready."""
+    """Counts the processes that still have to start, end or become ready until the pool has this
+    size."""
     running = pool.get("running", pool.get("registered", 0))
     return int(max(abs(running - size), size - pool.get("ready", size)))
 
@@ -311,8 +312,9 @@ def parse_sizes(sizes: Sequence[str]) -> dict[str, int]:
 def differences(pools: dict[str, Any], wanted: dict[str, int]) -> list[str]:
     """Describes each pool whose running processes or ready workers differ from `wanted`.
 
-    Without a pool controller (Kubernetes) processes are not reported. Then registered and ready
-    workers are compared, and routers, which are not counted, are assumed to have their size.
+    Without a pool controller, as on Kubernetes, the state has no processes. Then the registered and
+    ready workers are compared. Routers are not counted in that case, so the router pool is assumed
+    to have its size.
     """
     found = []
     has_processes = not pools or any("agents" in state for state in pools.values())
@@ -342,8 +344,8 @@ def call_router(
     deadline_s: float = _REPLY_DEADLINE_S,
     keep: str = "",
 ) -> Any:
-    """Calls a router and returns its JSON answer. Strings in it, some of which come from clients,
-    are made printable, except for the characters in `keep`. Raises OperateError."""
+    """Calls a router and returns its JSON answer. Some strings in the answer come from clients, so
+    all strings are made printable, except for the characters in `keep`. Raises OperateError."""
     if not url.startswith(("http://", "https://")):
         raise OperateError(f"the URL {url!r} of a router must begin with http:// or https://")
     try:

@@ -1,6 +1,6 @@
 """The state of the pools as shown to operators: processes, and why a pool is smaller than wanted.
 
-All functions are pure, like those of pools.py.
+Like pools.py, this module does no I/O.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def describe(
     pools: Collection[Pool] = SIZED_POOLS,
     waits: Mapping[Pool, str] = MappingProxyType({}),
 ) -> dict[str, object]:
-    """Builds the state of these pools as stored in Redis and returned by `/v1/cluster`. `waits`
-    has, for each pool that is smaller than wanted, the reason."""
+    """Builds the state of these pools as stored in Redis and returned by `/v1/cluster`. `waits` has
+    the reasons why pools are smaller than wanted."""
     return {
         pool: {
             # The number of gRPC replicas cannot be set: it follows the routers.
@@ -62,7 +62,8 @@ def gpu_waits(
     hosts: Sequence[Host],
     leaving: Mapping[str, Leave] = MappingProxyType({}),
 ) -> dict[Pool, str]:
-    """Finds the pools that wait for a GPU, with the reason. Takes the same arguments as `plan`."""
+    """Finds the pools that wait for a GPU. Returns the reason for each. Takes the arguments of
+    `plan`."""
     waits: dict[Pool, str] = {}
     for pool in spec.pools:
         current = [m for m in members if m.pool == pool and not m.leaves and m.host not in leaving]

@@ -1,8 +1,8 @@
-"""Decisions of the pool controller: pure functions of the wanted sizes and the current members.
+"""Decisions of the pool controller: functions of the wanted sizes and the current members.
 
-  Member: planned -> starting -> running <-> restarting        (reported by its agent)
-          any of them, when the pool shrinks: draining -> gone, and the member is removed
-          any of them, when its host is lost: lost -> pending, if that host comes back
+    states of a member, as its agent reports them: pending -> running <-> restarting
+    the pool shrinks: any of these -> draining -> gone; then the member is removed
+    the member's host is lost: any state -> lost -> pending, if that host comes back
 
 A lost member keeps its name, because its process may still run. Its successor gets another name.
 
@@ -34,25 +34,27 @@ from tandem.cluster.nearness import (
 )
 from tandem.common.config.cluster import Pool
 
-# leaves: its members are replaced; drains: they are also drained
+# leaves: the members of the host are replaced; drains: they are also drained
 Leave = Literal["leaves", "drains"]
 MemberState = Literal["pending", "running", "restarting", "draining", "gone", "lost"]
-# grpc is missing because it follows router
+# `grpc` is missing because the number of gRPC replicas follows the routers.
 _IN_TURN: tuple[Pool, ...] = ("router", "decode", "prefill")
 _PEERS: Mapping[Pool, Pool] = {"prefill": "decode", "decode": "prefill"}
 
 
 class PoolCommand(msgspec.Struct, frozen=True):
-    """The command line of a pool's processes, with placeholders `{id}`, `{core}` and `{NAME}` of a
-    port."""
+    """The command line of a pool's processes. It has the placeholders `{id}`, `{core}` and, for
+    each port, `{NAME}`."""
 
     command: list[str]
-    # for one process on each host; others get 0, so that the system chooses
+    # Ports, by name, of one process on each host. Further processes on a host get port 0, so that
+    # the system chooses.
     ports: dict[str, int] = {}
     pinned: bool = False  # True if each process is pinned to a core
-    # cuda needs a GPU; auto uses one if the host has any
+    # cuda: the pool needs a GPU; auto: it uses one if the host has any
     device: Literal["cpu", "auto", "cuda"] = "cpu"
-    resources: dict[str, float] = {}  # with `on_nodes`: what one process takes of its node
+    # with `on_nodes`: resources of the node that one process takes
+    resources: dict[str, float] = {}
 
     def filled(self, member: Member) -> list[str]:
         values = {
@@ -86,8 +88,8 @@ class ClusterSpec(msgspec.Struct, frozen=True):
     pools: dict[Pool, PoolCommand]
     wanted: dict[Pool, int]  # sizes at the start
     cores: list[int]  # cores to which engines may be pinned
-    drain_deadline_s: float = 45.0  # longer than a worker or a router takes to drain
-    # time that a leaving router keeps serving, so that its clients notice
+    drain_deadline_s: float = 45.0  # limit for a drain; longer than a worker or a router takes
+    # time that a leaving router keeps serving, so that its clients notice that it leaves
     leave_notice_s: float = 5.0
     host_id: str = ""
     labels: dict[str, str] = {}
@@ -124,10 +126,12 @@ class Member(msgspec.Struct, frozen=True):
     is_stopped: bool = False  # True if its process is stopped, for example by SIGSTOP
     since: float = 0.0  # time when its agent reported this state, in seconds since the Unix epoch
     host: str = ""
-    has_ports: bool = False  # True if it gets the ports that its pool's command names
-    num_losses: int = 0  # how often its host was lost; each new agent has another name
+    # True: it gets the ports that its pool's command names; False: the system chooses
+    has_ports: bool = False
+    # number of times that its host was lost; each time it gets an agent with a new name
+    num_losses: int = 0
     placed_why: str = ""  # names the hosts that were left out because they are far; empty: none
-    gpu: int | None = None  # index on its host
+    gpu: int | None = None  # index of its GPU on its host; None: it has no GPU
 
     @property
     def agent_name(self) -> str:
@@ -156,13 +160,16 @@ def plan(
     sizes.
 
     `hosts` are the reachable hosts, by default the machine of the spec. A pool remains smaller than
-    wanted while no host fits. Members on a `leaving` host are replaced; they remain until the
-    host's state is "drains". To balance hosts, a member moves to a host that has at least two fewer
-    members of its pool; until the new member runs, the pool has one extra. `measured` affects only
-    the choice of hosts.
+    wanted while no host fits. Members on a `leaving` host are replaced. They keep running until the
+    value of the host in `leaving` is "drains".
 
-    Pools take turns in which decode comes before prefill, because Ray starts agents one by one,
-    hosts may have too few GPUs, and a decode worker can serve alone.
+    To balance hosts, a member moves to a host that has at least two fewer members of its pool.
+    Until the new member runs, the pool has one member too many. `measured` affects only the choice
+    of hosts.
+
+    New members are added in turns of one router, one decode worker and one prefill worker. The
+    order matters because Ray starts agents one by one and hosts may have too few GPUs. Decode comes
+    before prefill because a decode worker can serve alone.
     """
     hosts = [spec.host] if hosts is None else hosts
     hosts = [host for host in hosts if host.host_id not in leaving]
@@ -195,17 +202,18 @@ def plan(
 
 
 def router_hosts(members: Sequence[Member]) -> set[str]:
-    """Lists the hosts with a router that is not leaving. Each also gets one gRPC replica."""
+    """Lists the hosts with a router that is not leaving. Each such host also gets one gRPC
+    replica."""
     return {m.host for m in members if m.pool == "router" and not m.leaves}
 
 
 def node_bundles(
     spec: ClusterSpec, wanted: Mapping[Pool, int], members: Sequence[Member]
 ) -> list[tuple[dict[str, float], dict[str, str]]]:
-    """Lists the (resources, labels) that Ray nodes need, one entry for each wanted process.
+    """Lists the (resources, labels) of Ray nodes to request, one entry for each wanted process.
 
-    The list is empty while every wanted process has a node. Otherwise Ray would match the request
-    with arbitrary nodes and keep idle ones.
+    The list is empty while every wanted process has a node. Otherwise Ray would assign the request
+    to arbitrary nodes and keep them although they are idle.
     """
     placed = Counter(m.pool for m in members if not m.leaves and m.state != "pending")
     if all(placed[pool] >= wanted.get(pool, 0) for pool in spec.pools):
@@ -227,8 +235,8 @@ def lose(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]:
 
 
 def revive(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]:
-    """Marks lost members whose host is back as "pending". Returns only the changed ones. Each gets
-    a new agent."""
+    """Marks lost members whose host is back as "pending". Returns only the changed members, which
+    get new agents."""
     return [
         msgspec.structs.replace(m, state="pending", num_losses=m.num_losses + 1)
         for m in members
@@ -239,12 +247,12 @@ def revive(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]
 def with_free_gpu(
     spec: ClusterSpec, pool: Pool, members: Sequence[Member], hosts: list[Host]
 ) -> tuple[list[Host], str]:
-    """Filters the hosts to those whose least used GPU has the fewest workers. Also returns a reason
-    if there is none.
+    """Filters the hosts to those whose least used GPU has the fewest workers. Also returns the
+    reason if no host is left.
 
-    Without any GPU, all hosts fit a pool that does not need one. In a cluster of one machine they
-    also fit a pool that does: the count may have missed a GPU, and the worker itself reports a
-    missing one.
+    If no host has a GPU, all hosts fit a pool that does not need one. In a cluster of one machine,
+    the machine fits even a pool that needs a GPU: the count may have missed a GPU, and the worker
+    itself reports a missing one.
     """
     device = spec.pools[pool].device
     gpus = _least_used_gpus(hosts, members)
@@ -267,8 +275,9 @@ def _follow_routers(
     add: list[Member],
     drain: list[Member],
 ) -> None:
-    """Adds a gRPC replica on each host that has or gets a router but no replica, and drains those
-    on hosts without a router. A draining replica still holds the port."""
+    """Adds a gRPC replica on each host that has or gets a router but has no replica. Drains the
+    replicas on hosts without a router. A host whose replica still drains gets no new one, because
+    the old one holds the port."""
     leave = {m.ordinal for m in drain}
     routed = router_hosts([m for m in (*members, *add) if m.ordinal not in leave])
     replicas = [m for m in members if m.pool == "grpc" and m.state != "lost"]
@@ -281,12 +290,15 @@ def _follow_routers(
 
 
 def _surplus(current: Sequence[Member], num_surplus: int) -> list[Member]:
-    """Selects the members of a pool that leave: the newest ones on the host with the most members.
+    """Selects the members of a pool that leave, one by one: the newest on the host with the most
+    members.
 
-    A running member leaves only once enough others run. Until then a member on its host that is not
-    running leaves instead, or none does, because a new member on another host is starting. A member
-    whose host is back stays until its agent reports: its process may run, and clients know its
-    address.
+    A running member leaves only if enough other members run. Otherwise a member of that host that
+    is not running leaves instead. If there is none, no member leaves, because a new member on
+    another host is still starting.
+
+    A member whose host is back stays until its agent reports, because its process may run, and
+    clients know its address.
     """
     left = list(current)
     for _ in range(num_surplus):
@@ -317,7 +329,8 @@ def _host_to_move_to(
     measured: PairBandwidths,
 ) -> tuple[Host, str] | None:
     """Finds a host to which a member should move, if the pool has its size but is unbalanced. A
-    member on a GPU moves only to an unused GPU. Also returns the text of `_host_for`."""
+    member on a GPU moves only to an unused GPU. Also returns the text of `_host_for` about far
+    hosts."""
     current = [m for m in members if m.pool == pool and m.state != "lost"]
     if any(m.state != "running" for m in current):
         return None
@@ -337,10 +350,10 @@ def _host_for(
     measured: PairBandwidths,
 ) -> tuple[Host, str] | None:
     """Chooses a host for one more member of this pool; None if no host fits. Also returns a text
-    about far hosts that were left out.
+    about the hosts that were left out because they are far.
 
-    Of the other suitable hosts, the one with the fewest members is chosen, or on Ray's nodes the
-    one with the most.
+    Among the remaining hosts, the one with the fewest members is chosen. With `on_nodes`, it is the
+    one with the most members.
     """
     fits = _fits(spec, pool, members, hosts)
     fits, why = _without_far(pool, members, fits, measured)
@@ -356,11 +369,12 @@ def _host_for(
 def _fits(
     spec: ClusterSpec, pool: Pool, members: Sequence[Member], hosts: Sequence[Host]
 ) -> list[Host]:
-    """Filters the hosts to those with the pool's labels and the fewest of its members, so that the
-    loss of one host does not take a whole pool.
+    """Filters the hosts to those that have the labels of the pool and, among these, the fewest
+    members of the pool. So the loss of one host does not take a whole pool.
 
-    If machines can join, each one gets at most one process of a pool whose command names ports. A
-    Ray node needs free resources; pools are not spread over nodes.
+    If machines can join, each one gets at most one process of a pool whose command names ports.
+    With `on_nodes`, a host needs the labels and free resources, and pools are not spread over
+    hosts.
     """
     needs = spec.selectors.get(pool, {}).items()
     fits = [host for host in hosts if needs <= host.labels.items()]
@@ -378,9 +392,11 @@ def _fits(
 def _without_far(
     pool: Pool, members: Sequence[Member], hosts: list[Host], measured: PairBandwidths
 ) -> tuple[list[Host], str]:
-    """Filters out the hosts that are far from the pool's peers. Also returns a text about those.
+    """Filters out the hosts that are far from the pool's peers. Also returns a text about the far
+    hosts.
 
-    A peer counts once it has a record, and so an entry in `measured`.
+    Prefill and decode workers are peers. A peer counts once it has a record, and so an entry in
+    `measured`.
     """
     if len(hosts) < 2 or pool not in _PEERS:
         return hosts, ""
@@ -428,8 +444,9 @@ def _next_member(
 def _least_used_gpus(
     hosts: Sequence[Host], members: Sequence[Member]
 ) -> dict[str, tuple[int, int]]:
-    """Finds the least used GPU of each host that has GPUs: (number of its workers, index) by host
-    id. A draining worker counts, because it holds GPU memory until it ends."""
+    """Finds the least used GPU of each host that has GPUs. Returns host id -> (number of the GPU's
+    workers, index of the GPU). A draining worker counts, because it holds GPU memory until it ends.
+    """
     current = [m for m in members if m.state not in ("gone", "lost")]
     used = [(m.host, m.gpu) for m in current if m.gpu is not None]
     return least_used({host.host_id: host.num_gpus for host in hosts}, used)

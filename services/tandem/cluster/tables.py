@@ -1,7 +1,7 @@
 """The tables of `tandem status`, `audit` and `index verify`, for wide screens and for 80 columns.
 
-All functions are pure, and text is never interpreted as rich's markup. If a table does not fit, its
-last columns or its notes are printed below it.
+This module prints nothing, and text is never interpreted as rich's markup. If a table is too wide
+for the screen, its last columns or its notes follow below it.
 """
 
 import time
@@ -144,7 +144,8 @@ def duration(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The cells of a worker. A worker without a record has only the first three `loads`."""
+    """The cells of one worker's rows. A worker without a record has only the first three cells of
+    `loads`."""
 
     loads: list[str]
     has_record: bool = False
@@ -208,8 +209,8 @@ def _state_text(row: Mapping[str, str]) -> str:
 
 
 def _rates(rates: Mapping[str, float] | None) -> str:
-    """Formats the prefill rate and the duration of a decode step: a base and a part for each
-    sequence."""
+    """Formats the prefill rate and the duration of a decode step, which is a base plus a part for
+    each of n sequences."""
     if rates is None:
         return "-"
     step = f"{rates['decode_step_ms']:.3g}+{rates['decode_sequence_ms']:.2g}n ms"

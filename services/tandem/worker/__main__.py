@@ -8,8 +8,8 @@ from tandem.common.process.early_end import end_on_sigterm, quietly
 if TYPE_CHECKING:
     from tandem.common.config.worker import WorkerConfig
 
-# Longest time from the drain's deadline to the exit; the chart's grace period is 15 s longer than
-# the drain
+# Longest time from the drain's deadline to the exit, in seconds. It is below the 15 s by which the
+# chart's grace period exceeds the drain's deadline.
 _CLOSE_MAX_S = 12.0
 
 

@@ -1,4 +1,4 @@
-"""What a worker adds to the mapping of net/rpc/convert.py: the spec of a sequence, and its load."""
+"""Converts a `SequenceInput` message into the engine's `SequenceSpec`."""
 
 import time
 
@@ -21,8 +21,9 @@ def sequence_spec(
 ) -> SequenceSpec:
     """Returns the engine's spec of a sequence that has just arrived.
 
-    `late_s` is the time in seconds that its message spent in transit; it shortens the deadline
-    `first_token_s`.
+    `first_token_s` is the deadline of the first token, in seconds after the message was sent; 0
+    means no deadline. `late_s` is the time in seconds that the message spent in transit. It is
+    subtracted from `first_token_s`.
     """
     return to_struct(
         SequenceSpec,

@@ -1,8 +1,9 @@
-"""Measures the transit delay of messages by their sender's monotonic clock.
+"""Measures how late messages arrive, by their sender's monotonic clock.
 
-The clocks of two hosts differ by an unknown offset. This offset and the shortest possible delay are
-part of every message's apparent age. So a message is late by the difference between its age and the
-smallest age from its sender.
+The age of a message is the receiver's clock at its arrival minus the sender's clock at its sending.
+The two clocks differ by an unknown offset, so every age contains this offset and the shortest
+possible delay. A message is therefore late by its age minus the smallest age of the sender's
+messages.
 """
 
 import math
@@ -13,7 +14,7 @@ _DRIFT = 1e-3  # Allowance for clock drift and route changes, in seconds per sec
 
 
 class Transit:
-    """The messages of one sender."""
+    """The transit delays of one sender's messages."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -21,7 +22,7 @@ class Transit:
         self._seen_at = -math.inf
 
     def late_s(self, sent_at_s: float) -> float:
-        """Returns by how many seconds a message that has just arrived is late; 0 without a send
+        """Returns by how many seconds a message that has just arrived is late; 0 if it has no send
         time.
         """
         if not sent_at_s:

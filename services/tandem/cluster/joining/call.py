@@ -20,9 +20,9 @@ _BYTES_MAX = 100_000
 def request_join(
     host: str, port: int, *, token: str, ca_sha256: str, own_address: str
 ) -> tuple[JoinReply, str]:
-    """Asks a host of the cluster to let this machine join. Returns its reply and this machine's
-    address (`own_address` if it is given, else that of the connection). Raises ConfigError that
-    says what to do."""
+    """Asks a host of the cluster to let this machine join. Returns the host's reply and this
+    machine's address (`own_address` if it is given, else that of the connection). Raises
+    ConfigError that says what to do."""
     where = f"{host}:{port}"
     try:
         ca = _fetch_ca(host, port)

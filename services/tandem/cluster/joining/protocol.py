@@ -22,11 +22,13 @@ class JoinReply(msgspec.Struct, frozen=True):
     """Everything that a host needs in order to join. It contains secrets."""
 
     cluster_id: str
-    options: list[str]  # command line of `tandem up`, without the addresses of its machine
+    # command line of `tandem up`, without the options that apply only to its machine
+    options: list[str]
     cluster_token: str
     ray_token: str
-    redis_urls: dict[str, str]  # by process kind; `{tls}` is the joiner's tls folder
-    authority: str  # certificate, PEM
-    authority_key: str  # PEM
+    # URLs by kind of process; `{tls}` stands for the joiner's tls folder
+    redis_urls: dict[str, str]
+    authority: str  # certificate of the authority, PEM
+    authority_key: str  # key of the authority, PEM
     may_lead: bool  # True if a joined host may become Ray's head
-    first_address: str = ""  # address of the machine of `tandem up`; its options may contain it
+    first_address: str = ""  # address of the machine of `tandem up`, which `options` may contain

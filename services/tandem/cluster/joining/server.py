@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class JoinServer:
-    """Serves in its own threads until `close`."""
+    """Lets machines join until `close`. It serves in threads of its own."""
 
     def __init__(
         self,

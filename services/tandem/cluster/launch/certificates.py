@@ -26,7 +26,8 @@ from tandem.common.config.tls import Kind
 HostKind = Literal["ray", "join", "redis"]
 HOST_KINDS: tuple[HostKind, ...] = ("ray", "join", "redis")
 
-_LIFE = datetime.timedelta(days=3650)  # The authority ends with the run, however long that lasts.
+# longer than any run; the authority's key is lost when the run ends
+_LIFE = datetime.timedelta(days=3650)
 _BEFORE = datetime.timedelta(hours=1)  # tolerance for a clock that is behind
 
 
@@ -69,7 +70,7 @@ class Authority:
         made = cls(cluster_id)
         try:
             loaded = serialization.load_pem_private_key(key, None)
-        # an encrypted key, or an unknown kind of key
+        # These errors mean an encrypted key, or an unknown kind of key.
         except (TypeError, UnsupportedAlgorithm) as error:
             raise ValueError(f"the authority's key cannot be read: {error}") from error
         if not isinstance(loaded, ec.EllipticCurvePrivateKey):
@@ -80,7 +81,7 @@ class Authority:
             raise ValueError("the authority's certificate is not of its key")
         made._name = made._certificate.subject
         made._key_id = x509.SubjectKeyIdentifier.from_public_key(loaded.public_key())
-        # Tools compute the identifier in different ways, so use the one in the certificate.
+        # Tools compute the key identifier in different ways, so use the one in the certificate.
         with contextlib.suppress(x509.ExtensionNotFound):
             extensions = made._certificate.extensions
             made._key_id = extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
@@ -92,7 +93,8 @@ class Authority:
 
     @property
     def sha256(self) -> str:
-        """Hex digest of the certificate, which a joining machine compares."""
+        """Hex digest of the certificate. A joining machine compares it with the one that its
+        operator gave."""
         return self._certificate.fingerprint(hashes.SHA256()).hex()
 
     def write(
@@ -184,7 +186,7 @@ def _builder(
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Replaces a file atomically, so that readers never see a part of it."""
+    """Replaces a file atomically, so that readers never see an incomplete file."""
     new = path.with_suffix(".new")
     new.unlink(missing_ok=True)
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

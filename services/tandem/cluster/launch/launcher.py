@@ -4,10 +4,11 @@
 
 A model that may have to be downloaded is fetched while Ray starts.
 
-Workers and routers are started before Ray is up; their agents adopt them by their records. When Ray
-ends, requests continue, and the agents of a new head adopt the processes. A Redis that ended is
-restarted at its address. No process outlives the launcher: in an orderly shutdown it stops them
-itself, and after a kill -9 the guardian does.
+Workers and routers are started before Ray is up. When Ray's agents start, they find these processes
+by their records and adopt them. When Ray ends, requests continue, and the agents of a new head
+adopt the processes. A Redis that ended is restarted at its address. No process outlives the
+launcher. In an orderly shutdown the launcher stops all processes; after a kill -9 of the launcher,
+the guardian does.
 """
 
 import errno

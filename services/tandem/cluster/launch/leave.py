@@ -1,11 +1,12 @@
 """The orderly exit of a host from a cluster while its processes still serve.
 
-  leaves: the controller starts replacements on other hosts --they are ready--> drains: the members
-  on this host hand over their streams and end --none is left--> the host ends
+  1. The host is marked "leaves": the controller starts replacements on other hosts.
+  2. When these are ready, the host is marked "drains": its members hand over their streams and end.
+  3. When no member is left, the host ends.
 
-`LEAVE_DEADLINE_S` limits both steps together, of which `DRAIN_S` is reserved for the second.
-Members that no other host can take, such as the second router of two hosts, are not waited for. The
-request is written to Redis repeatedly, because Redis may lose it.
+`LEAVE_DEADLINE_S` limits steps 1 and 2 together, of which `DRAIN_S` is reserved for step 2. Step 1
+does not wait for members that no other host can take, such as the second router of two hosts. The
+mark is written to Redis repeatedly, because Redis may lose it.
 """
 
 import json
@@ -23,7 +24,7 @@ from tandem.net.store.client import UNREACHABLE, SyncClient, connect_blocking
 from tandem.net.store.registry import WorkerRecord
 
 LEAVE_DEADLINE_S = 180.0
-DRAIN_S = 60.0  # longer than an agent gives its process to drain
+DRAIN_S = 60.0  # limit for step 2; longer than an agent gives its process to drain
 _SETTLED_S = 10.0  # time within which a controller places all members that it can
 _INTERVAL_S = 0.5
 _ROUTER_STARTS_S = 5.0
@@ -36,7 +37,8 @@ class Leaving:
     def __init__(
         self, *, controller_url: str, worker_url: str, cluster_id: str, host_id: str
     ) -> None:
-        """The two URLs of Redis belong to its users `controller` and `worker`."""
+        """`controller_url` and `worker_url` are URLs of Redis for its users `controller` and
+        `worker`."""
         self._controller_url = controller_url
         self._worker_url = worker_url
         self._cluster_id = cluster_id

@@ -33,7 +33,7 @@ _SOCKET = "redis.socket"
 
 
 class Listening:
-    """One host's listeners for the other hosts. It needs the run folder."""
+    """One host's listeners for the other hosts. The run folder must exist."""
 
     def __init__(
         self, options: LaunchOptions, run: Run, authority: Authority, ray_token: str

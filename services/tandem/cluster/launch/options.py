@@ -34,8 +34,8 @@ from tandem.errors import ConfigError
 from tandem.net.security.access import is_loopback
 
 NUM_CLUSTER_PORTS = 220
-_GRPC_PORTS = 10  # offset from the first cluster port of the gRPC replica's HTTP and admin ports
-LOCAL_COLD_START_S = 15.0  # time to start a worker whose model is on this machine
+_GRPC_PORTS = 10  # offset of the gRPC replica's HTTP and admin ports from the first cluster port
+LOCAL_COLD_START_S = 15.0  # expected time to start a worker whose model is on this machine
 _CLUSTER = Group("Cluster", sort_key=1)
 
 _ClusterPort = Annotated[int, Bounds(least=1024, most=65535 - NUM_CLUSTER_PORTS)]
@@ -104,7 +104,7 @@ class LaunchOptions(Options):
             raise ConfigError("a pool has labels, which choose among machines: --listen is needed")
         if self.listen and self.no_cluster_tls:
             raise ConfigError("--no-cluster-tls and --listen: calls between machines are encrypted")
-        # A new Redis has no API keys; an existing one may have some.
+        # A new Redis has no API keys. An existing one may have some, which is not checked here.
         has_keys = self.admission.keys_file or self.redis_url
         outer = [host for host in (self.host, self.admin.host) if not is_loopback(host)]
         if outer and not (has_keys or self.admission.allow_anonymous):
@@ -112,7 +112,8 @@ class LaunchOptions(Options):
                 f"anyone who reaches {outer[0]} could use the cluster, which has no API keys; "
                 "name --keys-file, or say --allow-anonymous"
             )
-        assert self.autoscaler is not None  # raises ConfigError, as a router would
+        # raises ConfigError for invalid settings, as a router would
+        assert self.autoscaler is not None
 
     @property
     def autoscaler(self) -> AutoscaleConfig:
@@ -133,7 +134,7 @@ class LaunchOptions(Options):
 
     @property
     def ports(self) -> dict[str, tuple[str, int]]:
-        """Host and port of each listener, by the option that sets the port."""
+        """Host and port of each listener. The keys are the options that set the ports."""
         grpc = {} if self.no_grpc else {"--grpc-port": (self.host, self.grpc_port)}
         return {
             "--port": (self.host, self.http_port),
@@ -189,8 +190,8 @@ def check_gpus(options: LaunchOptions, num_gpus: int) -> None:
 
 
 def options_for_others(options: LaunchOptions) -> list[str]:
-    """Builds the command line for machines that join. It omits options that apply to this machine
-    only, except its address, which `on_host` replaces."""
+    """Builds the command line for machines that join. Options that apply only to this machine are
+    left out. This machine's address stays; `on_host` replaces it."""
     own = replace(options, parent_pid=None, join_token_file="", labels=())
     return to_argv(own)
 
@@ -215,8 +216,8 @@ def make_spec(
     host_id: str = "",
     number: int = 0,
 ) -> ClusterSpec:
-    """Builds the spec of the cluster. `model` is the folder to which `options.model` was
-    resolved."""
+    """Builds the spec of the cluster. `model` is the folder of the model that `options.model`
+    names."""
     sizes: dict[Pool, int] = {
         "router": options.num_routers,
         "prefill": options.num_prefill,
@@ -282,8 +283,8 @@ def _router(
             "admin_grpc_port": options.admin.grpc_port,
         }
     else:
-        # With several machines, other routers need a fixed HTTP port. On one machine the system
-        # chooses it.
+        # With several machines, routers on other machines need a fixed HTTP port of this replica.
+        # On one machine the system chooses the port.
         names = ("http_port", "admin_port", "admin_grpc_port")
         first = options.cluster_port + _GRPC_PORTS if options.listen else 0
         ports = {name: first and first + n for n, name in enumerate(names)}

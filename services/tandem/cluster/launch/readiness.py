@@ -30,7 +30,7 @@ from tandem.net.store.registry import LoadingNotice, WorkerRecord
 _DEADLINE_S = 300.0  # limit without progress; loading weights of a large model counts as progress
 _INTERVAL_S = 0.05
 _REPLY_DEADLINE_S = 2.0
-# decode workers without paired prefill workers serve, too: they prefill themselves
+# This is short, because a decode worker without connected prefill workers prefills itself.
 _PAIRS_DEADLINE_S = 5.0
 
 
@@ -40,7 +40,7 @@ class Readiness:
     cluster_id: str
     redis_url: str = field(repr=False)
     screen: LaunchScreen
-    # transports of its pairs, by decode worker
+    # decode worker id -> transports of its connections to prefill workers
     transports: dict[str, str] = field(default_factory=dict)
     members: list[Member] = field(default_factory=list)
     _waiting: dict[str, tuple[Member, DetachedProcess, float]] = field(default_factory=dict)
@@ -50,8 +50,8 @@ class Readiness:
         self._waiting[member.member_id] = (member, started, time.monotonic())
 
     def wait(self, ray_head: HeadProcess) -> HeadStarted:
-        """Waits until all parts are up. Raises ConfigError that names the failed part and has the
-        end of its log."""
+        """Waits until all processes are ready. Raises ConfigError that names the failed process and
+        has the end of its log."""
         head: HeadStarted | None = None
         progress = (0, False, 0)
         moved_at = time.monotonic()
@@ -98,7 +98,7 @@ class Readiness:
         return [*steps, ProgressRow("ray head", "starts")] if waits_for_head else steps
 
     def _wait_for_pairs(self, redis: SyncClient) -> None:
-        """Waits at most _PAIRS_DEADLINE_S until all decode workers are paired with all prefill
+        """Waits at most _PAIRS_DEADLINE_S until all decode workers are connected with all prefill
         workers."""
         began = time.monotonic()
         self.screen.wait_for(ProgressRow("pairs", "decode workers connect prefill workers"))
@@ -125,7 +125,7 @@ class Readiness:
                 with urllib.request.urlopen(ready, timeout=_REPLY_DEADLINE_S, context=context):
                     return True
             except urllib.error.HTTPError:
-                # It is up; it may wait for a decode worker on another machine.
+                # The router is up; it may be waiting for a decode worker on another machine.
                 return all(m.pool != "decode" for m in self.members)
             except (OSError, ValueError):  # no answer, or the URL is not announced yet
                 return False
@@ -142,7 +142,8 @@ class Readiness:
         return entry.decode().partition(" ")[2] if isinstance(entry, bytes) else ""
 
     def _bytes_loaded(self, redis: SyncClient) -> tuple[int, int]:
-        """Sums over all workers the bytes of weights that are loaded, and those in total."""
+        """Returns the bytes of weights that all workers have loaded so far, and the bytes that they
+        will have loaded in the end."""
         try:
             found = redis.hvals(f"{{tandem:{self.cluster_id}}}:loading")
         except UNREACHABLE:

@@ -1,8 +1,7 @@
 """The folder, logs, environment and guardian of `tandem up` or `tandem join`.
 
-  created -> ... -> `end`: all processes of the cluster on this machine and the folder are gone
-
-If the launcher is killed, its guardian cleans up.
+A run begins when its object is created. After `end`, the folder and all processes of the cluster on
+this machine are gone. If the launcher is killed, its guardian cleans up.
 """
 
 import os
@@ -30,8 +29,8 @@ class Run:
         processes."""
         self.cluster_id = cluster_id
         self.folder = Path(tempfile.mkdtemp(prefix="tandem-"))
-        # TMPDIR of all processes, which create sockets there; elsewhere if the path would be too
-        # long.
+        # TMPDIR of all processes, which create sockets there. The folder is outside the run folder
+        # if its path would otherwise be too long for a socket.
         self.tmp = self.folder / "tmp"
         if is_short(self.tmp):
             self.tmp.mkdir()
@@ -39,11 +38,12 @@ class Run:
             self.tmp = make_socket_folder()
         self.logs = RunLogs(self.folder, cluster_id)
         self.guardian = self._start_guardian()
-        # Redis inherits this process's environment, and must be recognized as part of the cluster.
+        # Redis inherits this process's environment. The variable makes Redis recognizable as part
+        # of the cluster.
         os.environ[CLUSTER_ID_VARIABLE] = cluster_id
         self.environment = {**process.child_environment(os.environ), **(more or {})}
         self.environment[TOKEN_VARIABLE] = token
-        # files of killed processes are deleted with the run folder
+        # Files of killed processes are deleted with this folder.
         self.environment["TMPDIR"] = str(self.tmp)
 
     def restart_guardian(self) -> None:
@@ -54,7 +54,7 @@ class Run:
         guardian.end_cluster(self.cluster_id, _DRAIN_S, spare=spare)
 
     def end(self) -> None:
-        """Removes the run folder. Call it after all processes have ended."""
+        """Removes the run folder. All processes must have ended before."""
         for folder in (self.folder, self.tmp):
             shutil.rmtree(folder, ignore_errors=True)
         self.logs.close()
@@ -67,7 +67,7 @@ class Run:
         script = guardian.__file__
         return subprocess.Popen(
             [sys.executable, "-I", "-S", script, self.cluster_id, str(self.folder), str(self.tmp)],
-            # The other end is open only in this process, because it is closed on exec.
+            # The other end of this pipe is open only in this process, because it is closed on exec.
             stdin=subprocess.PIPE,
             env={},
             start_new_session=True,

@@ -36,7 +36,7 @@ def runs_folder() -> Path:
 
 
 class RunLogs:
-    """The logs of one run. `RUN_FOLDER/logs` is a link to their folder until `close`."""
+    """The logs of one run. `RUN_FOLDER/logs` is a link to the folder of the logs until `close`."""
 
     def __init__(self, run_folder: Path, cluster_id: str) -> None:
         """Creates the folder. If that fails, the logs are written to the run folder, which is
@@ -75,7 +75,8 @@ def find_log(process_id: str) -> Path:
 
 
 def lines(path: Path, is_over: Callable[[], bool]) -> Iterator[str]:
-    """Yields the text of a log and what is appended, until `is_over` returns True at its end."""
+    """Yields the text of a log, then the text that is appended. Ends when `is_over` returns True at
+    the end of the log."""
     if older(path).is_file():
         yield older(path).read_text(errors="replace")
     while True:
@@ -96,7 +97,7 @@ def _is_named(stream: TextIO, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(stream.fileno()), path.stat())
     except FileNotFoundError:
-        return True  # between the two steps of a rotation
+        return True  # The file is between the two steps of a rotation.
 
 
 def show_log(path: Path, *, follow: bool) -> None:

@@ -63,7 +63,8 @@ def _note(text: str) -> None:
 
 
 def _state(url: str) -> tuple[Mapping[str, Any], str]:
-    """Fetches the cluster's state. Returns an empty one and the reason if there is none."""
+    """Fetches the cluster's state. Also returns why a worker may be unknown. If no router answers,
+    the state is empty."""
     try:
         state = call_router(url, "GET")
     except OperateError as error:

@@ -1,9 +1,9 @@
 """Starts a command that outlives its caller: `detach.py RECORD LOG COMMAND...`.
 
-It is run as a script (`python -I -S`) and imports nothing from Tandem. The command gets its own
-session. This process exits immediately, so the command is no child of the caller: Ray kills the
-children of an actor that ends. RECORD, a JSON object with `pid` and `start_ticks`, is written
-before the command runs and before this script exits.
+This file is run as a script (`python -I -S`) and imports nothing from Tandem. The command gets its
+own session. The script exits immediately, so that the command is no child of the caller. Otherwise
+Ray would kill the command when the caller, an actor, ends. RECORD, a JSON object with `pid` and
+`start_ticks`, is written before the command runs and before this script exits.
 """
 
 import os
@@ -21,7 +21,8 @@ def main(record: str, log: str, *command: str) -> None:
     read_end, write_end = os.pipe()
     if os.fork():
         os.close(write_end)
-        # returns at EOF when the child has called exec, or with an error message
+        # This read returns nothing (EOF) once the child has called exec, or else the child's error
+        # message.
         failed = os.read(read_end, 1000)
         sys.stderr.buffer.write(failed)
         sys.exit(1 if failed else 0)

@@ -5,8 +5,8 @@ running
 
 Address and passwords do not change during the object's life, so that clients find a restarted
 server. Nothing is persisted, because workers publish everything again; the folder has only the log.
-The child runs in its own session, so Ctrl-C in a terminal does not reach it. The owner must stop
-it; if the owner is killed, this module does nothing.
+The child runs in its own session, so Ctrl-C in a terminal does not reach it. The process that uses
+this module must stop the server. If that process is killed, this module does not stop the server.
 """
 
 import random
@@ -26,8 +26,8 @@ from tandem.errors import ConfigError
 from tandem.net.store.client import wait_until_answers
 from tandem.net.store.roles import rules
 
-# Below Linux's range of ephemeral ports (32768 and up): while the server is down, no client on this
-# host can be assigned its port, so a restart finds it free.
+# These ports are below Linux's range of ephemeral ports (32768 and up). So while the server is
+# down, no client on this host can be assigned its port, and a restart finds the port free.
 _PORTS = range(20_000, 32_768)
 _START_ATTEMPTS = 5
 _LOG_TAIL_BYTES = 2000
@@ -176,8 +176,8 @@ class EmbeddedRedis:
                 f"requirepass {self._password}",
                 "daemonize no",
                 *([f"unixsocket {self._unix_socket}"] if self._unix_socket else []),
-                # Setting the title would overwrite the environment, by which the guardian finds the
-                # process.
+                # The guardian finds the process by its environment, which setting the title would
+                # overwrite.
                 "set-proc-title no",
                 'save ""',
                 "appendonly no",

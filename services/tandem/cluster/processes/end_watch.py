@@ -5,7 +5,7 @@ import select
 
 
 class EndWatch:
-    """Watches processes by name, one for each name."""
+    """Watches processes, each under a name of its own."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -28,7 +28,8 @@ class EndWatch:
             self._close(pidfd)
 
     def wait(self, timeout_s: float | None = None) -> str | None:
-        """Returns the name of a process that has ended, each name once; None after `timeout_s`."""
+        """Waits until a process has ended; returns its name. Returns each name once, and None after
+        `timeout_s`."""
         if not self._gone:
             timeout_ms = None if timeout_s is None else round(timeout_s * 1000)
             self._gone += [self._close(pidfd) for pidfd, _ in self._poll.poll(timeout_ms)]

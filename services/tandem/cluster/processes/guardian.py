@@ -1,10 +1,10 @@
 """Ends all processes of a cluster when its launcher has ended for any reason.
 
-It is run as a script (`python -I -S guardian.py CLUSTER_ID FOLDER ...`). Its standard input is a
-pipe whose other end is open only in the launcher. At EOF it ends every process with the cluster's
-id in its environment, and every process in the same session as one of them (the cluster's processes
-are in sessions that the cluster created). Then it removes the folders. It imports nothing from
-Tandem, so that it is small and cannot fail.
+The guardian is run as a script (`python -I -S guardian.py CLUSTER_ID FOLDER ...`). Its standard
+input is a pipe whose other end is open only in the launcher. At EOF the guardian ends every process
+that has the cluster's id in its environment, and every process in the session of such a process, if
+the cluster created that session. Then it removes the folders. It imports nothing from Tandem, so
+that it is small and cannot fail.
 """
 
 import os
@@ -38,9 +38,10 @@ def cluster_processes(cluster_id: str) -> dict[int, int]:
             with open(f"/proc/{pid}/environ", "rb") as environ:
                 if marker in environ.read().split(b"\0"):
                     marked.add(pid)
-        except (OSError, ValueError):  # it has ended, or belongs to another user
+        except (OSError, ValueError):  # the process has ended, or belongs to another user
             continue
-    # Only sessions whose leader belongs to the cluster or has ended, so never that of a shell.
+    # Use only sessions whose leader belongs to the cluster or has ended, so never the session of a
+    # shell.
     own = {s for s in map(sessions.__getitem__, marked) if s in marked or s not in sessions}
     own.discard(os.getsid(0))
     return {pid: s for pid, s in sessions.items() if pid in marked or s in own}
@@ -67,8 +68,8 @@ def end_session(session_id: int) -> None:
 
 
 def end_cluster(cluster_id: str, term_s: float = _TERM_S, spare: "int | None" = None) -> bool:
-    """Sends SIGTERM, and after `term_s` SIGKILL, until only `spare` is left. Returns False if
-    others remain."""
+    """Ends the processes of a cluster except `spare`: sends SIGTERM, and after `term_s` SIGKILL.
+    Returns False if others remain."""
     term_until = time.monotonic() + term_s
     kill_until = term_until + _KILL_S
     signalled: set[int] = set()

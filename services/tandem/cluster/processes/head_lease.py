@@ -1,4 +1,4 @@
-"""The lease of Ray's head among the hosts of a cluster, and its fencing number.
+"""The lease by which one host of a cluster runs Ray's head, and the fencing number of that head.
 
   {tandem:CLUSTER}:head         STRING, JSON of `Head`, with a time to live that its host renews
   {tandem:CLUSTER}:head-number  STRING, the highest fencing number so far
@@ -7,7 +7,7 @@
 Each head has a higher number than all heads before it. Every write of a head or its controller
 carries the number, and Redis refuses a number that is not the highest. So a head that was paused or
 cut off while another one took over changes nothing when it returns. If Redis loses its data, the
-current head writes the number again.
+current head writes its number again.
 """
 
 import logging
@@ -105,8 +105,8 @@ def fenced_set(
 
 
 def publish_head(redis_url: str, cluster_id: str, head: Head) -> None:
-    """Publishes for the routers the head of a single machine, which needs no lease. Does nothing if
-    Redis does not answer."""
+    """Publishes the head of a single machine for the routers; such a head needs no lease. Does
+    nothing if Redis does not answer."""
     try:
         redis = connect_blocking(redis_url)
         redis.set(control_key(cluster_id, HEAD_KEY), msgspec.json.encode(head))

@@ -2,11 +2,12 @@
 
   python -m tandem.cluster.processes.leave_node DEADLINE_S
 
-  mark in the run folder -> SIGTERM to each worker (they drain) -> all have ended, or the deadline
+The program creates the file `leaving` in the run folder, sends SIGTERM to each worker so that it
+drains, and waits until all workers have ended or the deadline has passed.
 
-It uses neither Ray nor Redis, because the agents of the node may have ended. A running agent sees
-the mark: it does not restart its worker, and reports to the controller that the worker drains. The
-mark must be removed before the node's Ray is started again.
+It uses neither Ray nor Redis, because the agents of the node may have ended. A running agent that
+finds the file does not restart its worker, and reports to the controller that the worker drains.
+The file must be removed before the node's Ray is started again.
 """
 
 import logging

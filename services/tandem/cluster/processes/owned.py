@@ -3,9 +3,10 @@
   on one machine           `controller.json` in the run folder
   if machines can join     the key `owned` in Redis, fenced (head_lease.py), and the same file
 
-Only the controller writes it, before it sends commands, and again if Redis has lost it. An agent
-that Ray restarted reads it to find out whether its process is still wanted, because the agent that
-received the command has ended, and the controller may have ended too.
+Only the controller writes the state. It does so before it sends commands, and again if Redis has
+lost the state. An agent that Ray restarted reads the state to find out whether its process is still
+wanted. The agent that received the command to drain has ended then, and the controller may have
+ended, too.
 """
 
 import logging
@@ -29,7 +30,7 @@ _SPEC_FILE = "spec.json"
 class Owned(msgspec.Struct):
     wanted: dict[Pool, int]
     members: list[Member]
-    number: int = 0  # fencing number of the head whose controller wrote it
+    number: int = 0  # fencing number of the head whose controller wrote this state
     hosts: list[Host] = []  # hosts that were not lost; a new head expects them to rejoin
 
     def wants(self, agent_name: str) -> bool:
@@ -47,7 +48,7 @@ class Owned(msgspec.Struct):
 
 
 def read(run_folder: Path) -> Owned | None:
-    """Reads the file; None until the folder's first controller has written it."""
+    """Reads the state from the file; None until the folder's first controller has written it."""
     try:
         return msgspec.json.decode((run_folder / _FILE).read_bytes(), type=Owned)
     except FileNotFoundError:
@@ -74,7 +75,7 @@ def read_leaving(redis: SyncClient, cluster_id: str) -> dict[str, Leave]:
 
 
 def write_leaving(redis: SyncClient, cluster_id: str, host_id: str, leave: Leave) -> None:
-    """Requests the exit of a host from the controller. Raises what `read_leaving` raises."""
+    """Records for the controller that a host wants to leave. Raises what `read_leaving` raises."""
     words = [host_id, f"{host_id} drains"] if leave == "drains" else [host_id]
     redis.sadd(f"{{tandem:{cluster_id}}}:leaving", *words)
 
@@ -84,8 +85,8 @@ def forget_leaving(redis: SyncClient, cluster_id: str, host_id: str) -> None:
 
 
 class SharedOwned:
-    """The same state in Redis, for all hosts. `number` is the fencing number of the controller's
-    head."""
+    """The controller's state in Redis, for all hosts. `number` is the fencing number of the
+    controller's head."""
 
     def __init__(self, redis_url: str, cluster_id: str, number: int) -> None:
         self._redis_url = redis_url

@@ -105,7 +105,7 @@ def start(
 
 
 def find(process_id: str, run_folder: Path) -> DetachedProcess | None:
-    """Finds the running process of this record; None if there is none."""
+    """Finds the running process with this id by its record; None if there is none."""
     try:
         record = json.loads(_record_path(run_folder, process_id).read_text())
     except FileNotFoundError:
@@ -117,7 +117,8 @@ def find(process_id: str, run_folder: Path) -> DetachedProcess | None:
         return None
     process = DetachedProcess(process_id, pid, pidfd, log_path(run_folder, process_id))
     with suppress(FileNotFoundError):
-        # Check after the pidfd is open: from then on it cannot refer to another process.
+        # Check after the pidfd is open, because from then on the pidfd cannot refer to another
+        # process.
         if detach.start_ticks(pid) == int(record["start_ticks"]) and not process.wait(0):
             return process
     process.close()
@@ -156,9 +157,9 @@ def child_environment(environment: Mapping[str, str], pool: Pool | None = None) 
     """Copies the environment for a process of a pool, without Ray's settings and an operator's API
     key.
 
-    The settings that Ray made for an agent must not reach its process. REDIS_URL_VARIABLE gets the
-    URL of the Redis user for the process's kind only. Without a pool, all URLs are kept, for a
-    process that starts others.
+    The settings that Ray made for an agent must not reach the agent's process. REDIS_URL_VARIABLE
+    gets the URL of the Redis user for this kind of process, and the URLs of other kinds are
+    removed. If `pool` is None, the process starts others, and all URLs are kept.
     """
     left_out = ("RAY_", "__RAY", API_KEY_VARIABLE)
     child = {k: v for k, v in environment.items() if not k.startswith(left_out)}

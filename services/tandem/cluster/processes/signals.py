@@ -17,9 +17,10 @@ class Interrupted(BaseException):
 
 @contextmanager
 def stop_signals(*, parent_pid: int | None = None) -> Iterator[None]:
-    """Converts stop signals to `Interrupted` within the block.
+    """Converts stop signals to `Interrupted` within the `with` statement.
 
-    With `parent_pid`, the end of that process counts as SIGTERM. It must be this process's parent.
+    If `parent_pid` is given, it must be the pid of this process's parent. The end of the parent
+    then counts as SIGTERM.
     """
     before = {number: signal.signal(number, _interrupt) for number in _STOP}
     try:

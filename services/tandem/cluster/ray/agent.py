@@ -1,16 +1,18 @@
 """The agent of one process of a pool: a small detached Ray actor that keeps the process running.
 
-  start or adopt -> running -> (it ended) restarting, after a back-off -> start -> ...
-   |                 `drain` -> (a router, with several hosts: notice) -> SIGTERM, at its deadline
-   |                            SIGKILL -> gone
-   `(already unwanted) adopt, SIGTERM, ... or gone at once: it is never started
+  start or adopt the process -> running -> (the process ended) restarting, after a back-off -> start
+  running -> (`drain`) draining: SIGTERM, and SIGKILL at the deadline -> gone
+
+If the process is not wanted any more when the agent starts, a running process is drained, and none
+is started. With several hosts, a router is told first that it leaves, and gets some time to tell
+its clients.
 
 A Ray node that is about to end is marked (leave_node.py). Its agents then drain their processes and
-start none. They remain until the node ends, so that Ray places nothing else on it.
+start none. The agents remain until the node ends, so that Ray places nothing else on the node.
 
 The process is not a child of the agent: it continues if the agent, the raylet or all of Ray ends,
 and a restarted agent finds it by its record. The controller's file says whether the process should
-run at all, because the agent that received `drain` may have ended. The watch is a thread that
+run at all, because the agent that received `drain` may have ended. A thread watches the process: it
 sleeps in poll(2) and checks every 2 s whether the process is stopped. The agent reports each change
 to the controller, and sends nothing while nothing changes.
 """
@@ -61,7 +63,7 @@ class Agent:
         configure_logging(member.agent_name)
         if spec.on_nodes:
             folder = os.environ.get(RUN_FOLDER_VARIABLE, spec.run_folder)
-            own_files.make_folder(Path(folder))  # it identifies this node's processes
+            own_files.make_folder(Path(folder))  # this folder identifies the processes of this node
             spec = msgspec.structs.replace(spec, run_folder=folder)
         elif member.host:
             # The argument is the spec of another host; this host's spec is in its run folder.
@@ -73,10 +75,10 @@ class Agent:
         self._command = spec.pools[member.pool].filled(member)
         if spec.on_nodes:
             self._command = [expand(word, os.environ) for word in self._command]
-        self._wake_fd = os.eventfd(0)  # readable after `drain`
+        self._wake_fd = os.eventfd(0)  # readable once `drain` was called
         self._state: MemberState = "pending"
         self._pid = 0
-        self._num_starts = 0  # restarts; the first start does not count
+        self._num_starts = 0  # number of restarts; the first start does not count
         # True if an earlier agent had started the process
         self._was_started = member.state != "pending"
         self._last_line = ""
@@ -162,7 +164,9 @@ class Agent:
 
     def _read_owned(self) -> Owned | None:
         if self._spec.on_nodes:
-            return None  # nodes may not read it; the controller drains unwanted processes
+            # Nodes may not read the controller's state. The controller drains unwanted processes
+            # itself.
+            return None
         if not self._member.host:
             return owned.read(self._run_folder)
         return self._shared.read()
@@ -187,7 +191,7 @@ class Agent:
     def _stop(self, running: DetachedProcess) -> None:
         self._report("draining", running.pid)
         if self._member.pool in ROUTER_POOLS and self._member.host:
-            # Its clients can switch to routers on other hosts once they see that it leaves.
+            # The router's clients can switch to other hosts once they see that this router leaves.
             running.send(LEAVE_SIGNAL)
             running.wait(self._spec.leave_notice_s)
         running.stop(self._spec.drain_deadline_s)
@@ -206,7 +210,7 @@ class Agent:
             controller = ray.get_actor(CONTROLLER_NAME)
             controller.report.remote(*self.status())
         except (ValueError, ray.exceptions.RayError) as error:
-            # The controller requests the status of every agent when it restarts.
+            # This report is lost, but a restarted controller requests the status of every agent.
             log.warning("the pool controller does not hear that this is %s: %s", state, error)
 
 

@@ -1,17 +1,18 @@
-"""The pool controller: a detached Ray actor that owns the wanted size of each pool.
+"""The pool controller: a detached Ray actor that brings each pool to its wanted size.
 
-One thread owns all state and handles one event at a time: a scale request (from Redis or a call),
-an agent's report, or a change of the hosts. After each event it compares wanted and actual pools
-(`pools.plan`), creates and drains agents, writes its state to its file, and publishes it in Redis.
-When Ray restarts the actor, it reads the file, finds the agents by name, and requests their status.
+Only one thread changes the state. It handles one event at a time: a scale request (from Redis or a
+call), an agent's report, or a change of the hosts. After each event it compares wanted and actual
+pools (`pools.plan`), writes the new state to a file, creates and drains agents, and publishes the
+state of the pools in Redis. When Ray restarts the actor, the actor reads the file, finds the agents
+by name, and requests their status.
 
 If machines can join, the same state is in Redis, fenced by the number of this head. The controller
-acts only on state that it has written there; while Redis is unreachable, it changes nothing. Once
-its number is not the highest any more, it stops for good.
+acts only on state that it has written to Redis; while Redis is unreachable, it changes nothing.
+Once another head has a higher number, the controller stops for good.
 
-On nodes of a Ray cluster with an autoscaler, it requests the nodes that the wanted sizes need
-(`NodeRequests`). After a member has drained, its agent is removed, and Ray ends a node without
-agents.
+On nodes of a Ray cluster with an autoscaler, the controller requests the nodes that the wanted
+sizes need (`NodeRequests`). After a member has drained, its agent is removed, and Ray ends a node
+without agents.
 """
 
 import logging
@@ -60,7 +61,7 @@ _RETRY_S = 2.0  # pause between attempts to write the state
 
 
 class PoolController:
-    """Owns the pools of one cluster. `start_controller` creates it."""
+    """Brings the pools of one cluster to their wanted sizes. `start_controller` creates it."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         configure_logging(CONTROLLER_NAME)
@@ -85,7 +86,8 @@ class PoolController:
         start_vital("pools", self._run)
 
     def scale(self, sizes: object) -> None:
-        """Sets the wanted sizes of these pools. Raises BadRequest that names the allowed sizes."""
+        """Sets the wanted sizes of the pools in `sizes`. Raises BadRequest that names the allowed
+        sizes."""
         checked = {p: size for p, size in check_sizes(sizes).items() if p in self._spec.pools}
         self._events.put(lambda: self._owned.wanted.update(checked))
 
@@ -114,8 +116,8 @@ class PoolController:
         return describe(self._owned.wanted, self._owned.members, self._spec.pools, self._waits)
 
     def _read(self) -> Owned | None:
-        """Reads the state that the previous controller wrote: the newer one of Redis and the
-        file."""
+        """Reads the state that the previous controller wrote to Redis and to the file. Returns the
+        newer of the two."""
         found = [owned.read(self._run_folder), self._shared.read() if self._shared else None]
         return max((f for f in found if f), key=lambda f: f.number, default=None)
 
@@ -156,9 +158,9 @@ class PoolController:
             msgspec.structs.replace(m, state="draining") if m.ordinal in draining else m
             for m in planned
         ]
-        # The state is written before agents are created, because an unknown agent could not be
-        # drained, and before agents are drained: a restarted agent reads it and does not start the
-        # process again.
+        # The state is written before agents are created, because a restarted controller could not
+        # drain an agent that the state lacks. It is written before agents are drained, because a
+        # restarted agent reads it and then does not start the process again.
         ended = {m.ordinal for m in lost} & {m.ordinal for m in members if self._has_drained(m)}
         kept = _without_oldest_lost([m for m in (*planned, *add) if m.ordinal not in ended])
         if not self._write(Owned(self._owned.wanted, kept, self._spec.number, self._hosts.known())):
@@ -193,7 +195,7 @@ class PoolController:
         return add, drain
 
     def _note_waits(self) -> None:
-        """Updates the reasons of pools that are smaller than wanted, and logs new ones."""
+        """Updates the reasons why pools wait for a GPU, and logs new ones."""
         hosts = self._hosts.usable()
         now = self._owned
         waits = gpu_waits(self._spec, now.wanted, now.members, hosts, self._leaving)
@@ -202,7 +204,8 @@ class PoolController:
         self._waits = waits
 
     def _write(self, new: Owned) -> bool:
-        """Writes the new state, and adopts it if that succeeds. Returns False if it does not."""
+        """Writes the new state; if that succeeds, it becomes the current state. Returns False
+        otherwise."""
         encoded = msgspec.json.encode(new)
         if encoded == self._written:
             return True
@@ -281,10 +284,10 @@ class PoolController:
 
 
 class NodeRequests:
-    """Requests nodes from Ray's autoscaler by the resources that they need.
+    """Requests nodes from Ray's autoscaler by the resources that the processes need.
 
     Ray keeps only the last request. An unchanged request is repeated at intervals, because a new
-    head has none.
+    head of Ray does not know it.
     """
 
     def __init__(self) -> None:
@@ -329,8 +332,8 @@ def _without_oldest_lost(members: list[Member]) -> list[Member]:
 def start_controller(spec: ClusterSpec) -> Any:
     """Creates the cluster's controller and returns its handle. The caller must be connected to Ray.
 
-    Ray stores arguments, so the controller reads Redis's URL, a secret, from its node's
-    environment.
+    Redis's URL is a secret and is no argument, because Ray stores arguments. The controller reads
+    it from its node's environment.
     """
     actor = ray.remote(
         num_cpus=0,

@@ -1,12 +1,12 @@
-"""The owner of Ray's head: starts it, sends it the spec, kills it and starts another one.
+"""Starts Ray's head in a process, sends it the spec, kills it and starts another one.
 
   start --> `is_listening` --spec sent--> `started` (with the controller; the process itself exits)
    ^                                         |
    `--- GCS or raylet ended: the rest of this head is killed before another one is started
 
-Without its GCS the rest of Ray lives for another minute, including controller and agents. In
-parallel with those of a new head, they would take its scale requests and start processes twice. All
-Ray processes share the session of the process that started them; `end` kills this session.
+If only the GCS ends, the rest of Ray lives for another minute, including the controller and the
+agents. Beside a new head, they would take its scale requests and start processes twice. All Ray
+processes share the session of the process that started them; `end` kills this session.
 """
 
 import select

@@ -4,10 +4,13 @@
              ^---------------- its node is back ------'-----------------'
 
 A silent host gets no new members and keeps its existing ones, because a restarted raylet is back
-soon. A new head gives all hosts `FIRST_JOIN_S` to join it, except the host of the previous head,
-which was silent for a whole lease. Members can already be placed on an expected host; their agents
-start when it joins. Otherwise replacements would go to the hosts that join first, and move again
-after all have joined.
+soon.
+
+A new head gives all hosts of the previous head `FIRST_JOIN_S` to join it. The host on which the
+previous head ran gets no time, because it was already silent for a whole lease. A host that has not
+joined yet is expected: members can already be placed on it, and their agents start when it joins.
+Otherwise all replacements would go to the hosts that join first, and would have to move again
+later.
 
 If Ray starts and ends its nodes itself, each alive Ray node is a host, with Ray's node id. A
 restarted node is a different host.
@@ -38,7 +41,8 @@ class HostWatch:
     def __init__(
         self, own: Host | None, host_before: str = "", expected: Iterable[Host] = ()
     ) -> None:
-        """Without `own`, all Ray nodes are hosts. `expected` has the hosts of the previous head."""
+        """`own` is this host; if it is None, all Ray nodes are hosts. `expected` has the hosts of
+        the previous head."""
         self._label = NODE_LABEL if own is None else HOST_LABEL
         self._own = {} if own is None else {own.host_id: own}
         self._host_before = host_before
@@ -69,8 +73,8 @@ class HostWatch:
         ]
 
     def start(self, changed: Callable[[], None]) -> None:
-        """Calls `changed` every INTERVAL_S from a thread. The owner then calls `update` in its own
-        thread."""
+        """Starts a thread that calls `changed` every INTERVAL_S. The controller's own thread must
+        then call `update`."""
 
         def tick() -> None:
             while True:

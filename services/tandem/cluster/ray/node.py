@@ -18,7 +18,7 @@ from tandem.common.pool_sizes import POOL_SIZE_MAX
 
 NAMESPACE = "tandem"
 LISTENING = b"listening\n"  # printed by a starting head once GCS and raylet are up
-_OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; Tandem stores nothing in it
+_OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; Tandem stores nothing in the object store
 
 LOOPBACK = "127.0.0.1"
 HOST_LABEL = "tandem-host"
@@ -46,20 +46,21 @@ _QUIET = {
     "RAY_task_events_report_interval_ms": "0",
 }
 
-# When memory is short, Ray's memory monitor, and Linux's OOM killer because of a score of 1000,
-# would end Tandem's agents first. An agent has 40 MB and is restarted at once, so that frees
-# nothing.
+# When memory is short, Ray's memory monitor would end Tandem's agents first. So would Linux's OOM
+# killer, because Ray gives them a score of 1000. Both are switched off: an agent has 40 MB and is
+# restarted at once, so ending it frees nothing.
 _SPARE_AGENTS = {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_oom_score_adjustment": "0"}
 
-# Ray's actors have a niceness of 15 by default, which processes started by agents would inherit: a
-# restarted worker would get a thirtieth of the CPU time of one started by the launcher.
+# By default, Ray gives its actors a niceness of 15, and processes started by agents would inherit
+# it. A restarted worker would get a thirtieth of the CPU time of one started by the launcher.
 _KEEP_PRIORITY = {"RAY_worker_niceness": "0"}
 
-# Without CPUs for tasks, Ray starts a node's agents one after another, which takes several times as
-# long on a busy machine.
+# Tandem's nodes have no CPUs for Ray's tasks. By default, Ray would then start a node's agents one
+# after another, which takes several times as long on a busy machine.
 _START_TOGETHER = {"RAY_worker_maximum_startup_concurrency": "8"}
 
-# A lost host is detected in about 10 s. A raylet that was only slow is restarted.
+# With these settings, a lost host is detected in about 10 s. A raylet that was only slow is
+# restarted.
 _SEE_LOSS = {
     "RAY_health_check_initial_delay_ms": "5000",
     "RAY_health_check_period_ms": "2000",
@@ -73,7 +74,7 @@ class RayNode(msgspec.Struct, frozen=True):
 
     address: str = LOOPBACK
     host_id: str = ""
-    cores: str = ""  # format of `shown_cores`
+    cores: str = ""  # cores of the machine, in the format of `shown_cores`
     num_gpus: int = 0
     labels: dict[str, str] = {}
     first_port: int = 0
@@ -91,7 +92,7 @@ class RayNode(msgspec.Struct, frozen=True):
 
     @property
     def ports(self) -> dict[str, int]:
-        """Ray's parameter names of its listeners, and their ports as far as they are fixed."""
+        """Ports of Ray's listeners, by the names of Ray's parameters; 0: the system chooses."""
         if not self.first_port:
             return {"gcs_server_port": 0}
         first = self.first_port
@@ -117,7 +118,7 @@ class RayNode(msgspec.Struct, frozen=True):
 
 class HeadStarted(msgspec.Struct, frozen=True):
     address: str
-    pids: dict[str, int]  # has gcs_server and raylet
+    pids: dict[str, int]  # by name of the process: gcs_server, raylet and others
     head_s: float
     controller_s: float
 
@@ -125,8 +126,8 @@ class HeadStarted(msgspec.Struct, frozen=True):
 def head_environment(
     environment: Mapping[str, str], run_folder: Path, node: RayNode | None = None
 ) -> dict[str, str]:
-    """Builds the environment of a machine's Ray. For a head of a single machine, writes a new
-    token."""
+    """Builds the environment of Ray's processes on a machine. For the head of a single machine,
+    also writes a new token."""
     node = node or RayNode()
     if not node.host_id:
         write_ray_token(run_folder, secrets.token_hex(32))
@@ -192,8 +193,9 @@ def read_cores(text: str) -> list[int]:
 
 
 def start_head(temp_dir: Path, node: RayNode | None = None) -> tuple[str, dict[str, int]]:
-    """Starts a head, or joins the node's head. Returns the address of the GCS and the pids of the
-    started processes, which outlive this process."""
+    """Starts a head. If `node` has a `head_address`, starts a node that joins that head instead.
+    Returns the address of the GCS and the pids of the started processes, which outlive this
+    process."""
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
@@ -206,7 +208,7 @@ def start_head(temp_dir: Path, node: RayNode | None = None) -> tuple[str, dict[s
     ports = node.ports
     if not is_head:
         del ports["gcs_server_port"]
-    # `temp_dir` may be too long for the paths of sockets
+    # The sockets get a folder of their own, because `temp_dir` may be too long for their paths.
     sockets = Path(tempfile.mkdtemp(prefix="ray-"))
     params = RayParams(
         node_ip_address=node.address,

@@ -1,15 +1,18 @@
 """One host's role in Ray if machines can join: head while it holds the lease, else node.
 
-  apart --the lease has an address--> node --its raylet ends, or a new number--> node ...
-   |                                    |
-   `--no lease, and it may lead: take -'--> starting --GCS, raylet, controller up--> head
-                           ^--- one of them ends: a new number ---|
-  head --Redis has a higher number--> apart
+  state           event                                           next state
+  apart           another host holds the lease, with an address   node of that head
+  node            its raylet ends, or the head has a new number   node of the current head
+  apart or node   the lease is free, and this host may lead       starting, once it has the lease
+  starting        GCS, raylet and controller are up               head
+  starting, head  one of these processes ends                     starting, with a new number
+  starting, head  Redis has a higher number                       apart
 
 `tick` is called about every `RENEW_INTERVAL_S`. Other hosts join a head as soon as its GCS and
-raylet are up, while its controller still starts. If a head or a node ends, its agents end; their
-processes continue, and the next agents adopt them. While Redis is unreachable, nothing changes: a
-head that cannot renew its lease continues, and its controller changes nothing (controller.py).
+raylet are up, while its controller still starts. If a head or a node ends, its agents end, too. The
+processes of these agents continue, and the next agents adopt them. While Redis is unreachable,
+nothing changes: a head that cannot renew its lease continues, and its controller changes nothing
+(controller.py).
 """
 
 import logging
@@ -32,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class RayHost:
-    """Owns the host's Ray processes. `say` reports changes to the operator."""
+    """Starts, watches and ends the host's Ray processes. `say` reports changes to the operator."""
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class RayHost:
         self._ends = EndWatch()
         self._ended = False
         self._redis_lost = False
-        self._host_before = ""  # host of the last head that held the lease
+        self._host_before = ""  # host of the head that last held the lease
 
     @property
     def is_up(self) -> bool:
@@ -71,7 +74,8 @@ class RayHost:
         return number
 
     def take_spec(self, spec: ClusterSpec) -> None:
-        """Sets the spec of this host's processes. Without it the host cannot become the head."""
+        """Sets the spec of this host's processes. Without a spec the host cannot become the
+        head."""
         self._spec = spec
 
     def take_started(self, started: HeadStarted) -> None:

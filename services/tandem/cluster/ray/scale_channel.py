@@ -74,12 +74,13 @@ class ScaleChannel:
             self._note_lost(error)
 
     def supersede(self) -> None:
-        """Ends the channel, because a later head's controller handles the requests now."""
+        """Ends the channel, because the controller of a later head handles the requests now."""
         self.is_superseded = True
 
     def _run(self) -> None:
-        # The next write tells whether these requests belong to a later head. If so they are pushed
-        # back, unless they are so old that the later head may have handled newer ones.
+        # These requests were taken from Redis, but not handled yet. The next write shows whether
+        # they belong to a later head. If so, they are pushed back, unless they are so old that the
+        # later head may have handled newer ones.
         taken: list[bytes | str] = []
         taken_at = 0.0
         while taken or not self.is_superseded:
@@ -105,7 +106,7 @@ class ScaleChannel:
     def _waiting(self) -> Sequence[bytes | str]:
         try:
             taken = self._redis.rpop(self._requests, _TAKE_MAX)
-        except UNREACHABLE:  # the next call fails, too
+        except UNREACHABLE:  # the caller's next use of Redis fails, too, and is handled there
             return ()
         return taken if isinstance(taken, list) else ()
 

@@ -1,7 +1,8 @@
-"""The sequences of one decode worker, from submission to their one end.
+"""The sequences of one decode worker, from submission to their end.
 
-This module sends a sequence's updates to its router: the tokens as they come, and the end. If a
-sequence ends in another way than by the engine's own report, the engine must remove it, too.
+This module sends each sequence's tokens and its end to the sequence's router. A sequence can end
+without the engine having reported the end, for example because the client has gone. In that case
+this module also removes the sequence from the engine.
 """
 
 import asyncio
@@ -28,7 +29,9 @@ log = logging.getLogger(__name__)
 
 
 class DecodeSequences:
-    """All sequences of this worker. `max_model_len` bounds the tokens of a sequence."""
+    """All sequences of this worker. `max_model_len` is the largest number of tokens in a
+    sequence.
+    """
 
     def __init__(self, parts: WorkerParts, max_model_len: int) -> None:
         self._link = parts.link
@@ -48,7 +51,9 @@ class DecodeSequences:
         return self._by_id.get(sequence_id)
 
     def find(self, stream: RouterStream, request_id: str) -> str:
-        """Returns the id of a router's latest sequence for a request; "" if there is none."""
+        """Returns the id of a request's latest sequence on this router's stream; "" if there is
+        none.
+        """
         if not request_id:
             return ""
         found = [id_ for id_ in stream.sequence_ids if id_.rpartition("#")[0] == request_id]
@@ -80,7 +85,8 @@ class DecodeSequences:
         if prefilled.HasField("cached_by_tier"):
             update.cached_by_tier.SetInParent()
         self._send_tokens(sequence, update)
-        # The client has this token even if the lease fails later, so it becomes part of the input.
+        # The client has this token even if the lease fails later, so the token becomes part of the
+        # sequence's input.
         sequence.spec = msgspec.structs.replace(
             sequence.spec, token_ids=[*sequence.spec.token_ids, token_id], first_token_by=0.0
         )
@@ -98,8 +104,9 @@ class DecodeSequences:
         self._send_tokens(sequence, update)
 
     def send_committed(self, sequence: DecodeSequence) -> None:
-        """Reports to the router that the prompt's pulled KV is committed. The engine commits
-        before.
+        """Reports to the router that the prompt's pulled KV is committed.
+
+        The caller must have sent `Commit` to the engine before.
         """
         sequence.stream.push(_update(sequence, is_committed=True))
 
@@ -120,7 +127,8 @@ class DecodeSequences:
     def lose_producer(self, sequence: DecodeSequence) -> None:
         """Counts a prefill worker that was lost during this sequence.
 
-        At the limit it ends the sequence, because the request itself may crash workers.
+        At the limit `losses_max` the sequence ends with an error, because the request itself may
+        crash workers.
         """
         sequence.num_lost += 1
         sequence.stream.push(_update(sequence, workers_lost=sequence.num_lost))
@@ -129,7 +137,7 @@ class DecodeSequences:
             self.abort(sequence, WorkerLost.code, message)
 
     def finish_if_over(self, sequence: DecodeSequence) -> None:
-        """Ends a sequence that already sent its last token when its lease failed."""
+        """Ends a sequence if its last token had already been sent when its lease failed."""
         reason = finish_reason(sequence.spec, sequence.spec.token_ids, self._max_model_len)
         if sequence.num_sent and reason:
             self._link.send(Remove(sequence.sequence_id))
@@ -158,7 +166,7 @@ class DecodeSequences:
     def fail(
         self, sequence: DecodeSequence, code: str, message: str, *, retry_after_s: float = 0.0
     ) -> None:
-        """Ends a sequence with an error. The engine must not have the sequence."""
+        """Ends a sequence with an error. The caller makes sure that the engine no longer has it."""
         error = pb.WorkerError(code=code, message=message, retry_after_s=retry_after_s)
         if code == "queue_full":
             error.retry_after_s = self._rates.retry_after_s

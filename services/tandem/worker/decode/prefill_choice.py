@@ -1,17 +1,22 @@
-"""Chooses where a prompt is prefilled: by a candidate or on the decode worker. Pure functions.
+"""Chooses where a prompt is prefilled: by a candidate or on the decode worker. Does no I/O.
 
-Each option's time until the sequence can decode is predicted:
+A candidate is a prefill worker that the router named. For each option, this module predicts the
+time until the sequence can decode, as a sum:
 
-    candidate      its queue (or the wait that it named) + the time to compute its missing tokens
-                   + the part of the pull that is longer than the computation
-    decode worker  its queue + the time to compute its missing tokens
-                   + that time again for each running sequence, whose steps it delays
+    option         predicted time
+    candidate      its queue, or the wait that it named when it refused if that is longer
+                   + the latency of the request and of the pull
+                   + the time to compute the tokens that it lacks, or the time of the pull by the
+                     decode worker if that is longer, because both overlap
+    decode worker  its queue
+                   + the time to compute the tokens that it lacks
+                   + that time again for each running sequence, whose steps are delayed
 
 Both may pull the prompt's first blocks from a holder instead of computing them. The decode worker
 is chosen only if it is clearly faster, because it should stay free to decode.
 
-If the decode worker has tiers, its engine decides first whether it loads blocks, by a comparison
-with both options (perf_model/soonest.py). This module then plans the tokens that are still missing.
+If the decode worker has tiers, its engine first compares both options with loading blocks from a
+tier (perf_model/soonest.py). This module then plans the tokens that are still missing.
 """
 
 from collections.abc import Sequence
@@ -21,7 +26,8 @@ from tandem.common.perf_model.predict import ASK_S, Expected, Holder, expect, is
 from tandem.common.perf_model.rates import PairRate, WorkerRates, default_pair
 from tandem.common.perf_model.soonest import Producer
 
-# The router's first choice is kept up to this multiple of the best time, since it spreads the load
+# The router spreads the load over the candidates. So its first choice is kept if the time predicted
+# for it is at most this multiple of the best candidate's time.
 NEAR_BEST = 1.1
 _UNMEASURED = default_pair("nixl")
 
@@ -37,8 +43,8 @@ class PrefillOption:
     """A worker that could prefill the prompt."""
 
     rates: WorkerRates
-    queue_s: float = 0.0  # until its queue is computed
-    cached_tokens: int = 0  # tokens of the prompt
+    queue_s: float = 0.0  # time until the worker has computed its queue
+    cached_tokens: int = 0  # number of the prompt's tokens that the worker has cached
     holders: tuple[Holder, ...] = ()
 
 
@@ -54,17 +60,17 @@ class Candidate(PrefillOption):
     """A prefill worker that the router named."""
 
     worker_id: str = ""
-    pair: PairRate = _UNMEASURED  # from the candidate to the decode worker
-    wait_s: float = 0.0  # wait that the candidate named when it refused
-    load_s: float = 0.0  # until the candidate has loaded its cached tokens from a tier
-    given: PairRate = _UNMEASURED  # from the decode worker to the candidate
+    pair: PairRate = _UNMEASURED  # rate of pulls by the decode worker from the candidate
+    wait_s: float = 0.0  # seconds to wait, which the candidate named when it refused
+    load_s: float = 0.0  # seconds until the candidate has loaded its cached tokens from a tier
+    given: PairRate = _UNMEASURED  # rate of pulls by the candidate from the decode worker
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """The candidates to try, in order, and the predicted time in seconds.
+    """The candidates to try, in order, and the time in seconds predicted for the first one.
 
-    Without candidates, the decode worker prefills.
+    If `candidates` is empty, the decode worker prefills, and the time is that of local prefill.
     """
 
     candidates: tuple[str, ...]
@@ -103,10 +109,10 @@ def local_seconds(prompt: PrefillPrompt, local: LocalWorker) -> float:
 
 
 def candidate_seconds(prompt: PrefillPrompt, candidate: Candidate, num_missing: int) -> float:
-    """Returns the predicted seconds until a candidate's KV has arrived.
+    """Returns the predicted seconds until the decode worker has pulled the KV from a candidate.
 
-    The pull overlaps with the candidate's computation. `num_missing` is the number of tokens to
-    pull.
+    The pull overlaps with the candidate's computation. `num_missing` is the number of tokens whose
+    KV is pulled.
     """
     expected = _expect(prompt, candidate, after_s=candidate.wait_s)
     moved_bytes = candidate.rates.moved_bytes(num_missing / prompt.block_size)
@@ -119,7 +125,7 @@ def candidate_seconds(prompt: PrefillPrompt, candidate: Candidate, num_missing: 
 def soonest_producer(prompt: PrefillPrompt, candidates: Sequence[Candidate]) -> Producer | None:
     """Returns the candidate that would deliver all of the prompt's KV soonest, or None.
 
-    The engine compares it with loading blocks from a tier.
+    The engine compares the result with loading blocks from a tier.
     """
     if not candidates:
         return None

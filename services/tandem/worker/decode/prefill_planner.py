@@ -1,7 +1,8 @@
 """Collects the inputs for the choice of a prefill worker: records, rates and loads.
 
-Loads and rates of other workers come from their records, which are one or two seconds old. Prompts
-that this worker sent to a candidate since then are added.
+Loads and rates of other workers come from their records, which are one or two seconds old.
+Therefore a candidate's queue is at least as long as the unfinished prefills that this worker has
+sent to that candidate.
 """
 
 import time
@@ -37,8 +38,9 @@ from tandem.worker.decode.prefill_choice import (
 from tandem.worker.peers.rates import Rates
 
 _FAILED_REPORT_S = 30.0
-_WHY_MAX = 300  # characters
-_SENT_MIN_S = 1e-9  # sums below this are rounding errors; any prompt takes longer
+_WHY_MAX = 300  # number of characters kept of a reason
+# Smaller sums of predicted seconds are rounding errors, because any prompt takes longer.
+_SENT_MIN_S = 1e-9
 _Worker = TypeVar("_Worker", pb.PrefillCandidate, pb.PrefixHolder)
 
 
@@ -54,9 +56,10 @@ class PrefillPlanner:
         self._block_size = config.engine.block_size
         self._records: dict[str, WorkerRecord] = {}
         self._silences = Silences(config.cluster)
-        # worker id -> predicted seconds of prefill sent to it and not finished
+        # worker id -> predicted seconds of the unfinished prefills that were sent to the worker
         self._sent_s: dict[str, float] = {}
-        # Local prefill that the load does not include yet: (number of engine commands, seconds).
+        # Each local prefill that `load` does not include yet: (number of the engine command that
+        # starts the prefill, predicted seconds).
         self._begun_locally: deque[tuple[int, float]] = deque()
         self._failed: dict[str, tuple[str, str, float]] = {}  # worker id -> (epoch, reason, time)
         self.load = WorkerLoad()
@@ -66,22 +69,23 @@ class PrefillPlanner:
         self._silences.note(self._records.values(), time.monotonic())
 
     def note_lost(self, worker_id: str) -> None:
-        """Records that a lease of this worker was lost, so that no other lease waits for the
-        worker.
+        """Records that a lease with this worker was lost because the worker was silent.
+
+        `alive` then leaves the worker out, so that no other lease waits for it.
         """
         self._silences.note_lost(worker_id, time.monotonic())
 
     def note_failed(self, worker_id: str, epoch: str, why: str) -> None:
-        """Records why a lease of this process was lost, for operators."""
+        """Records for operators why a lease with this worker process was lost."""
         self._failed[worker_id] = (epoch, why[:_WHY_MAX], time.monotonic())
 
     def note_success(self, worker_id: str) -> None:
-        """Records that a lease of this worker succeeded."""
+        """Records that a lease with this worker succeeded."""
         self._failed.pop(worker_id, None)
 
     @property
     def failed(self) -> dict[str, str]:
-        """The live workers whose last lease was lost recently, with the reason."""
+        """Worker id -> reason, for each live worker whose last lease was lost recently."""
         since = time.monotonic() - _FAILED_REPORT_S
         self._failed = {
             worker_id: (epoch, why, at)
@@ -100,13 +104,15 @@ class PrefillPlanner:
         return [w for w in workers if not self._silences.is_lost(w.worker_id, now)]
 
     def take_load(self, load: WorkerLoad, num_commands: int) -> None:
-        """Takes this worker's load after its engine has applied `num_commands` commands."""
+        """Takes this worker's load, measured after its engine applied `num_commands` commands."""
         self.load = load
         while self._begun_locally and self._begun_locally[0][0] <= num_commands:
             self._begun_locally.popleft()
 
     def note_local_prefill(self, num_commands: int, prefill_s: float) -> None:
-        """Records a prompt that the engine computes after `num_commands` commands, in seconds."""
+        """Records a local prefill of `prefill_s` seconds, started by engine command
+        `num_commands`.
+        """
         self._begun_locally.append((num_commands, prefill_s))
 
     @contextmanager
@@ -132,8 +138,8 @@ class PrefillPlanner:
     ) -> PrefillPlan:
         """Plans which candidates to try, by measured rates.
 
-        Until a prefill has been measured, all workers count as equally fast, and the pairs' rates
-        decide.
+        Until a prefill has been measured, all workers count as equally fast, and only the transfer
+        rates between workers make a difference.
         """
         if self._config.transfer.prefill_at == "remote":
             return PrefillPlan(tuple(c.worker_id for c in candidates), 0.0, "forced")
@@ -151,7 +157,8 @@ class PrefillPlanner:
     def late_if_local_s(self, spec: SequenceSpec, cached_tokens: int) -> float:
         """Predicts by how many seconds a locally computed first token would be too late.
 
-        A result of 0 or less means that it is in time or that nothing was measured.
+        A result of 0 or less means that the token is in time. The result is 0 also if the request
+        has no deadline, the local queue is empty or nothing was measured.
         """
         local = self._local_worker((), cached_tokens)
         if not spec.first_token_by or not local.queue_s or not local.rates.measured:
@@ -164,7 +171,7 @@ class PrefillPlanner:
         return prefill_seconds(self._local_rates(), num_tokens, cached_tokens)
 
     def _local_rates(self) -> WorkerRates:
-        # The delay of the running sequences is added in prefill_choice.py.
+        # The 0 leaves out the running sequences: prefill_choice.py adds the delay that they cause.
         return beside_decode(self._believed(self._rates.worker), self.load.chunk_tokens, 0)
 
     def _local_worker(self, holders: Sequence[pb.PrefixHolder], cached_tokens: int) -> LocalWorker:
@@ -185,7 +192,8 @@ class PrefillPlanner:
     ) -> Producer | None:
         """Returns the candidate that would deliver the prompt's KV soonest.
 
-        None if prompts are always prefilled remotely, because then nothing is compared.
+        Returns None if prompts are always prefilled remotely, because then the engine compares
+        nothing.
         """
         if self._config.transfer.prefill_at == "remote":
             return None
@@ -220,8 +228,9 @@ class PrefillPlanner:
                 yield Holder(holder.num_blocks * self._block_size, rate)
 
     def _pair(self, producer: str, consumer: str) -> PairRate:
-        """Returns the rate from one worker to another: the consumer's measured one, or a
-        default.
+        """Returns the transfer rate from one worker to another.
+
+        This is the rate that the consumer measured, or a default if it measured none.
         """
         if consumer == self._config.worker_id:
             rate = self._rates.pairs.get(producer)
@@ -235,9 +244,11 @@ class PrefillPlanner:
         return self._believed(self._rates.worker if record is None else record.rates)
 
     def _believed(self, measured: WorkerRates) -> WorkerRates:
-        """Returns the rates to use for a worker: its own if it measured them, else likely ones.
+        """Returns the rates to assume for a worker: the measured ones, or likely ones if there are
+        none.
 
-        Workers of one cluster are assumed to be similar.
+        The likely rates are those of other workers, because workers of one cluster are assumed to
+        be similar.
         """
         others = (record.rates for record in self._records.values())
         return believed(measured, likely_rates((self._rates.worker, *others)))

@@ -1,14 +1,18 @@
 """Obtains the KV of a reserved prompt: from a candidate under a lease, or by local prefill.
 
-    reserved --> plan --> lease with its first candidate --> whole lease --> Commit
-                  ^  |              `--> failed or refused: drop it, or note the wait it named
-                  |  |                        |
-                  `--+------------------------'
-                     `--> local: StartLocalPrefill
+    reserved --> plan --has candidates--> lease with the first one --lease is whole--> Commit
+                 ^  |                              |
+                 |  `--has none--> local prefill   `--lease failed or was refused--.
+                 |                                                                 |
+                 `-----------------------------------------------------------------'
 
-Each failure leads to a new plan. Blocks of a lost lease are given up (`Restart`). Candidates and
-prefix holders that are silent or hang are skipped; if none is left, the prompt is computed locally
-at once.
+A candidate is a prefill worker that the router named. A lease is whole if all its blocks were
+pulled while the candidate still held them. After a failure the candidate is dropped. A candidate
+that named a wait when it refused is tried once more.
+
+If some blocks of a failed lease were already pulled, the sequence drops them and is queued again
+(`Restart`). Candidates and prefix holders that are silent or hang are skipped. If no candidate is
+left, the prompt is computed locally at once.
 """
 
 import asyncio
@@ -43,7 +47,7 @@ _ATTEMPTS_MAX = 2
 
 @dataclass(frozen=True, slots=True)
 class Producers:
-    """The components through which blocks of other workers reach this one."""
+    """The components through which this worker obtains blocks from other workers."""
 
     peers: Peers
     prefixes: PrefixPuller
@@ -61,7 +65,7 @@ class PromptPrefill:
         sequences: DecodeSequences,
         identity: pb.PrefixHolder,
     ) -> None:
-        """`identity` is this worker's, for peers that may pull the prompt's first blocks from
+        """`identity` describes this worker to peers that may pull the prompt's first blocks from
         it.
         """
         self._link = parts.link
@@ -79,9 +83,10 @@ class PromptPrefill:
         candidates: list[pb.PrefillCandidate],
         holders: list[pb.PrefixHolder],
     ) -> SequenceSpec:
-        """Returns the spec with the offers of peers, if this worker has tiers.
+        """Returns the spec with the peers' offers to deliver the prompt's KV.
 
-        The engine compares the offers with loading blocks from its tiers.
+        The engine compares the offers with loading blocks from this worker's tiers. Without tiers
+        the spec gets no offers.
         """
         producer = None
         offer = None
@@ -93,7 +98,7 @@ class PromptPrefill:
         return msgspec.structs.replace(spec, offer=offer, producer=producer)
 
     async def run(self, sequence: DecodeSequence, reserved: Reserved) -> None:
-        """Commits the first whole lease; if none succeeds, starts local prefill."""
+        """Commits the blocks of the first lease that succeeds; if none does, prefills locally."""
         if sequence.prefix is not None:
             await self._pull_prefix(sequence, sequence.prefix, reserved)
             return
@@ -181,7 +186,11 @@ class PromptPrefill:
         self._link.send(messages.ContinuePrefill(sequence.sequence_id, num_blocks))
 
     def _prefill_locally(self, sequence: DecodeSequence, reserved: Reserved) -> None:
-        """Starts local prefill, or reserves again if a holder delivers the first blocks sooner."""
+        """Starts local prefill.
+
+        If a holder would deliver the prompt's first blocks sooner, the sequence is queued again
+        instead, so that it pulls those blocks.
+        """
         local = msgspec.structs.replace(
             sequence.spec,
             mode=Mode.LOCAL,
@@ -254,7 +263,10 @@ class PromptPrefill:
             sequence.remote_prefill = None
 
     def _holders(self, sequence: DecodeSequence, num_blocks: int) -> list[pb.PrefixHolder]:
-        """Returns the holders of the prompt's first blocks, this worker included if it has some."""
+        """Returns the holders of the prompt's first blocks.
+
+        If this worker has cached `num_blocks` of them, it is the first holder.
+        """
         holders = self._planner.alive(sequence.submission.holders)
         if not num_blocks:
             return holders

@@ -2,7 +2,7 @@
 
 Updates are collected until the stream can take a message, so one message has the results of a step
 for all of the router's requests. A router that reads slowly gets fewer, larger messages. A router
-that stops reading is disconnected at a bound.
+that stops reading is disconnected once `_UPDATES_MAX` updates are waiting.
 """
 
 import asyncio
@@ -19,19 +19,24 @@ _UPDATES_MAX = 1 << 16
 
 
 class RouterStream:
-    """The outgoing side of a router's stream. `sequence_ids` end when the stream closes."""
+    """The outgoing side of a router's stream.
+
+    When the stream closes, the sequences in `sequence_ids` end.
+    """
 
     def __init__(self, *, draining: bool = False) -> None:
         self.sequence_ids: set[str] = set()
         self.transit = Transit()
         self._updates: list[pb.SequenceUpdate] = []
         self._load: pb.WorkerLoad | None = None
-        self._submits: deque[int] = deque()  # command numbers of submits that no load includes yet
-        self._num_submits = 0  # submits that the load includes
+        # command number of each submit that `_load` does not reflect yet
+        self._submits: deque[int] = deque()
+        self._num_submits = 0  # number of submits that `_load` reflects
         self._changed = asyncio.Event()
         self._draining = draining
         self._closed = False
-        self._error: TandemError = WorkerLost("the stream was cut off")  # reason for the closing
+        # the error with which the stream is closed
+        self._error: TandemError = WorkerLost("the stream was cut off")
         self._ended = False
 
     def push(self, update: pb.SequenceUpdate) -> None:
@@ -42,11 +47,11 @@ class RouterStream:
         self._changed.set()
 
     def note_submit(self, num_commands: int) -> None:
-        """Records a submit, which the engine has once it has applied `num_commands` commands."""
+        """Records a submit. The engine has it once it has applied `num_commands` commands."""
         self._submits.append(num_commands)
 
     def push_load(self, load: pb.WorkerLoad, num_commands: int) -> None:
-        """Queues the load after the engine has applied `num_commands` commands."""
+        """Queues this worker's load, measured after the engine applied `num_commands` commands."""
         while self._submits and self._submits[0] <= num_commands:
             self._submits.popleft()
             self._num_submits += 1
@@ -54,13 +59,14 @@ class RouterStream:
         self._changed.set()
 
     def on_consumer_done(self, task: asyncio.Task[None]) -> None:
-        """Ends the stream if its reader failed, so that the router does not wait for a dead
-        stream.
+        """Ends the stream if reading the router's commands failed, so that the router does not wait
+        for a dead stream.
         """
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
-        if isinstance(error, TandemError):  # an error of the router; it is the status of the stream
+        # The router caused this error, so the error becomes the status of the stream.
+        if isinstance(error, TandemError):
             self._error = error
         else:
             log.error("reading a router's commands broke", exc_info=error)
@@ -68,7 +74,7 @@ class RouterStream:
         self._changed.set()
 
     def set_draining(self, draining: bool) -> None:
-        """Sends a message, and sets the `draining` field of it and of all later ones."""
+        """Sets the `draining` field of all later messages, and sends a message at once."""
         self._draining = draining
         self._changed.set()
 
@@ -78,9 +84,7 @@ class RouterStream:
         self._changed.set()
 
     async def next_message(self) -> pb.DecodeUpdate | None:
-        """Returns all updates since the last message, or None at the end. Waits for the first
-        one.
-        """
+        """Waits for an update; returns all updates since the last message, or None at the end."""
         await self._changed.wait()
         if self._closed:
             raise self._error

@@ -10,17 +10,22 @@
               --the lease failed later: `Restart` drops its blocks--> QUEUED
     any       --finished, failed, cancelled-------------------------> ENDED
 
-`DecodeSequences` adds and ends a sequence. `DecodeService` changes its state by the engine's
-reports, and `PromptPrefill` from RESERVED until it is RUNNING or QUEUED again. The engine holds its
-blocks from RESERVED on, and frees them by itself at its finish, else at `Remove`; a lease ends when
-the task that runs it leaves it, which ENDED cancels.
+These classes change the state:
 
-Its timings, for the router, metrics and its trace:
+- `DecodeSequences` adds and ends a sequence.
+- `DecodeService` applies the engine's reports.
+- `PromptPrefill` changes the state from RESERVED until the sequence is RUNNING or QUEUED again.
+
+The engine holds the blocks of a sequence from RESERVED on. It frees them when the sequence
+finishes, or at `Remove`. A lease ends when the task that runs it ends; ENDED cancels that task.
+
+The timings of a sequence appear in the router, the metrics and the trace. Each arrow is one timing:
 
     submitted --queue--> admitted --prefill--> first token --transfer exposed--> released
                                                     `--first decode--> second token --decode--> end
 
-The time in a prefill worker's queue counts as queue, too.
+A sequence is released when the producer has confirmed the pull. The time in a prefill worker's
+queue counts as queue, too.
 """
 
 import asyncio
@@ -64,10 +69,11 @@ class Submission:
     request_id: str
     attempt: int
     candidates: list[pb.PrefillCandidate] = field(default_factory=list)
-    # workers that have the prompt's first blocks
+    # workers that have cached the prompt's first blocks
     holders: list[pb.PrefixHolder] = field(default_factory=list)
     losses_max: int = 0  # the sequence ends after this many lost prefill workers; 0 means no limit
-    may_return: bool = False  # the router may take it back while the engine has not begun it
+    # True: the router may take the sequence back until the engine has begun it
+    may_return: bool = False
 
 
 @dataclass(slots=True)
@@ -84,21 +90,22 @@ class DecodeSequence:
     state: SequenceState = SequenceState.QUEUED
     submitted_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
-    shared_wait_s: float = 0.0  # wait before admission for blocks that others computed or pulled
+    # time before admission spent waiting for blocks that other requests computed or pulled
+    shared_wait_s: float = 0.0
     first_token_at: float = 0.0
     second_token_at: float = 0.0
-    pulled: PullStats | None = None  # statistics of the lease that delivered its prompt
+    pulled: PullStats | None = None  # statistics of the lease that delivered the prompt's KV
     num_sent: int = 0
     cached: CachedTokens = NONE_CACHED  # cached tokens of the prompt
     timings: pb.SequenceTimings = field(
         default_factory=lambda: pb.SequenceTimings(transport="local")
     )
-    # set while QUEUED again; its prefill task awaits the new reservation
+    # Set while the sequence is QUEUED again: its prefill task awaits the new reservation.
     reserved: asyncio.Future[Reserved] | None = None
     prefilling: asyncio.Task[None] | None = None
-    may_prefill_remotely: bool = True  # False: missing tokens are computed locally
+    may_prefill_remotely: bool = True  # False: this worker computes the missing tokens itself
     remote_prefill: asyncio.Timeout | None = None  # timeout of the current remote prefill
-    # LOCAL mode: the holder from which its first blocks are pulled
+    # LOCAL mode: the plan for pulling the prompt's first blocks from a holder
     prefix: PrefixPlan | None = None
     num_lost: int = 0  # number of prefill workers lost during this sequence
 
@@ -118,7 +125,7 @@ class DecodeSequence:
         return self.submission.request_id
 
     def note_cached(self, reserved: Reserved) -> None:
-        """Records the tokens that are cached on this worker.
+        """Records which of the prompt's tokens are cached on this worker.
 
         Blocks that reached the pool after the first admission count as cached in the pool.
         """
@@ -142,8 +149,8 @@ class DecodeSequence:
     def end_span(self, now: float, outcome: str) -> None:
         """Ends the trace span and adds the stages that were reached.
 
-        `outcome` is the router's outcome or `cancelled`, which is no error: the request may
-        continue on another worker.
+        `outcome` is the router's outcome or `cancelled`. The latter is no error, because the
+        request may continue on another worker.
         """
         if self.span is NO_SPAN:
             return

@@ -1,9 +1,9 @@
 """The decode service of a worker: routers' streams and the engine's reports on their sequences.
 
 sequence.py has the states of a sequence; the engine's reports change them. prompt_prefill.py
-decides where a prompt is prefilled, and live_sequences.py sends updates to the router. The first
-token of a pulled prompt is sent as soon as the producer returns it; every other token is sent with
-a step report.
+decides where a prompt is prefilled, and live_sequences.py sends updates to the router. If another
+worker prefills a prompt, the first token is sent as soon as that worker returns it. Every other
+token is sent when the engine reports its step.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _POLL_S = 0.02
 
 
 class DecodeService:
-    """All requests of this worker as a decode worker, from all routers."""
+    """Serves the sequences of all routers on this worker, in its role as a decode worker."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class DecodeService:
     async def serve(
         self, commands: AsyncIterator[pb.DecodeCommand], load: WorkerLoad
     ) -> AsyncIterator[pb.DecodeUpdate]:
-        """Serves one router's stream. When it closes, all its requests are removed."""
+        """Serves one router's stream. When the stream closes, the router's requests are removed."""
         stream = RouterStream(draining=self._draining)
         stream.push_load(to_message(pb.WorkerLoad, load), 0)
         self._streams.add(stream)
@@ -109,12 +109,14 @@ class DecodeService:
             await asyncio.sleep(_POLL_S)
 
     def end_streams(self) -> None:
-        """Ends all routers' streams in order, because the worker stops."""
+        """Ends the streams of all routers after their queued updates, because the worker stops."""
         for stream in self._streams:
             stream.end()
 
     def on_report(self, report: Report, load: WorkerLoad) -> None:
-        """Applies a step's results; each router concerned gets one message."""
+        """Applies the results of a step. Each router gets one message with its updates and the
+        load.
+        """
         step = report.report
         self.planner.take_load(load, report.num_commands)
         for admitted in step.admitted:
@@ -170,8 +172,8 @@ class DecodeService:
         if transfer.prefill_at == "local":
             candidates = []
         local_tokens_max = transfer.local_prefill_max_tokens
-        # the fork's parent most likely left all but its last block here, even if the parent has
-        # ended
+        # This worker most likely still has all but the last block of the fork's parent, even if the
+        # parent has ended.
         if submit.fork_of:
             local_tokens_max = max(local_tokens_max, self._config.engine.block_size)
         spec = sequence_spec(
@@ -225,7 +227,7 @@ class DecodeService:
         sequence.prefilling.add_done_callback(lambda task: self._prefill_ended(sequence, task))
 
     def _prefill_ended(self, sequence: DecodeSequence, task: asyncio.Task[None]) -> None:
-        if sequence.prefilling is task:  # the next prefill task may have begun
+        if sequence.prefilling is task:  # A newer prefill task may have replaced this one.
             sequence.prefilling = None
         if sequence.is_over or not (task.cancelled() or task.exception()):
             return

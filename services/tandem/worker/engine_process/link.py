@@ -1,7 +1,8 @@
 """The I/O process's link to the engine process: starts it, exchanges messages, detects its end.
 
-An answer to one question (a peer, a producer, an integrity check, block bytes) resolves a future.
-Step reports, final blocks and settled pulls are events for the one listener.
+The answer to a question, such as an integrity check or the bytes of blocks, is the result of a
+future. Step reports, final blocks and settled pulls are events. They go to the link's only
+listener, `on_event`.
 """
 
 import asyncio
@@ -53,13 +54,13 @@ class EngineLink:
         *,
         engine_module: str = "tandem.worker.engine_process.process",
     ) -> None:
-        """`engine_module` is run as a command: the engine process or a benchmark's replacement."""
+        """`engine_module` is the Python module run as the engine process; benchmarks replace it."""
         self._config = config
         self._epoch = epoch
         self._engine_module = engine_module
         self._on_event = on_event
         self.num_reports = 0
-        # number of commands sent; a report contains the number that the engine has applied
+        # Number of commands sent so far. Each report has the number that the engine has applied.
         self.num_sent = 0
         self.loading = (0, 0)  # (bytes of weights loaded, bytes of all weights) until `start` ends
         self.is_awaited = False  # True if a command was sent since the last report
@@ -80,8 +81,8 @@ class EngineLink:
     async def start(self) -> messages.Ready:
         """Starts the process and waits until its model is loaded, at most `start_deadline_s`.
 
-        Raises WorkerLost after that time or if the process ends, and ConfigError if it rejects its
-        settings.
+        Raises WorkerLost after that time or if the process ends. Raises ConfigError if the process
+        rejects its settings.
         """
         commands, transfers = (f"ipc://{self._folder}/{n}" for n in ("commands", "transfers"))
         self._commands.bind(commands)
@@ -145,7 +146,7 @@ class EngineLink:
     def send(self, command: messages.Command, data: bytes | memoryview | None = None) -> None:
         """Queues a command. Commands are applied in the order in which they were sent.
 
-        A stopped engine gets none, so clean-up code may call this after a stop.
+        After `stop` a command is ignored, so clean-up code may still send one.
         """
         if self._commands.closed:
             return
@@ -156,7 +157,8 @@ class EngineLink:
         self.num_sent += 1
         if isinstance(command, messages.ENDS_OF_PULLS):
             self.reservations.end(messages.sequence_id(command))
-        # A PAIR socket queues a thousand messages; the engine empties the queue every turn.
+        # A PAIR socket queues a thousand messages, and the engine empties the queue every turn. So
+        # the socket normally takes the message at once.
         sending: Any = self._commands.send_multipart(frames, copy=data is None)
         if sending.done():
             self._on_sent(sending)
@@ -164,7 +166,7 @@ class EngineLink:
             sending.add_done_callback(self._on_sent)
 
     def pull(self, peer_id: str, pull: BlockPull) -> asyncio.Future[transfer.PullResult]:
-        """Starts a pull over NIXL. The future gets its one result."""
+        """Starts a pull over NIXL. The future's result is the result of the pull."""
         future: asyncio.Future[transfer.PullResult] = asyncio.get_running_loop().create_future()
         pull_id = uuid.uuid4().hex
         self._pulls[pull_id] = future
@@ -177,7 +179,7 @@ class EngineLink:
     async def connect_peer(
         self, peer_id: str, metadata: bytes, pool: transfer.RemotePool
     ) -> list[tuple[int, float]]:
-        """Connects a peer; returns (bytes, seconds) of a few reads.
+        """Connects a peer over NIXL; returns (bytes, seconds) of each of a few test reads.
 
         Raises Incompatible if the peer's pool cannot be read.
         """
@@ -199,20 +201,21 @@ class EngineLink:
     async def load_bytes(self, sequence_id: str, block_ids: list[int]) -> memoryview:
         """Returns the bytes of blocks that a PREFILL_ONLY sequence holds.
 
-        Raises InternalError if it does not hold them.
+        Raises InternalError if the sequence does not hold the blocks.
         """
         data: memoryview = await self._ask(messages.LoadBytes, sequence_id, block_ids)
         return data
 
     async def list_prefixes(self, blocks_max: int) -> list[list[bytes]]:
-        """Returns the block hashes of the most recently used chains, each from its root on."""
+        """Returns the most recently used chains of block hashes, each from its first block on."""
         reply: messages.Chains = await self._ask(messages.ListChains, blocks_max)
         return reply.chains
 
     async def list_blocks(self, first: bytes, end: bytes, tier: str = "") -> list[bytes]:
-        """Returns the hashes in the pool or a tier from `first` up to, but not including, `end`.
+        """Returns the block hashes in the pool or in a tier, from `first` up to, but not including,
+        `end`.
 
-        An empty `end` means up to the last one.
+        An empty `end` means up to the last hash.
         """
         reply: messages.Blocks = await self._ask(messages.ListBlocks, first, end, tier)
         return reply.hashes
@@ -248,7 +251,7 @@ class EngineLink:
             self._process.send_signal(STACKS_SIGNAL)
 
     async def stop(self) -> None:
-        """Stops the engine in order, and kills it after a deadline."""
+        """Shuts the engine down; kills it if it has not ended after a deadline."""
         if self._process is not None and self._process.returncode is None:
             self.send(messages.Shutdown())
             try:
@@ -319,8 +322,10 @@ class EngineLink:
                 self._answer(reply.request_id, reply)
 
     def _on_sent(self, sent: asyncio.Future[Any]) -> None:
-        """Kills an engine that missed a command, because its blocks would no longer match this
-        process.
+        """Kills the engine if a command could not be sent to it.
+
+        Without that command, the engine and this process would disagree about who holds which
+        blocks.
         """
         if not sent.cancelled() and (error := sent.exception()) is not None:
             self.kill(f"a command cannot be sent to the engine: {error!r}")
@@ -353,7 +358,7 @@ class EngineLink:
 
 
 class PoolThroughEngine:
-    """Sends bytes to and from the engine process as messages, in order with its commands."""
+    """Reads and writes the pool by messages to the engine process, in order with the commands."""
 
     def __init__(self, link: EngineLink, spans: BlockSpans) -> None:
         self._link = link

@@ -1,9 +1,12 @@
 """Messages between a worker's two processes, encoded as msgpack over ZeroMQ.
 
-The I/O process sends `Command`s; the engine process applies them between two steps. It answers with
-one `Report` per step. Blocks that become final during a step are announced before it in one
-`BlocksFinal`, so that their consumers need not wait for its end. The transfer thread sends one
-`PullsSettled` as soon as pulls settle, so a long step does not delay a release.
+The I/O process sends `Command`s. The engine process applies them between two steps and sends one
+`Report` per turn.
+
+Blocks whose KV is complete before the end of a step are announced in a `BlocksFinal` before that
+step's `Report`, so that consumers need not wait for the end of the step. The transfer thread sends
+one `PullsSettled` as soon as pulls settle, so that a long step does not delay the release of their
+leases.
 """
 
 import msgspec
@@ -42,28 +45,35 @@ class StartLocalPrefill(msgspec.Struct, frozen=True, tag=True):
 
 
 class Restart(msgspec.Struct, frozen=True, tag=True):
-    """Drop a sequence's pulled blocks and queue it again, at the head, with `spec`."""
+    """Drop a sequence's pulled blocks and queue it again with `spec`, at the head of the queue."""
 
     spec: SequenceSpec
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
-    """Commit pulled blocks after `Released` confirmed them. `first_token_id` follows the prompt."""
+    """Commit pulled blocks after `Released` confirmed them.
+
+    `first_token_id` is the token that the producer sampled after the prompt.
+    """
 
     sequence_id: str
     first_token_id: int
-    block_sums: list[float] = []  # the block sums of `Prefilled`
+    # for each block of the prompt, the weights that its keys attracted; empty if not counted
+    block_sums: list[float] = []
 
 
 class ContinuePrefill(msgspec.Struct, frozen=True, tag=True):
-    """Compute the rest of a sequence that awaits its prefix; its first `num_blocks` are valid."""
+    """Compute the rest of a sequence whose prefix was pulled; its first `num_blocks` are valid."""
 
     sequence_id: str
-    num_blocks: int  # cached blocks included
+    num_blocks: int  # number of valid blocks, including those that were cached before
 
 
 class PinPrefix(msgspec.Struct, frozen=True, tag=True):
-    """Keep the cached part of a chain for a consumer until `Remove`; reported as `Held`."""
+    """Hold the cached blocks of a chain of block hashes for a consumer until `Remove`.
+
+    The engine reports `Held`.
+    """
 
     sequence_id: str
     block_hashes: list[bytes]
@@ -71,7 +81,9 @@ class PinPrefix(msgspec.Struct, frozen=True, tag=True):
 
 
 class ImportBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Reserve FREE blocks for a chain that is pulled from a peer; reported as `Reserved`."""
+    """Reserve FREE blocks for a chain of blocks that is pulled from a peer. The engine reports
+    `Reserved`.
+    """
 
     sequence_id: str
     block_hashes: list[bytes]
@@ -96,7 +108,7 @@ class ListBlocks(msgspec.Struct, frozen=True, tag=True):
 
     request_id: int
     first: bytes
-    end: bytes  # empty: up to the last hash
+    end: bytes  # end of the range, not included; empty: up to the last hash
     tier: str = ""  # name of the tier; empty: the pool
 
 
@@ -110,20 +122,22 @@ class KeepChain(msgspec.Struct, frozen=True, tag=True):
     """Pin a chain of blocks; answered by `ChainKept`."""
 
     request_id: int
-    tenant: bytes  # the salt of its hashes
+    tenant: bytes  # salt of the tenant's block hashes
     retention: Retention
     block_hashes: list[bytes]
 
 
 class Remove(msgspec.Struct, frozen=True, tag=True):
-    """End a sequence or chain that is no longer needed: abort it or free its pinned blocks."""
+    """Abort a sequence, or free the blocks that are held for a chain."""
 
     sequence_id: str
 
 
 class ReturnWaiting(msgspec.Struct, frozen=True, tag=True):
-    """End `count` of these sequences that have not begun, oldest first. Each fails as
-    `returned`.
+    """End at most `count` of these sequences, the oldest first, if nothing is computed for them
+    yet.
+
+    Each one fails with the code of `Returned`.
     """
 
     sequence_ids: list[str]
@@ -194,7 +208,7 @@ Question = (
 )
 Command = SequenceCommand | ChainCommand | TransferCommand | Question | Shutdown
 
-# After these commands, no read may write the sequence's blocks.
+# After one of these commands, no pull may write the sequence's blocks any more.
 ENDS_OF_PULLS = (Commit, CommitImport, ContinuePrefill, Remove, Restart)
 
 
@@ -218,7 +232,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     max_model_len: int
     rates: WorkerRates  # initial rates, before any step is measured
     load_ms: dict[str, float]  # duration of each phase of the load, in ms
-    pool_is_shared: bool = False  # whether the pool is in the memfd of the settings
+    pool_is_shared: bool = False  # True: the pool is in the memfd `EngineSettings.pool_fd`
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
@@ -233,7 +247,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlocksFinal(msgspec.Struct, frozen=True, tag=True):
-    """Blocks that consumers may pull now, sent during their step.
+    """Blocks that consumers may pull now. The message is sent during the step that completes them.
 
     All other results of the step are in its `Report`.
     """
@@ -254,7 +268,7 @@ class BlockData(msgspec.Struct, frozen=True, tag=True):
 
 class Chains(msgspec.Struct, frozen=True, tag=True):
     request_id: int
-    chains: list[list[bytes]]  # block hashes; each chain begins at its root
+    chains: list[list[bytes]]  # block hashes of each chain, from its first block on
 
 
 class Blocks(msgspec.Struct, frozen=True, tag=True):

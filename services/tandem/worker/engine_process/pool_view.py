@@ -42,7 +42,10 @@ class MappedPool:
 def targets(
     into: PoolReservation, first: int, data: memoryview, spans: BlockSpans
 ) -> Sequence[int]:
-    """Returns the blocks that `data` fills. Raises LeaseLost if it may not be written."""
+    """Returns the blocks that `data` fills, from index `first` of the reservation on.
+
+    Raises LeaseLost if `data` is not whole blocks or the reservation is closed.
+    """
     block_ids = into.block_ids[first:]
     num_blocks = spans.count(block_ids, len(data))
     if num_blocks is None:

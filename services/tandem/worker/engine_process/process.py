@@ -2,14 +2,17 @@
 
 It knows no gRPC, no Redis and no asyncio. It talks to the I/O process over two ZeroMQ sockets:
 
-    commands   PAIR   the I/O process's `Command`s; back, one `Report` a turn of the loop at most,
-                      and `BlocksFinal` from the middle of a step
-    transfers  PUSH   `PullsSettled`, `PeerConnected` and others, by the transfer thread, at once
+    socket     type  messages
+    commands   PAIR  from the I/O process: `Command`s
+                     to the I/O process: at most one `Report` per turn of the loop, and
+                     `BlocksFinal` during a step
+    transfers  PUSH  to the I/O process, from the transfer thread at any time: `PullsSettled`,
+                     `PeerConnected` and others
 
 A turn applies the waiting messages, computes one step if there is work, and reports. Without work
-the loop sleeps in `poll`; a tier's thread wakes it at the end of a job. While the engine has a
-sequence, the loop turns at least every `TICK_S`, so that a consumer can distinguish a busy or idle
-engine from one that hangs.
+the loop sleeps in `poll`. The thread of a tier wakes the loop when one of its jobs ends. While the
+engine has a sequence, the loop turns at least every `TICK_S`, so that a consumer can distinguish a
+busy or idle engine from one that hangs.
 """
 
 import contextlib
@@ -48,7 +51,7 @@ from tandem.worker.engine_process.pull_ledger import PullLedger
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
-GRAMMAR_TICK_S = 0.002  # Interval while a thread compiles a grammar or reads an adapter
+GRAMMAR_TICK_S = 0.002  # time between turns while a thread compiles a grammar or reads an adapter
 _IDLE_S = 3600.0
 _COMMANDS_PER_TURN_MAX = 1024
 _PR_SET_PDEATHSIG = 1
@@ -95,8 +98,9 @@ class EngineProcess:
     def _load(
         self, settings: messages.EngineSettings, load_ms: dict[str, float]
     ) -> tuple[ModelRunner, Engine, str]:
-        """Returns the model, the engine and the model's fingerprint; adds durations to
-        `load_ms`.
+        """Returns the model runner, the engine and the model's fingerprint.
+
+        Adds the duration of each phase to `load_ms`.
         """
         started = time.perf_counter()
         folder = resolve(settings.engine.model, revision=settings.engine.model_revision)
@@ -232,7 +236,9 @@ class EngineProcess:
                 self._stopping = True
 
     def _refuse(self, command: messages.Command, error: TandemError) -> None:
-        """Fails the request that caused the error and answers its caller; other requests go on."""
+        """Fails only the request whose command caused the error, and answers the command's
+        sender.
+        """
         name = type(command).__name__
         sequence_id = messages.sequence_id(command)
         log.warning("%s %s: %s", name, sequence_id, error, extra=about(sequence_id))
@@ -265,8 +271,8 @@ class EngineProcess:
         return ""
 
     def _on_transfer_event(self, event: transfer.TransferEvent) -> None:
-        """Forwards a transfer event to both processes' main threads. Runs in the transfer
-        thread.
+        """Passes a transfer event to the engine's loop, the I/O process or both. Runs in the
+        transfer thread.
         """
         if self._transfers is None:
             self._transfers = self._context.socket(zmq.PUSH)
@@ -305,8 +311,8 @@ class EngineProcess:
     def _use_device(self) -> None:
         """Sets the pool's CUDA device in the transfer thread.
 
-        UCX opens a peer's memory in that context; without one it cannot read another process's
-        memory directly.
+        UCX opens a peer's memory in the CUDA context of that device. Without a context, UCX cannot
+        read another process's memory directly.
         """
         if self._runner.kv.device.type == "cuda":
             torch.cuda.set_device(self._runner.kv.device)

@@ -1,9 +1,12 @@
 """Tracks local blocks that a read may still write; the engine must not allocate them.
 
-    start ---- settled(done) --> safe
-          `--- settled(failed) or give_up --> unsafe until `unfenced`, or a late `settled(done)`
-The engine's main thread owns this ledger; events of the transfer thread reach it through a queue. A
-block is in at most one unfinished pull, because an unsafe block is never allocated.
+A block is unsafe from the `start` of its pull until the pull is `settled` with success. After a
+failed pull, the block stays unsafe until it is `unfenced`: no read can write it any more. If a
+sequence gives up unsafe blocks, they are quarantined until they are safe.
+
+Only the engine's main thread uses this ledger. Events of the transfer thread reach that thread
+through a queue. A block is in at most one unfinished pull, because an unsafe block is never
+allocated.
 """
 
 from collections.abc import Iterable
@@ -12,11 +15,14 @@ from tandem.transfer.nixl.messages import Pull, PullResult
 
 
 class PullLedger:
-    """Tracks pulls; pure. Each method returns the blocks or pulls on which the caller must act."""
+    """Tracks pulls and does no I/O. Each method returns the pulls or blocks that the caller must
+    handle.
+    """
 
     def __init__(self) -> None:
         self._pulls: dict[str, tuple[str, list[int]]] = {}  # pull id -> (sequence id, local blocks)
-        self._unsafe: dict[int, str] = {}  # block -> sequence whose read may still write it
+        # unsafe block -> id of the sequence whose pull may still write it
+        self._unsafe: dict[int, str] = {}
         self._quarantined: set[int] = set()  # unsafe blocks whose sequence has ended
 
     def start(self, sequence_id: str, pull: Pull) -> None:
@@ -31,7 +37,7 @@ class PullLedger:
         return self.unfenced(block_ids) if result.done else []
 
     def unfenced(self, block_ids: Iterable[int]) -> list[int]:
-        """Marks blocks as safe; returns those that leave quarantine."""
+        """Marks blocks as safe; returns those of them that leave quarantine."""
         released = []
         for block_id in block_ids:
             self._unsafe.pop(block_id, None)
@@ -41,7 +47,7 @@ class PullLedger:
         return released
 
     def give_up(self, sequence_id: str) -> tuple[list[str], list[int]]:
-        """Releases a sequence's blocks; returns (pulls to cancel, blocks to quarantine)."""
+        """Gives up a sequence's blocks; returns (pulls to cancel, blocks to quarantine)."""
         pull_ids = [pull for pull, (owner, _) in self._pulls.items() if owner == sequence_id]
         unsafe = [block for block, owner in self._unsafe.items() if owner == sequence_id]
         unsafe = [block for block in unsafe if block not in self._quarantined]

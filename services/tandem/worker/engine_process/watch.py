@@ -1,8 +1,10 @@
 """Detects an engine that hangs or cannot pull any more, from joining to the end of the drain.
 
-    silent   the worker has work, but the engine makes no turn: it logs its stacks and is killed
-    stuck    the quarantine stays above its budget: the worker drains and ends
-It knows no requests; the worker reports whether it has work.
+    fault    condition                                         consequence
+    silent   the engine has work, but makes no turn            it logs its stacks and is killed
+    stuck    more blocks are in quarantine than are allowed    the worker drains and ends
+
+This module knows no requests. The worker passes `is_used`, which returns whether there is work.
 """
 
 import asyncio
@@ -16,9 +18,10 @@ TURN_S = 1.0
 
 
 class EngineWatch:
-    """Measures how long the engine is silent or its quarantine too large, and then ends it.
+    """Measures how long the engine has been silent and how long its quarantine has been too large.
 
-    `turn_for_ever` may be cancelled and called again; the counts continue.
+    After the time limit, the engine is killed or the worker drains. `turn_for_ever` may be
+    cancelled and called again; the measured times continue.
     """
 
     def __init__(
@@ -30,14 +33,16 @@ class EngineWatch:
         is_used: Callable[[], bool],
         give_up: Callable[[str], None],
     ) -> None:
-        """`is_used`: returns whether the worker has any sequence or lease."""
+        """`is_used` returns whether the worker has any sequence or lease. `give_up` drains the
+        worker.
+        """
         self._timeout_s = config.engine_hang_timeout_s
         self._quarantine_blocks_max = config.transfer.quarantine_blocks_max
         self._link = link
         self._load = load
         self._is_used = is_used
         self._give_up = give_up
-        self._num_reports = 0  # number of the engine's reports at the last turn
+        self._num_reports = 0  # number of the engine's reports at the previous check
         self._silent_s = 0.0
         self._stuck_s = 0.0
 
@@ -54,7 +59,8 @@ class EngineWatch:
             self._give_up(f"the quarantine is past its budget for {self._stuck_s:.0f} s")
         num_reports = self._num_reports
         self._num_reports = self._link.num_reports
-        # A consumer gives up before this watch does; its `Remove` command then still waits.
+        # A consumer gives up its lease before this time limit. The worker then has no lease, but
+        # the engine has not applied the `Remove` command yet.
         waits = self._is_used() or self._link.is_awaited
         if not waits or self._num_reports != num_reports:
             self._silent_s = 0.0

@@ -1,8 +1,10 @@
 """Bounds the bytes of simultaneous pulls, for this worker and for each peer.
 
     async with bounds.taken(peer_id, num_bytes): ...
+
 Pulls from one peer start in order. Among peers, the oldest pull that fits starts next, so a slow
-peer delays only its own pulls. A pull larger than a bound starts when no other pull runs.
+peer delays only its own pulls. A pull larger than a bound starts when no other pull counts towards
+that bound.
 """
 
 import asyncio
@@ -49,7 +51,8 @@ class BytesInFlight:
             await waiter.turn
         except asyncio.CancelledError:
             if waiter.turn.done() and not waiter.turn.cancelled():
-                self._give_back(peer_id, num_bytes)  # it was admitted while it was cancelled
+                # the pull had been admitted before its task was cancelled
+                self._give_back(peer_id, num_bytes)
             else:
                 self._line.remove(waiter)
                 self._admit()
@@ -65,13 +68,13 @@ class BytesInFlight:
     def _admit(self) -> None:
         """Admits all waiting pulls that fit.
 
-        A pull that exceeds the worker's bound also stops all pulls behind it; otherwise small pulls
-        could delay a large one for ever.
+        If a pull would exceed the worker's bound, all pulls behind it wait, too. Otherwise small
+        pulls could delay a large one for ever.
         """
         held_back: set[str] = set()
         still: list[_Waiter] = []
         for number, waiter in enumerate(self._line):
-            if waiter.turn.cancelled():  # its task removes it from the queue
+            if waiter.turn.cancelled():  # the task of this pull removes the waiter from the queue
                 still.append(waiter)
                 continue
             of_peer = self._of_peer[waiter.peer_id]

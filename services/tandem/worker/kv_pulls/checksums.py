@@ -1,8 +1,8 @@
 """Checksums of blocks on both sides of a transfer: `--verify-blocks off|sample|all`.
 
-The producer sends the XXH3 (64 bits) of blocks when it announces them. The consumer compares once
-they are in place and before they are valid. This detects bytes that changed in transit and blocks
-that changed on the producer after their announcement.
+When the producer announces blocks, it sends the 64-bit XXH3 hashes of those that are verified. The
+consumer hashes the pulled blocks and compares, before the blocks become valid. This detects bytes
+that changed in transit and blocks that changed on the producer after their announcement.
 """
 
 import asyncio
@@ -18,9 +18,10 @@ _BLOCKS_A_TURN = 8  # blocks hashed before other tasks on the event loop get a t
 
 
 def checked(first_block: int, num_blocks: int, every: int) -> range:
-    """Returns the indices of a run's blocks with a checksum: each `every`-th block of the prompt.
+    """Returns the indices in a run of the blocks that have a checksum.
 
-    If `every` is 0, none has one.
+    Every `every`-th block of the prompt has one, counted from the prompt's first block. If `every`
+    is 0, none has one.
     """
     return range(-first_block % every, num_blocks, every) if every else range(0)
 
@@ -28,8 +29,9 @@ def checked(first_block: int, num_blocks: int, every: int) -> range:
 async def checksums(
     pool: PoolView, sequence_id: str, first_block: int, block_ids: Sequence[int], every: int
 ) -> list[pb.BlockChecksum]:
-    """Computes the checksums of a run before its announcement. The sequence must hold its
-    blocks.
+    """Computes the checksums of a run of blocks before the run is announced.
+
+    The sequence must hold the blocks.
     """
     indices = checked(first_block, len(block_ids), every)
     hashes = await _hashes(pool, sequence_id, [block_ids[index] for index in indices])

@@ -1,13 +1,18 @@
 """The consumer's side of one lease: a `Prefill` stream and the pulls that it protects.
 
-    open --> read events, pull each run at once --> prefilled or held --> released --> done
-      |                 `--> all blocks pulled: release --------------------^
-      `---------------------------`------> LeaseLost (stream closed)
+    1. The consumer opens the stream.
+    2. For each event `run`, the consumer pulls the run's blocks (after step 4 without `overlap`).
+    3. When every pull is DONE, the consumer sends `release`.
+    4. The event `prefilled` or `held` arrives, before or after step 3. No `run` follows it.
+    5. The event `released` arrives after steps 3 and 4. The pulled blocks are now valid.
 
-The stream is the lease: when `run` or `hold` ends, the stream closes, and the producer frees its
-blocks. Pulled blocks are valid only once `run` or `hold` has returned; they return after a
-`released` of the same epoch and lease that is whole. `release` is sent as soon as every read is
-DONE, even before the producer has sampled the first token, so that no wait follows that token.
+If the stream ends before step 5, the lease is lost (LeaseLost).
+
+The lease lives as long as the stream. When `run` or `hold` ends, the stream closes, and the
+producer frees the blocks of the lease. Both methods return only after a `released` that has the
+same epoch and lease id and confirms the whole lease. Before that, pulled blocks are not valid.
+`release` is sent even before the producer has sampled the first token, so that no wait for pulls
+follows that token.
 """
 
 import asyncio
@@ -35,15 +40,16 @@ class PullStats:
     """Counts and timings of one lease. Times are time.monotonic() seconds; 0 means not reached."""
 
     num_blocks: int = 0
-    num_skipped: int = 0  # blocks before the first missing one, which this worker already has
+    # number of leading blocks that were not pulled, because this worker already had them
+    num_skipped: int = 0
     num_bytes: int = 0
     queue_s: float = 0.0  # time in the producer's queue
-    shared_wait_s: float = 0.0  # part of `queue_s` that waited for blocks that others computed
-    pull_s: float = 0.0  # sum over all pulls, which may overlap
+    shared_wait_s: float = 0.0  # part of `queue_s` spent waiting for blocks that others computed
+    pull_s: float = 0.0  # sum of the durations of all pulls, which may overlap
     began_at: float = 0.0  # start of the first pull
     prefilled_at: float = 0.0  # arrival of the first token
     released_at: float = 0.0
-    cached: CachedTokens = NONE_CACHED  # cached tokens of the prompt, on the producer
+    cached: CachedTokens = NONE_CACHED  # tokens of the prompt that were cached on the producer
 
     @property
     def exposed_s(self) -> float:
@@ -52,7 +58,9 @@ class PullStats:
 
 
 class ConsumerLease:
-    """One attempt to obtain blocks from `peer`: by a prefill, or from a cached chain."""
+    """One attempt to obtain blocks from `peer`: by a prefill there (`run`), or from a chain of
+    blocks that is cached there (`hold`).
+    """
 
     def __init__(self, peer: Peer, *, puller: Puller, rates: Rates, config: WorkerConfig) -> None:
         self.peer = peer
@@ -62,18 +70,20 @@ class ConsumerLease:
         self._lease_id = uuid.uuid4().hex
         self._epoch = ""
         self._sequence_id = ""
-        self._targets: list[int] = []  # local blocks to fill, from the first missing block on
-        self._first_block = 0  # first missing block; blocks are counted in transfer order
+        # ids of the local blocks to fill, from the first missing block on
+        self._targets: list[int] = []
+        self._first_block = 0  # index of the first missing block, in transfer order
         self._next_block = 0
-        self._end_block: int | None = None  # None until the producer reports it
-        # True after `prefilled` or `held`, which complete the producer's computation
+        # index after the last block; None until the producer reports it
+        self._end_block: int | None = None
+        # True after the event `prefilled` or `held`. The producer has then computed everything.
         self._is_answered = False
         self._is_release_sent = False
         self._may_pull = asyncio.Event()
         if config.transfer.overlap:
             self._may_pull.set()
         self.stats = PullStats()
-        # sums of the prompt's blocks, if its KV budget needs them
+        # see `block_sums` in engine_process/messages.py
         self.block_sums: list[float] = []
         self.pulled_anything = False
 
@@ -95,7 +105,7 @@ class ConsumerLease:
         the request's span. `is_silent` returns whether the producer is late in writing its record.
         Returns the id of the first token. Raises TandemError.
         """
-        # so that the producer's logs contain the request id
+        # The lease id contains the request id, so that the producer's logs show the latter.
         self._lease_id = f"{request_id}#{self._lease_id}"
         start = pb.StartPrefill(
             lease_id=self._lease_id,
@@ -140,10 +150,10 @@ class ConsumerLease:
         first_missing_block: int,
         targets: list[int],
     ) -> int:
-        """Pulls the producer's cached part of a chain, from the first missing block on, into
-        `targets`.
+        """Pulls the blocks of a chain that the producer has cached into `targets`, from the first
+        missing block on.
 
-        Returns the number of the chain's first blocks that the producer has. Raises TandemError.
+        Returns the number of the chain's leading blocks that the producer has. Raises TandemError.
         """
         hold = pb.HoldBlocks(
             lease_id=self._lease_id,
@@ -160,7 +170,8 @@ class ConsumerLease:
             num_held = event.held.num_blocks
             if event.WhichOneof("event") != "held" or num_held > len(block_hashes):
                 raise LeaseLost(f"{self.peer.worker_id} answered {event}")
-            # A whole chain fills all targets. A model with windows gets the whole chain or nothing.
+            # If the producer has the whole chain, the chain's blocks fill all targets. For a model
+            # with windows, the producer has the whole chain or nothing.
             is_whole = num_held == len(block_hashes)
             self._end_block = (
                 first_missing_block + len(targets)
@@ -239,7 +250,8 @@ class ConsumerLease:
             run=run,
             targets=targets,
         )
-        # Count only successful pulls, so that a missing task is detected, too.
+        # Only successful pulls are counted. So a run whose pull was never started also leaves the
+        # lease incomplete.
         self.stats.num_blocks += len(targets)
         self.stats.num_bytes += num_bytes
         self.stats.pull_s += time.monotonic() - started
@@ -274,5 +286,6 @@ class ConsumerLease:
         self.stats.released_at = time.monotonic()
 
 
-# Creates a lease with a peer; the arguments common to a worker's leases are bound.
+# Creates a lease with a peer. The other arguments are already bound, because they are the same for
+# all leases of a worker.
 LeaseMaker = Callable[[Peer], ConsumerLease]

@@ -1,10 +1,11 @@
-"""The consumer's end of a `Prefill` stream. Every failure of it raises `LeaseLost`.
+"""The consumer's end of a `Prefill` stream. Every failure of the stream raises `LeaseLost`.
 
-The consumer detects in bounded time that the stream is broken or closed, that no heartbeat arrives,
-or that the producer's engine makes no turn. Leaving the stream closes it, and the producer frees
-the blocks that it held.
+The consumer detects within a bounded time that the stream is broken or closed, that no heartbeat
+arrives, or that the producer's engine makes no turn. Leaving the context of `open_stream` closes
+the stream, and the producer frees the blocks of the lease.
+
 A stream may be silent for ten heartbeats, because a slow network or a busy machine can delay some.
-If the producer has also stopped writing its record, four are enough.
+If the producer has also stopped writing its record, four missed heartbeats are enough.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.rates import hang_timeout_s
 
-_SILENCES = 10  # Missed heartbeats after which the producer counts as gone
-_SILENCES_CONFIRMED = 4  # The same if the producer is also late in writing its record
+_SILENCES = 10  # number of missed heartbeats after which the producer counts as gone
+_SILENCES_CONFIRMED = 4  # the same limit if the producer is also late in writing its record
 
-# Errors of grpc.aio after the other side or the channel has gone. A write to an ended call raises
-# InvalidStateError, a call on a closed channel UsageError.
+# grpc.aio raises these errors after the other side or the channel has gone. A write to an ended
+# call raises InvalidStateError, and a call on a closed channel raises UsageError.
 _BROKEN_CALL = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError, TimeoutError)
-# Details of UNAVAILABLE for a connection that timed out or was never established.
+# With these details, the status UNAVAILABLE means that the connection timed out or was never
+# established, and not that the other side closed it.
 _NOT_CLOSED = re.compile("timed out|timeout|failed to connect", re.IGNORECASE)
 
 
@@ -46,7 +48,7 @@ async def open_stream(
     """Opens a lease's stream with the message `opening`.
 
     `is_silent` returns whether the producer is late in writing its record. Raises LeaseLost, or the
-    TandemError that a task inside the block raised.
+    TandemError that was raised inside the `async with` statement.
     """
     call = peer.stub.Prefill(metadata=token_metadata(config.cluster.token))
     closed = LeaseLost(f"the connection to {peer.worker_id} was closed")
@@ -120,7 +122,7 @@ class LeaseStream:
     async def _read(self) -> pb.PrefillEvent:
         self._heard_at = self._now()
         try:
-            # wait_for can swallow a cancellation in Python 3.11.
+            # Not wait_for, which can swallow a cancellation in Python 3.11.
             async with asyncio.timeout(self._silence_s) as self._reading:
                 event: pb.PrefillEvent = await self._call.read()
         except TimeoutError:
@@ -142,18 +144,19 @@ class LeaseStream:
 
 
 def is_producer_gone(error: BaseException | None) -> bool:
-    """Returns whether a lease was lost because the producer's process ended during it.
+    """Returns whether a lease was lost because the producer's process ended during the lease.
 
-    In that case the operating system closes its connections at once. A timeout means that the
-    network is cut or the process is stopped; a failed connect means that the process had ended
-    before. Neither is caused by the request.
+    Only then may the request itself have crashed the process. When a process ends, the operating
+    system closes its connections immediately. A timeout means that the network is cut or the
+    process is stopped. A failed connect means that the process had ended before the lease.
     """
     causes = [error]
     seen = set[int]()
     while causes:
         cause = causes.pop()
         if cause is None or id(cause) in seen:
-            continue  # an error raised from its own group is its own cause
+            # This error was visited before: an error raised from its own group is its own cause.
+            continue
         seen.add(id(cause))
         if isinstance(cause, grpc.aio.AioRpcError):
             is_closed = not _NOT_CLOSED.search(cause.details() or "")
@@ -167,7 +170,10 @@ def is_producer_gone(error: BaseException | None) -> bool:
 
 
 def _first_error(group: BaseExceptionGroup) -> BaseException:
-    """Returns the error of a group to report: a TandemError before the errors that it caused."""
+    """Returns the error of a group that is to be reported.
+
+    A TandemError is preferred, because it may have caused the other errors.
+    """
     errors = [e for e in group.exceptions if not isinstance(e, BaseExceptionGroup)]
     ours = [e for e in errors if isinstance(e, TandemError)]
     if ours:

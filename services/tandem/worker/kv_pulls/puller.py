@@ -2,11 +2,11 @@
 
     await puller.pull(peer, lease_id=..., sequence_id=..., run=run, targets=block_ids)
 
-pulls one run (proto BlockRun) of a live lease at `peer` into `targets`, the ids of local blocks in
-the run's order. They are the blocks from `run.first_block` on in the block table of `sequence_id`.
-It uses the peer's current transport and returns when every byte is in place and, with
---verify-blocks, compared. Otherwise it raises LeaseLost or another TandemError, and the blocks are
-not valid.
+This call pulls one run (proto BlockRun) of a live lease at `peer` over the peer's current
+transport. `targets` are the ids of the local blocks to fill, in the run's order: the blocks from
+`run.first_block` on in the block table of `sequence_id`. The call returns when every byte is in
+place and, with --verify-blocks, was compared. Otherwise it raises LeaseLost or another TandemError,
+and the blocks are not valid.
 
 One Puller serves a whole worker. It does not know the lease protocol (lease.py).
 """
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Puller:
-    """All pulls of one worker as a consumer."""
+    """Performs all pulls that one worker makes as a consumer."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Puller:
         run: pb.BlockRun,
         targets: Sequence[int],
     ) -> int:
-        """Pulls a run; returns the number of bytes."""
+        """Pulls a run of blocks; returns the number of bytes."""
         assert len(targets) == len(run.block_ids)
         num_bytes = self._spans.num_bytes(targets)
         async with self._bounds.taken(peer.peer_id, num_bytes):
@@ -88,8 +88,8 @@ class Puller:
                     if every := self._config.verify_every:
                         await verify(self._link.pool, sequence_id, run, targets, every)
                 except BlockMismatch as error:
-                    # If the request has ended meanwhile, its blocks may belong to another one:
-                    # raise LeaseLost.
+                    # If the request has ended meanwhile, its blocks may belong to another request,
+                    # and the mismatch means nothing. In that case this call raises LeaseLost.
                     reservation.check(0, len(targets))
                     log.error("%s over %s of %s", error, peer.transport, peer.peer_id)
                     self._on_mismatch()

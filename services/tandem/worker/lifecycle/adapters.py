@@ -1,9 +1,9 @@
 """The LoRA adapters that this worker serves: those of `--lora` and those that operators add.
 
-A name stays in the worker's record until an operator removes it or the worker ends. A new worker
-adopts the names of the others, so that a rolling restart loses none. The engine reads the weights
-when the first sequence needs them. A process that hangs while it reads a folder ends, and the
-worker ends with it.
+An adapter stays in the worker's record until an operator removes it or the worker ends. A new
+worker adopts the adapters of the other workers, so that a rolling restart loses none. The engine
+reads an adapter's weights when the first sequence needs them. If a process hangs while it reads an
+adapter's folder, the process ends, and the worker ends with it.
 """
 
 import asyncio
@@ -29,15 +29,18 @@ log = logging.getLogger(__name__)
 
 
 class NamedAdapters:
-    """The adapters that a worker serves. `named` is published in its record. Threads read files."""
+    """The adapters that a worker serves.
+
+    `named` is part of the worker's record. Files are read in threads.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._model: ModelConfig | None = None
         self.named: dict[str, Adapter] = {}
-        self.stats = AdapterStats()  # as in the engine's last report
+        self.stats = AdapterStats()  # statistics from the engine's last report
         self._has_adopted = False
-        self._turn = asyncio.Lock()  # one task at a time reads a folder
+        self._turn = asyncio.Lock()  # allows one task at a time to read a folder
 
     @property
     def state(self) -> AdapterState:
@@ -51,8 +54,8 @@ class NamedAdapters:
         return adapter_metrics(labels, self.stats, self._config.max_loras)
 
     async def read_own(self) -> None:
-        """Adds the adapters of `--lora`. Raises ConfigError that names the one that cannot be
-        used.
+        """Adds the adapters of `--lora`. Raises ConfigError with the name of an adapter that cannot
+        be used.
         """
         for name, path in self._config.lora.items():
             try:
@@ -62,10 +65,9 @@ class NamedAdapters:
                 raise type(error)(f"lora {name}: {error.message}") from error
 
     def adopt(self, records: Iterable[WorkerRecord]) -> None:
-        """Adds the adapters of ready workers, only when this worker sees records for the first
-        time.
+        """Adds the adapters of the ready workers. Only the first call has an effect.
 
-        Later it does not, so that an adapter that an operator removed stays removed.
+        Later calls have none, so that an adapter that an operator removed stays removed.
         """
         if self._has_adopted:
             return

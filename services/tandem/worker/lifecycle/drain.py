@@ -20,7 +20,7 @@ async def drain(
 ) -> None:
     """Returns when no sequence and no lease is left, at the latest at `ends_at`.
 
-    `ends_at` returns a time.monotonic() time. A second request to stop may make it earlier.
+    `ends_at` returns a time.monotonic() time. A second request to stop may make that time earlier.
     """
     began = told = time.monotonic()
     while decode.num_sequences or prefill.num_leases:
@@ -44,7 +44,7 @@ async def drain(
 
 
 def describe(decode: DecodeService, prefill: PrefillService, now: float) -> str:
-    """Describes the sequences and leases that a drain waits for, and the oldest age."""
+    """Describes what a drain waits for: the sequences and leases, and the age of the oldest one."""
     waits = Counter(_waits(decode, prefill))
     begun = [s.submitted_at for s in decode.sequences] + [x.opened_at for x in prefill.leases]
     oldest_s = now - min(begun, default=now)

@@ -1,12 +1,14 @@
 """KV events for programs outside of the cluster, over ZeroMQ in the format of vLLM and llm-d.
 
+    socket  messages
     PUB     [topic, sequence number, payload]; the number is 8 bytes, big-endian, from 0 on
     ROUTER  a subscriber sends [number]; it gets [number, payload] of each kept batch from that
             number on, then [-1, empty]. A DEALER socket gets them all, a REQ socket only the first.
 
 A payload is msgpack of [time in s, events, data-parallel rank]. An event is an array that begins
-with its name. The first event of a process is AllBlocksCleared, because its pool is empty. A slow
-subscriber loses batches and can detect that by the numbers. A worker never waits for a subscriber.
+with the name of its kind. The first event of a process is AllBlocksCleared, because its pool is
+empty. A slow subscriber loses batches and can detect that by gaps in the numbers. A worker never
+waits for a subscriber.
 
 Format: https://docs.vllm.ai/en/stable/api/vllm/distributed/kv_events/
 """
@@ -32,15 +34,15 @@ from tandem.models.source import resolve
 
 log = logging.getLogger(__name__)
 
-_MEDIUM = "GPU"  # subscribers' name for an engine's own pool, on any device
+_MEDIUM = "GPU"  # name that subscribers use for an engine's own pool, on any device
 _QUEUE_MAX = 10_000  # batches queued for one slow subscriber
 _KEPT_BYTES_MAX = 64 << 20  # total size of the batches kept for replays
-_REPLAY_DEADLINE_S = 5.0  # for one message to a subscriber that does not read
+_REPLAY_DEADLINE_S = 5.0  # time limit in seconds for one message to a subscriber that does not read
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Consecutive blocks of one chain, and the token ids of all of them if they are known."""
+    """Consecutive blocks of one chain, with the token ids of all of them if those are known."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None  # None: the first block has no parent
@@ -70,12 +72,14 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ToldBlocks:
-    """The blocks that subscribers know, each with all of its parents. Turns reports into events.
+    """Turns step reports into events, and keeps the set of blocks that subscribers know.
 
-    A block without a parent is the first of its chain. Any other block is published only while
-    subscribers know its parent, because without it they would take the block for the first one. If
-    every layer has a window, a parent may be removed; the block and those after it are then not
-    published.
+    Subscribers know a block only together with all blocks before it. A block without a parent is
+    the first of its chain. Any other block is published only while subscribers know its parent,
+    because otherwise they would take the block for the first one.
+
+    If every layer has a window, a parent may be removed before the blocks after it are stored.
+    Those blocks are then not published.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -91,7 +95,7 @@ class ToldBlocks:
         return [*stored, *([BlockRemoved(removed)] if removed else [])]
 
     def _stored(self, blocks: Iterable[StoredBlock]) -> Iterator[BlockStored]:
-        """Yields an event for each run of blocks in which each is the parent of the next.
+        """Yields an event for each run of successive blocks of one chain.
 
         Imported blocks have no token ids, so they are in separate events.
         """
@@ -166,12 +170,13 @@ class KvEvents:
 
     def _open(self, endpoint: str, replay: str) -> None:
         self._publish.set_hwm(_QUEUE_MAX)
-        # As in vLLM: a wildcard or a path is bound here; any other address is the subscriber's.
+        # As in vLLM, the socket binds to a wildcard or a path. Any other address is one on which
+        # the subscriber listens, and the socket connects to it.
         listens = "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
         _use(self._publish, "--kv-events", endpoint, listens=listens)
         if replay:
             self._replay = zmq.asyncio.Socket(self._context, zmq.ROUTER)
-            # a full queue blocks instead of dropping messages
+            # With this option a full queue blocks instead of dropping messages.
             self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
             _use(self._replay, "--kv-events-replay", replay, listens=True)
             self._task = asyncio.create_task(self._serve_replays(self._replay), name="kv-replay")
@@ -213,7 +218,7 @@ class KvEvents:
 def _lora_id(adapter: Adapter) -> int:
     """Returns a positive 31-bit number from the adapter's digest, the same on every worker.
 
-    Other files under the same adapter name have another number.
+    If an adapter's files change under the same name, its number changes, too.
     """
     return int(adapter.digest[:8], 16) % (1 << 31) or 1
 

@@ -1,4 +1,7 @@
-"""A worker's notice while it loads, for operators. It has no record before its model is known."""
+"""The notice in Redis by which operators see that a worker is loading.
+
+A worker has no record before its model is known, so the notice takes the record's place.
+"""
 
 import asyncio
 import logging
@@ -17,7 +20,7 @@ from tandem.worker.engine_process.messages import Ready
 log = logging.getLogger(__name__)
 
 _END_DEADLINE_S = 1.0
-_FAILED_MAX = 500  # characters
+_FAILED_MAX = 500  # number of characters kept of a reason
 
 
 async def start_and_tell(config: WorkerConfig, link: EngineLink) -> Ready:
@@ -44,7 +47,7 @@ async def tell_failed(config: WorkerConfig, why: str) -> None:
 
 
 async def tell_loading(config: WorkerConfig, progress: Callable[[], tuple[int, int]]) -> None:
-    """Writes the notice every `record_interval_s` until it is cancelled; then deletes it.
+    """Writes the notice every `record_interval_s` until the task is cancelled; then deletes it.
 
     `progress` returns (bytes of weights loaded, bytes of all weights). A Redis error does not stop
     the start.

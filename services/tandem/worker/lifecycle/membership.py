@@ -1,7 +1,7 @@
-"""A worker's registration in the cluster: record, KV compatibility, peers, and tree entries.
+"""A worker's registration: its record, KV compatibility, peers, and entries in the prefix tree.
 
-All of it is a cache in Redis. Without Redis the worker continues to serve and retries; when Redis
-is back, it publishes everything again.
+Redis only caches this data. Without Redis the worker continues to serve and retries. When Redis is
+back, the worker publishes everything again.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Membership:
-    """Writes this worker's record and reads the others', every `record_interval_s`."""
+    """Writes this worker's record and reads those of other workers, every `record_interval_s`."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class Membership:
     async def join(self, compatibility: KvCompatibility) -> None:
         """Waits for Redis, then registers the worker.
 
-        If the last process of this worker was lent to the other pool and crashed, it joins in that
-        role. Raises Incompatible that names the differences.
+        If the previous process of this worker crashed while it was lent to the other pool, this
+        process joins that pool. Raises Incompatible that names the differences in KV compatibility.
         """
         while True:
             try:
@@ -77,7 +77,7 @@ class Membership:
         self._task = asyncio.create_task(self._refresh_for_ever())
 
     def on_report(self, report: StepReport) -> None:
-        """Queues the blocks that the step stored and removed for the tree."""
+        """Queues the blocks that the step stored and removed for publication in the prefix tree."""
         if report.stored or report.removed:
             self.publisher.add((s.block_hash for s in report.stored), report.removed)
         for tier in report.tiers:
@@ -88,7 +88,7 @@ class Membership:
         return [self.publisher, *self._of_tiers.values()]
 
     async def refresh(self) -> None:
-        """Writes this worker's record and reads the others', once."""
+        """Writes this worker's record and reads those of other workers, once."""
         try:
             self._num_writes += 1
             record = msgspec.structs.replace(self._record(), num_writes=self._num_writes)
@@ -101,9 +101,9 @@ class Membership:
             self._note_unreachable(error)
 
     async def leave(self) -> None:
-        """Removes the worker from placement and from the tree."""
+        """Removes the worker from placement and from the prefix tree."""
         if self._task is not None:
-            await cancel(self._task)  # otherwise it would write the record again
+            await cancel(self._task)  # otherwise this task would write the record again
         try:
             await asyncio.gather(*(publisher.aclose() for publisher in self._publishers))
             await self._registry.remove(self._worker_id)
@@ -117,7 +117,8 @@ class Membership:
             await asyncio.sleep(self._cluster.record_interval_s)
             try:
                 await self.refresh()
-            except Exception:  # go on: a worker without a record counts as gone
+            # Continue after any error, because a worker without a record counts as gone.
+            except Exception:
                 log.exception("the record was not written")
 
     def _note_unreachable(self, error: Any) -> None:

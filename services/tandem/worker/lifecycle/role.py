@@ -3,14 +3,15 @@
     decode  --> out of placement --> no sequence waits for a prefill worker --> prefill
     prefill --> accepts no more prompts ------------------------------------> decode
 
-Running sequences go on or are migrated by routers; open leases end as usual. docs/transfer.md shows
-that this cannot deadlock. A worker that waits for a prefill worker while it holds blocks is in the
-decode pool, and the worker that it waits for was in the prefill pool when the wait began. In a
-cycle of waits, each worker would have joined the decode pool later than the one before it, and so
-later than itself.
+Running sequences continue or are migrated by routers; open leases end as usual.
 
-A worker in the other pool is lent. The loan survives a crash of the process; it ends when the role
-changes back or the worker ends in order.
+The change cannot deadlock (docs/transfer.md). Only a worker in the decode pool waits for another
+worker while it holds blocks. The other worker was in the prefill pool when the wait began. If that
+worker waits now, too, then it joined the decode pool later than the first one. In a cycle of waits,
+each worker would have joined the decode pool later than itself.
+
+A worker is lent while it is in the pool that is not its own. The loan survives a crash of the
+process. It ends when the role changes back or the worker shuts down in order.
 """
 
 import asyncio
@@ -24,12 +25,13 @@ from tandem.worker.prefill.service import PrefillService
 
 log = logging.getLogger(__name__)
 
-# Time for running remote prefills to finish; after that, missing tokens are computed locally.
+# time in seconds for running remote prefills to finish, before this worker computes their missing
+# tokens itself
 _GRACE_S = 0.5
 
 
 class RoleChange:
-    """Changes the role of a worker. `role` is its current pool."""
+    """Changes the role of a worker. `role` is the pool that the worker is in."""
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class RoleChange:
 
     @property
     def loan(self) -> str:
-        """The role in which the next process of this worker starts; "" for its own role."""
+        """The role in which the next process of this worker starts; "" for the configured role."""
         return "" if self.role == self._own or self._ends_in_order else self.role
 
     def end_loan(self) -> None:

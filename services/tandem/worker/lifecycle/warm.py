@@ -2,9 +2,11 @@
 
     ListChains of a peer --> ImportBlocks a chain (FREE blocks only) --> pull it --> CommitImport
 
-It runs in the background after the worker has joined. Requests have priority, and no block is
-evicted for it. Blocks that cannot be imported are skipped. A chain is the path from a root to a
-leaf, so the common blocks of two chains are imported with the first one and cached for the second.
+The import runs in the background after the worker has joined. Requests have priority, and no block
+is evicted for the import. Blocks that cannot be imported are skipped.
+
+A chain has the hashes of successive blocks, from the first block of a prompt on. If two chains
+begin with the same blocks, these are imported with the first chain and cached for the second.
 """
 
 import asyncio
@@ -31,7 +33,7 @@ CHAIN_DEADLINE_S = 60.0
 
 
 class Warmer:
-    """Imports up to `warm_blocks` blocks from peers. `on_step` is called after each local step."""
+    """Imports up to `warm_blocks` blocks from peers. The worker calls `on_step` after each step."""
 
     def __init__(
         self, config: WorkerConfig, link: EngineLink, prefixes: PrefixPuller, metrics: WorkerMetrics
@@ -52,8 +54,9 @@ class Warmer:
                 future.set_exception(from_code(failed.code, failed.message))
 
     async def run(self, peers: Iterable[Peer]) -> None:
-        """Imports chains until there are enough blocks or no peer has more. Raises only
-        CancelledError.
+        """Imports chains until `warm_blocks` blocks are imported or no peer has more.
+
+        Raises only CancelledError.
         """
         for peer in peers:
             try:

@@ -1,8 +1,9 @@
 """The I/O process of a worker: gRPC, Redis and metrics on asyncio, around one engine process.
 
-starting --> ready --> draining --> gone
-   `-----------`----------------------^      (stopped while it loads; the engine ended, or the
-                                              KV compatibility was refused)
+    starting --> ready --> draining --> gone
+
+A worker ends without a drain in three cases: it is stopped while its model loads, its KV
+compatibility is refused, or its engine ends.
 """
 
 from __future__ import annotations
@@ -84,9 +85,9 @@ class Worker:
         self._make_servicer = make_servicer
         self.epoch = uuid.uuid4().hex[:16]
         self.state: State = "starting"
-        self._drain_until = math.inf  # time.monotonic() time, set by `stop`
+        self._drain_until = math.inf  # time.monotonic() time of the drain's deadline, set by `stop`
         self._stopping = asyncio.Event()
-        self._broken = ""  # reason why this process must end and be restarted
+        self._broken = ""  # reason why this process must end and be restarted; "" if there is none
         self._load = WorkerLoad()
         self.adapters = NamedAdapters(config.engine)
         self._address = ""
@@ -143,8 +144,8 @@ class Worker:
                 return await starting
             log.info("stopped before the model was loaded")
             while not starting.done():
-                # A loading engine reads no commands, so kill it. Repeat it, because the process may
-                # not exist yet.
+                # A loading engine reads no commands, so it is killed. The loop repeats this,
+                # because the process may not exist yet.
                 self.link.kill("stopped before the model was loaded")
                 await asyncio.wait([starting], timeout=_KILL_POLL_S)
             starting.exception()  # retrieves the error that `kill` caused
@@ -157,7 +158,7 @@ class Worker:
         server = self._listen()
         self._compose(ready)
         if self.config.events.kv_events:
-            # before the first step, so that no event is lost
+            # The sockets are opened before the first step, so that no event is lost.
             self._events = await KvEvents.open(self.config)
         await server.start()
         exempt_loaded()
@@ -194,7 +195,7 @@ class Worker:
             draining = drain(self.decode, self.prefill, lambda: self._drain_until)
             await self._unless(draining, watch.turn_for_ever())
         except WorkerLost:
-            # at once, because the engine is gone and no stream may wait for it
+            # Streams end at once, because the engine is gone and no stream may wait for it.
             await server.stop(None)
             raise
         finally:
@@ -372,7 +373,8 @@ class Worker:
     async def _unless(
         self, ending: Coroutine[Any, Any, object], work: Coroutine[Any, Any, None]
     ) -> bool:
-        """Runs `work` until `ending` is done; returns whether the work was done first.
+        """Runs `work`, but not longer than until `ending` is done. Returns True if `work` was done
+        first.
 
         Raises the error of either of them, or WorkerLost if the engine ends first.
         """
@@ -393,7 +395,9 @@ class Worker:
                 task.cancel()
 
     def _leave_placement(self) -> None:
-        """Accepts no new requests. Routers migrate sequences; peers can still pull its blocks."""
+        """Accepts no new requests. Routers migrate sequences; peers can still pull this worker's
+        blocks.
+        """
         self.state = "draining"
         self.prefill.leave(lambda: self.decode.num_sequences > 0)
         self.decode.leave_pool()

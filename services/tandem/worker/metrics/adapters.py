@@ -1,4 +1,4 @@
-"""The gauge of a worker's LoRA adapters, as vLLM's `vllm:lora_requests_info`."""
+"""The gauge of a worker's LoRA adapters, like vLLM's `vllm:lora_requests_info`."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from tandem.net.observability.metrics import gauges
 def adapter_metrics(
     labels: Mapping[str, str], adapters: AdapterStats, max_loras: int
 ) -> Iterator[Metric]:
-    """Yields the gauge. Its labels contain the adapters; its value is the current time."""
+    """Yields the gauge. Its labels name the adapters; its value is the time of the scrape."""
     names = [*labels, "running_lora_adapters", "waiting_lora_adapters", "max_lora"]
     found = [",".join(adapters.running), ",".join(adapters.waiting), str(max_loras)]
     text = "Adapters of running and of waiting sequences; the value is the time of the scrape"

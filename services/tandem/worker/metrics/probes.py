@@ -1,10 +1,12 @@
 """Answers Kubernetes' probes of a worker on the port of its metrics.
 
+    path      answer
     /health   200; 503 if the event loop hangs
     /ready    200 while the worker accepts requests; 503 before and during the drain
-The threads that serve metrics answer, so that a probe is answered even if the event loop hangs. The
-worker itself ends a hung engine (`EngineWatch`) and then exits. An idle engine gets a question from
-time to time, so that a hung one is detected before a request arrives.
+
+The threads that serve metrics also answer probes. So a probe is answered even if the event loop
+hangs. The worker itself kills a hung engine (`EngineWatch`) and then exits. An idle engine gets a
+question from time to time, so that a hang is detected before the next request arrives.
 """
 
 import asyncio

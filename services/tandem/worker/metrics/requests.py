@@ -44,7 +44,7 @@ class ServedLease(Protocol):
 
 
 class RequestMetrics(MetricSet):
-    """Durations of ended requests and leases, and the hits of this worker's own cache."""
+    """Durations of ended requests and leases, and how many prompt tokens were cached."""
 
     _ttft = histogram(
         "tandem_engine_time_to_first_token_seconds",

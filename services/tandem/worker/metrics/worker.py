@@ -63,7 +63,7 @@ _TIER_COUNTERS: tuple[tuple[str, str, Callable[[TierStats], int]], ...] = (
     ("blocks_bad", "Blocks that the tier lost, or could not give back", lambda t: t.blocks_bad),
     ("write_failures", "Writes to the tier that failed", lambda tier: tier.write_failures),
 )
-DAMAGE_S = 600.0  # How long a damage stays visible to operators
+DAMAGE_S = 600.0  # time in seconds for which unreadable blocks stay visible to operators
 
 
 class WorkerMetrics(MetricSet):
@@ -138,9 +138,10 @@ class WorkerMetrics(MetricSet):
     )
 
     def __init__(self, *, worker_id: str, role: str) -> None:
-        self._stats = EngineStats()  # from the newest step
+        self._stats = EngineStats()  # statistics of the newest step
         self._damage = TierDamage()
-        self.role = role  # current role, which may change; samples get it at the scrape
+        # current role, which may change; it is added to the samples at each scrape
+        self.role = role
         self._labels = {"worker": worker_id}
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)  # metrics of the I/O process
@@ -192,7 +193,9 @@ class WorkerMetrics(MetricSet):
             nixl.add_failed()
 
     def on_lost_lease(self, lease: ConsumerLease) -> None:
-        """Counts a lease over NIXL that failed after its reads were done."""
+        """Counts a lost lease over NIXL if its reads were done but its release was not
+        confirmed.
+        """
         if lease.is_unconfirmed and lease.peer.transport == "nixl":
             self.tally.nixl.add_unconfirmed()
 
@@ -221,13 +224,17 @@ class WorkerMetrics(MetricSet):
     def watch(
         self, publisher: Publisher, adapters: Callable[[Mapping[str, str]], Iterable[Metric]]
     ) -> None:
-        """Adds the metrics of the worker's prefix tree log, adapters and tiers."""
+        """Adds the metrics of the worker's adapters, its tiers and its updates of the prefix
+        tree.
+        """
         self._registry.register(_AtScrape(partial(index_metrics, self._labels, publisher)))
         self._registry.register(_AtScrape(partial(adapters, self._labels)))
         self._registry.register(_AtScrape(lambda: tier_metrics(self._labels, self._stats)))
 
     def collect(self) -> Iterable[Metric]:
-        """Returns the current values of all metrics except the gauges."""
+        """Returns the current values of all metrics. After `serve`, these include the load's
+        gauges.
+        """
         return _WithRole(self._registry, self).collect()
 
     def serve(
@@ -279,7 +286,7 @@ class _WithRole:
 
 
 class _AtScrape(Collector):
-    """Metrics that `read` creates at each scrape."""
+    """Metrics that the function `read` creates at each scrape."""
 
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         self._read = read
@@ -306,16 +313,17 @@ def index_metrics(labels: Mapping[str, str], publisher: Publisher) -> Iterator[M
 
 
 class TierDamage:
-    """Counts the blocks of each tier that could not be read lately.
+    """Counts, for each tier, the blocks that recently could not be read.
 
     The object store is not counted, because the bucket's own rules delete blocks there. Blocks that
-    a restart left out are not counted either.
+    the tier counted as bad before the first report, such as after a restart, are not counted
+    either.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._num_bad: dict[str, int] = {}  # tier -> bad blocks since the start
-        # tier -> (recent bad blocks, time of the last one)
+        self._num_bad: dict[str, int] = {}  # tier -> number of bad blocks in the last report
+        # tier -> (number of recent bad blocks, time when the last one was found)
         self._lately: dict[str, tuple[int, float]] = {}
 
     def take(self, tiers: Iterable[TierStats]) -> None:
@@ -327,7 +335,7 @@ class TierDamage:
                 self._lately[tier.name] = self.num_blocks(tier.name) + num_new, self._clock()
 
     def num_blocks(self, tier: str) -> int:
-        """Returns the number of a tier's blocks that could not be read lately."""
+        """Returns the number of a tier's blocks that recently could not be read."""
         number, found_at = self._lately.get(tier, (0, 0.0))
         return number if self._clock() - found_at < DAMAGE_S else 0
 

@@ -1,10 +1,13 @@
-"""Connects this worker with a producer: compares the two, measures the pair, chooses a transport.
+"""Connects this worker with a producer and chooses the transport between the two.
 
     Connect: KV compatibilities, hosts, NIXL metadata --> timed NIXL and gRPC reads --> transport
-This runs in the background, never on a request's path. `again` measures a pair again whose
-transport failed or became slow. The choice and its reason are logged once for each pair, as a
-warning if the transport is not the best one. If the network is the reason, only the first pair logs
-a warning, because the reason is the same for all pairs.
+
+A pair is this worker and one producer. Pairing runs in the background, never on a request's path.
+`again` measures a pair again whose transport failed or became slow.
+
+The choice and its reason are logged once for each pair, as a warning if the transport is not the
+best one. If the network is the reason, only the first pair logs a warning, because the reason is
+the same for all pairs.
 """
 
 import logging
@@ -36,7 +39,7 @@ from tandem.worker.peers.transport_choice import (
 log = logging.getLogger(__name__)
 
 _OF_THE_NETWORK = {"tcp", "unreachable"}
-_REASON_MAX = 300  # characters
+_REASON_MAX = 300  # number of characters kept of a reason
 FAILURES_MAX = 3  # After this many failed NIXL reads in a row, the pair uses gRPC
 
 
@@ -56,7 +59,8 @@ class Pairing:
         self._compatibility = compatibility
         self._calls = PeerCalls(config.cluster.cluster_id, config.cluster.token, config.tls_dir)
         self._host = host_identity(config.transfer.nixl_tcp)
-        self._warned: set[str] = set()  # reasons that were already logged as a warning
+        # reasons due to the network for which a warning was already logged
+        self._warned: set[str] = set()
 
     async def make(self, worker_id: str, epoch: str, address: str) -> Peer:
         """Connects to a peer. Raises TandemError if no transport works."""

@@ -21,7 +21,7 @@ class Peer:
     transports: Mapping[str, Transport]  # all transports by name
     transport: str = ""  # name of the transport in use
     offers_grpc: bool = True
-    reason: str = ""  # last logged reason why NIXL is not used; it is not logged again
+    reason: str = ""  # last logged reason for the choice of transport, which is not logged again
 
     @property
     def peer_id(self) -> str:
@@ -39,5 +39,5 @@ class Peer:
 
 
 def peer_id(worker_id: str, epoch: str) -> str:
-    """Returns the id of a worker process. A restarted worker has another one."""
+    """Returns the id of a worker process. After a restart, a worker has another id."""
     return f"{worker_id}-{epoch}"

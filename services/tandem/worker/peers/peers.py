@@ -1,11 +1,15 @@
-"""Connections to the workers that this worker can read from: all that can hold blocks.
+"""Connections to the peers: the other workers, from which this worker can pull blocks.
 
     (found in the registry) --> connecting --> connected (nixl or grpc) --> gone
                                           `--> refused (or unreachable): retried later
-A peer is one process (worker id and epoch). A restarted worker is another peer, and its old one is
-disconnected. Connecting runs in the background, not on a request's path (`pairing.py`).
-A pair whose NIXL reads fail several times in a row uses gRPC at once. A pair is measured again from
-time to time if NIXL became slower than gRPC or is not used although it might be.
+
+A peer is one process (worker id and epoch). A restarted worker is a new peer, and the peer of its
+old process is disconnected. Connecting runs in the background, not on a request's path
+(`pairing.py`).
+
+A pair is this worker and one peer. If several NIXL reads of a pair fail in a row, the pair uses
+gRPC at once. A pair is measured again from time to time if NIXL became slower than gRPC or is not
+used although it might be.
 """
 
 import asyncio
@@ -26,12 +30,14 @@ from tandem.worker.peers.rates import Rates
 
 log = logging.getLogger(__name__)
 
-# With more decode workers than this, a pair is connected at first use, not at joining.
+# If there are more decode workers than this, a connection to one of them is opened at its first use
+# and not when it joins.
 EAGER_DECODE_PEERS_MAX = 16
 _RETRY_S = 5.0
-# longer, because neither process can change; a new process is another peer
+# An incompatible peer is retried later, because neither process can change. A restarted worker is a
+# new peer and is not delayed by this.
 _RETRY_INCOMPATIBLE_S = 300.0
-_AGAIN_MIN_S = 30.0  # shortest pause between two measurements of a pair; doubled each time
+_AGAIN_MIN_S = 30.0  # shortest pause between two measurements of a pair; doubled after each one
 _AGAIN_MAX_S = 600.0
 
 
@@ -41,8 +47,8 @@ class _Entry:
     connecting: asyncio.Task[Peer]
     failed_at: float = 0.0
     retry_s: float = _RETRY_S
-    failure: str = ""  # last failure; the same failure is logged once
-    # time when the registry or a request last named it
+    failure: str = ""  # last failure; a repetition of it is logged only at level DEBUG
+    # time when the registry or a request last named the peer
     seen_at: float = field(default_factory=time.monotonic)
     measured_at: float = field(default_factory=time.monotonic)
     again_s: float = field(default_factory=lambda: _AGAIN_MIN_S)
@@ -60,7 +66,10 @@ class Peers:
         self._entries: dict[str, _Entry] = {}  # keyed by peer id
 
     async def get(self, worker_id: str, epoch: str, address: str) -> Peer:
-        """Returns a connected peer. Raises TandemError after `connect_deadline_s`."""
+        """Returns a connected peer, for whose connection this may have to wait.
+
+        Raises TandemError if the connection fails or takes longer than `connect_deadline_s`.
+        """
         entry = self._entries.get(peer_id(worker_id, epoch))
         if entry is None:
             entry = self._open(worker_id, epoch, address)
@@ -132,7 +141,7 @@ class Peers:
             self._close(key)
 
     def _look_after(self, entry: _Entry, now: float) -> None:
-        """Switches or measures again a pair that may use a wrong transport."""
+        """Switches a pair to gRPC or measures it again if its transport may be the wrong one."""
         peer = entry.connecting.result()
         self._pairing.give_up_failing(peer)
         if entry.measuring is not None:

@@ -1,8 +1,8 @@
 """The engine's own rates and the measured transfer rate from each peer.
 
 Step reports and pulls update them. The worker's record, deadlines and the choice of a prefill
-worker use them. A pair is a peer and a transport; the record has the pair in use. This module does
-not wait and reads no clock.
+worker use them. Transfer rates are kept for each peer and transport; the worker's record has the
+rate of the transport in use. This module does not wait and reads no clock.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ HANG_FLOOR_S = 5.0  # Shortest time after which an engine counts as hung
 _HANG_TURNS = 4
 _DEADLINE_FACTOR = 20
 _DEADLINE_MIN_S = 1.0
-_TURN_KEEP = 0.98  # factor by which the longest turn decays at each shorter one
+_TURN_KEEP = 0.98  # factor by which the recorded longest turn decays at each shorter turn
 _RETRY_S = (0.1, 30.0)
 _INTERVAL_KEEP = 0.8
 
@@ -31,19 +31,20 @@ class Rates:
     """The measured rates of one worker."""
 
     def __init__(self, config: WorkerConfig, unmeasured: WorkerRates) -> None:
-        """`unmeasured` are the worker's rates before any step."""
+        """`unmeasured` are the rates to assume before any step has been measured."""
         self.worker = unmeasured  # the rates in the worker's record
         self._deadline_s_max = config.transfer.pull_deadline_s
         self._delay_s = config.transfer.delay_s
         self._slow_link = SlowLink(config.transfer.bytes_per_s)
-        # keyed by the peer's worker id and the transport
+        # (peer's worker id, transport) -> meter
         self._meters: dict[tuple[str, str], PairMeter] = {}
         self._failures: Counter[tuple[str, str]] = Counter()
-        # peer's worker id -> (transport, reason why it is not the best one)
+        # peer's worker id -> (transport in use, reason why this transport is not the best one)
         self._in_use: dict[str, tuple[str, str]] = {}
         self._ended_at = 0.0
         self._end_interval_s = 1.0
-        self._longest_turn_s = 0.0  # recent longest step
+        # duration of the longest recent step; it decays at each shorter one
+        self._longest_turn_s = 0.0
 
     def on_step(self, report: StepReport) -> None:
         """Takes the engine's rates and the duration of a step from its report."""
@@ -60,8 +61,8 @@ class Rates:
     def turn_s_max(self) -> float:
         """The longest turn to expect, in seconds; 0 if prefill was not measured yet.
 
-        It is the longest recent turn, but at least the time of a full prefill budget, which can
-        follow many short turns.
+        It is the longest recent turn. It is at least the predicted time of a step with a full
+        prefill budget, because such a step can follow many short turns.
         """
         if not self.worker.measured:
             return 0.0
@@ -98,11 +99,11 @@ class Rates:
         self._failures[worker_id, transport] += 1
 
     def failures(self, worker_id: str, transport: str) -> int:
-        """Returns the number of failed pulls since the last successful one."""
+        """Returns the number of failed pulls over this transport since the last successful one."""
         return self._failures[worker_id, transport]
 
     def on_probe(self, worker_id: str, transport: str, reads: Iterable[tuple[int, float]]) -> None:
-        """Records the probes of a pair. They replace its earlier measurements."""
+        """Records the test reads over a transport. They replace its earlier measurements."""
         reads = list(reads)
         if reads:
             self._meters.pop((worker_id, transport), None)
@@ -121,16 +122,18 @@ class Rates:
                 del of_pairs[key]
 
     def pair(self, worker_id: str, transport: str | None = None) -> PairRate | None:
-        """Returns the measured rate, by default of the transport in use; None if nothing was
-        measured.
+        """Returns the measured rate of pulls from a peer, by default over the transport in use.
+
+        Returns None if nothing was measured.
         """
         transport = transport or self._in_use.get(worker_id, ("", ""))[0]
         meter = self._meters.get((worker_id, transport))
         return meter.rate if meter is not None and meter.num_observations else None
 
     def pull_deadline_s(self, worker_id: str, num_bytes: int) -> float:
-        """Returns a pull's deadline in seconds: far above the expected time, at most the
-        configured one.
+        """Returns a pull's deadline in seconds.
+
+        It is far above the expected duration, but at most the configured deadline.
         """
         rate = self.pair(worker_id)
         if rate is None:
@@ -139,14 +142,16 @@ class Rates:
         return min(self._deadline_s_max, wide_s)
 
     def rate(self, worker_id: str, transport: str) -> PairRate:
-        """Returns the measured rate, or a default."""
+        """Returns the measured rate, or a default if nothing was measured."""
         return self.pair(worker_id, transport) or default_pair(transport)
 
 
 def hang_timeout_s(turn_s_max: float, heartbeat_timeout_s: float) -> float:
-    """Returns how long a producer's step counter may stand still: four of its longest recent turns.
+    """Returns for how long a producer's step counter may stand still before its engine counts as
+    hung.
 
-    If the producer reports no turn (0), the result is `heartbeat_timeout_s`.
+    This is four times its longest recent turn, at least `HANG_FLOOR_S` and at most
+    `heartbeat_timeout_s`. If the producer reports no turn (0), it is `heartbeat_timeout_s`.
     """
     if turn_s_max <= 0:
         return heartbeat_timeout_s

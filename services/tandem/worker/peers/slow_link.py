@@ -11,7 +11,7 @@ class SlowLink:
     def __init__(self, bytes_per_s: float) -> None:
         """`bytes_per_s` is the bandwidth; 0 means no limit."""
         self._bytes_per_s = bytes_per_s
-        self._free_at = 0.0  # in the event loop's time
+        self._free_at = 0.0  # time at which the link is free again, on the event loop's clock
 
     async def carry(self, num_bytes: int, began_at: float) -> None:
         """Waits until the link would have transferred the bytes of a pull that began at
@@ -23,7 +23,8 @@ class SlowLink:
         await asyncio.sleep(max(0.0, self._free_at - asyncio.get_running_loop().time()))
 
     def seconds(self, num_bytes: int, seconds: float) -> float:
-        """Returns the time for the bytes over an otherwise idle link. They took `seconds`
-        without it.
+        """Returns the seconds that the bytes take over the idle link.
+
+        `seconds` is the time that they took without the simulated link.
         """
         return max(seconds, num_bytes / self._bytes_per_s) if self._bytes_per_s else seconds

@@ -1,8 +1,9 @@
-"""Chooses the transport of a pair and formulates the warning about it. Pure functions.
+"""Chooses the transport of a pair of workers and words the warning about it. Does no I/O.
 
-wanted nixl or grpc   that transport
-auto                  NIXL if its reads work and are not slower than gRPC; otherwise gRPC, with a
-                      warning that names the remedy
+setting        chosen transport
+nixl or grpc   the one that is set
+auto           NIXL if its reads work and are not slower than gRPC;
+               otherwise gRPC, with a warning that names the remedy
 """
 
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from tandem.common.config.transfer import Transport
 from tandem.common.perf_model.rates import PairRate
 from tandem.transfer.nixl.reach import Reach
 
-PULL_BYTES = 4 << 20  # size of the pull by which transports are compared
-SLOWER = 1.25  # factor above which a difference is significant
+PULL_BYTES = 4 << 20  # size of the pull whose predicted times are compared
+# A transport is clearly slower if its pull takes more than this multiple of the other's time.
+SLOWER = 1.25
 _LIFT_NOTHING = (
     "Let the two share a machine, its namespaces and a user (in Kubernetes hostPID and hostIPC), or"
     " give both an RDMA port"
@@ -26,7 +28,8 @@ _LIFT_SLOW = (
 class Way:
     """The measurement of one transport of a pair.
 
-    `error` is the reason if it does not work; `rate` is None if it was not measured.
+    `error` says why the transport does not work; it is "" otherwise. `rate` is None if the
+    transport was not measured.
     """
 
     rate: PairRate | None = None
@@ -36,8 +39,8 @@ class Way:
 @dataclass(frozen=True, slots=True)
 class TransportChoice:
     transport: str
-    reason: str = ""  # one word for why it is not the best one
-    warning: str = ""  # sentence with figures and the remedy
+    reason: str = ""  # one word for why the transport is not the best one; "" if it is
+    warning: str = ""  # the same as a sentence with figures and the remedy
 
 
 def choose_transport(

@@ -1,9 +1,12 @@
-"""The open leases of a producer and their bounds. No I/O.
+"""The open leases of a producer and their bounds. This module does no I/O.
 
-A lease is *ahead* from the time when all its blocks are computed until its stream ends. During that
-time only the consumer keeps the blocks allocated. The blocks that are ahead are limited to a share
-of the pool; consumers that read too slowly are refused and use another producer or compute locally.
-Sequences that wait in this worker's queue hold no blocks; the engine's queue bounds them.
+A lease is *ahead* after all its blocks are computed, until the consumer has released it or its
+stream ends. During that time the blocks stay allocated only because the consumer has not read them.
+The number of blocks of leases that are ahead is limited to a share of the pool. Above the limit,
+new leases are refused; their consumers use another producer or compute locally.
+
+Sequences that wait in this worker's queue hold no blocks; the size of the engine's queue limits
+their number.
 """
 
 import asyncio
@@ -18,30 +21,32 @@ from tandem.worker.prefill.prefix_choice import PrefixPlan
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One consumer's hold on the blocks of one sequence or chain."""
+    """The state of one lease, under which a consumer reads the blocks of one sequence or chain."""
 
     lease_id: str
     consumer_id: str
     transport: str = "grpc"  # transport by which the consumer reads: "grpc" or "nixl"
     verify_every: int = 0
-    is_hold: bool = False  # True for a cached chain, for which nothing is computed
+    is_hold: bool = False  # True: the lease holds a chain of cached blocks, and nothing is computed
     span: RequestSpan = NO_SPAN
     # Times are `time.monotonic()` seconds; 0 means not reached yet.
     opened_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
-    shared_wait_s: float = 0.0  # wait before admission for blocks that others computed
+    # time before admission spent waiting for blocks that others computed
+    shared_wait_s: float = 0.0
     prefilled_at: float = 0.0
-    # Events of the engine and one release; at most one event for each block of the prompt.
+    # Events of the engine, and the consumer's release. The number of events is limited by the
+    # number of the prompt's blocks, so the queue needs no bound.
     events: asyncio.Queue[object] = field(default_factory=asyncio.Queue)
     block_ids: list[int] = field(default_factory=list)  # blocks that were announced to the consumer
     is_ahead: bool = False
-    # holders from which its first blocks are pulled once it is admitted
+    # plan by which the prompt's first blocks are pulled from a holder after admission
     plan: PrefixPlan | None = None
-    prefix: asyncio.Task[None] | None = None  # the task that pulls them
+    prefix: asyncio.Task[None] | None = None  # the task that carries out `plan`
 
     @property
     def stage(self) -> str:
-        """The step for which the lease waits."""
+        """The current stage of the lease, as the drain's log names it."""
         if self.is_ahead:
             return "read by its consumer"
         return "computed" if self.admitted_at else "queued"
@@ -80,8 +85,9 @@ class Leases:
         return self._leases.get(lease_id)
 
     def lent(self, lease_id: str) -> list[int] | None:
-        """Returns the blocks that were announced to the lease's consumer; None if it is not
-        open.
+        """Returns the ids of the blocks that were announced to the lease's consumer.
+
+        Returns None if the lease is not open.
         """
         lease = self._leases.get(lease_id)
         return None if lease is None else lease.block_ids

@@ -9,7 +9,7 @@ from tandem.engine.types import SequenceSpec
 
 
 class ConnectedHolder(predict.Holder, frozen=True):
-    """A connected peer that should have a prompt's first tokens, in whole blocks."""
+    """A connected peer that should have the KV of a prompt's first `num_tokens` tokens cached."""
 
     worker_id: str
     epoch: str
@@ -18,7 +18,10 @@ class ConnectedHolder(predict.Holder, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PrefixPlan:
-    """The plan of a sequence that will await its prefix. `holders` are ordered, the best first."""
+    """The plan for a sequence whose prefix is pulled before the rest is computed.
+
+    `holders` are sorted, the best first.
+    """
 
     spec: SequenceSpec
     holders: list[ConnectedHolder]
@@ -32,8 +35,9 @@ def holders_worth_using(
     num_tokens: int,
     num_cached_blocks: int,
 ) -> list[ConnectedHolder]:
-    """Returns the holders whose blocks make a prompt of `num_tokens` ready sooner, fastest
-    first.
+    """Returns the holders from which it is faster to pull the prefix than to compute it.
+
+    The fastest is first. `num_tokens` is the length of the prompt.
     """
     cached_tokens = num_cached_blocks * block_size
     seconds = {}

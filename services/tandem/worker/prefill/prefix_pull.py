@@ -1,10 +1,13 @@
 """Pulls cached blocks by hash from a worker that holds them: a prefix, or a chain for a warm start.
 
-    plan --> (the engine admits the sequence: Reserved) --> fill --> ContinuePrefill(num_blocks)
-               hold --> runs pulled --> release --> released whole: the blocks are valid
+    1. `plan` chooses holders. The sequence is added to the engine.
+    2. The engine admits the sequence and reserves blocks (`Reserved`).
+    3. `fill` sends `hold` to a holder, pulls the runs of blocks and sends `release`.
+    4. The holder answers `released`: the pulled blocks are valid.
+    5. The engine computes the rest of the prompt (`ContinuePrefill`).
+
 The holder computes and allocates nothing for this, so it never waits for blocks. The consumer waits
-only for one turn of the holder's engine and for the read. Pulled blocks are not valid before
-`released`.
+only for one turn of the holder's engine and for the read.
 """
 
 import asyncio
@@ -33,14 +36,18 @@ from tandem.worker.prefill.prefix_choice import ConnectedHolder, PrefixPlan, hol
 
 log = logging.getLogger(__name__)
 
-_HOLDERS_MAX = 2  # holders that are tried for one prefix
+_HOLDERS_MAX = 2  # number of holders that are tried for one prefix
 _DEADLINE_MIN_S = 1.0
-# A prefix pull may take this many times the computation; after that the prefix is computed
+# A prefix pull may take this multiple of the time to compute the prompt. After that, the prefix is
+# computed.
 _PATIENCE = 2
 
 
 class PrefixPuller:
-    """Pulls prefixes for one worker. It skips an unconnected holder and connects to it."""
+    """Pulls prefixes for one worker.
+
+    A holder that is not connected yet is skipped, and a connection to it is opened for later pulls.
+    """
 
     def __init__(
         self,
@@ -62,11 +69,11 @@ class PrefixPuller:
     def plan(
         self, spec: SequenceSpec, holders: Iterable[pb.PrefixHolder], *, num_cached_blocks: int = 0
     ) -> PrefixPlan | None:
-        """Plans a pull and returns it with the spec to add to the engine; None if it would not
-        help.
+        """Plans a pull of the prompt's prefix; returns None if the pull would not help.
 
-        It does not help if computing is predicted to be as fast, or if the request wants log
-        probabilities of the prompt, which require computing all of it.
+        The plan has the spec to add to the engine. A pull does not help if computing is predicted
+        to be as fast. It does not help either if the request wants log probabilities of the prompt,
+        which require computing all of it.
         """
         if spec.sampling.prompt_logprobs is not None:
             return None
@@ -84,7 +91,9 @@ class PrefixPuller:
         if not chosen:
             return None
         prefix_blocks = max(holder.num_tokens for holder in chosen) // self._block_size
-        if self._compatibility.has_windows:  # a window that ends at another depth would be useless
+        # A holder's windows end at the end of its own prefix, so only holders whose prefix ends
+        # where the plan's ends are useful.
+        if self._compatibility.has_windows:
             prefix_tokens = prefix_blocks * self._block_size
             chosen = [holder for holder in chosen if holder.num_tokens == prefix_tokens]
         rates = self._rates.worker
@@ -98,10 +107,10 @@ class PrefixPuller:
         return PrefixPlan(added, chosen)
 
     async def fill(self, plan: PrefixPlan, reserved: Reserved) -> int:
-        """Pulls the missing blocks; returns the number of the sequence's first blocks that are
-        valid.
+        """Pulls the missing blocks of the prefix.
 
-        After any error this is the number of cached blocks. Only a cancellation raises.
+        Returns the number of the sequence's leading blocks that are valid. After any error this is
+        the number of blocks that were cached before. Only a cancellation raises.
         """
         num_cached = reserved.num_cached_tokens // self._block_size
         token_ids = plan.spec.token_ids
@@ -137,9 +146,10 @@ class PrefixPuller:
         num_cached: int,
         targets: list[int],
     ) -> int:
-        """Pulls the peer's blocks of a chain after its first `num_cached` blocks into `targets`.
+        """Pulls the blocks that follow the first `num_cached` ones of a chain from the peer into
+        `targets`.
 
-        Returns the number of the chain's first blocks that are valid. Raises TandemError.
+        Returns the number of the chain's leading blocks that are valid. Raises TandemError.
         """
         lease = self._make_lease(peer)
         return await self._hold(lease, sequence_id, block_hashes, num_cached, targets)
@@ -206,7 +216,7 @@ class PrefixPuller:
         )
 
     def _rate(self, holder: pb.PrefixHolder) -> PairRate | None:
-        """Returns a holder's rate; None if it is not connected."""
+        """Returns the rate of pulls from a holder; None if the holder is not connected."""
         peer = self._peers.get_now(holder.worker_id, holder.epoch, holder.address)
         if peer is None:
             return None

@@ -1,14 +1,17 @@
 """The producer's side of a lease: `Prefill` streams, and bytes for consumers without NIXL.
 
-    start --> (refused)
-          `-> leased: (awaiting a prefix) --> computing --> prefilled --> released
-    hold ---> leased: ----------------------------------------> held -------^
-                  `-------------------`------------`-------------`--> stream closed
+    `start`, to compute a prompt     --> refused
+                                     --> leased --> (pulling a prefix) --> computing --> prefilled
+    `hold`, to keep cached blocks    --> refused
+                                     --> leased --> held
+    prefilled or held, and `release` --> released
+    the stream closes at any time    --> the lease ends
 
-However the stream ends, its `finally` removes the sequence from the engine, which frees the blocks,
-so nothing outlives the stream. The consumer sends `release` when its reads are done. The answer
-`released`, which follows `prefilled` or `held`, confirms that every block was held until then. A
-hold waits for nothing and allocates nothing.
+The consumer sends `release` when its reads are done. The answer `released` confirms that every
+block was held until then. A hold waits for nothing and allocates nothing.
+
+However the stream ends, the `finally` clause of `serve` removes the sequence from the engine, which
+then frees the blocks. So no block outlives the stream.
 """
 
 import asyncio
@@ -44,13 +47,14 @@ _DRAINS = "this worker is draining"
 
 
 class PrefillService:
-    """All leases of this worker as a producer."""
+    """Serves all leases of this worker in its role as a producer."""
 
     def __init__(
         self, parts: WorkerParts, prefixes: PrefixPuller | None, *, epoch: str, num_blocks: int
     ) -> None:
-        """`num_blocks` is the size of the KV pool. Without `prefixes`, whole prompts are
-        computed.
+        """`num_blocks` is the size of the KV pool.
+
+        If `prefixes` is None, no prefixes are pulled from peers, and whole prompts are computed.
         """
         self._config = parts.config
         self._epoch = epoch
@@ -70,7 +74,8 @@ class PrefillService:
         self._tick = 0
         self._draining = False
         self._serves_holds: Callable[[], bool] = lambda: True
-        self.takes_prompts = True  # False in the decode pool, after a change of role
+        # False while this worker is in the decode pool after a change of role
+        self.takes_prompts = True
 
     @property
     def num_leases(self) -> int:
@@ -187,7 +192,10 @@ class PrefillService:
             log.debug("%s ended: %s", lease.lease_id, outcome, extra=about(lease.lease_id))
 
     def _transit(self, connection: str) -> Transit:
-        """Returns the transit meter of a consumer's connection; hosts have different clocks."""
+        """Returns the meter of transit delays of a consumer's connection.
+
+        Each connection has its own meter, because hosts have different clocks.
+        """
         if connection not in self._transits and len(self._transits) >= _TRANSITS_MAX:
             self._transits.clear()
         return self._transits.setdefault(connection, Transit())
@@ -216,8 +224,10 @@ class PrefillService:
         return messages.Add(lease.plan.spec if lease.plan is not None else spec)
 
     async def _fill(self, plan: PrefixPlan, reserved: Reserved) -> None:
-        """Pulls a lease's prefix. If the lease ends, blocks that a read may still write are
-        quarantined.
+        """Pulls a lease's prefix, then makes the engine compute the rest.
+
+        If the lease ends during the pull, the engine quarantines the blocks that a read may still
+        write.
         """
         assert self._prefixes is not None, "no plan without it"
         num_blocks = await self._prefixes.fill(plan, reserved)
@@ -290,8 +300,9 @@ class PrefillService:
 
 
 def _fail_if_broken(lease: Lease, task: asyncio.Task[None]) -> None:
-    """Ends the lease if one of its tasks fails; otherwise its consumer would wait for its
-    deadline.
+    """Ends the lease if one of its tasks has failed.
+
+    Otherwise the consumer would wait until its own deadline.
     """
     if task.cancelled() or (error := task.exception()) is None:
         return
@@ -301,6 +312,6 @@ def _fail_if_broken(lease: Lease, task: asyncio.Task[None]) -> None:
 
 
 def _refused(message: str, *, wait_estimate_s: float = 0.0, code: str = "") -> pb.PrefillEvent:
-    """Returns a refusal. Without an estimate, waiting does not help."""
+    """Returns a refusal. If `wait_estimate_s` is 0, waiting does not help."""
     refused = pb.Refused(message=message, wait_estimate_s=wait_estimate_s, code=code)
     return pb.PrefillEvent(refused=refused)
