@@ -41,8 +41,11 @@ def chain_root(
     adapter: str = "",
     cache_salt: bytes = b"",
 ) -> bytes:
-    """Returns the root of chains of block hashes, which is the parent of every first block: 16
-    bytes over the properties that all blocks of a chain have in common."""
+    """Returns the root of a chain of block hashes, a hash of 16 bytes.
+
+    It is computed from the properties that all blocks of the chain share, and is the parent hash of
+    the chain's first block.
+    """
     fields = (model_fingerprint, compute_dtype, numerics, kv_dtype, str(block_size), adapter)
     digest = blake2b(digest_size=HASH_BYTES, key=_KEY)
     for field in (*(f.encode() for f in fields), cache_salt):

@@ -2,8 +2,10 @@
 
     API body        SamplingParams have the values of the client and are checked here.
     router, LLM     `resolved` adds a seed, a limit, end tokens and the ids of bad words.
-    worker.proto    The message has the same values, by field name (net/rpc/convert.py).
-    engine          SequenceSpec.sampling is used by check_spec, scheduler, logit_edits and sampler.
+    worker.proto    The message has the same values, by field name, except for `_PLACES` of
+                    net/rpc/convert.py.
+    engine          SequenceSpec.sampling is used by scheduler/check_spec.py, sequence.py
+                    (`finish_reason`), logit_edits.py and executor/sampler.py.
 
 services/README.md has the steps to add a field.
 """

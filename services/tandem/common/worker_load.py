@@ -55,7 +55,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
     num_running_slots: int = 0
     # largest number of prefill tokens in a step beside decode; 0: not reported
     chunk_tokens: int = 0
-    # the pools of a model with windows; `blocks_*` are their sums
+    # The load of each KV group's pool, for models with sliding-window attention; else empty.
     groups: tuple[GroupLoad, ...] = ()
 
     def queue_s(self, rates: WorkerRates) -> float:

@@ -332,8 +332,8 @@ def program(module: str, *, is_service: bool = False) -> Callable[..., NoReturn]
     return become
 
 
-# Programs parse all of their arguments themselves, including --help. The app only lists them; if it
-# passed their arguments on, it would drop empty ones.
+# Each program parses all of its own arguments, including --help. The app only lists the programs in
+# its help. The arguments do not pass through the app, because it would drop empty ones.
 PROGRAMS: dict[tuple[str, ...], Callable[..., int]] = {}
 for words, start, text in (
     ("up", up, "Start a whole cluster on this machine; Ctrl-C stops all of it"),

@@ -44,10 +44,10 @@ class MemoryWatch:
         threading.Thread(target=self._run, name="memory-watch", daemon=True).start()
 
     def rebase(self) -> None:
-        """Restarts the count of growth after the model's tokenizer has been loaded.
+        """Moves the baseline of the memory growth up, once the model's tokenizer is loaded.
 
-        Clients may already have filled memory while the tokenizer was loaded, so at most
-        `_LOADED_BYTES_MAX` is excluded from the growth.
+        So the tokenizer does not count as growth. The baseline rises by at most
+        `_LOADED_BYTES_MAX`, because clients may also have filled memory during the load.
         """
         self._base_bytes = min(resident_bytes(), self._base_bytes + _LOADED_BYTES_MAX)
         self._bound_data()

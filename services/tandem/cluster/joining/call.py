@@ -1,4 +1,5 @@
-"""The joiner's side of protocol.py. It verifies the authority before it sends the token."""
+"""The side of protocol.py of a machine that joins a cluster. The machine verifies the cluster's
+certificate authority before it sends the join token."""
 
 import hashlib
 import http.client

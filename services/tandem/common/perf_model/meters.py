@@ -25,7 +25,7 @@ _INERTIA = 0.01
 # an observation whose error is a larger multiple of the expected error has a smaller weight
 _OUTLIER = 3.0
 _CHANGE_AFTER = 8
-# After each of the first observations the coefficients are solved. Later they are solved after
+# The coefficients are solved after each of the first `_SOLVED_ALWAYS` observations, and then after
 # every `_SOLVED_EVERY`-th observation.
 _SOLVED_ALWAYS = 64
 _SOLVED_EVERY = 4

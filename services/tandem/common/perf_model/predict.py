@@ -107,8 +107,8 @@ def expect(
     for holder in holders:
         reached = holder.num_tokens
         pair = holder.rate
-        # A lower bound for computing the rest is its tokens' time, without steps and attention. A
-        # holder for which even this bound is too slow is skipped.
+        # Computing the remaining tokens takes at least `token_s` for each, without the cost of
+        # steps and of attention. If even this bound is too slow, the holder is skipped.
         if reached <= cached_tokens or (num_tokens - reached) * token_s >= lowest_s:
             continue
         pulled_bytes = rates.moved_bytes((reached - cached_tokens) / block_size)

@@ -4,9 +4,9 @@
             `--the other sequence has ended, or the wait was too long--> admitted; computes them
 
 A sequence waits only for sequences that hold their blocks: RUNNING, LOADING or awaiting KV from a
-peer. It holds no blocks itself, so no cycle of waits is possible on one worker. A sequence that
-prefills for a peer does not wait for KV from a peer. Otherwise two workers that prefill for each
-other would wait in a cycle.
+peer. It holds no blocks itself, so no cycle of waits is possible on one worker. A cycle over two
+workers is excluded by one exception: a sequence that prefills for a peer does not wait for a
+sequence that awaits KV from a peer.
 """
 
 import time

@@ -13,7 +13,8 @@ predicted: 99 of 100 steps should be within the limit.
 from tandem.common.perf_model.rates import DecodeRate
 
 RUNNING_SLOTS_SHARE = 0.5
-STEP_SHARE = 0.75  # share of the limit that a step with prompt chunks is planned to take
+# A step with prompt chunks is planned to take this share of the limit on the inter-token latency.
+STEP_SHARE = 0.75
 _ROUNDING = 1e-9
 
 

@@ -189,7 +189,8 @@ class Scheduler:
                 self._add_chunk(schedule, sequence)
         for sequence in self.loading:
             self._compute_meanwhile(schedule, sequence)
-        # After a preemption, blocks are short: an admitted sequence would be preempted next.
+        # After a preemption, free blocks are scarce: a newly admitted sequence would be the next to
+        # be preempted.
         if not preempted:
             self._admit(schedule)
         for chunk in schedule.chunks:

@@ -24,8 +24,9 @@ from tandem.engine.tiers.storage import BadBlock, Bytes, Entry, Storage
 log = logging.getLogger(__name__)
 
 _AHEAD = 16  # maximum number of reads of a load in flight
-# Read errors that may be temporary: a busy device, or a path to it that was just changed. A second
-# try costs less than computing the block and all blocks before it.
+# Read errors that may be temporary: a busy device, or a storage path that is failing over. A second
+# try costs little. A load reads from the last block to the first, so without it the engine would
+# compute this block and all blocks before it.
 _PASSING = frozenset({errno.EINTR, errno.EAGAIN, errno.EIO})
 
 
@@ -162,7 +163,8 @@ class Load:
     tables: dict[tuple[int, int], list[int]]
     # Average size of a part, as a fraction of the sum of all groups' block sizes.
     share: float
-    num_spared: int  # number of first parts that the engine is expected to compute
+    # number of leading parts that the engine is expected to compute, so they need not be loaded
+    num_spared: int
 
     channels: Sequence[Sequence[Channel]]  # channels[group][tier]
     after: Event  # the device event after the engine's last use of the blocks

@@ -189,7 +189,8 @@ class KeyService:
         except UNREADABLE as error:
             raise KeysUnknown(f"the records are of another version of Tandem: {error}") from None
         self.ring.merge(records, now=time.time())
-        self._is_behind = True  # The other router may have been unable to write to Redis.
+        # Redis may lack these records, because the router that sent them could not write there.
+        self._is_behind = True
         return [record for record in records if self.ring.records.get(record.key_id) is record]
 
     @property

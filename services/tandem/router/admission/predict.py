@@ -26,7 +26,7 @@ class TtftLimit:
     """Longest time to first token that is still of use, by the length of the prompt."""
 
     base_s: float
-    token_s: float = 0.0  # addition for each token of the prompt
+    token_s: float = 0.0  # seconds added to the limit for each token of the prompt
     # The limit is at least this many times the prompt's own prefill time without a queue; otherwise
     # a long prompt would always be refused. 0: a strict limit, such as a service level.
     own_times: float = 0.0

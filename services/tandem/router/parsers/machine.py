@@ -106,8 +106,9 @@ class AnswerParser:
         self._pending = ""
         self._space = ""  # white space at the end of content or reasoning; kept if more follows
         self._raw = ""  # held-back text that becomes content or reasoning if no call follows
-        # True: markup of a call has occurred in the reasoning, and no call has followed yet
-        self._thinks = False
+        # True: markup of a call has occurred inside the reasoning, and no call has followed. The
+        # text is still reasoning, although the state is one of a call.
+        self._has_mark_in_reasoning = False
         self._word = ""  # text so far of a word or of a parameter's name
         self._name = ""
         self._is_open = False  # True: a call has been returned whose arguments have not ended
@@ -133,7 +134,7 @@ class AnswerParser:
     @property
     def in_reasoning(self) -> bool:
         """True if the text so far ends within reasoning."""
-        return self._state.text is Text.REASONING or self._thinks
+        return self._state.text is Text.REASONING or self._has_mark_in_reasoning
 
     @property
     def may_begin_reasoning(self) -> bool:
@@ -158,7 +159,7 @@ class AnswerParser:
             is_cut = key or self._state.text is Text.VALUE
             self._add_arguments(self._pairs.cut(key) if is_cut else self._pairs.end())
         elif not self._is_open and not self.is_done:
-            (self._add_reasoning if self._thinks else self._add_content)(self._raw)
+            (self._add_reasoning if self._has_mark_in_reasoning else self._add_content)(self._raw)
         self._put(self._space)
         self._space = self._raw = ""
         return parts
@@ -194,16 +195,20 @@ class AnswerParser:
         next_kind = self._states[name].text
         # No call followed the markup in the reasoning, so the reasoning continues. The terminal is
         # read again, because it may end the reasoning.
-        if self._thinks and next_kind is Text.CONTENT:
+        if self._has_mark_in_reasoning and next_kind is Text.CONTENT:
             self._enter(name)
             self._pending = terminal + self._pending
             return
         if kind in (Text.CONTENT, Text.REASONING):
-            self._thinks = kind is Text.REASONING and terminal in self._rules.call_marks
-            begins_call = self._thinks or (kind is Text.CONTENT and next_kind not in _HEADS)
+            self._has_mark_in_reasoning = (
+                kind is Text.REASONING and terminal in self._rules.call_marks
+            )
+            begins_call = self._has_mark_in_reasoning or (
+                kind is Text.CONTENT and next_kind not in _HEADS
+            )
             self._raw = self._space + terminal if begins_call else ""
             self._space = ""
-            self._strips_start |= kind is Text.REASONING and not self._thinks
+            self._strips_start |= kind is Text.REASONING and not self._has_mark_in_reasoning
         elif kind in _HEADS:
             if self._states[name] is self._state:
                 self._raw += terminal
@@ -227,17 +232,17 @@ class AnswerParser:
         self._enter(name)
 
     def _enter(self, name: str) -> None:
-        if self._thinks and self._states[name].text is Text.CONTENT:
+        if self._has_mark_in_reasoning and self._states[name].text is Text.CONTENT:
             name = "reasoning"
         self._state = self._states[name]
         kind = self._state.text
         if kind in _OUTSIDE and self._is_open:
             self._end_call()
         if kind is Text.REASONING:
-            self._strips_start |= not self._thinks
+            self._strips_start |= not self._has_mark_in_reasoning
             self._add_reasoning(self._raw)
             self._raw = ""
-            self._thinks = False
+            self._has_mark_in_reasoning = False
         if kind is Text.CONTENT:
             raw = self._raw
             self._raw = ""
@@ -270,7 +275,7 @@ class AnswerParser:
         `otherwise`.
         """
         found = _WORD.match(self._word + text)
-        assert found is not None  # the empty text is a word
+        assert found is not None  # the pattern also matches an empty text
         num_taken = found.end() - len(self._word)
         self._word += text[:num_taken]
         self._raw += text[:num_taken]
@@ -375,10 +380,12 @@ class AnswerParser:
         """Adds a call to the parts. Returns False if there can be no call of this name here."""
         rules = self._rules
         name = rules.name_of(written)
-        is_known = name in rules.schemas or not (rules.known_names_only or self._thinks)
+        is_known = name in rules.schemas or not (
+            rules.known_names_only or self._has_mark_in_reasoning
+        )
         if self._after_call or not name or not is_known:
             return False
-        self._thinks = False
+        self._has_mark_in_reasoning = False
         self._parts.calls.append(CallDelta(self.num_calls, "", rules.make_id(written), name))
         self.num_calls += 1
         self._is_open = True

@@ -89,8 +89,9 @@ def worker_rows(
 ) -> list[WorkerRow]:
     """Returns the rows, sorted by pool and id.
 
-    `pools` has the states of the pools; a pool controller adds its agents to them. `loading` has
-    the notices of workers that load their model.
+    `pools` has the state of each pool by the pool's name. If a pool controller exists, the state of
+    a pool also lists the agents of its workers. `loading` has the notices of workers that load
+    their model, by worker id.
     """
     agents = {
         agent["id"]: (pool, agent)

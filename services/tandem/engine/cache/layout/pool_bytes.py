@@ -16,7 +16,7 @@ def pool_bytes(kv: torch.Tensor, layout: KvLayout) -> PoolBytes:
 
 
 class PoolBytes:
-    """A view of KV pools as bytes [pool_bytes] uint8."""
+    """The memory of all KV pools as one uint8 tensor [bytes of all pools]."""
 
     def __init__(self, kv: torch.Tensor, layout: KvLayout) -> None:
         self._memory = kv.view(-1).view(torch.uint8)

@@ -153,8 +153,11 @@ class BlockPool:
             self._drop_reference(block_id, self._clock)
 
     def pin(self, tenant: bytes, weight: int, chain: Sequence[bytes], until: float) -> int:
-        """Pins blocks of a chain, also those that are cached later, so that they are evicted last
-        (`Pins.pin`). Returns the number of pinned blocks."""
+        """Pins the blocks of a chain of block hashes, so that they are evicted last (`Pins.pin`).
+
+        Blocks of the chain that are not cached yet are pinned when they are cached. Returns the
+        number of blocks that are pinned now.
+        """
         num_pinned = self.pins.pin(tenant, weight, chain, until)
         self._follow_pins()
         return num_pinned

@@ -119,8 +119,9 @@ class MostValuable:
         self._sketch.add(block_hashes, _KEPT_USES if keep else 1)
 
     def restore(self, block_hashes: Collection[bytes]) -> None:
-        """Counts for each block the uses that it needs to be accepted, because its actual uses are
-        unknown. A block that several KV groups have is counted once."""
+        """Credits each block with as many uses as the policy requires to keep a block, because the
+        block's real number of uses is unknown. A block that several KV groups have is credited
+        once."""
         new = [each for each in block_hashes if not self._sketch.estimate(each)]
         self._sketch.add(new, _KEPT_USES)
 
