@@ -8,8 +8,12 @@ import msgspec
 import pytest
 
 from tandem import SamplingParams as PublicSamplingParams
+from tandem.api.openai.requests import ChatBody, CompletionBody
+from tandem.common import sampling_params
 from tandem.common.sampling_params import ALLOWED, SamplingParams, StructuredOutputsParams
+from tandem.engine.scheduler import check_spec
 from tandem.errors import BadRequest
+from tandem.net.rpc.tandem.v1 import inference_pb2, worker_pb2
 
 
 @pytest.mark.parametrize(
@@ -67,3 +71,18 @@ def test_what_an_engine_gets_has_no_bounds_of_a_client() -> None:
 
 def test_the_python_api_has_this_type() -> None:
     assert PublicSamplingParams is SamplingParams
+
+
+def test_each_api_has_each_parameter_on_which_the_engine_acts() -> None:
+    """A body drops a field that it does not know, and names it in the header `warning` only."""
+    names = {field.name for field in worker_pb2.Sampling.DESCRIPTOR.fields}
+    for body in (ChatBody, CompletionBody):
+        assert names <= body.model_fields.keys(), body
+    found = {field.name for field in inference_pb2.SamplingParams.DESCRIPTOR.fields}
+    assert names - found == {"logprobs"}, "which is a field of GenerateRequest itself"
+
+
+def test_each_number_has_bounds_for_clients_and_for_the_engine() -> None:
+    numbers = {f.name for f in msgspec.structs.fields(SamplingParams) if f.type is float}
+    assert numbers <= sampling_params._NUMBERS.keys()
+    assert numbers == check_spec._RANGES.keys()
