@@ -178,7 +178,7 @@ def test_the_last_tokens_are_those_of_the_whole_text(
             assert found == tokenizer.encode(text, add_special_tokens=adds)[-kept:]
 
     check()
-    assert num_cut > 20
+    assert num_cut > 5  # about 25 of 100 random texts have a place to cut
 
 
 def test_a_text_is_not_cut_where_a_token_may_lie_across(joining_tokenizer: Tokenizer) -> None:
