@@ -15,12 +15,13 @@ class KvTier:
     # True: all workers write to the tier. It has no size of its own, and a block that is missing
     # because another worker deleted it is not damaged.
     is_shared: bool = False
-    is_sealed: bool = True  # True: --kv-key-file encrypts the tier's blocks
+    is_sealed: bool = False  # True: the tier's storage encrypts blocks with --kv-key-file
 
 
 KV_TIERS = (
-    KvTier(HOST, "kv_host_bytes", bytes_per_s=2e9, is_sealed=False),
-    KvTier(DISK, "kv_disk_path", bytes_per_s=3e8),
-    KvTier(STORE, "kv_store_url", bytes_per_s=1e8, is_shared=True),  # an object store
+    KvTier(HOST, "kv_host_bytes", bytes_per_s=2e9),
+    KvTier(DISK, "kv_disk_path", bytes_per_s=3e8, is_sealed=True),
+    # an object store
+    KvTier(STORE, "kv_store_url", bytes_per_s=1e8, is_shared=True, is_sealed=True),
 )
 SHARED_TIERS = tuple(tier.name for tier in KV_TIERS if tier.is_shared)

@@ -35,3 +35,5 @@ def test_a_worker_writes_to_its_log_and_its_copies_of_blocks(
     assert host_state.written_folders("") == []
     monkeypatch.setenv(FILE_VARIABLE, "/logs/decode-0.log")
     assert host_state.written_folders("/copies") == [Path("/logs"), Path("/copies")]
+    # as the disk tier reads it
+    assert host_state.written_folders("~/copies") == [Path("/logs"), Path.home() / "copies"]

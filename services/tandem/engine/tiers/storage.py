@@ -1,5 +1,5 @@
 """The protocol of a tier's storage: numbered slots that hold one block each, in memory, on disk or
-in an object store.
+in an object store. A tier has one storage for each KV group.
 
 Only the tier's I/O threads call `write` and `read`. One thread writes a slot; another may read it
 only after the write has ended.
@@ -58,7 +58,8 @@ class Storage(Protocol):
     def memory(self, slot: int) -> Bytes | None:
         """Returns the slot's own memory if the device can copy to and from it; otherwise None.
 
-        `write` and `read` accept this memory as their buffer.
+        Only a storage in page-locked memory has one. `write` and `read` accept this memory as their
+        buffer.
         """
         return None
 
@@ -67,7 +68,7 @@ class Storage(Protocol):
         return []
 
     def forget(self) -> None:
-        """Empties all slots. Raises OSError."""
+        """Empties all slots. Raises OSError. May do nothing if `entries` is always empty."""
 
     def entries(self) -> list[tuple[int, Entry]]:
         """Returns the slots that held a block when the storage was opened."""

@@ -52,7 +52,7 @@ def written_folders(kv_disk_path: str) -> list[Path]:
     log = os.environ.get(FILE_VARIABLE, "")
     return [
         *([Path(log).parent] if log else []),
-        *([Path(kv_disk_path)] if kv_disk_path else []),
+        *([Path(kv_disk_path).expanduser()] if kv_disk_path else []),
     ]
 
 
