@@ -172,7 +172,7 @@ class LatentKvPool(KvPool):
         self._tokens.index_put_((rows,), keys.to(self.dtype))
 
     def block_rows(self, block_tables: torch.Tensor) -> torch.Tensor:
-        """Returns the indices of layer 0's runs for block ids [B, M], flat, [B * heads * M]."""
+        """Returns the row indices of layer 0 for block ids [B, M], as a tensor [B * heads * M]."""
         return self._first_runs(block_tables).transpose(1, 2).flatten()
 
     def gather(self, layer: int, block_rows: torch.Tensor, num_seqs: int) -> torch.Tensor:

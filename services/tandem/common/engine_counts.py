@@ -39,7 +39,7 @@ class NixlCounts(msgspec.Struct, frozen=True, array_like=True):
     num_blocks: Observed = Observed()  # blocks of each pull, in the buckets of PULL_BLOCKS
     num_failed: int = 0  # number of failed pulls, without cancelled pulls
     num_unconfirmed: int = 0  # number of leases for which `release` was sent and not confirmed
-    # number of leases that ended without a release after their KV was complete
+    # number of leases whose KV was complete and that ended without a release
     num_expired: int = 0
 
 

@@ -42,8 +42,9 @@ def source_of(worker_id: str, tier: str) -> str:
 def with_shared_tiers(matches: Mapping[str, int]) -> dict[str, int]:
     """Adds a holder for each tier that all workers share, such as "#store", to a look-up's matches.
 
-    Its depth is the largest of any worker's holder of that tier ("decode-0#store"): a block that
-    one worker knows to be in the object store is there for all workers.
+    The depth of the added holder is the maximum over the workers' own holders of that tier
+    ("decode-0#store"), because a block that one worker knows to be in the object store is there
+    for all workers.
     """
     found = dict(matches)
     for tier in SHARED_TIERS:

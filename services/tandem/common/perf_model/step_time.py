@@ -83,7 +83,8 @@ class StepTimeModel:
         """`itl_target_s` is the target time between two tokens; 0 means no limit."""
         self._target_s = itl_target_s
         guess = msgspec.structs.astuple(DEFAULT_PREFILL)
-        self._prefill = LinearMeter(guess)  # fitted to prefill-only steps: the cost in large chunks
+        # the cost of prefill in large chunks, fitted to steps that only prefill
+        self._prefill = LinearMeter(guess)
         self._reported = LinearMeter(guess)  # fitted to all steps with prefill
         self._decode = LinearMeter(
             (DEFAULT_DECODE.step_s, DEFAULT_DECODE.sequence_s, _DECODE_CONTEXT_S)

@@ -69,8 +69,10 @@ def next_chunk(
 
 
 def tail_chunk(num_missing: int, *, tokens_left: int, budget: int) -> int:
-    """Returns the number of tokens in the next chunk if the link is not measured. The last chunk is
-    a quarter of the budget."""
+    """Returns the number of tokens in the next chunk while the speed of KV transfers is unknown.
+
+    The last chunk is a quarter of the budget, so that little KV is left to send after it.
+    """
     return _tail_plan(num_missing, tokens_left, budget)[0]
 
 

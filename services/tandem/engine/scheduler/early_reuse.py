@@ -66,9 +66,9 @@ def find_parent(sequence: Sequence, running: Iterable[Sequence], depth: int) -> 
     """Returns the RUNNING sequence that a sequence with `depth` cached blocks may fork; None if
     there is none.
 
-    This is the sequence that the spec names in `fork_of`, or a sequence for whose blocks it waited.
-    The KV of a RUNNING sequence is committed, so no pull writes its blocks. No sequence is
-    preempted between this call and the copy of the parent's block.
+    This is the sequence that the `fork_of` of `sequence` names, or one for whose blocks `sequence`
+    waited. Copying from it is safe: the KV of a RUNNING sequence is committed, so no pull writes
+    its blocks, and no sequence is preempted between this call and the copy.
     """
     if name := sequence.spec.fork_of:
         return next((s for s in running if s.sequence_id == name), None)

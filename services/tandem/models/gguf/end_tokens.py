@@ -58,7 +58,7 @@ def token_types(metadata: GgufMetadata) -> list[int]:
 
 
 def end_token_ids(metadata: GgufMetadata) -> list[int]:
-    """Returns the ids of all tokens that end an answer. The tokens that the file names come
+    """Returns the ids of all tokens that end an answer. Tokens that are named in the GGUF file come
     first."""
     tokens = metadata.tokens()
     named = metadata.special_ids(**{name: name for name in _NAMED}).values()

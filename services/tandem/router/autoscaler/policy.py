@@ -44,7 +44,8 @@ _MORE = 0.25  # fraction of the pool to add when the SLO is missed
 # A pool is idle only after this multiple of the mean pause between requests. By chance, 1 in 3,000
 # pauses is as long.
 _PAUSES = 8
-_STEP_S = 60.0  # seconds after a step of the load; meanwhile a pool grows even if it just shrank
+# For this many seconds after a sudden rise of the load, a pool may grow even if it just shrank.
+_STEP_S = 60.0
 
 
 class ScalingDecision(msgspec.Struct, frozen=True):

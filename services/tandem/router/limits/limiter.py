@@ -176,7 +176,7 @@ class Limiter:
             if tenant.is_idle and not self._is_alone:
                 del self._tenants[tenant.name]
         if not self._tenants:
-            self._is_away = False  # the next request calls Redis itself
+            self._is_away = False  # the next request asks Redis again
 
     @property
     def _is_alone(self) -> bool:

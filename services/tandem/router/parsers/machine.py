@@ -54,7 +54,7 @@ class State:
 
     text: Text
     terminals: Mapping[str, str] = field(default_factory=dict)
-    otherwise: str = "content"  # next state if the text does not have the meaning `text`
+    otherwise: str = "content"  # next state if the answer goes on with anything but `text`
 
 
 @dataclass(slots=True)

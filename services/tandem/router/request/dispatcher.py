@@ -239,7 +239,7 @@ class Dispatcher:
         before = routing.routed
         assert before is not None
         routing.leaves = old.worker_id
-        # The job must not be placed on its current worker again, whose stream `old` still uses.
+        # Do not place the job on its current worker again: `old` still uses that worker's stream.
         routing.refused.add(before.placement.decode.epoch)
         new: Attempt | None = None
         is_migrated = False

@@ -59,8 +59,8 @@ class EngineWatch:
             self._give_up(f"the quarantine is past its budget for {self._stuck_s:.0f} s")
         num_reports = self._num_reports
         self._num_reports = self._link.num_reports
-        # A consumer gives up its lease before this time limit. The worker then has no lease, but
-        # the engine has not applied the `Remove` command yet.
+        # Leases alone do not tell whether the engine has work to do: a consumer gives up its lease
+        # before this time limit, and then only the `Remove` command of the lease is still awaited.
         waits = self._is_used() or self._link.is_awaited
         if not waits or self._num_reports != num_reports:
             self._silent_s = 0.0

@@ -146,7 +146,7 @@ class LeaseStream:
 def is_producer_gone(error: BaseException | None) -> bool:
     """Returns whether a lease was lost because the producer's process ended during the lease.
 
-    Only then may the request itself have crashed the process. When a process ends, the operating
+    In that case the request itself may have crashed the process. When a process ends, the operating
     system closes its connections immediately. A timeout means that the network is cut or the
     process is stopped. A failed connect means that the process had ended before the lease.
     """

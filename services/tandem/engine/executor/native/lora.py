@@ -30,7 +30,8 @@ class PackedLora:
         self._huge_pages = HugePages()
         self._kept: list[Any] = []  # keeps the memory alive that the structs point to
         self.digest = weights.digest
-        self.rank = 0  # largest rank of a product, which is the sum of its parts' ranks
+        # largest total rank of a product: the sum of the ranks of the matrices fused in it
+        self.rank = 0
         self.layers = (_LoraLayer * len(weights.layers))(
             *(
                 _LoraLayer(
