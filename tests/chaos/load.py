@@ -327,7 +327,7 @@ class GrpcApi:
     async def was_heard(self, name: str) -> bool:
         """Returns whether the replica keeps a record of the request that its client called so."""
         try:
-            await self._stub.GetRequest(pb.GetRequestRequest(request_id=name))
+            await self._stub.GetRequest(pb.GetRequestRequest(request_id=name), timeout=20)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.NOT_FOUND:
                 return False

@@ -161,7 +161,9 @@ def _finish_reason(channel: grpc.Channel) -> str:
     try:
         return [message.finish_reason for message in call][-1]
     except grpc.RpcError as error:
-        return "" if error.code() == grpc.StatusCode.UNAVAILABLE else str(error)
+        if error.code() != grpc.StatusCode.UNAVAILABLE:
+            raise
+        return ""
 
 
 def _runs(pid: int) -> bool:

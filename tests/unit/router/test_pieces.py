@@ -167,7 +167,7 @@ def test_the_last_tokens_are_those_of_the_whole_text(
     tokenizer: Tokenizer = request.getfixturevalue(name)
     num_cut = 0
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=200, deadline=None)
     @given(RUNS, st.sampled_from([1, 2, 10, 100, 10**6]))
     def check(runs: list[tuple[str, int]], kept: int) -> None:
         nonlocal num_cut
@@ -178,7 +178,7 @@ def test_the_last_tokens_are_those_of_the_whole_text(
             assert found == tokenizer.encode(text, add_special_tokens=adds)[-kept:]
 
     check()
-    assert num_cut > 5  # about 25 of 100 random texts have a place to cut
+    assert num_cut > 20  # about a quarter of the random texts have a place to cut
 
 
 def test_a_text_is_not_cut_where_a_token_may_lie_across(joining_tokenizer: Tokenizer) -> None:
