@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from tandem.common.perf_model.rates import DecodeRate, PrefillRate, WorkerRates
@@ -137,11 +136,9 @@ def engine_main() -> None:
 
 
 def worker_main() -> None:
-    from tandem.worker import __main__ as command
-    from tandem.worker.lifecycle import worker
+    from tandem.worker.__main__ import main
 
-    worker.EngineLink = partial(worker.EngineLink, engine_module=MODULE)  # type: ignore[assignment, misc]
-    command.main()
+    main(MODULE)
 
 
 def up_main() -> int:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from random import Random
 
+from tandem.common.perf_model.predict import queue_seconds
 from tandem.common.worker_load import WorkerLoad
 from tandem.ops.simulator.scenario import DEFAULT_PAIR, DEFAULT_RATES
 from tandem.router.placement.choose import Roster, Work, WorkerSnapshot, choose
@@ -34,7 +35,8 @@ def make_workers(num_prefill: int, num_decode: int, rng: Random) -> list[WorkerS
             state="ready",
             load=WorkerLoad(
                 num_running=rng.randrange(40),
-                queued_tokens=rng.randrange(30_000),
+                queued_tokens=(queued := rng.randrange(30_000)),
+                queued_s=queue_seconds(DEFAULT_RATES, queued),  # workers report it
                 blocks_total=6000,
                 blocks_used=rng.randrange(3000),
             ),

@@ -49,7 +49,7 @@ from tandem_bench.grpc_worker import (
     RAW_METHOD,
     RAW_SERVICE,
     TOKEN,
-    engine_link,
+    make_engine_link,
     worker_config,
 )
 from tandem_bench.pool import differing
@@ -78,14 +78,14 @@ class GrpcBench:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._config = worker_config("reader", plan.model, plan.layout.num_blocks)
-        self._link = engine_link(self._config)
         block_bytes = plan.layout.block_bytes
         self._rates = Rates(self._config, WorkerRates(block_bytes=block_bytes))
-        self._puller = Puller(self._config.transfer, self._link, spans=plan.layout.spans)
         self._names = itertools.count()
         self._lease_s: list[float] = []
 
     async def start(self) -> None:
+        self._link = await make_engine_link(self._config)
+        self._puller = Puller(self._config.transfer, self._link, spans=self._plan.layout.spans)
         self._tls = tempfile.TemporaryDirectory()
         Authority("bench").write(Path(self._tls.name), "worker")
         self._process = await asyncio.create_subprocess_exec(

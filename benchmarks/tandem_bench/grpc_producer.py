@@ -29,7 +29,7 @@ from tandem.worker.metrics.worker import WorkerMetrics
 from tandem.worker.parts import WorkerParts
 from tandem.worker.peers.rates import Rates
 from tandem.worker.prefill.service import PrefillService
-from tandem_bench.grpc_worker import RAW_METHOD, RAW_SERVICE, TOKEN, engine_link, worker_config
+from tandem_bench.grpc_worker import RAW_METHOD, RAW_SERVICE, TOKEN, make_engine_link, worker_config
 
 
 class ProducerServicer(WorkerServicer):
@@ -78,7 +78,7 @@ async def run(model: str, num_blocks: int, tls_dir: str) -> None:
         if isinstance(event, Report):  # none comes before the first command
             prefill.on_report(event)
 
-    link = engine_link(config, on_event)
+    link = await make_engine_link(config, on_event)
     ready = await link.start()
     metrics = WorkerMetrics(worker_id=config.worker_id, role=config.role)
     rates = Rates(config, ready.rates)

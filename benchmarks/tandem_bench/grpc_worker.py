@@ -10,6 +10,7 @@ from tandem.common.config.transfer import TransferConfig
 from tandem.common.config.worker import WorkerConfig
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.engine_process.messages import Event
+from tandem.worker.engine_process.program import start_program
 
 TOKEN = "bench"
 RAW_SERVICE = "tandem.bench.Raw"
@@ -29,7 +30,7 @@ def worker_config(worker_id: str, model: str, num_blocks: int) -> WorkerConfig:
     )
 
 
-def engine_link(
+async def make_engine_link(
     config: WorkerConfig, on_event: Callable[[Event], None] = lambda event: None
 ) -> EngineLink:
-    return EngineLink(config, "1", on_event, engine_module=ENGINE_MODULE)
+    return EngineLink(config, "1", on_event, await start_program(ENGINE_MODULE))

@@ -29,7 +29,7 @@ from tandem.common.config.transfer import TransferConfig
 from tandem.common.config.worker import WorkerConfig
 from tandem.common.worker_load import WorkerLoad
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.worker.engine_process.link import EngineLink
+from tandem.worker.engine_process.program import start_program
 from tandem.worker.lifecycle.servicer import Servicer
 from tandem.worker.lifecycle.worker import Worker
 from tandem.worker.prefill.prefix_choice import ConnectedHolder
@@ -38,7 +38,7 @@ BLOCK = 16
 DEADLINE_S = 120.0
 TIER_BYTES = 1 << 30
 _PULLS = "tandem.worker.prefill.prefix_pull"
-_LINK = "tandem.worker.lifecycle.worker.EngineLink"
+_START = "tandem.worker.engine_process.link.start_program"
 
 
 class Running:
@@ -206,7 +206,7 @@ class DecodeBench(PeerBench):
         """Starts the decode worker anew, with such a tier and such a link."""
         module = "benchmarks.tiers.slow_engine"
         os.environ[BYTES_PER_S] = str(tier_bytes_per_s)
-        with patch(_LINK, partial(EngineLink, engine_module=module)):
+        with patch(_START, partial(start_program, module)):
             tier = {"kv_host_bytes": TIER_BYTES, "kv_tier_policy": "lru"}
             self._replace("asked", TransferConfig(bytes_per_s=bytes_per_s), **tier)
 

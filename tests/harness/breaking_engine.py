@@ -7,10 +7,10 @@ this module as the engine process.
 from __future__ import annotations
 
 import sys
-from functools import partial
 
 from tandem.transfer.nixl.consumer import NixlConsumer
 from tandem.transfer.nixl.messages import Pull
+from tandem.worker.__main__ import main as worker_main
 from tandem.worker.engine_process.messages import EngineSettings
 from tandem.worker.engine_process.process import EngineProcess
 from tandem.worker.engine_process.process import main as engine_main
@@ -27,19 +27,9 @@ class BreakingProcess(EngineProcess):
         raise ZeroDivisionError("a bug at the first pull")
 
 
-def worker_main(engine_module: str) -> None:
-    from tandem.worker import __main__ as command
-    from tandem.worker.lifecycle import worker
-
-    worker.EngineLink = partial(  # type: ignore[assignment, misc]
-        worker.EngineLink, engine_module=engine_module
-    )
-    command.main()
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
         del sys.argv[1]
-        worker_main("tests.harness.breaking_engine")
+        worker_main(__spec__.name)
     else:
         engine_main(BreakingProcess)

@@ -14,10 +14,10 @@ from collections.abc import Callable
 import torch
 
 from tandem.engine.scheduler.batch import StepBatch
+from tandem.worker.__main__ import main as worker_main
 from tandem.worker.engine_process.messages import EngineSettings
 from tandem.worker.engine_process.process import EngineProcess
 from tandem.worker.engine_process.process import main as engine_main
-from tests.harness.breaking_engine import worker_main
 
 POISON = 49_151  # the last token of SmolLM2's vocabulary, which is in no other prompt of the tests
 
@@ -38,6 +38,6 @@ class PoisonedProcess(EngineProcess):
 if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
         del sys.argv[1]
-        worker_main("tests.harness.poisoned_engine")
+        worker_main(__spec__.name)
     else:
         engine_main(PoisonedProcess)

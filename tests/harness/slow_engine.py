@@ -15,10 +15,10 @@ from collections.abc import Callable
 import torch
 
 from tandem.engine.scheduler.batch import StepBatch
+from tandem.worker.__main__ import main as worker_main
 from tandem.worker.engine_process.messages import EngineSettings
 from tandem.worker.engine_process.process import EngineProcess
 from tandem.worker.engine_process.process import main as engine_main
-from tests.harness.breaking_engine import worker_main
 
 STEP_S = 0.02
 HELD_STEP_S = 0.2
@@ -42,6 +42,6 @@ class SlowProcess(EngineProcess):
 if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
         del sys.argv[1]
-        worker_main("tests.harness.slow_engine")
+        worker_main(__spec__.name)
     else:
         engine_main(SlowProcess)

@@ -14,11 +14,11 @@ from tandem.common.worker_load import WorkerLoad
 from tandem.engine.types import EngineStats, NewTokens, TierStats
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.engine_process.messages import Add, Event, Report
+from tandem.worker.engine_process.program import ENGINE_MODULE, start_program
 from tests.engine_driver import make_spec
 
 DEADLINE_S = 240.0
 PROMPTS = [[(n * 7 + i * 13) % 60 + 2 for i in range(70)] for n in range(8)]
-ENGINE = "tandem.worker.engine_process.process"
 
 
 class Process:
@@ -30,7 +30,7 @@ class Process:
         folder: Path | None,
         *,
         disk_bytes: int = 1 << 34,
-        engine_module: str = ENGINE,
+        engine_module: str = ENGINE_MODULE,
         **settings: str,
     ) -> None:
         """`settings` are additional engine settings. By default the tiers store all blocks."""
@@ -57,9 +57,8 @@ class Process:
         self.stats = EngineStats()
 
     async def start(self) -> None:
-        self._link = EngineLink(
-            self._config, "1", self._on_event, engine_module=self._engine_module
-        )
+        program = await start_program(self._engine_module)
+        self._link = EngineLink(self._config, "1", self._on_event, program)
         try:
             ready = await self._link.start()
         except BaseException:

@@ -71,10 +71,11 @@ STUCK = """
 import asyncio, pathlib, sys
 from types import SimpleNamespace
 from tandem.worker import __main__ as command
+from tandem.worker.engine_process.program import ENGINE_MODULE
 from tandem.worker.lifecycle import worker
 
 class Stuck:
-    def __init__(self, config, servicer): pass
+    def __init__(self, config, servicer, engine): pass
     def stop(self, deadline_s): pass
     async def run(self):
         pathlib.Path(sys.argv[1]).touch()
@@ -82,7 +83,7 @@ class Stuck:
 
 worker.Worker = Stuck
 command._CLOSE_MAX_S = 0.2
-asyncio.run(command._run(SimpleNamespace(drain_deadline_s=0.2)))
+asyncio.run(command._run(SimpleNamespace(drain_deadline_s=0.2), ENGINE_MODULE))
 """
 
 

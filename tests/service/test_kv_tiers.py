@@ -24,7 +24,8 @@ import pytest
 
 from tandem.engine.tiers.disk.manifest import HEADER_BYTES, RECORD_BYTES
 from tandem.engine.types import TierStats
-from tests.harness.tiered_process import DEADLINE_S, ENGINE, PROMPTS, Process
+from tandem.worker.engine_process.program import ENGINE_MODULE
+from tests.harness.tiered_process import DEADLINE_S, PROMPTS, Process
 from tests.tiny_models import make_tiny_model
 
 if TYPE_CHECKING:
@@ -45,7 +46,10 @@ _answers: dict[str, list[list[int]]] = {}  # of a process without a tier, by fam
     ("family", "engine_module"),
     [
         # In CI test_no_fault_changes_a_token kills these.
-        *(pytest.param(each, ENGINE, marks=pytest.mark.slow) for each in ("llama", "gemma3")),
+        *(
+            pytest.param(each, ENGINE_MODULE, marks=pytest.mark.slow)
+            for each in ("llama", "gemma3")
+        ),
         ("gemma3", STAGED_ENGINE),
     ],
 )

@@ -29,6 +29,7 @@ from tandem.transfer.nixl.transport import NixlTransport
 from tandem.transfer.protocol import Transport
 from tandem.worker.engine_process.link import EngineLink
 from tandem.worker.engine_process.messages import Add, Event, Remove, Report
+from tandem.worker.engine_process.program import start_program
 from tandem.worker.kv_pulls.lease import ConsumerLease
 from tandem.worker.kv_pulls.puller import Puller
 from tandem.worker.peers.peer import Peer
@@ -86,9 +87,8 @@ class Consumer:
         self.runner.run(self._start())
 
     async def _start(self) -> None:
-        self.link = EngineLink(
-            self.config, "1", self._on_event, engine_module="tests.service.transfer_reader_engine"
-        )
+        program = await start_program("tests.service.transfer_reader_engine")
+        self.link = EngineLink(self.config, "1", self._on_event, program)
         self._reserved: dict[str, asyncio.Future[list[int]]] = {}
         self._names = itertools.count()
         ready = await self.link.start()

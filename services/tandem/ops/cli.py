@@ -1,6 +1,7 @@
 """The entry point of `tandem`. Ctrl-C ends a command without a traceback, even during imports."""
 
 from tandem.common.process.early_end import quietly
+from tandem.common.process.garbage import without_collection
 
 
 def main() -> None:
@@ -10,7 +11,8 @@ def main() -> None:
 
 def _run() -> None:
     # Imported here, so that Ctrl-C during the import is handled, too.
-    from tandem.ops.commands import run
+    with without_collection():
+        from tandem.ops.commands import run
 
     run()
 

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, NoReturn
 from cyclopts import App, CycloptsError, Group, Parameter
 
 from tandem.common.printable import printable
+from tandem.common.process.garbage import without_collection
 from tandem.errors import TandemError
 
 app = App(
@@ -291,7 +292,8 @@ def up(*arguments: str) -> int:
     from tandem.common.options import read
 
     options = read(LaunchOptions, "tandem up", arguments)
-    from tandem.cluster.launch.launcher import up as launch
+    with without_collection():
+        from tandem.cluster.launch.launcher import up as launch
 
     return launch(options)
 

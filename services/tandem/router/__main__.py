@@ -6,6 +6,7 @@ Secrets come from the environment (`common/config/router.py`).
 import sys
 
 from tandem.common.process.early_end import end_on_sigterm, quietly
+from tandem.common.process.garbage import without_collection
 
 
 def main() -> int:
@@ -25,7 +26,8 @@ def main() -> int:
     try:
         configure_logging(options.router_id)
         config = extended(options, RouterConfig, cluster=ClusterConfig.from_environment())
-        from tandem.api.server import serve
+        with without_collection():
+            from tandem.api.server import serve
 
         failure = serve(config)
     except TandemError as error:

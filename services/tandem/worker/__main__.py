@@ -4,6 +4,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from tandem.common.process.early_end import end_on_sigterm, quietly
+from tandem.common.process.garbage import without_collection
 
 if TYPE_CHECKING:
     from tandem.common.config.worker import WorkerConfig
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
 _CLOSE_MAX_S = 12.0
 
 
-def main() -> None:
+def main(engine_module: str | None = None) -> None:
+    """Runs the worker. Tests and benchmarks give another module as the program of its engine
+    process."""
     # Import late, so that SIGTERM can end the program during the imports.
     import asyncio
     import logging
@@ -24,29 +27,36 @@ def main() -> None:
     from tandem.common.options import extended, read
     from tandem.errors import ConfigError, Incompatible, TandemError
     from tandem.net.observability.logs import configure_logging
+    from tandem.worker.engine_process.program import ENGINE_MODULE
 
     options = read(WorkerOptions, "tandem worker")
     worker_id = options.worker_id or f"{options.role}-{uuid.uuid4().hex[:8]}"
     try:
         configure_logging(f"{worker_id}/io")
         cluster = ClusterConfig.from_environment()
-        asyncio.run(_run(extended(options, WorkerConfig, cluster=cluster, worker_id=worker_id)))
+        config = extended(options, WorkerConfig, cluster=cluster, worker_id=worker_id)
+        asyncio.run(_run(config, engine_module or ENGINE_MODULE))
     except TandemError as error:
         logging.getLogger("tandem.worker").error("%s", error.message)
         raise SystemExit(2 if isinstance(error, ConfigError | Incompatible) else 1) from None
 
 
-async def _run(config: "WorkerConfig") -> None:
+async def _run(config: "WorkerConfig", engine_module: str) -> None:
     import asyncio
     import faulthandler
 
-    # Import late, so that --help and wrong settings are answered quickly.
-    from tandem.errors import ConfigError, Incompatible, TandemError
-    from tandem.worker.lifecycle.loading import tell_failed
-    from tandem.worker.lifecycle.servicer import Servicer
-    from tandem.worker.lifecycle.worker import Worker
+    from tandem.worker.engine_process.program import start_program
 
-    worker = Worker(config, Servicer)
+    # The engine process and this process import their modules at the same time.
+    engine = await start_program(engine_module)
+    # Import late, so that --help and wrong settings are answered quickly.
+    with without_collection():
+        from tandem.errors import ConfigError, Incompatible, TandemError
+        from tandem.worker.lifecycle.loading import tell_failed
+        from tandem.worker.lifecycle.servicer import Servicer
+        from tandem.worker.lifecycle.worker import Worker
+
+    worker = Worker(config, Servicer, engine)
 
     def stop() -> None:
         worker.stop(config.drain_deadline_s)

@@ -15,7 +15,7 @@ from tandem.worker.engine_process.messages import EngineSettings
 _PARENT = """
 import os, subprocess, sys
 child = subprocess.Popen(
-    [sys.executable, "-m", "tandem.worker.engine_process.process"], stdin=subprocess.PIPE
+    [sys.executable, "-m", "tandem.worker.engine_process"], stdin=subprocess.PIPE
 )
 settings = sys.stdin.read().replace('"parent_pid":0', f'"parent_pid":{os.getpid()}')
 child.stdin.write(settings.encode())

@@ -201,7 +201,7 @@ def test_the_queue_where_it_is_prefilled_shortens_while_it_waits_for_a_running_s
     full = decoding(num_running=10, num_waiting=4, num_running_slots=10)
     for queued, wait in ((500, 1.5), (1500, 3.0)):
         peer = snapshot("p", "prefill", rates=RATES, queued_tokens=queued)
-        placement = Placement(full, (peer,), (), 100, "")
+        placement = Placement(full, (peer,), (), 100, 100)
         ttft_s = expected_ttft_s(work, placement, completion_tokens=100)
         assert ttft_s == pytest.approx(wait + alone_s)
 
@@ -213,19 +213,19 @@ def test_a_busy_decode_worker_is_not_believed_to_prefill_itself() -> None:
     for running, ttft_s in ((0, 2.0), (1, 2.0 + 10 * 2e-3), (2, 3.0 + 2.0)):
         decode = decoding(num_running=running)
         peer = snapshot("p", "prefill", rates=RATES, queued_tokens=1500)
-        placement = Placement(decode, (peer,), (), 1000, "")
+        placement = Placement(decode, (peer,), (), 1000, 1000)
         assert expected_ttft_s(work, placement) == pytest.approx(ttft_s)
 
 
 def test_a_decode_worker_that_never_prefilled_counts_as_one_like_the_others() -> None:
     decode = snapshot("d", num_running=5)
     peer = snapshot("p", "prefill", rates=RATES, queued_tokens=1000)
-    placement = Placement(decode, (peer,), (), 500, "")
+    placement = Placement(decode, (peer,), (), 500, 500)
     assert expected_ttft_s(Work(500), placement) == pytest.approx(2.0 + 1.0)
 
 
 def test_prefill_beside_many_who_decode_comes_in_small_chunks() -> None:
     """20 tokens a step: 100 ms for the step, 20 for the tokens, 20 for ten who decode."""
     decode = decoding(num_running=10, chunk_tokens=20, queued_tokens=40)
-    placement = Placement(decode, (), (), 60, "")
+    placement = Placement(decode, (), (), 60, 60)
     assert expected_ttft_s(Work(60), placement) == pytest.approx((2 + 3) * 0.14)

@@ -218,7 +218,7 @@ def test_the_reason_says_what_was_weighed() -> None:
     placement = choose(Work(100), workers, {"d": 3}, Random(0))
     assert placement is not None
     for part in ("decode=d", "cached=48/100", "running=2", "kv=0.50", "of=1", "prefill=p"):
-        assert part in placement.reason
+        assert part in placement.summary
 
 
 @given(works, clusters, matches_of, st.integers())

@@ -42,7 +42,7 @@ def test_a_chat_returns_to_the_worker_that_can_load_it() -> None:
         placement = placed([a, b], {"a#disk": 240}, seed)
         assert placement.decode is a
         assert placement.tokens_missing == 4000 - 3840
-        assert "cached=3840/4000 load=240ms" in placement.reason
+        assert "cached=3840/4000 load=240ms" in placement.summary
         assert placement.prefix_holders == ()  # nobody can pull from a tier
 
 

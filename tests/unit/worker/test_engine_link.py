@@ -16,6 +16,7 @@ from tandem.errors import ConfigError, WorkerLost
 from tandem.worker import __main__ as worker_main
 from tandem.worker.engine_process import messages
 from tandem.worker.engine_process.link import EngineLink
+from tandem.worker.engine_process.program import start_program
 
 
 def config(start_deadline_s: float) -> WorkerConfig:
@@ -37,7 +38,7 @@ def unheard() -> list[dict[str, Any]]:
 
 
 async def start(start_deadline_s: float, engine_module: str) -> None:
-    link = EngineLink(config(start_deadline_s), "1", engine_module=engine_module)
+    link = EngineLink(config(start_deadline_s), "1", program=await start_program(engine_module))
     try:
         await link.start()
     finally:
@@ -65,7 +66,7 @@ def test_the_option_is_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"TANDEM_{name}", "x")
     seen: list[WorkerConfig] = []
 
-    async def run(config: WorkerConfig) -> None:
+    async def run(config: WorkerConfig, engine_module: str) -> None:
         seen.append(config)
 
     monkeypatch.setattr(worker_main, "_run", run)

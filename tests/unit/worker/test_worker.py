@@ -16,7 +16,8 @@ from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.engine import EngineConfig
 from tandem.common.config.transfer import TransferConfig
 from tandem.common.config.worker import WorkerConfig
-from tandem.worker.lifecycle import worker as worker_module
+from tandem.worker.engine_process import link as link_module
+from tandem.worker.engine_process.program import start_program
 from tandem.worker.lifecycle.servicer import Servicer
 from tandem.worker.lifecycle.worker import Worker
 from tests.harness.cluster import wait_for
@@ -42,8 +43,8 @@ def engines() -> list[psutil.Process]:
 async def test_one_that_is_stopped_while_its_model_loads_ends_at_once(
     monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    link = partial(worker_module.EngineLink, engine_module="tests.harness.silent_engine")
-    monkeypatch.setattr(worker_module, "EngineLink", link)
+    start_silent = partial(start_program, "tests.harness.silent_engine")
+    monkeypatch.setattr(link_module, "start_program", start_silent)
     worker = Worker(CONFIG, Servicer)
     async with asyncio.timeout(60):
         running = asyncio.create_task(worker.run())

@@ -100,7 +100,7 @@ class EndpointPicker:
             self._num_open -= 1
         reason = "unread"
         if pick.job is not None and pick.job.routing.routed is not None:
-            reason = pick.job.routing.routed.reason.partition(":")[0]
+            reason = pick.job.routing.routed.kind
         self._metrics.picks.labels(reason=reason).inc()
         return pick
 

@@ -156,8 +156,8 @@ class GrpcApi:
                     trailers["server-timing"] = delta.timeline.server_timing()
                 if trailers and delta.total is not None:
                     context.set_trailing_metadata(tuple(trailers.items()))
-                if wants_placement:
-                    placement = ((PLACEMENT_HEADER, delta.placement),)
+                if wants_placement and delta.routed is not None:
+                    placement = ((PLACEMENT_HEADER, delta.routed.reason),)
                     await context.send_initial_metadata(placement)
                     wants_placement = False
                 await self._send(context, _response(request.request_id, delta))

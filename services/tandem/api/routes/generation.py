@@ -128,8 +128,8 @@ class GenerationRoutes:
 
         def answer_headers(last: Delta) -> dict[str, str]:
             own = {**last.limit_headers, **headers}
-            if asks(sent.get(PLACEMENT_HEADER)):
-                own[PLACEMENT_HEADER] = last.placement
+            if last.routed is not None and asks(sent.get(PLACEMENT_HEADER)):
+                own[PLACEMENT_HEADER] = last.routed.reason
             if last.timeline is not None and with_timing:
                 own["server-timing"] = last.timeline.server_timing()
             return own

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tandem.cluster.launch.options import LaunchOptions
@@ -56,12 +57,15 @@ def fetch_model(options: LaunchOptions, say: Callable[[str], None]) -> ModelFold
 
 def _checked(options: LaunchOptions) -> ModelFolder:
     model = resolve(options.model, revision=options.model_revision)
-    check_settings(options.engine, model.config)
-    check_weights(model.weight_files, model.config)
-    if options.engine.kv_dtype == "fp8_e4m3":
-        find_kv_scales(model.weight_files, model.config)
-    Tokenizer.of(model)
-    check_file(model.path / "tokenizer.json")
+    with ThreadPoolExecutor(1) as executor:
+        # The tokenizer's rules are checked in a child process, meanwhile the rest in this one.
+        checking_rules = executor.submit(check_file, model.path / "tokenizer.json")
+        check_settings(options.engine, model.config)
+        check_weights(model.weight_files, model.config)
+        if options.engine.kv_dtype == "fp8_e4m3":
+            find_kv_scales(model.weight_files, model.config)
+        Tokenizer.of(model)
+        checking_rules.result()
     for name, path in options.engine.lora.items():
         if options.listen and not Path(path).expanduser().exists():
             continue  # workers on other machines may have this adapter

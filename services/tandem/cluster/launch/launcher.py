@@ -46,7 +46,7 @@ from tandem.cluster.processes.owned import write_spec
 from tandem.cluster.processes.signals import Interrupted, stop_signals
 from tandem.cluster.ray.head_process import HeadProcess
 from tandem.cluster.ray.ray_host import RayHost
-from tandem.common.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE
+from tandem.common.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE, ROUTER_POOLS
 from tandem.common.config.tls import Kind
 from tandem.common.printable import printable
 from tandem.common.process.progress import ProgressRow, Waiting
@@ -158,7 +158,8 @@ class _Launch:
         members, _ = plan(spec, spec.wanted, [])
         redis_url = self._redis.url if self._redis else self._options.redis_url
         readiness = Readiness(self._options, self._run.cluster_id, redis_url, self._screen)
-        for member in members:
+        # Workers take the longest until they are ready, so they are started first.
+        for member in sorted(members, key=lambda each: each.pool in ROUTER_POOLS):
             command = spec.pools[member.pool].filled(member)
             environment = process.child_environment(self._run.environment, member.pool)
             environment = with_gpu(environment, member.gpu)

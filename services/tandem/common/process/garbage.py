@@ -5,6 +5,22 @@ hundred thousand objects. Visiting them takes 50 to 200 ms, and none of them is 
 """
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Runs imports without collections, and excludes what they create from later ones.
+
+    The collections would find no garbage and take a tenth of the time of the imports.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def exempt_loaded() -> None:

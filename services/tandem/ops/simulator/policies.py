@@ -54,7 +54,7 @@ def _place(
     computes = (*candidates, chosen)[0]
     cached = cached_tokens(work, chosen, matches)
     available = max(cached, cached_tokens(work, computes, matches))
-    return Placement(chosen, candidates, (), work.num_tokens - available, "")
+    return Placement(chosen, candidates, (), work.num_tokens - available, work.num_tokens)
 
 
 def _in_turn() -> Pick:

@@ -84,7 +84,7 @@ class AdmissionController:
             return decision
         late_s = decision.late_s
         limit_s = self._limit.seconds(work.num_tokens)
-        log.info("refused: %d s late by %s", math.ceil(late_s), placement.reason)
+        log.info("refused: %d s late by %s", math.ceil(late_s), placement.summary)
         raise Overloaded(
             f"all workers are busy: the first token is not to be expected within {limit_s:g} s; "
             f"try again in {math.ceil(late_s)} s",

@@ -63,7 +63,26 @@ class Placement(msgspec.Struct, frozen=True):
     # Workers that have more of the prompt cached than the first candidate, longest prefix first.
     prefix_holders: tuple[WorkerSnapshot, ...]
     tokens_missing: int  # number of prompt tokens that must be prefilled
-    reason: str
+    num_tokens: int  # length of the prompt
+    priced: PricedWorker | None = None  # the decode worker and its cost, if costs were compared
+    num_compared: int = 0  # number of decode workers whose costs were compared
+
+    @property
+    def summary(self) -> str:
+        """The decision in one line for operators. It is built when it is read, because no request
+        should wait for it."""
+        if self.priced is None:
+            return ""
+        reused = self.priced.reused
+        load = self.decode.load
+        loaded = f" load={reused.load_s * 1000:.0f}ms" if reused.load_s else ""
+        prefill = ",".join([w.worker_id for w in self.prefill_candidates]) or "none"
+        return (
+            f"decode={self.decode.worker_id} cost={self.priced.cost_s * 1000:.0f}ms"
+            f" cached={reused.num_tokens}/{self.num_tokens}{loaded}"
+            f" running={load.num_running} waiting={load.num_waiting}"
+            f" kv={load.kv_use:.2f} of={self.num_compared}; prefill={prefill}"
+        )
 
     @property
     def prefill_worker(self) -> WorkerSnapshot:
@@ -109,9 +128,11 @@ def choose(
         likely_to_reuse if required is None or not required.usable else [required, *likely_to_reuse]
     )
     peers = _shortlist("prefill", work, roster, known, frozenset(), rng)
-    likely = with_likely_rates(usable + peers)
-    decode = likely[: len(usable)]
-    prefill = likely[len(usable) :]
+    decode, prefill = usable, peers
+    if roster.num_unmeasured:
+        likely = with_likely_rates(usable + peers)
+        decode = likely[: len(usable)]
+        prefill = likely[len(usable) :]
     candidates: list[PricedWorker] = []
     if prefill:
         producers = holders[:PREFIX_HOLDERS_MAX]
@@ -126,7 +147,6 @@ def choose(
     computes = candidates[0] if candidates else chosen
     worker_id = chosen.worker.worker_id
     computes_id = computes.worker.worker_id
-    cached = chosen.reused
     num_reused = computes.reused.num_tokens
     depth = max(pools.get(computes_id, 0), num_reused // work.block_size)
     deeper = [
@@ -134,21 +154,15 @@ def choose(
         for w in holders
         if pools[w.worker_id] > depth and w.worker_id not in (worker_id, computes_id)
     ]
-    load = chosen.worker.load
-    loaded = f" load={cached.load_s * 1000:.0f}ms" if cached.load_s else ""
-    reason = (
-        f"decode={worker_id} cost={chosen.cost_s * 1000:.0f}ms"
-        f" cached={cached.num_tokens}/{work.num_tokens}{loaded}"
-        f" running={load.num_running} waiting={load.num_waiting}"
-        f" kv={load.kv_use:.2f} of={len(usable)}; prefill={','.join(names) or 'none'}"
-    )
     by_id = roster.by_id
     return Placement(
         by_id[worker_id],
         tuple([by_id[name] for name in names]),
         tuple(deeper[:PREFIX_HOLDERS_MAX]),
-        work.num_tokens - max(cached.num_tokens, num_reused),
-        reason,
+        work.num_tokens - max(chosen.reused.num_tokens, num_reused),
+        work.num_tokens,
+        chosen,
+        len(usable),
     )
 
 

@@ -22,6 +22,7 @@ class Roster:
         "_sums",
         "by_id",
         "compatibility_keys",
+        "num_unmeasured",
         "num_with_tiers",
         "second_weight",
     )
@@ -30,6 +31,7 @@ class Roster:
         self.by_id: dict[str, WorkerSnapshot] = {}
         self.second_weight = 1.0
         self.num_with_tiers = 0  # number of workers that load blocks from a tier
+        self.num_unmeasured = 0  # number of workers that have not measured their rates yet
         # KV compatibility key -> number of workers. There is one key except during an upgrade.
         self.compatibility_keys: Counter[bytes] = Counter()
         self._pools: dict[str, list[str]] = {}
@@ -65,6 +67,7 @@ class Roster:
 
     def _count(self, worker: WorkerSnapshot, sign: int) -> None:
         self.num_with_tiers += sign * bool(worker.rates.tiers)
+        self.num_unmeasured += sign * (not worker.rates.measured)
         if worker.usable:
             sums = self._sums[worker.role]
             sums[0] += sign

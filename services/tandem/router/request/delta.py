@@ -13,6 +13,7 @@ from tandem.errors import Incompatible
 from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.parsers.machine import CallDelta
+from tandem.router.request.job import Routed
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Delta:
     prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
     # In the first delta, if requested: the hidden state of the prompt's last token.
     embedding: list[float] = field(default_factory=list)
-    placement: str = ""  # why the workers were chosen
+    routed: Routed | None = None  # the workers that compute it, and why they were chosen
     timeline: Timeline | None = None  # stage times so far
     limit_headers: Mapping[str, str] = field(default_factory=dict)  # `x-ratelimit-*`
     reasoning: str = ""  # reasoning text, which precedes the content

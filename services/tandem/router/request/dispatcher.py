@@ -295,11 +295,12 @@ class Dispatcher:
         self._note_prefilled(job)
         job.routing.num_submissions += 1
         kind = reason_of(work, placement, matches)
-        reason = f"{kind}: {placement.reason}"
-        job.routing.routed = Routed(placement, matches, reason)
+        job.routing.routed = routed = Routed(placement, matches, kind)
         self._metrics.placements.labels(reason=kind).inc()
         job.progress.timeline.submit()
-        log.debug("request %s: %s", job.request_id, reason, extra={"request_id": job.request_id})
+        if log.isEnabledFor(logging.DEBUG):
+            about_request = {"request_id": job.request_id}
+            log.debug("request %s: %s", job.request_id, routed.reason, extra=about_request)
         self._view.note_share(placement.prefill_worker.worker_id, placement.prefill_s(work))
         prefill_worker_id = computing_worker(work, placement).worker_id
         if prefill_worker_id != placement.decode.worker_id:

@@ -52,6 +52,7 @@ from tandem.router.admission.capacity import COMPLETION_TOKENS_LIKELY
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.placement.choose import Placement, Work, WorkerSnapshot
 from tandem.router.placement.costs import reuse
+from tandem.router.placement.reasons import Reason
 from tandem.router.request.migration_budget import LOSSES_MAX
 from tandem.router.request.request import ClientRequest
 
@@ -224,12 +225,17 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """The workers of a submission and the reason for the choice."""
+    """The workers of a submission, and why they were chosen."""
 
     placement: Placement
     # id of a worker or tier -> number of the prompt's blocks there, as known at the placement
     matches: dict[str, int]
-    reason: str  # why these workers were chosen, in one line
+    kind: Reason
+
+    @property
+    def reason(self) -> str:
+        """Why these workers were chosen, in one line."""
+        return f"{self.kind}: {self.placement.summary}"
 
 
 @dataclass(slots=True)

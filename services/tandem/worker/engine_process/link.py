@@ -10,7 +10,6 @@ import itertools
 import logging
 import os
 import shutil
-import sys
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from tandem.common.config.worker import WorkerConfig
 from tandem.common.process.endings import describe_exit, oom_kills
 from tandem.common.retention import Kept, Retention
 from tandem.engine.cache.layout.block_spans import BlockSpans
-from tandem.engine.cache.layout.pool_memory import create_shared, map_shared
+from tandem.engine.cache.layout.pool_memory import map_shared
 from tandem.errors import ConfigError, Incompatible, InternalError, WorkerLost, from_code
 from tandem.net.observability.logs import STACKS_SIGNAL
 from tandem.net.socket_folder import make_socket_folder
@@ -32,6 +31,7 @@ from tandem.transfer.nixl import messages as transfer
 from tandem.transfer.protocol import BlockPull
 from tandem.worker.engine_process import messages
 from tandem.worker.engine_process.pool_view import MappedPool, targets
+from tandem.worker.engine_process.program import EngineProgram, start_program
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +51,12 @@ class EngineLink:
         config: WorkerConfig,
         epoch: str,
         on_event: Callable[[messages.Event], None] = lambda event: None,
-        *,
-        engine_module: str = "tandem.worker.engine_process.process",
+        program: EngineProgram | None = None,
     ) -> None:
-        """`engine_module` is the Python module run as the engine process; benchmarks replace it."""
+        """`program` is the engine process, if it runs already; `start` starts one otherwise."""
         self._config = config
         self._epoch = epoch
-        self._engine_module = engine_module
+        self._program = program
         self._on_event = on_event
         self.num_reports = 0
         # Number of commands sent so far. Each report has the number that the engine has applied.
@@ -74,7 +73,8 @@ class EngineLink:
         self._transfers = self._context.socket(zmq.PULL)
         for socket in (self._commands, self._transfers):
             socket.setsockopt(zmq.LINGER, 0)
-        self._process: asyncio.subprocess.Process | None = None
+        self._process = program.process if program else None
+        self._has_settings = False
         self._tasks: list[asyncio.Task[None]] = []
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -87,12 +87,9 @@ class EngineLink:
         commands, transfers = (f"ipc://{self._folder}/{n}" for n in ("commands", "transfers"))
         self._commands.bind(commands)
         self._transfers.bind(transfers)
-        pool_fd = create_shared()
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", self._engine_module),
-            stdin=asyncio.subprocess.PIPE,
-            pass_fds=() if pool_fd is None else (pool_fd,),
-        )
+        program = self._program or await start_program()
+        self._process = process = program.process
+        pool_fd = program.pool_fd
         settings = messages.EngineSettings(
             worker_id=self._config.worker_id,
             epoch=self._epoch,
@@ -106,14 +103,15 @@ class EngineLink:
             parent_pid=os.getpid(),
             pool_fd=pool_fd,
         )
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(settings))
-        self._process.stdin.close()
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(settings))
+        process.stdin.close()
+        self._has_settings = True
         ready = self._question("ready")
         self._tasks = [
             asyncio.create_task(self._read(self._commands)),
             asyncio.create_task(self._read(self._transfers)),
-            asyncio.create_task(self._watch(self._process)),
+            asyncio.create_task(self._watch(process)),
         ]
         for task in self._tasks:
             task.add_done_callback(self._on_task_done)
@@ -253,7 +251,10 @@ class EngineLink:
     async def stop(self) -> None:
         """Shuts the engine down; kills it if it has not ended after a deadline."""
         if self._process is not None and self._process.returncode is None:
-            self.send(messages.Shutdown())
+            if self._has_settings:
+                self.send(messages.Shutdown())
+            else:
+                self._process.kill()
             try:
                 async with asyncio.timeout(_STOP_DEADLINE_S):
                     await self._process.wait()

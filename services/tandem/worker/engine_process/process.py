@@ -350,7 +350,10 @@ def _ms_since(started: float) -> float:
 
 def main(kind: type[EngineProcess] = EngineProcess) -> None:
     """Runs the engine process, which only the I/O process starts."""
-    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=messages.EngineSettings)
+    given = sys.stdin.buffer.read()
+    if not given:  # the I/O process has ended before it sent the settings
+        raise SystemExit(1)
+    settings = msgspec.json.decode(given, type=messages.EngineSettings)
     configure_logging(f"{settings.worker_id}/engine")
     _tie_to_parent(settings.parent_pid)
     if settings.cores:

@@ -40,6 +40,7 @@ from tandem.worker.decode.prompt_prefill import Producers
 from tandem.worker.decode.service import DecodeService
 from tandem.worker.engine_process import messages
 from tandem.worker.engine_process.link import EngineLink
+from tandem.worker.engine_process.program import EngineProgram
 from tandem.worker.engine_process.watch import EngineWatch
 from tandem.worker.kv_pulls.lease import ConsumerLease
 from tandem.worker.kv_pulls.puller import Puller
@@ -78,11 +79,16 @@ class Worker:
     compatibility: KvCompatibility
 
     def __init__(
-        self, config: WorkerConfig, make_servicer: Callable[[Worker], WorkerServicer]
+        self,
+        config: WorkerConfig,
+        make_servicer: Callable[[Worker], WorkerServicer],
+        engine: EngineProgram | None = None,
     ) -> None:
-        """`make_servicer` makes the gRPC service that calls this worker."""
+        """`make_servicer` makes the gRPC service that calls this worker. `engine` is the engine
+        process, if it runs already; `run` starts one otherwise."""
         self.config = config
         self._make_servicer = make_servicer
+        self._engine = engine
         self.epoch = uuid.uuid4().hex[:16]
         self.state: State = "starting"
         self._drain_until = math.inf  # time.monotonic() time of the drain's deadline, set by `stop`
@@ -118,7 +124,7 @@ class Worker:
 
     async def run(self) -> None:
         """Serves until `stop`. Raises WorkerLost if the engine ends or cannot pull any more."""
-        self.link = EngineLink(self.config, self.epoch, self._on_event)
+        self.link = EngineLink(self.config, self.epoch, self._on_event, self._engine)
         if self.config.transfer.nixl_tcp == "insecure":
             log.warning(
                 "--nixl-tcp insecure: anyone who reaches this worker's UCX port can write into the "

@@ -170,7 +170,7 @@ class Generation:
             logprobs=logprobs[: len(piece.token_ids)],
             prompt_logprobs=first.progress.prompt_logprobs if is_first else [],
             embedding=first.progress.embedding if is_first else [],
-            placement=job.routing.routed.reason if job.routing.routed else "",
+            routed=job.routing.routed,
             timeline=record.timeline,
             limit_headers=self._reservation.headers,
             reasoning=piece.reasoning,
