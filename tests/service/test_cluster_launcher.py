@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ sys.stdin.read()
 """
 
 
+RAY_IS_UP = "Ray's head is up"
 PORTS = ("--port", "--grpc-port", "--admin-port", "--admin-grpc-port")
 
 
@@ -116,13 +118,21 @@ class Up:
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    screen = tmp_path_factory.mktemp("up") / "screen"
+    with started(tmp_path_factory.mktemp("up"), "--grpc-memory", str(GRPC_MEMORY)) as made:
+        wait_until(lambda: RAY_IS_UP in _screen(made), START_DEADLINE_S)
+        yield made
+
+
+@contextmanager
+def started(folder: Path, *options: str) -> Iterator[Up]:
+    """Starts a cluster and waits until it serves requests."""
+    screen = folder / "screen"
     deep = screen.parent / ("deep-" * 20)  # paths of sockets have 107 bytes at most
     deep.mkdir()
     ports = free_ports()
     with screen.open("wb") as out:
         parent = subprocess.Popen(
-            [sys.executable, "-c", PARENT, *command(ports, "--grpc-memory", str(GRPC_MEMORY))],
+            [sys.executable, "-c", PARENT, *command(ports, *options)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -365,13 +375,33 @@ def test_requests_are_served_without_ray_until_there_is_a_fresh_head(up: Up) -> 
     os.kill(gcs, signal.SIGKILL)
     wait_until(lambda: "gcs_server ended" in up.screen.read_text())
     assert up.complete()
-    wait_until(lambda: "Ray's head is up again" in up.screen.read_text(), 180)
+    wait_until(lambda: f"{RAY_IS_UP} again" in up.screen.read_text(), 180)
     assert up.pids("tandem.worker --role decode") == [decode]
     assert up.pids("tandem.worker --role prefill") == [prefill]
     os.kill(prefill, signal.SIGKILL)
     # For a moment its starter has the same command line.
     wait_until(lambda: len(set(up.pids("tandem.worker --role prefill")) - {prefill}) == 1)
     assert up.complete()
+
+
+def test_a_worker_that_dies_before_ray_is_up_is_started_again(tmp_path: Path) -> None:
+    with started(tmp_path, "--prefill", "0", "--no-grpc") as up:
+        (head,) = wait_until(lambda: up.pids("tandem.cluster.ray.head"))
+        os.kill(head, signal.SIGSTOP)
+        (killed,) = up.pids("tandem.worker --role decode")
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: "decode-0 ended; starting it again" in _screen(up))
+        wait_until(lambda: up.get("/v1/cluster")["workers"][0]["state"] == "ready")
+        assert up.complete()
+        (decode,) = up.pids("tandem.worker --role decode")
+        os.kill(head, signal.SIGCONT)
+        wait_until(lambda: RAY_IS_UP in _screen(up), START_DEADLINE_S)
+
+        def agents() -> list[dict[str, Any]]:
+            return up.get("/v1/cluster")["pools"]["decode"]["agents"]
+
+        wait_until(lambda: [a["state"] for a in agents()] == ["running"])
+        assert [a["pid"] for a in agents()] == [decode], "Ray started one more"
 
 
 def test_nothing_is_left_when_the_parent_is_killed(up: Up) -> None:

@@ -32,6 +32,7 @@ from tandem.errors import OperateError
 
 _REPLY_DEADLINE_S = 5.0
 _SET_ROLE_DEADLINE_S = 15.0
+_SET_SIZES_DEADLINE_S = 75.0  # a router waits for the pool controller if Ray is still starting
 _POLL_INTERVAL_S = 0.25
 _MEMORY_LOW_SHARE = 0.05
 # time from the deadline of a worker's drain until its process and its record are gone
@@ -90,7 +91,7 @@ def _show_recent_events(url: str, screen: Console) -> None:
 def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
     """Sets pool sizes given as POOL=SIZE and waits until they are reached. Raises OperateError."""
     wanted = parse_sizes(sizes)
-    call_with_progress(url, "POST", wanted)
+    call_with_progress(url, "POST", wanted, deadline_s=_SET_SIZES_DEADLINE_S)
     give_up_at = time.monotonic() + deadline_s
     state = initial = call_with_progress(url, "GET")
     with Waiting() as waiting:
@@ -369,11 +370,16 @@ def call_router(
 
 
 def call_with_progress(
-    url: str, method: str, body: Mapping[str, object] | None = None, *, path: str = "/v1/cluster"
+    url: str,
+    method: str,
+    body: Mapping[str, object] | None = None,
+    *,
+    path: str = "/v1/cluster",
+    deadline_s: float = _REPLY_DEADLINE_S,
 ) -> Any:
     """Calls a router like `call_router` and shows meanwhile that it waits. Raises OperateError."""
     with Waiting(ProgressRow(url, "is asked")):
-        return call_router(url, method, body, path=path)
+        return call_router(url, method, body, path=path, deadline_s=deadline_s)
 
 
 def authorization() -> dict[str, str]:

@@ -1,14 +1,13 @@
 """`tandem up` runs a complete cluster on this machine, in the foreground, and stops all of it.
 
-  check ports, model -> guardian -> Redis -> Ray, and in parallel workers, router -> ready -> watch
+  check ports, model -> guardian -> Redis -> workers and routers -> ready -> Ray -> watch
 
-A model that may have to be downloaded is fetched while Ray starts.
-
-Workers and routers are started before Ray is up. When Ray's agents start, they find these processes
-by their records and adopt them. When Ray ends, requests continue, and the agents of a new head
-adopt the processes. A Redis that ended is restarted at its address. No process outlives the
-launcher. In an orderly shutdown the launcher stops all processes; after a kill -9 of the launcher,
-the guardian does.
+Requests do not need Ray, so Ray is started when they are served already. Until Ray is up, the
+launcher restarts workers and routers that end. Then Ray's agents start, find the processes by their
+records and adopt them. When Ray ends, requests continue, and the agents of a new head adopt the
+processes. A Redis that ended is restarted at its address. No process outlives the launcher. In an
+orderly shutdown the launcher stops all processes; after a kill -9 of the launcher, the guardian
+does.
 """
 
 import errno
@@ -37,12 +36,13 @@ from tandem.cluster.launch.options import (
 from tandem.cluster.launch.readiness import Readiness
 from tandem.cluster.launch.run import Run
 from tandem.cluster.launch.screen import LaunchScreen
-from tandem.cluster.pools import ClusterSpec, plan
+from tandem.cluster.pools import ClusterSpec, Member, plan
 from tandem.cluster.processes import process
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tandem.cluster.processes.end_watch import EndWatch
 from tandem.cluster.processes.head_lease import RENEW_INTERVAL_S, publish_head
 from tandem.cluster.processes.owned import write_spec
+from tandem.cluster.processes.process import DetachedProcess
 from tandem.cluster.processes.signals import Interrupted, stop_signals
 from tandem.cluster.ray.head_process import HeadProcess
 from tandem.cluster.ray.ray_host import RayHost
@@ -58,7 +58,8 @@ from tandem.net.store.control_state import Head
 
 _REDIS_STOP_S = 0.5
 _GPU = Path("/dev/nvidiactl")  # exists if NVIDIA's driver is loaded
-_RETRY_S = 2.0  # pause between attempts to start Redis or a Ray head
+_RETRY_S = 2.0  # pause between attempts to start Redis, a Ray head or a worker
+_LOOK_S = 0.2  # interval of looks at a head that starts
 
 
 def up(options: LaunchOptions) -> int:
@@ -109,8 +110,10 @@ class _Launch:
         self._ray_head = HeadProcess(self._run.folder, self._run.environment, node)
         self._ray_host: RayHost | None = None
         self._ray_pids: dict[str, int] = {}
-        self._head_address = ""
         self._spec: ClusterSpec | None = None
+        # Member id -> member and pid of the processes that the launcher restarts. It is empty once
+        # Ray's head has the spec.
+        self._members: dict[str, tuple[Member, int]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -144,7 +147,6 @@ class _Launch:
         self._run.environment[REDIS_URL_VARIABLE] = self._start_redis()
         self._screen.done("redis", time.monotonic() - began)
         number = self._become_head() if self._listening else 0
-        self._ray_head.start()
         model = self._model or self._fetch_model()
         spec = make_spec(
             self._options,
@@ -160,21 +162,18 @@ class _Launch:
         readiness = Readiness(self._options, self._run.cluster_id, redis_url, self._screen)
         # Workers take the longest until they are ready, so they are started first.
         for member in sorted(members, key=lambda each: each.pool in ROUTER_POOLS):
-            command = spec.pools[member.pool].filled(member)
-            environment = process.child_environment(self._run.environment, member.pool)
-            environment = with_gpu(environment, member.gpu)
-            started = process.start(member.member_id, command, self._run.folder, environment)
+            started = self._start_member(spec, member)
+            self._members[member.member_id] = member, started.pid
             readiness.add(member, started)
-        self._ray_head.send_spec(spec)
         self._spec = spec
-        head = readiness.wait(self._ray_head)
-        self._ray_pids = head.pids
-        self._head_address = head.address
-        if self._ray_host is not None:
-            self._ray_host.take_spec(spec)
-            self._ray_host.take_started(head)
-            self._ray_host.tick()  # publishes the head's address
+        readiness.wait()
         return model, readiness
+
+    def _start_member(self, spec: ClusterSpec, member: Member) -> DetachedProcess:
+        command = spec.pools[member.pool].filled(member)
+        environment = process.child_environment(self._run.environment, member.pool)
+        environment = with_gpu(environment, member.gpu)
+        return process.start(member.member_id, command, self._run.folder, environment)
 
     def _fetch_model(self) -> ModelFolder:
         began = time.monotonic()
@@ -187,19 +186,24 @@ class _Launch:
     def watch(self) -> None:
         """Runs until a stop signal. Restarts Redis, Ray and the guardian when they end."""
         ends = EndWatch()
-        if self._ray_host is None:
-            self._publish_head(address=self._head_address)
-            for name, pid in self._ray_pids.items():
-                ends.add(name, pid)
+        for member_id, (_, pid) in self._members.items():
+            ends.add(member_id, pid)
+        self._start_first_head(ends)
         if self._redis is not None:
             ends.add("redis", self._redis.pid)
         if self._redis_front is not None:
             ends.add("redis front", self._redis_front.pid)
         ends.add("guardian", self._run.guardian.pid)
         while True:
-            match ends.wait(RENEW_INTERVAL_S if self._ray_host else None):
+            if self._members:
+                timeout_s: float | None = _LOOK_S
+            else:
+                timeout_s = RENEW_INTERVAL_S if self._ray_host else None
+            match ends.wait(timeout_s):
                 case None:
                     pass
+                case member_id if member_id in self._members:
+                    self._restart_member(member_id, ends)
                 case "redis":
                     assert self._redis is not None
                     self._restart_redis(self._redis)
@@ -224,6 +228,45 @@ class _Launch:
                     self._start_new_head(ends)
             if self._ray_host is not None:
                 self._ray_host.tick()
+            if self._members:
+                self._hand_over_members(ends)
+
+    def _restart_member(self, member_id: str, ends: EndWatch) -> None:
+        assert self._spec is not None
+        self._screen.say(f"[yellow]{member_id} ended; starting it again")
+        member, _ = self._members[member_id]
+        try:
+            started = self._start_member(self._spec, member)
+        except ConfigError as error:
+            self._screen.say(f"[red]{escape(printable(error.message))}")
+            return  # Ray starts it when its head is up
+        self._members[member_id] = member, started.pid
+        ends.add(member_id, started.pid)
+        started.close()
+
+    def _start_first_head(self, ends: EndWatch) -> None:
+        """Starts Ray's head without the spec, so that no agent starts a process at the same time as
+        the launcher does."""
+        self._ray_head.start()
+        if self._ray_host is not None:
+            assert self._spec is not None
+            self._ray_host.take_spec(self._spec)
+        else:
+            self._publish_head()
+            ends.add("ray head", self._ray_head.pid)
+
+    def _hand_over_members(self, ends: EndWatch) -> None:
+        """Leaves the restarts of workers and routers to Ray as soon as its head takes the spec."""
+        assert self._spec is not None
+        if self._ray_host is None:
+            with suppress(ConfigError):  # `_adopt_new_head` tells why the head ended
+                self._ray_head.started()
+        # A `RayHost` starts a second head, after a first one that failed, with the spec.
+        if self._ray_head.is_listening and not self._ray_head.has_spec:
+            self._ray_head.send_spec(self._spec)
+        if self._ray_head.has_spec:
+            ends.forget(*self._members)
+            self._members = {}
 
     def _become_head(self) -> int:
         """Makes this host the first of Ray's heads. Returns its fencing number."""
@@ -252,7 +295,7 @@ class _Launch:
     def _start_new_head(self, ends: EndWatch) -> None:
         """Starts a new head and returns immediately, because a restart of Redis must not wait for
         Ray."""
-        self._ray_head.start(self._spec)
+        self._ray_head.start(None if self._members else self._spec)
         ends.add("ray head", self._ray_head.pid)
 
     def _adopt_new_head(self, ends: EndWatch) -> None:
@@ -265,7 +308,7 @@ class _Launch:
             time.sleep(_RETRY_S)
             self._start_new_head(ends)
             return
-        self._screen.say("Ray's head is up again")
+        self._screen.say("Ray's head is up again" if self._ray_pids else "Ray's head is up")
         self._publish_head(address=head.address)
         self._ray_pids = head.pids
         for name, pid in head.pids.items():

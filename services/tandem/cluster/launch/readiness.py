@@ -1,8 +1,8 @@
 """Waits until a starting cluster can take requests, and reports how long each part took.
 
-A cluster is ready when the router answers, every worker's record says ready, and the pool
-controller is up. The start fails if a process ends before that (the error has the end of its log),
-or if there is no progress for too long.
+A cluster is ready when the routers answer and every worker's record says ready. The start fails if
+a process ends before that (the error has the end of its log), or if there is no progress for too
+long.
 """
 
 import ssl
@@ -19,8 +19,6 @@ from tandem.cluster.launch.screen import LaunchScreen
 from tandem.cluster.pools import Member
 from tandem.cluster.processes import process
 from tandem.cluster.processes.process import DetachedProcess
-from tandem.cluster.ray.head_process import HeadProcess
-from tandem.cluster.ray.node import HeadStarted
 from tandem.common.config.cluster import ROUTER_POOLS
 from tandem.common.process.progress import ProgressRow
 from tandem.errors import ConfigError
@@ -49,53 +47,46 @@ class Readiness:
         self.members.append(member)
         self._waiting[member.member_id] = (member, started, time.monotonic())
 
-    def wait(self, ray_head: HeadProcess) -> HeadStarted:
+    def wait(self) -> None:
         """Waits until all processes are ready. Raises ConfigError that names the failed process and
         has the end of its log."""
-        head: HeadStarted | None = None
-        progress = (0, False, 0)
+        progress = (0, 0)
         moved_at = time.monotonic()
         with closing(connect_blocking(self.redis_url)) as redis:
-            while self._waiting or head is None:
+            while self._waiting:
                 for member_id in [m for m in self._waiting if self._is_ready(m, redis)]:
                     _, started, began = self._waiting.pop(member_id)
                     started.close()
                     self.screen.done(member_id, time.monotonic() - began)
-                if head is None and (head := ray_head.started()) is not None:
-                    self.screen.done("ray head", head.head_s)
-                    self.screen.done("ray controller", head.controller_s)
                 for member_id, (_, started, _) in self._waiting.items():
                     if started.wait(0):
                         raise process.failed_start(member_id, started.log_path)
                 loaded, to_load = self._bytes_loaded(redis)
-                self.screen.wait_for(*self._steps(head is None, loaded, to_load))
-                now = len(self._waiting), head is None, loaded
+                self.screen.wait_for(*self._steps(loaded, to_load))
+                now = len(self._waiting), loaded
                 if now != progress:
                     progress = now
                     moved_at = time.monotonic()
                 if time.monotonic() - moved_at > _DEADLINE_S:
                     raise ConfigError(
                         f"not ready, and without progress for {_DEADLINE_S:g} s: "
-                        + ", ".join([*self._waiting, *(["Ray"] if head is None else [])])
+                        + ", ".join(self._waiting)
                     )
                 time.sleep(_INTERVAL_S)
             self._wait_for_pairs(redis)
-        return head
 
-    def _steps(self, waits_for_head: bool, loaded: int, to_load: int) -> list[ProgressRow]:
-        """Builds the progress rows: members, the weights that they load, and Ray."""
+    def _steps(self, loaded: int, to_load: int) -> list[ProgressRow]:
+        """Builds the progress rows: members, and the weights that they load."""
         total = len(self.members)
         ready = total - len(self._waiting)
         left = ", ".join(self._waiting)
-        steps = (
-            [ProgressRow("workers", f"{ready} of {total} ready; {left}", ready, total)]
-            if left
-            else []
-        )
-        if left and loaded < to_load:
+        if not left:
+            return []
+        steps = [ProgressRow("workers", f"{ready} of {total} ready; {left}", ready, total)]
+        if loaded < to_load:
             progress = f"{loaded / to_load:.0%} of {to_load / 1e9:.3g} GB"
             steps.append(ProgressRow("weights", progress, loaded, to_load))
-        return [*steps, ProgressRow("ray head", "starts")] if waits_for_head else steps
+        return steps
 
     def _wait_for_pairs(self, redis: SyncClient) -> None:
         """Waits at most _PAIRS_DEADLINE_S until all decode workers are connected with all prefill

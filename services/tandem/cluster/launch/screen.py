@@ -91,7 +91,7 @@ class LaunchScreen:
         if command_to_join:
             print_("\non another machine, with a copy of the token file:")
             print_(f"  {command_to_join}", markup=False)
-        print_("\nCtrl-C stops all of it.")
+        print_("\nRay is starting; scaling and restarts follow. Ctrl-C stops all of it.")
 
     def _workers(self, members: Sequence[Member], transports: dict[str, str]) -> Table:
         table = Table("worker", "role", "transport", "core", box=None, pad_edge=False)

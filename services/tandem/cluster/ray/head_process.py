@@ -46,6 +46,13 @@ class HeadProcess:
         return self._process.pid
 
     @property
+    def has_spec(self) -> bool:
+        """True once the spec was sent to the running head."""
+        return self._process is not None and bool(
+            self._process.stdin and self._process.stdin.closed
+        )
+
+    @property
     def is_started(self) -> bool:
         """True if a head or node is running or starting."""
         return self._process is not None

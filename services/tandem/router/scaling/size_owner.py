@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 _KUBERNETES_KEPT_S = 2.0
 _KUBERNETES_WATCH_S = 10.0
 _CONTROLLER_START_S = 3.0
+_HEAD_START_S = 60.0
 _BEFORE_DEADLINE_S = 1.0  # limit for reading the old sizes, which only the log needs
 
 
@@ -130,12 +131,14 @@ class SizeOwner:
     async def _request_from_controller(self, sizes: dict[str, int]) -> bool:
         """Requests sizes from the pool controller; returns False if there is no controller.
 
-        The request is repeated for a few seconds, because a controller that has just started needs
-        a moment to write its pools to Redis.
+        The request is repeated while Ray's head starts, and for a few seconds more, because a
+        controller that has just started needs a moment to write its pools to Redis.
         """
-        give_up_at = asyncio.get_running_loop().time() + _CONTROLLER_START_S
+        now = asyncio.get_running_loop().time
+        began = now()
         while not await request_sizes(self._view.redis, self._cluster_id, sizes):
-            if asyncio.get_running_loop().time() > give_up_at:
+            is_starting = self._view.control.head_is_starting
+            if now() - began > (_HEAD_START_S if is_starting else _CONTROLLER_START_S):
                 return False
             await asyncio.sleep(0.1)
         return True

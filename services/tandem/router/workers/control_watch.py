@@ -4,7 +4,7 @@ Observation in Redis         Conclusion
 no pools                     no controller exists (Kubernetes, or workers started by hand)
 the heartbeat changes        the controller is alive; a new process id means that it was restarted
 the heartbeat stays          problem: the controller is stopped, gone, or cut off from Redis
-the head has no address      problem: Ray's head is gone
+the head has no address      problem: Ray's head is gone, if it is not the first one that starts
 """
 
 from typing import TypeVar
@@ -65,7 +65,14 @@ class ControlWatch:
 
     @property
     def head_is_gone(self) -> bool:
-        return self._is_kept and self._head is not None and not self._head.address
+        is_without = self._head is not None and not self._head.address
+        return self._is_kept and is_without and not self.head_is_starting
+
+    @property
+    def head_is_starting(self) -> bool:
+        """True while `tandem up` starts its first head, which will start a pool controller."""
+        head = self._head
+        return head is not None and not (head.address or head.number or head.why)
 
     @property
     def is_kept(self) -> bool:
