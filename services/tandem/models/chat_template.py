@@ -1,22 +1,24 @@
-"""Renders a model's chat template: it turns messages into the prompt text, as transformers does.
+"""Converts the messages of a chat to the prompt text with a model's chat template, as transformers
+does.
 
 A template is code that comes with a model, so it runs in jinja2's immutable sandbox. This module
 defines what transformers offers to templates: `raise_exception`, `strftime_now`, a `tojson` that
 does not escape HTML characters, loop controls and `{% generation %}` blocks.
 
-The sandbox limits what a template can access, but not its running time. Each loop iteration, each
-call and each product therefore checks a deadline, and the results of products and powers have a
-maximum size. Memory is not limited: the process or pod must limit it.
+The sandbox limits what a template can access, but not how long the template runs. Each loop
+iteration, each call and each product therefore checks a deadline, and the results of products and
+powers have a maximum size. Nothing here limits the memory of a template: the process or the pod
+needs a memory limit.
 
 Templates expect messages in different forms:
-- A missing content is absent, null or empty.
-- The key of the reasoning has one of several names.
-- Arguments of tool calls are objects or JSON text.
-- Content is a string or a list of parts.
+- If a message has no content, the key `content` is absent, null or empty.
+- The key of an assistant's reasoning is `reasoning_content`, `thinking` or `reasoning`.
+- The arguments of tool calls are objects or JSON text.
+- `content` is a string or a list such as [{"type": "text", "text": "a"}].
 
 When a template is loaded, small test chats are rendered in each form, starting with the form that
-transformers uses. Messages are then passed in the first form in which the template renders the
-most parts.
+transformers uses. Later messages are passed in the form in which the template rendered most of the
+reasoning and the tool calls.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from tandem.models.files import first_line, naming
 from tandem.models.tokenizer_settings import is_token, read_tokenizer_settings
 
 RENDER_S_MAX = 5.0  # Typical conversations take milliseconds.
-# Largest result of a product or power: bits of a number, or elements of a string or list.
+# Largest result of `*` or `**` in a template: bits of a number, or elements of a string or list.
 _RESULT_SIZE_MAX = 1 << 20
 # A template that receives data of an unexpected type raises ordinary Python errors.
 _PYTHON_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
@@ -55,7 +57,7 @@ _SPECIAL_TOKENS = tuple(
     f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 NO_OPTIONS: Mapping[str, Any] = {}
-# Names that templates use for an assistant's reasoning. Incoming messages use the first one.
+# Keys under which templates read an assistant's reasoning. `render` takes messages with the first.
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _Message = Mapping[str, Any]
@@ -90,15 +92,14 @@ class _SmallestChat(NamedTuple):
 
 
 class _MessageKind(NamedTuple):
-    """Which of content, reasoning and tool calls an assistant's message has."""
+    """Says which of the fields content, reasoning and tool calls an assistant's message has."""
 
-    content: str | None  # None, "", or "text" for any other content
+    content: str | None  # None: no content. "": empty content. "text": any other content.
     has_reasoning: bool
     has_calls: bool
 
     def message(self, reasoning: str) -> dict[str, Any]:
-        """Returns a test message of this kind. `reasoning` is the text of the reasoning, if the
-        kind has one."""
+        """Returns a test message of this kind. `reasoning` is ignored if the kind has none."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.has_reasoning:
             message[_REASONING_NAMES[0]] = reasoning
@@ -110,18 +111,20 @@ class _MessageKind(NamedTuple):
 class _MessageForm(NamedTuple):
     """One way to pass an assistant's message to a template."""
 
-    # whole: content, reasoning and calls stay separate fields of one message. joined: the content
-    # is appended to the reasoning. split: the tool calls are moved to a second message.
+    # "whole": one message with content, reasoning and tool calls in separate fields.
+    # "joined": one message; the content is appended to the text of the reasoning.
+    # "split": two messages; the second one has the tool calls.
     layout: Literal["whole", "joined", "split"] = "whole"
     # Keys under which the reasoning is passed. (): the reasoning is passed as a part of `content`.
     reasoning_names: tuple[str, ...] = _REASONING_NAMES
-    # The value of `content` if the message has no content. (): the key `content` is left out.
+    # How a message without content is passed. (None,) or ("",): `content` is null or empty.
+    # (): the key `content` is left out.
     empty: tuple[str | None, ...] = ()
     has_argument_text: bool = False  # True: arguments of calls are JSON text. False: objects.
 
     def messages(self, message: _Message) -> list[dict[str, Any]]:
-        """Converts one message to this form. Returns two messages if the layout is "split" and the
-        message has tool calls, else one."""
+        """Converts one message to this form. The result is two messages if the layout is "split"
+        and the message has tool calls, else one."""
         given = {name: value for name, value in message.items() if value is not None}
         content = given.pop("content", None)
         calls = given.pop("tool_calls", None)
@@ -177,8 +180,8 @@ class _TemplateTraits(NamedTuple):
         return [given for message in messages for given in self.given(message)]
 
     def given(self, message: _Message) -> list[dict[str, Any]]:
-        """Returns the messages that the template receives for one message. Keys with null are left
-        out unless the template expects null."""
+        """Converts one message of a client to the one or two messages that the template receives.
+        Keys with null are left out unless the template expects null."""
         role = message["role"]
         content = message.get("content")
         takes_parts = self.takes_parts.get(role, False)
@@ -198,8 +201,8 @@ class _TemplateTraits(NamedTuple):
 
 
 def _with_one_call_each(messages: Sequence[_Message]) -> list[_Message]:
-    """Splits each message with several tool calls into messages with one call. The result of a call
-    follows the message with the call."""
+    """Splits each message with several tool calls into messages with one call each, and moves the
+    results: (calls 1 and 2), result 1, result 2 become (call 1), result 1, (call 2), result 2."""
     given: list[_Message] = []
     rest = list(messages)
     while rest:
@@ -376,7 +379,7 @@ class ChatTemplate:
             text = self._render_probe(role, "probedone")
             takes_text[role] = "probedone" in text
             parts = self._render_probe(role, _PROBED_PARTS)
-            # Quotes around a part show that the template prints the list as Python does.
+            # Quotes around a text show that the template printed the list itself, as Python code.
             are_shown = all(p["text"] in parts for p in _PROBED_PARTS)
             takes_parts[role] = are_shown and not any(q + "probedone" in parts for q in "'\"")
         traits = _TemplateTraits(
@@ -398,11 +401,11 @@ class ChatTemplate:
         return traits._replace(takes_all_ids=takes_all)
 
     def _shows_results(self, traits: _TemplateTraits) -> bool:
-        """Returns whether the template renders the result of a tool call. The test chats have the
-        result after a call, and after an answer without calls.
+        """Returns whether the template renders the result of a tool call. In one test chat the
+        result follows a tool call, in another an answer without calls.
 
-        Also returns True if the template refuses all test chats, because a refused result is not
-        dropped silently."""
+        Also returns True if the template raises an error for all test chats: clients then receive
+        an error, so the template does not drop results silently."""
         called = [traits.given(_CALLED)] if traits.shows_calls else []
         shown = []
         for before in (*called, [{"role": "assistant", "content": "b"}]):
@@ -454,9 +457,9 @@ class ChatTemplate:
         return "probedcall" in rendered and "probedtwo" in rendered
 
     def _best_form(self, kind: _MessageKind) -> _MessageForm:
-        """Returns the first form in which the template renders both reasoning and tool calls, or
-        else the most of them. Content is not counted, because a template that drops content does so
-        in transformers, too."""
+        """Returns the form in which the template renders most of the two fields reasoning and tool
+        calls; of equal forms, the first. Content is not counted, because a template that drops
+        content also drops it in transformers."""
         best = _MessageForm()
         most = -1
         tried: list[Any] = []
@@ -485,12 +488,13 @@ class ChatTemplate:
             yield _MessageForm(*form)
 
     def _num_shown(self, kind: _MessageKind, form: _MessageForm) -> int:
-        """Returns how many of reasoning and tool calls the template renders in this form; -1 if the
-        form is unusable, for example because the template refuses it or prints null as text."""
+        """Returns how many of the two fields reasoning and tool calls the template renders in this
+        form. Returns -1 if the form is unusable: the template raises an error or prints a null
+        value as the text None, for example."""
         given = form.messages(kind.message("probedthought"))
         if kind.has_calls:
             chat = [self._smallest_chat.user, *given, _RESULT]
-        else:  # Templates render the last answer differently from earlier ones.
+        else:  # An earlier answer is included, because templates may render it differently.
             chat = [
                 self._smallest_chat.user,
                 *form.messages(kind.message("before")),
@@ -519,7 +523,8 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """Renders the body of `{% generation %}`, which marks the assistant's text for training."""
+    """Implements `{% generation %}`: the body is rendered unchanged. Templates mark the assistant's
+    text with this tag for training."""
 
     tags = {"generation"}
 
@@ -537,8 +542,8 @@ class _Clock(threading.local):
         self.late_at = time.monotonic() + RENDER_S_MAX
 
     def check(self) -> str:
-        """Raises TemplateError if the deadline has passed. Returns "", because the template prints
-        the result in each loop iteration."""
+        """Raises TemplateError if the deadline has passed. Returns "", because each loop iteration
+        prints the result of this call into the prompt."""
         if time.monotonic() > self.late_at:
             raise jinja2.TemplateError(f"it does not end within {RENDER_S_MAX:g} s")
         return ""
@@ -573,8 +578,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _result_size(operator: str, left: Any, right: Any) -> int:
-    """Estimates the size of the result of `*` or `**`: bits of a number, or elements of a string or
-    list."""
+    """Estimates the size of `left * right` or `left ** right`: the bits of a number, or the
+    elements of a string or list."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length()
         return bits * abs(right) if operator == "**" else bits + right.bit_length()
@@ -610,8 +615,8 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _template_named(template: str | list[dict[str, str]] | None, name: str) -> str | None:
-    """Returns the template with this name from the `chat_template` of tokenizer_config.json. A
-    single unnamed template is the default."""
+    """Returns the template called `name` from a value of `chat_template`, which is one template or
+    a list of named ones. A single template has the name "default"."""
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in template}.get(name)
     return template if name == "default" else None
@@ -633,7 +638,7 @@ def _special_tokens(
         named = {name: token for name, token in file.items() if name.endswith("_token")}
         named |= extra if isinstance(extra, dict) else {}
         for name, token in named.items():
-            # Settings that are not tokens end in _token, too: add_bos_token is one.
+            # The names of some other settings, such as add_bos_token, end in _token, too.
             if is_token(token):
                 tokens.setdefault(name, _content_of(token))
         further = file.get("additional_special_tokens") or (

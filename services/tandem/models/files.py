@@ -1,7 +1,8 @@
-"""Reads a model's JSON files, and converts errors in a model's files into one-line messages.
+"""Reads a model's JSON files, and converts errors in a model's files into one-line messages that
+name the file.
 
-A model's file may contain anything. The code that reads a file expects certain types, so other
-types raise arbitrary errors of Python or of a library. The messages name the file.
+A model's file may contain values of any type. Unexpected types raise arbitrary errors of Python or
+of a library.
 """
 
 import json
@@ -13,7 +14,7 @@ from typing import Any
 from tandem.common.printable import printable
 from tandem.errors import ConfigError, TandemError
 
-_LINE_MAX = 500  # maximum length of a message, in characters; messages may quote file contents
+_LINE_MAX = 500  # maximum length of a message in characters, because messages quote file contents
 _NAMES_SHOWN_MAX = 3
 
 

@@ -1,1 +1,2 @@
-"""Reads and checks checkpoints' headers: names, types and shapes of tensors, without their data."""
+"""Reads and checks the headers of checkpoint files: names, types and shapes of tensors. Tensor data
+are not read."""

@@ -1,7 +1,7 @@
 """Names and shapes of the experts' tensors in checkpoints, by naming scheme.
 
-Names are relative to the layer. E is the number of an expert, and "inner" is an expert's
-intermediate size.
+Names are relative to the layer: in layer 0, `mlp.gate.weight` is `model.layers.0.mlp.gate.weight`.
+E is the number of an expert, and "inner" is an expert's intermediate size.
 
 scheme    name                                          shape                   models, or matrix
 apart     block_sparse_moe.gate.weight                  [experts, hidden]       Mixtral
@@ -21,9 +21,10 @@ gpt-oss   mlp.router.{weight,bias}                      [experts, hidden], [expe
           mlp.experts.gate_up_proj_bias                 [experts, 2 inner]
           mlp.experts.down_proj                         [experts, inner, hidden]
           mlp.experts.down_proj_bias                    [experts, hidden]
-          In GGUF files: names of the scheme GGUF, and mlp.experts.{gate,up,down}_proj.bias.
-          In MXFP4: the matrices have the shape [experts, out, in]; each is stored as two tensors,
-          `_blocks` and `_scales` (check.py).
+
+GGUF files of gpt-oss have the names of the scheme GGUF, and biases `mlp.experts.gate_proj.bias` and
+so on. MXFP4 checkpoints of gpt-oss store each matrix, which then has the shape [experts, out, in],
+as two tensors with the suffixes `_blocks` and `_scales` (check.py).
 """
 
 from collections.abc import Collection
@@ -83,7 +84,8 @@ class ExpertNames:
 
     @property
     def correction(self) -> str:
-        """Name of the learned bias that is added to the scores when experts are chosen."""
+        """Name of the learned bias that is added to the experts' scores when the router chooses
+        experts."""
         return f"{self.router}.e_score_correction_bias"
 
     @property

@@ -1,4 +1,4 @@
-"""Reads the header of a safetensors file, but not the file's data.
+"""Reads the header of a safetensors file, but not the tensor data.
 
 A file consists of the header's length (8 bytes), the header (a JSON object with the type, shape and
 offsets of each tensor), and the data.
@@ -43,7 +43,8 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The allowed shapes and types of a tensor; an empty tuple allows all."""
+    """The allowed shapes and types of a tensor. An empty `shapes` allows every shape, an empty
+    `dtypes` every type."""
 
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()

@@ -1,8 +1,9 @@
-"""Finds a checkpoint's static KV cache scales.
+"""Finds the static scales that a checkpoint has for a KV cache in fp8: one number per layer for K,
+and one for V.
 
-The scales of V are named like those of K, with v in place of k:
+The names of the scales of K are listed here. The scales of V have the same names with v for k.
 
-name of the scale of K                      used by
+name of the scale of K in layer N           used by
 model.layers.N.self_attn.k_scale            compressed-tensors
 model.layers.N.self_attn.k_proj.k_scale     ModelOpt
 model.layers.N.self_attn.qkv_proj.k_scale   checkpoints that store Q, K and V as one matrix
@@ -40,8 +41,8 @@ def place_of_scale(name: str) -> Place | None:
 
 
 def find_kv_scales(files: Sequence[Path], config: ModelConfig) -> dict[Place, StoredScale]:
-    """Finds the K and V scales of all layers in the headers of safetensors files. Returns {} if
-    neither the files nor the config have any; GGUF files have none.
+    """Finds the K and V scales of all layers in the headers of safetensors files. Returns {} for
+    GGUF files, and if neither the files nor the config have KV scales.
 
     Raises UnsupportedModel for a scale that is missing or is not a single number, and ConfigError
     naming a file that is truncated or invalid."""

@@ -1,18 +1,23 @@
 """Derives the names and shapes of a model's tensors from its config.
 
-The tensors of latent attention are listed below. "plain" and "rope" are the numbers of elements of
-a head's query that are not rotated and that are rotated, "value" is the size of a head's value.
+A layer with latent attention has the following tensors. RoPE rotates only a part of a head's query:
+"rope" is the size of that part, and "plain" is the size of the other part. "value" is the size of a
+head's value. "q rank" and "kv rank" are the sizes of the latents (`Latent`).
 
-self_attn.q_proj.weight                     [heads * (plain + rope), hidden]    if q rank is None
-self_attn.q_a_proj.weight, .bias            [q rank, hidden]                    otherwise
-self_attn.q_a_layernorm.weight              [q rank]
-self_attn.q_b_proj.weight                   [heads * (plain + rope), q rank]
-self_attn.kv_a_proj_with_mqa.weight, .bias  [kv rank + rope, hidden]
-self_attn.kv_a_layernorm.weight             [kv rank]
-self_attn.kv_b_proj.weight                  [heads * (plain + value), kv rank]  not in GGUF
-self_attn.k_b_proj.weight                   [heads, kv rank, plain]             GGUF files
-self_attn.v_b_proj.weight                   [heads, value, kv rank]             GGUF files
-self_attn.o_proj.weight, .bias              [hidden, heads * value]
+name                                  shape                               present
+self_attn.q_proj.weight               [heads * (plain + rope), hidden]    without q rank
+self_attn.q_a_proj.weight             [q rank, hidden]                    with q rank
+self_attn.q_a_layernorm.weight        [q rank]                            with q rank
+self_attn.q_b_proj.weight             [heads * (plain + rope), q rank]    with q rank
+self_attn.kv_a_proj_with_mqa.weight   [kv rank + rope, hidden]            always
+self_attn.kv_a_layernorm.weight       [kv rank]                           always
+self_attn.kv_b_proj.weight            [heads * (plain + value), kv rank]  all but newer GGUF files
+self_attn.k_b_proj.weight             [heads, kv rank, plain]             newer GGUF files
+self_attn.v_b_proj.weight             [heads, value, kv rank]             newer GGUF files
+self_attn.o_proj.weight               [hidden, heads * value]             always
+
+q_a_proj, kv_a_proj_with_mqa and o_proj may have a bias, whose shape is the first size of the
+weight.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from tandem.models.config.model import ModelConfig
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
-# Position of the norms in a layer -> field of LayerWeights -> name of the norm in checkpoints.
+# For each value of `ModelConfig.norms`: field of LayerWeights -> name of the norm in checkpoints.
 NORMS = {
     "before": {
         "attention_norm": "input_layernorm",
@@ -48,9 +53,9 @@ _WHOLE, _KEYS, _VALUES = (f"self_attn.{part}_b_proj.weight" for part in ("kv", "
 
 
 def expected_shapes(config: ModelConfig, stored: Collection[str]) -> Shapes:
-    """Returns the shape of every tensor that a checkpoint of this model must have. Where several
-    naming schemes exist, `stored` decides which one applies. Raises UnsupportedModel if the config
-    has more experts than the checkpoint has tensors."""
+    """Returns the shape of every tensor that a checkpoint of this model must have, by name. Where
+    several naming schemes exist, the scheme of the names in `stored` applies. Raises
+    UnsupportedModel if the config has more experts than the checkpoint has tensors."""
     hidden = config.hidden_size
     shapes: Shapes = {EMBEDDING: (config.vocab_size, hidden), FINAL_NORM: (hidden,)}
     if not config.tie_word_embeddings:
@@ -104,8 +109,8 @@ def _attention_shapes(config: ModelConfig, layer: str, stored: Collection[str]) 
 def _latent_shapes(
     config: ModelConfig, latent: Latent, layer: str, stored: Collection[str]
 ) -> Shapes:
-    """Returns the shapes of a layer's latent attention, in the naming scheme of the stored
-    tensors."""
+    """Returns the shapes of a layer's latent attention, without its norms of the hidden state. The
+    names in `stored` decide between one matrix kv_b_proj and two matrices k_b_proj and v_b_proj."""
     hidden = config.hidden_size
     heads = config.num_attention_heads
     has_bias = config.qkv_bias

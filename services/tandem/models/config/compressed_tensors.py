@@ -1,4 +1,4 @@
-"""Reads `config_groups` of compressed-tensors: quantization schemes, each with its modules.
+"""Reads `config_groups` of compressed-tensors, which gives the quantization scheme of each module.
 
     "config_groups": {NAME: {"targets": [...], "weights": {...}, "format": ...}, ...}
 
@@ -25,19 +25,20 @@ BLOCK = [128, 128]
 GROUP_SIZES = (32, 64, 128)
 _ALL = "Linear"
 _PATTERN = "re:"
-# Patterns with more than _REPEATS_MAX repetitions, or with a repeated group, are refused, because a
-# failing match could take exponential time.
+# Patterns with more than _REPEATS_MAX repetitions, or with a repeated group such as (a+)+, are
+# refused, because matching them could take exponential time.
 _REPEATS = re.compile(r"[*+{]")
 _REPEATS_MAX = 6
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
-_MIXED = "mixed-precision"  # Each group states its own format.
-# Format name -> coding, type of the numbers, allowed bits.
+_MIXED = "mixed-precision"  # format of a config in which each group states a format
+# Format name -> (coding, type of the numbers, allowed bits per number).
 _FORMATS: Mapping[str, tuple[Coding, str, tuple[int, ...]]] = {
     "float-quantized": ("scaled", "float", (8,)),
     "int-quantized": ("scaled", "int", (8,)),
     "pack-quantized": ("packed", "int", (4, 8)),
 }
-_STRATEGIES = {  # Format name -> allowed `strategy`: the part of a matrix that shares a scale.
+# Format name -> allowed values of `strategy`, which says which weights of a matrix share a scale.
+_STRATEGIES = {
     "float-quantized": ("tensor", "channel", "block"),
     "int-quantized": ("tensor", "channel"),
     "pack-quantized": ("group", "channel"),
@@ -48,7 +49,7 @@ def read_compressed_tensors(given: Mapping[str, Any]) -> Quantization | None:
     """Returns the schemes of the weights; None if no weights are quantized. Raises UnsupportedModel
     naming a setting that is not supported."""
     if given.get("kv_cache_scheme") and not given.get("config_groups"):
-        return None  # Only the KV cache is quantized.
+        return None  # The config quantizes only the KV cache.
     form = demand(given, "format", (*_FORMATS, _MIXED))
     demand(given, "transform_config", (None, {}))
     demand(given.get("sparsity_config") or {}, "format", (None, "dense"), "sparsity_config.format")
@@ -96,7 +97,7 @@ def _scheme(group: Mapping[str, Any], form: str, name: str) -> Scheme:
 
     checked("type", kind)
     bits = checked("num_bits", *widths)
-    # No kernel supports zero points with 8 bits.
+    # No kernel supports zero points of 8-bit weights.
     may_have_zeros = coding == "packed" and bits == 4
     is_symmetric = checked("symmetric", True, None, *([False] if may_have_zeros else []))
     checked("actorder", None, "static", "weight", *(["group"] if coding == "packed" else []))

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers: their sizes and routing, read from config.json."""
+"""Reads the sizes and the routing of mixture-of-experts layers from config.json."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ from tandem.models.config.fields import flag, number, size
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """Equally large groups of experts. A token's experts come from its `top` best groups only."""
+    """A division of the experts into `num` groups of equal size. For each token, the router first
+    chooses `top` groups, and then experts in these groups only."""
 
     num: int
     top: int  # groups chosen for each token
@@ -19,23 +20,22 @@ class ExpertGroups:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of one layer. A router chooses `top_k` experts for each token; the result is the
-    weighted sum of the outputs of these experts.
+    """The experts of one layer. A router chooses `top_k` experts for each token. The layer's output
+    is the weighted sum of the outputs of these experts.
 
     The weights are the softmax of the router's logits, over all experts or over the chosen ones.
-    With `is_corrected` the weights are the sigmoids of the logits. Both kinds of weights may be
-    normalized to sum to 1.
+    With `is_corrected` the weights are the sigmoids of the logits.
     """
 
     num: int
     top_k: int  # experts chosen for each token
     inner: int  # intermediate size of each expert
-    is_normalized: bool  # A token's weights sum to 1 before `scale` is applied.
-    has_biases: bool = False  # The router and all products of the experts have biases.
-    is_corrected: bool = False  # Experts are ranked by sigmoid(logit) plus a learned bias.
+    is_normalized: bool  # True: a token's weights are made to sum to 1 before `scale` is applied.
+    has_biases: bool = False  # True: the router and all matrices of the experts have biases.
+    is_corrected: bool = False  # True: experts are ranked by sigmoid(logit) plus a learned bias.
     groups: ExpertGroups | None = None
     scale: float = 1.0  # factor on the weights of the chosen experts
-    shared_inner: int = 0  # intermediate size of the shared experts together; 0: no shared experts
+    shared_inner: int = 0  # sum of the intermediate sizes of the shared experts
 
 
 def read_experts(
@@ -98,7 +98,7 @@ def _groups(config: Mapping[str, Any], family: Family, num: int, top_k: int) -> 
     if not family.is_corrected and config.get("topk_method") == "greedy":
         return None
     groups = ExpertGroups(size(config, "n_group"), size(config, "topk_group"))
-    # A corrected router ranks a group by the sum of its two best experts.
+    # With `is_corrected`, the router ranks groups by the sum of the two best scores in a group.
     least = 2 if family.is_corrected else 1
     if num % groups.num or num // groups.num < least or groups.top > groups.num:
         raise UnsupportedModel(

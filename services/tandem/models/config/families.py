@@ -1,8 +1,8 @@
 """The table of supported architectures, keyed by their name in config.json.
 
-A row states what all models of an architecture share, and defaults for the keys that their
-config.json may leave out. model.py and layers.py read everything else. docs/adding_a_model.md shows
-how to add a row.
+A row states the properties that all models of an architecture share, and defaults for the keys that
+config.json may leave out. model.py and layers.py read the other properties from config.json.
+docs/adding_a_model.md shows how to add a row.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,12 @@ ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The properties that models of one architecture share; the defaults are Llama's.
+    """The properties that models of one architecture share. The defaults are Llama's.
 
-    norms: where the RMSNorms of attention and of the MLP are: before them, after them (before the
-        residual is added), or both ("around").
+    norms: the positions of the RMSNorms of attention and of the MLP:
+        "before": on the input;
+        "after": on the output, before the residual is added;
+        "around": on both.
     norm_offset: a number added to the stored weights of norms.
     qk_norm: RMSNorm of q and k before the rotation: none, over each head, or over all heads
         together.
@@ -32,11 +34,11 @@ class Family:
         "none": none;
         "all": all;
         "switched": all if `use_sliding_window` is true, else none;
-        "chosen": some if `use_sliding_window` is true, else none. `layer_types` names them; if it
-            is absent, they are the layers without a rope (`has_no_rope_layers`), or else those
-            from number `max_window_layers` on;
-        "pattern": those that `layer_types` names; if it is absent, all but the last of each
-            `sliding_window_pattern` layers.
+        "chosen": none unless `use_sliding_window` is true. Then the layers that `layer_types`
+            names, or without `layer_types`: in families with `has_no_rope_layers` the layers
+            without RoPE, in others the layers from number `max_window_layers` on;
+        "pattern": the layers that `layer_types` names, or without `layer_types`: all but every
+            n-th layer, where n is `sliding_window_pattern`.
     pattern: the default of `sliding_window_pattern`.
     rope_theta: the default of `rope_theta`.
     has_rope_by_kind: layers with a window have different RoPE parameters from the others.
@@ -44,8 +46,8 @@ class Family:
     is_fused: checkpoints store q, k and v as one matrix, and gate and up as one.
     has_partial_rope: RoPE may rotate only a part of each head (`partial_rotary_factor`); the only
         supported scaling is longrope.
-    is_length_scaled: `max_position_embeddings` is the context after RoPE scaling, for every kind
-        of scaling.
+    is_length_scaled: `max_position_embeddings` is always the context after RoPE scaling. In other
+        families this depends on the kind of scaling (`RopeScaling.max_model_len`).
     activation_key: the key of config.json that names the activation of the MLP.
     multipliers: constant factors in the decoder: none, Granite's keys, or Gemma's (embeddings by
         the square root of the hidden size, scores by `query_pre_attn_scalar`).
@@ -59,14 +61,15 @@ class Family:
     is_latent: attention is latent (latent.py).
     has_extra_layers: checkpoints may have additional layers for multi-token prediction
         (`num_nextn_predict_layers`), which are not run.
-    has_sinks: each head has an attention sink: a learned score in its softmax without a value.
+    has_sinks: each head has an attention sink, a learned score that takes part in the softmax but
+        has no value vector.
     has_clamped_gates: the gate and up projections are clamped to `swiglu_limit`.
-    quantization: a `quant_method` that only this family's checkpoints may have; quantization.py
-        has the methods for all families.
+    quantization: a `quant_method` that only this family's checkpoints may have, in addition to the
+        methods in quantization.py.
     has_caps: logits and attention scores may be soft-capped (`final_logit_softcapping` and
         `attn_logit_softcapping`).
     refuses: keys that must be absent, null or false.
-    demands: keys that must be absent or have one of the listed values.
+    demands: keys that must be absent or have one of the values listed for the key.
     defaults: values of keys that are absent from config.json.
     """
 
@@ -112,7 +115,7 @@ _GPT_OSS_ROPE = {
     "truncate": False,
 }
 
-# The defaults that transformers has for V2 and V3.
+# transformers' defaults for DeepSeek V2 and V3.
 _DEEPSEEK = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,

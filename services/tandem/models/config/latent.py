@@ -1,13 +1,18 @@
 """Sizes of multi-head latent attention (MLA), read from config.json (arXiv:2405.04434).
 
-The KV of a token is one latent vector and one rotated key, which all heads share. The keys and
-values of single heads are linear functions of the latent and are never computed. Instead, queries
-are projected into the latent space, and the attention output is projected out of it.
+The KV of a token is one latent vector and one key, which all heads share. In DeepSeek V2 these have
+512 and 64 elements. The keys and values of single heads are linear functions of the latent and are
+never computed. Instead, queries are projected into the latent space, and the attention output is
+projected out of it:
 
-    latent, key = W_a x                                    per token: x is the hidden state; the
-                                                           latent is normalized, the key rotated
-    score       = (W_k^T q) . latent + rotated q . key     per head, with the head's W_k and W_v
-    out         = W_v (sum of weight * latent)             per head
+    latent, key = W_a x
+    score       = (W_k^T q_plain) . latent + q_rope . key
+    output      = W_v (sum over tokens of softmax(scores) * latent)
+
+The first line is computed once for each token; x is the token's hidden state. Then the latent is
+normalized, and RoPE rotates the key. The other lines are computed for each head. W_k and W_v are
+the head's matrices. q_rope is the part of the head's query that RoPE rotates, and q_plain is the
+other part.
 """
 
 from collections.abc import Mapping
@@ -26,27 +31,28 @@ class Latent:
     """The sizes of latent attention, as numbers of elements per token or per head."""
 
     kv_rank: int  # size of the latent
-    rope_dim: int  # size of the rotated key, and of the rotated part of a head's query
-    plain_dim: int  # size of the part of a head's query that is not rotated
+    rope_dim: int  # size of the rotated key, and of q_rope
+    plain_dim: int  # size of q_plain
     value_dim: int  # size of a head's value
-    # Size of the latent from which queries are computed; None: from the hidden state directly.
+    # Size of the latent from which queries are computed. None: queries are computed from the hidden
+    # state directly.
     q_rank: int | None
     has_pairs: bool  # True: two elements that RoPE rotates together are stored side by side.
     scale: float  # factor on the attention scores
 
     @property
     def kv_dim(self) -> int:
-        """Elements of one token's KV in one layer."""
+        """Number of elements in one token's KV in one layer."""
         return self.kv_rank + self.rope_dim
 
     @property
     def q_dim(self) -> int:
-        """Elements of a head's query before it is projected into the latent space."""
+        """Number of elements in a head's query before the projection into the latent space."""
         return self.plain_dim + self.rope_dim
 
     def rotated_key(self, kv_dtype: str, computed_dtype: str) -> RotatedKey | None:
-        """Describes the rotated key that a quantized KV row stores unquantized, in the compute
-        dtype. None if `kv_dtype` is not quantized."""
+        """Returns the size and dtype of the rotated key in a quantized KV cache. Only the latent is
+        quantized; the key keeps the compute dtype. Returns None if `kv_dtype` is not quantized."""
         return RotatedKey(self.rope_dim, computed_dtype) if is_quantized(kv_dtype) else None
 
 
@@ -78,7 +84,7 @@ def read_latent(config: Mapping[str, Any], family: Family) -> Latent | None:
 
 
 def _yarn_score_factor(config: Mapping[str, Any]) -> float:
-    """Returns the factor on attention scores that comes from YaRN's `mscale_all_dim`."""
+    """Returns the factor by which YaRN's `mscale_all_dim` multiplies attention scores."""
     parameters = rope_parameters(config)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default" or not parameters.get("mscale_all_dim"):

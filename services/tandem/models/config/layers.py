@@ -15,8 +15,8 @@ from tandem.models.config.rope import NO_ROPE, Rope, read_ropes
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
-LAYERS_MAX = 4096  # A larger value means a broken file, and each layer would take memory.
-# The defaults that transformers has for absent keys.
+LAYERS_MAX = 4096  # More layers mean that config.json is broken; reading them could exhaust memory.
+# transformers' defaults for absent keys.
 _DEFAULT_WINDOW_LAYERS = 28  # Qwen: number of layers without a window
 _DEFAULT_NO_ROPE_INTERVAL = 4  # SmolLM3: every 4th layer has no RoPE
 
@@ -26,7 +26,8 @@ class LayerSpec:
     """The properties of one layer that may differ from other layers."""
 
     rope: Rope
-    # Number of tokens that a token attends to, including itself; None: all previous tokens.
+    # Number of tokens that a token attends to, including itself. None: the token itself and all
+    # earlier tokens.
     window: int | None = None
     experts: Experts | None = None  # None: a dense MLP
 

@@ -1,4 +1,4 @@
-"""The shape of a model, read from the config.json of its Hugging Face folder.
+"""Reads a model's sizes and properties from config.json of the model's Hugging Face folder.
 
 This module does not read weights or import torch. A model that the engine cannot compute exactly
 raises UnsupportedModel, before any weight is read.
@@ -50,8 +50,8 @@ class GateClamp:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a decoder with RMSNorm, grouped-query or latent attention, and gated MLPs or
-    experts."""
+    """The sizes and properties of a decoder model. Such a model has RMSNorm, grouped-query or
+    latent attention, and gated MLPs or experts."""
 
     architecture: str
     vocab_size: int
@@ -59,14 +59,14 @@ class ModelConfig:
     intermediate_size: int
     layers: tuple[LayerSpec, ...]
     num_attention_heads: int
-    num_kv_heads: int  # latent attention: 1 head, which holds the latent and the rotated key
+    num_kv_heads: int  # 1 with latent attention: all heads share the latent and the rotated key
     head_dim: int
     rms_norm_eps: float
     tie_word_embeddings: bool
     qkv_bias: bool
     attention_out_bias: bool
     mlp_bias: bool
-    qk_norm: QkNorm  # RMSNorm of q and k, before the rotation
+    qk_norm: QkNorm  # RMSNorm of q and k, before RoPE
     max_model_len: int  # tokens
     eos_token_ids: tuple[int, ...]
     torch_dtype: str  # dtype of the checkpoint; the engine chooses its own compute dtype
@@ -76,7 +76,7 @@ class ModelConfig:
     multipliers: Multipliers = Multipliers()
     logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
     attention_cap: float | None = None  # the same formula for attention scores
-    has_sinks: bool = False  # Each head has an attention sink: a learned score in its softmax.
+    has_sinks: bool = False  # True: the softmax of each head includes a learned score, the sink.
     gate_clamp: GateClamp | None = None  # replaces `activation`
     is_mxfp4: bool = False  # Experts are stored as MXFP4: 32 numbers of 4 bits share a scale.
     expert_form: ExpertForm = ""  # naming scheme of the experts' tensors
@@ -108,9 +108,9 @@ class ModelConfig:
     def for_contexts(self, max_model_len: int) -> ModelConfig:
         """Returns the config for serving contexts of at most `max_model_len` tokens.
 
-        The maximum matters only for RoPE scaling of the kind longrope, which has short and long
-        factors. transformers chooses between them by the length of each call. Here, cached keys
-        cannot change, so the maximum context decides for all sequences."""
+        The maximum matters only for longrope scaling, which has short and long factors.
+        transformers chooses between the two by the length of each call. Tandem chooses once, by
+        `max_model_len`, because cached keys cannot be rotated again later."""
         layers = tuple(
             replace(layer, rope=layer.rope.for_contexts(max_model_len)) for layer in self.layers
         )
@@ -123,7 +123,8 @@ class ModelConfig:
 
     @property
     def is_long(self) -> bool:
-        """True if a layer uses longrope's long factors (contexts beyond the original length)."""
+        """True if a layer uses longrope's long factors, because contexts may be longer than the
+        original context of the model."""
         return any(layer.rope.is_long for layer in self.layers)
 
     @classmethod
@@ -258,7 +259,8 @@ def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _has_own_quantization(config: Mapping[str, Any], family: Family) -> bool:
-    """Returns whether the checkpoint's `quant_method` is the one that only this family may have."""
+    """Returns whether the checkpoint's `quant_method` is `family.quantization`, which only gpt-oss
+    has (mxfp4)."""
     quantization = config.get("quantization_config")
     if not family.quantization or not isinstance(quantization, dict):
         return False

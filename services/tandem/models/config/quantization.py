@@ -1,4 +1,4 @@
-"""Reads how a checkpoint's matrices are quantized from `quantization_config` of config.json.
+"""Reads `quantization_config` of config.json, which says how a checkpoint's matrices are quantized.
 
 Supported methods are fp8, modelopt, compressed-tensors, gptq and awq. A setting that would change
 results and is not supported raises UnsupportedModel, before any weight is read. This module does
@@ -54,7 +54,7 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
 
 def has_kv_scales(config: Mapping[str, Any]) -> bool:
     """Returns whether the checkpoint has static scales for a KV cache in fp8_e4m3. Raises
-    UnsupportedModel if it describes another quantization of the KV cache."""
+    UnsupportedModel if `kv_cache_scheme` describes another quantization."""
     given = config.get(NAME)
     scheme = given.get("kv_cache_scheme") if isinstance(given, dict) else None
     if scheme is None or scheme == {}:
@@ -76,7 +76,7 @@ def _fp8(given: Mapping[str, Any]) -> Scheme:
 
 def _gptq(given: Mapping[str, Any]) -> Scheme:
     bits = demand(given, "bits", (4, 8))
-    if bits == 8:  # No kernel supports zero points with 8 bits.
+    if bits == 8:  # No kernel supports zero points of 8-bit weights.
         demand(given, "sym", (True, None))
     form = demand(given, "checkpoint_format", ("gptq", "gptq_v2", None))
     size = demand(given, "group_size", (*GROUP_SIZES, -1))

@@ -10,12 +10,13 @@ NAME = "quantization_config"
 
 
 def demand(given: Any, key: str, allowed: tuple[Any, ...], name: str = "") -> Any:
-    """Returns `given[key]`. `name` is the field's name in the error message (default: `key`).
+    """Returns `given[key]`, or None if the key is absent. Raises UnsupportedModel listing the
+    allowed values if the value is not in `allowed`.
 
-    Raises UnsupportedModel listing the allowed values if `given[key]` is not allowed or `given` is
-    not an object."""
+    `name` is the field's name in the error message (default: `key`). If `given` is not an object,
+    `given` itself is checked."""
     value = given.get(key) if isinstance(given, dict) else given
-    # Types are compared because True == 1. A set would not work: lists are unhashable.
+    # Types are compared, too, because True == 1 in Python.
     if not any(value == each and type(value) is type(each) for each in allowed):
         shown = ", ".join("nothing" if each is None else str(each) for each in allowed)
         raise refusal(name or key, value, f"supported are {shown}")
@@ -30,5 +31,5 @@ def demand_object(value: Any, name: str) -> dict[str, Any]:
 
 
 def refusal(name: str, value: Any, what_may_be: str) -> UnsupportedModel:
-    """Makes the error for a value that is not supported; `what_may_be` says what is supported."""
+    """Makes the error for an unsupported value. `what_may_be` describes the supported values."""
     return UnsupportedModel(f"{NAME}: {name} is {value!r:.80}; {what_may_be}")

@@ -1,5 +1,5 @@
-"""The storage formats of a checkpoint's quantized matrices, and the format of each module. Does
-not import torch."""
+"""Describes how a checkpoint stores quantized matrices, and which format each module has. Does not
+import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Coding = Literal["scaled", "packed", "gptq", "awq"]
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The storage format of a quantized matrix [out, in]. The tensors of each coding are:
+    """The storage format of a quantized matrix [out, in]. For each coding, the checkpoint has these
+    tensors:
 
     scaled: `weight` in fp8 or int8, and `weight_scale` or `weight_scale_inv`.
     packed: `weight_packed`, `weight_scale` and `weight_zero_point` (compressed-tensors).
@@ -24,18 +25,23 @@ class Scheme:
     coding: Coding
     bits: int
     is_float: bool = False
-    # Number of inputs that share a scale; 0: a whole row or the whole matrix shares one.
+    # Number of inputs that share a scale. 0: all inputs of an output, or the whole matrix, share
+    # one.
     group_size: int = 0
-    block: tuple[int, int] | None = None  # (outputs, inputs) that share a scale; None: no blocks
+    # Numbers of outputs and inputs in a block that shares a scale. None: scales are not per block.
+    block: tuple[int, int] | None = None
     zero_offset: int = 0  # added to the stored zero points
-    # Only for "packed". True: zero points are stored. False: each is the middle of the range.
+    # Only for "packed". True: zero points are stored. False: the zero point is the middle of the
+    # range, which is 8 for numbers from 0 to 15.
     has_zeros: bool = False
 
     @property
     def growth_max(self) -> float:
-        """Largest ratio of a matrix's size after repacking to the size in the file. Integers are
-        repacked into blocks of 32 or 64 inputs, each with a scale and a zero point. fp8 matrices
-        get separate scales for each output."""
+        """Largest ratio of a matrix's size in memory to its size in the file.
+
+        In memory, integers are in blocks of 32 or 64 inputs, each with a scale and possibly a zero
+        point: 32 weights of 4 bits and a scale of 2 bytes take 4.5 bits per weight. fp8 matrices
+        have scales for each output."""
         if self.is_float:
             return 1.04
         return 4.5 / 4 if self.bits == 4 else 8.5 / 8
@@ -43,13 +49,13 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The scheme of each module. The tensors in the files decide whether a module is quantized at
-    all.
+    """The quantization scheme of each module. A module with a scheme may still be stored
+    unquantized; the tensors in the files show this.
 
-    A match by name has priority over patterns, and patterns over `default`.
+    `by_name` has priority over `by_pattern`, and `by_pattern` over `default`.
     """
 
-    default: Scheme | None = None  # None: other modules are not quantized
+    default: Scheme | None = None  # scheme of all other modules; None: they are not quantized
     by_name: Mapping[str, Scheme] = field(default_factory=dict)
     # Patterns are matched at the start of a module's name, and the first match wins.
     by_pattern: tuple[tuple[re.Pattern[str], Scheme], ...] = ()
@@ -69,7 +75,7 @@ class Quantization:
 
     @property
     def growth_max(self) -> float:
-        """Largest ratio of the size of any matrix after repacking to its size in the files."""
+        """Largest ratio, over all schemes, of a matrix's size in memory to its size in the file."""
         return max(scheme.growth_max for scheme in self._schemes())
 
     def _schemes(self) -> Iterator[Scheme]:

@@ -19,21 +19,24 @@ _LOCAL_THETA = 10000.0  # default for layers with a window (Gemma 3)
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Scaling of the RoPE frequencies. Fields that a kind does not use keep their defaults.
+    """Scaling of the RoPE frequencies for contexts longer than the original context, which has
+    `original_max_position_embeddings` tokens. Fields that a kind of scaling does not use keep their
+    defaults.
 
-    linear: positions are divided by `factor`.
-    llama3: frequencies with wavelengths above `original_max_position_embeddings / low_freq_factor`
-        are divided by `factor`, those with wavelengths below
-        `original_max_position_embeddings / high_freq_factor` are kept, and those between are
-        interpolated.
-    yarn: frequencies that turn more than `beta_fast` times in the original context are kept, those
-        that turn less than `beta_slow` times are divided by `factor`, and those between are
-        blended. With `truncate` the ends of the blended range are rounded outwards to whole
-        dimensions. cos and sin are multiplied by `attention_factor`
-        (https://arxiv.org/abs/2309.00071).
-    longrope: each frequency is divided by its own factor, from `short_factors` if the maximum
-        context is at most the original one, else from `long_factors`. cos and sin are multiplied by
-        `attention_factor` (https://arxiv.org/abs/2402.13753).
+    linear: all frequencies are divided by `factor`.
+    llama3: the wavelength of a frequency decides (the number of tokens for one turn):
+        above original context / `low_freq_factor`: the frequency is divided by `factor`;
+        below original context / `high_freq_factor`: the frequency is kept;
+        between: the result is interpolated.
+    yarn: the number of turns in the original context decides:
+        more than `beta_fast`: the frequency is kept;
+        fewer than `beta_slow`: the frequency is divided by `factor`;
+        between: the result is interpolated. With `truncate`, the ends of this range are rounded
+            outwards to whole dimensions of the head.
+        cos and sin are multiplied by `attention_factor` (https://arxiv.org/abs/2309.00071).
+    longrope: each frequency is divided by a factor of its own. The factors are `short_factors` if
+        the maximum context is at most the original context, else `long_factors`. cos and sin are
+        multiplied by `attention_factor` (https://arxiv.org/abs/2402.13753).
     """
 
     kind: Literal["linear", "llama3", "yarn", "longrope"]
@@ -51,8 +54,8 @@ class RopeScaling:
     def max_model_len(self, max_position_embeddings: int) -> int:
         """Returns the model's context in tokens, given `max_position_embeddings` of config.json.
 
-        As in vLLM, configs with llama3 and longrope state the scaled context, and those with linear
-        and yarn state the unscaled one.
+        With llama3 and longrope, config.json states the context after scaling. With linear and
+        yarn it states the context before scaling. vLLM reads the field in the same way.
         """
         if self.kind == "linear":
             return int(max_position_embeddings * self.factor)
@@ -67,7 +70,7 @@ class Rope:
 
     theta: float | None  # None: the layer has no RoPE (NoPE)
     scaling: RopeScaling | None = None
-    rotary_share: float = 1.0  # fraction of each head that is rotated, from its first element
+    rotary_share: float = 1.0  # fraction of a head's elements that are rotated; these come first
     is_long: bool = False  # True: longrope uses `long_factors`.
 
     def for_contexts(self, max_model_len: int) -> "Rope":
@@ -96,9 +99,9 @@ def read_ropes(
 ) -> dict[str, Rope]:
     """Returns the RoPE parameters by layer kind: full_attention and sliding_attention.
 
-    by_kind: True if the two kinds have different parameters (Gemma 3). Layers with a window then
-        use the entry of `rope_parameters` for sliding_attention, or `rope_local_base_freq` without
-        scaling.
+    by_kind: True: the two kinds have different parameters (Gemma 3). Layers with a window then use
+        `rope_parameters["sliding_attention"]`, or without `rope_parameters` the frequency base
+        `rope_local_base_freq` without scaling. False: both kinds have the same parameters.
 
     Raises UnsupportedModel naming the field that is not supported.
     """
@@ -221,7 +224,7 @@ def _read_scaling(parameters: Mapping[str, Any], max_positions: int) -> RopeScal
 
 
 def _truncate(parameters: Mapping[str, Any]) -> bool:
-    if parameters.get("truncate", True) is None:  # transformers treats null as false
+    if parameters.get("truncate", True) is None:  # An absent key means true, but null means false.
         raise UnsupportedModel("truncate is None; it must be true or false")
     return flag(parameters, "truncate", True)
 
@@ -251,5 +254,6 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
 
 
 def yarn_scale(factor: float, mscale: float) -> float:
-    """Returns YaRN's factor on cos and sin for a context that is `factor` times as long."""
+    """Returns the factor by which YaRN multiplies cos and sin if scaling makes the context `factor`
+    times as long."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,4 +1,4 @@
-"""Reads the text part of a multimodal checkpoint as a model.
+"""Reads the language model of a multimodal checkpoint, its "text part", as a model of its own.
 
 config.json has the config of the text part in `text_config`:
 
@@ -26,7 +26,7 @@ from typing import Any
 from tandem.errors import UnsupportedModel
 
 _SUFFIX = "ForConditionalGeneration"
-# Architecture without the suffix -> the model_type if text_config does not state it.
+# Architecture without the suffix -> model_type of the text part if text_config states none.
 _DEFAULT_KINDS: Mapping[str, str] = {
     "AudioFlamingo3": "qwen2",
     "DeepseekVL": "llama",
@@ -134,8 +134,9 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def names_in_model(stored: Iterable[str], *, is_text_part: bool) -> dict[str, str]:
-    """Maps each tensor name in the model to its stored name in the checkpoint. Tensors of other
-    parts are left out. Raises UnsupportedModel if two stored names are the same tensor."""
+    """Maps the name that each tensor has in the text part to the name in the checkpoint, such as
+    `model.norm.weight` to `language_model.model.norm.weight`. Tensors for images and audio are left
+    out. Raises UnsupportedModel if two names in the checkpoint are the same tensor."""
     if not is_text_part:
         return {name: name for name in stored}
     names: dict[str, str] = {}
@@ -149,7 +150,8 @@ def names_in_model(stored: Iterable[str], *, is_text_part: bool) -> dict[str, st
 
 
 def text_name(name: str) -> str | None:
-    """Returns the name of a tensor or module in the text part; None if it is in another part."""
+    """Converts the checkpoint's name of a tensor or module to the name in the text part. Returns
+    None for a name outside the text part."""
     if (found := _NAME.fullmatch(name)) is None:
         return None
     if (inner := found["inner"]) is None:
@@ -166,7 +168,7 @@ def _is_tied(config: Mapping[str, Any], part: Mapping[str, Any]) -> Any:
 
 
 def _with_text_part_names(quantization: dict[str, Any]) -> dict[str, Any]:
-    """Returns `quantization_config` with module names converted to those of the text part."""
+    """Returns `quantization_config` with the module names that the text part has."""
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict):
         return quantization

@@ -40,8 +40,8 @@ _GEMMAS = ("gemma2", "gemma3")
 # Number of layers by which Gemma 2 27B and Gemma 3 27B are recognized. In these two models, the
 # scale of attention scores follows from hidden size / number of heads instead of the head size.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
-_WITH_EXPERTS = ("llama", "qwen3moe", "gpt-oss", "deepseek2")  # With experts, llama is Mixtral.
-# Keys of head sizes that must equal attention.key_length, except with latent attention.
+_WITH_EXPERTS = ("llama", "qwen3moe", "gpt-oss", "deepseek2")  # A llama with experts is Mixtral.
+# Keys with sizes that must equal attention.key_length in models without latent attention.
 _HEAD_SIZE_KEYS = (
     *("attention.value_length", "rope.dimension_count"),
     *("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"),
@@ -60,8 +60,8 @@ def hf_config(
     tensor_names: frozenset[str],
     rope_tables: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:
-    """Returns the contents of config.json. `rope_tables` has the tensors listed in
-    names.ROPE_TABLES.
+    """Returns the contents of config.json. `rope_tables` has the file's tensors of those listed in
+    names.ROPE_TABLES, by name.
 
     Raises UnsupportedModel naming a key that config.json cannot express or that is not supported.
     """

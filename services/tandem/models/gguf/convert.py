@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 CACHE_DIR_VARIABLE = "TANDEM_CACHE_DIR"
 CONVERSION_FILE = "tandem_conversion.json"  # file in the folder with the path of the GGUF file
 
-# Part of the cache key. Increment it with every change to the output of a conversion.
+# Part of the cache key. It must be incremented with every change to the output of a conversion.
 _VERSION = 7
 _KEY_BYTES = 1 << 20
 _QUANTIZATION = re.compile(r"[.-](I?Q\d\w*|T?Q\d\w*|MXFP4\w*|BF16|F16|F32|FP16|FP32)$", re.I)
@@ -63,7 +63,7 @@ def keep_conversion(place: Path, source: Path, convert: Callable[[Path], None]) 
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.with_name(place.name + ".lock").open("w") as lock:
-        # The operating system releases the lock if the process dies.
+        # If this process dies, the operating system releases the lock.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if place.is_dir():
             _set_source(place, source)

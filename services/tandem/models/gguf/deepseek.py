@@ -125,7 +125,7 @@ def _experts(metadata: GgufMetadata) -> dict[str, Any]:
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
         }
-    if is_normalized:  # Refused, because transformers ignores this key and others do not.
+    if is_normalized:  # Refused, because transformers ignores this key and other programs do not.
         raise _refusal(metadata, "expert_weights_norm", is_normalized, "False, with softmax")
     has_groups = groups[0] > 1
     return config | {

@@ -68,7 +68,7 @@ def read_layout(path: Path) -> Layout:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Scan(path, data).layout()
-    except (OSError, ValueError) as error:  # ValueError includes the failure to map an empty file.
+    except (OSError, ValueError) as error:  # mmap raises ValueError for an empty file.
         raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from error
 
 

@@ -71,14 +71,14 @@ class GgufMetadata:
         return value
 
     def special_ids(self, **keys: str) -> dict[str, int]:
-        """Returns the ids of special tokens. `keys` maps names in the result to special tokens, as
-        in bos_token_id="bos". Special tokens that the file does not have are left out."""
+        """Returns the ids of special tokens, such as {"bos_token_id": 1} for bos_token_id="bos".
+        Special tokens that the file does not have are left out."""
         found = {name: self.token_id(special_key(key)) for name, key in keys.items()}
         return {name: token_id for name, token_id in found.items() if token_id is not None}
 
     def of_model(self, key: str, default: Any = _MISSING) -> Any:
-        """Reads a key with the architecture's prefix. A list with one value per layer is accepted
-        if all values are equal."""
+        """Reads a key with the architecture's prefix: `block_count` reads `llama.block_count`. A
+        list with one value per layer is accepted if all values are equal."""
         full_key = f"{self.architecture}.{key}"
         value = self.get(full_key, default)
         if value is _MISSING:
@@ -114,7 +114,7 @@ class GgufMetadata:
     def _checked(
         self, key: str, value: Any, is_allowed: Callable[[Any], bool], allowed: str
     ) -> Any:
-        if key not in self._keys:  # The value is the default.
+        if key not in self._keys:  # `value` is the default.
             if value is _MISSING:
                 raise UnsupportedModel(f"the GGUF file has no {key}; it must be {allowed}")
             return value

@@ -1,4 +1,5 @@
-"""Maps GGUF tensor names to Hugging Face names, and tells which tensors have permuted rows."""
+"""Maps GGUF tensor names to Hugging Face names, and knows the tensors whose values or row order
+differ from those of Hugging Face files."""
 
 import re
 
@@ -53,7 +54,7 @@ _DEEPSEEK = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "exp_probs_b": _CORRECTION,
 }
-# Names that differ from `_INNER`, by the start of the Hugging Face class name.
+# Names that replace or extend `_INNER`, by the first letters of the Hugging Face class name.
 _NAMES_BY_FAMILY = {
     "Gemma": {"ffn_norm": "pre_feedforward_layernorm"},
     "Phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
@@ -105,8 +106,9 @@ def _inner(architecture: str) -> dict[str, str]:
 
 
 def stored_offset(name: str, architecture: str) -> float:
-    """Returns the number that GGUF files add to the values of a tensor: 1 for Gemma's norm weights,
-    else 0. Hugging Face files store norm weights without this number."""
+    """Returns the difference between a tensor's values in GGUF files and in Hugging Face files. It
+    is 1 for Gemma's norm weights, to which llama.cpp's converter adds 1, and 0 for other
+    tensors."""
     return float(_is_gemma(architecture) and name.split(".")[-2].endswith("norm"))
 
 
@@ -115,7 +117,8 @@ def _is_gemma(architecture: str) -> bool:
 
 
 def num_permuted_heads(name: str, config: ModelConfig) -> int:
-    """Returns the number of heads if the rows of the tensor need `unpermute`; 0 otherwise."""
+    """Returns the number of heads in a tensor whose rows are in llama.cpp's order (see
+    `unpermute`), and 0 for other tensors."""
     if config.architecture not in _PERMUTED:
         return 0
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_kv_heads}

@@ -1,1 +1,1 @@
-"""Reads quantized matrices from safetensors: their stored tensors, and their dequantized values."""
+"""Reads and dequantizes quantized matrices of safetensors files, each stored as several tensors."""

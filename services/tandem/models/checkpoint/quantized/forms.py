@@ -1,22 +1,26 @@
-"""The tensors in which a checkpoint stores a quantized matrix [out, in], by coding.
+"""Lists the tensors in which a checkpoint stores a quantized matrix [out, in], with their shapes.
+
+The format of a quantized matrix is its coding (`Scheme.coding`):
 
 coding  tensor                           shape                  type
 scaled  weight                           [out, in]              F8_E4M3 or I8
         weight_scale, weight_scale_inv   one scale, one per output, or one per block
-packed  weight_packed                    [out, in / 8]          I32; with 8 bits [out, in / 4]
+packed  weight_packed                    [out, in / 8]          I32
         weight_scale                     [out, groups]
         weight_zero_point, if has_zeros  [out / 8, groups]      I32
         weight_shape                     [2]                    I64
         weight_g_idx, optional           [in]                   I32
-gptq    qweight                          [in / 8, out]          I32; with 8 bits [in / 4, out]
-        qzeros                           [groups, out / 8]      I32; with 8 bits [groups, out / 4]
+gptq    qweight                          [in / 8, out]          I32
+        qzeros                           [groups, out / 8]      I32
         scales                           [groups, out]
         g_idx, optional                  [in]                   I32
 awq     qweight                          [in, out / 8]          I32
         qzeros, scales                   as for gptq
 
-Where no type is given, any floating-point type is allowed. The last block of a matrix and the last
-word of weight_zero_point may be incomplete, so the counts of blocks and of these words round up.
+These shapes are for 4-bit numbers, of which a word (I32) holds 8. A word holds 4 numbers of 8 bits,
+so `in / 8` becomes `in / 4`. Where no type is given, any floating-point type is allowed. The last
+block of a matrix and the last word of weight_zero_point may be incomplete, so the number of blocks
+and the quotient `out / 8` round up.
 This module does not import torch.
 """
 
@@ -26,7 +30,7 @@ from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.headers import FLOATS, Form, TensorHeader
 from tandem.models.config.quantization_scheme import Coding, Scheme
 
-# The tensors of each coding. The first tensor is always present.
+# Names of each coding's tensors. The first tensor is always present.
 PARTS: Mapping[Coding, tuple[str, ...]] = {
     "scaled": ("weight", "weight_scale", "weight_scale_inv", "input_scale"),
     "packed": (
@@ -68,8 +72,8 @@ def forms_of_parts(
 
 
 def num_groups(module: str, num_in: int, scheme: Scheme) -> int:
-    """Returns the number of input groups. Raises UnsupportedModel if the inputs do not divide into
-    groups of equal size."""
+    """Returns the number of groups of inputs that share a scale. Raises UnsupportedModel if the
+    inputs do not divide into groups of equal size."""
     size = scheme.group_size or num_in
     if num_in % size:
         raise UnsupportedModel(
@@ -82,7 +86,7 @@ def _scaled(
     module: str, num_out: int, num_in: int, stored: Mapping[str, TensorHeader], scheme: Scheme
 ) -> dict[str, Form]:
     named = [name for name in _SCALES if f"{module}.{name}" in stored]
-    # If no scale is stored, the error message names the tensor that such a matrix usually has.
+    # If no scale is stored, the error message names the usual one: weight_scale_inv for blocks.
     scale = named[0] if named else _SCALES[scheme.block is None]
     shapes: tuple[tuple[int, ...], ...]
     if scheme.block is None:

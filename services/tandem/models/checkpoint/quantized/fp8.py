@@ -1,4 +1,4 @@
-"""Matrices in fp8 (e4m3) with scales, as stored in a checkpoint."""
+"""A matrix in fp8 (e4m3) with scales, as stored in a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 
 from tandem.errors import UnsupportedModel
 
-RUN = 128  # inputs that share a scale, unless each output has only one scale
+RUN = 128  # number of consecutive inputs that share a scale, if an output has several scales
 _NAN = 0x7F  # bits of NaN in e4m3, without the sign
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """An fp8 matrix [out, in]. Each output has one scale, or one for each run of `RUN` inputs."""
+    """An fp8 matrix [out, in]. Each output has one scale for all inputs, or one scale for each run
+    of `RUN` consecutive inputs."""
 
     data: torch.Tensor  # float8_e4m3fn [out, in]
     scales: torch.Tensor  # float32 [out, runs]
@@ -26,7 +27,7 @@ class Fp8:
 
     @property
     def scale_inputs(self) -> int:
-        """Number of inputs that share a scale; the last run may be shorter."""
+        """Number of inputs that share a scale. The last scale may have fewer inputs."""
         return RUN if self.scales.shape[1] > 1 else self.data.shape[1]
 
     def check_numbers(self) -> None:
@@ -43,7 +44,7 @@ class Fp8:
         return wide
 
     def between(self, first: int, end: int) -> Fp8:
-        """Returns the rows from `first` to before `end` as a view of the same memory."""
+        """Returns the rows [first, end) as a view of the same memory."""
         return replace(self, data=self.data[first:end], scales=self.scales[first:end])
 
     def to(self, device: torch.device) -> Fp8:

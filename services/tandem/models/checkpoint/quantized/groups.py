@@ -2,14 +2,16 @@
 
     weight = (number - zero) * scale
 
-Blocks have float16 scales. The block type depends on the matrix:
+Each weight is stored as an integer, the number. A group of inputs shares a zero point and a scale.
+GGUF blocks have float16 scales. The block type depends on the matrix:
 - int8 becomes Q8_0 (32 inputs).
 - 4 bits with all zero points equal to 8 becomes Q4_0 (32 inputs).
 - 4 bits with other zero points becomes Q4_Z64 (64 inputs and a zero point), or Q4_Z32 if the groups
   are not multiples of 64 inputs.
 
-The conversion is exact, or it is not done. If the inputs of a group are not consecutive, the blocks
-store the inputs sorted by group, and `GgufBlocks.order` has the order of the inputs.
+A matrix is converted only if all weights keep their exact values. If the inputs of a group are not
+consecutive, the blocks store the inputs sorted by group, and `GgufBlocks.order` has the order of
+the inputs.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem.models.gguf.tensors import BlocksType, GgufBlocks, ZeroedType
 
 BLOCK = 32
-_ZEROED_MOST = 64  # inputs in the larger block type with a zero point
+_ZEROED_MOST = 64  # number of inputs in a block of type Q4_Z64
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ class QuantizedGroups:
         return bool((sizes == self.numbers.shape[1] // num_groups).all())
 
     def _per_block(self, per_group: torch.Tensor, size: int) -> torch.Tensor:
-        """Expands a value per group to a value per block of `size` inputs, [out, blocks, 1]."""
+        """Repeats each group's value for every block of `size` inputs in the group. Returns
+        [out, blocks, 1]."""
         num_out, num_in = self.numbers.shape
         per_group = per_group.expand(num_out, -1)
         return per_group.repeat_interleave(num_in // size // per_group.shape[1], 1).unsqueeze(-1)
@@ -103,7 +106,7 @@ class QuantizedGroups:
 
 
 def _halves(numbers: torch.Tensor) -> torch.Tensor:
-    """Packs 4-bit numbers into bytes: the low nibbles are a block's first 16 numbers, the high
-    nibbles its last 16."""
+    """Packs blocks of 32 4-bit numbers into 16 bytes each. In byte i, the low nibble is number i of
+    the block, and the high nibble is number i + 16."""
     first, last = numbers.chunk(2, dim=-1)
     return first | last << 4

@@ -2,7 +2,8 @@
 
     weight = (number - zero) * scale + min
 
-Zero points and minimums are optional. Scales keep a type that represents them exactly, so each
+Each weight is stored as an integer, the number. A group of inputs shares a scale, and optionally a
+zero point and a minimum. Scales are converted to 16 bits only if that changes none of them, so each
 weight equals the checkpoint's.
 """
 
@@ -14,10 +15,12 @@ import torch
 
 from tandem.models.gguf.tensors import GgufBlocks
 
-BLOCK = 32  # inputs of a GGUF block
-_SHUFFLED_AT_ONCE = 1 << 16  # Elements per pass on a CPU, to limit temporary memory.
+BLOCK = 32  # number of inputs in a GGUF block
+# Maximum number of weights that a CPU dequantizes in one pass if the inputs of a group are not
+# consecutive. The maximum limits temporary memory.
+_SHUFFLED_AT_ONCE = 1 << 16
 _SCALE_TYPES = (torch.float16, torch.bfloat16)
-# Bytes of a GGUF block's scale, and of its minimum if it has one.
+# Block type -> size in bytes of a block's scale, and of the minimum if the type has one.
 _PARTS = {"Q8_0": (2,), "Q4_0": (2,), "Q4_1": (2, 2)}
 
 
@@ -25,7 +28,9 @@ _PARTS = {"Q8_0": (2,), "Q4_0": (2,), "Q4_1": (2, 2)}
 class PackedGroups:
     """A group-quantized matrix [out, in]."""
 
-    data: torch.Tensor  # uint8 [out, in / 2], input 2 i in the low nibble; or int8 [out, in]
+    # 4-bit numbers: uint8 [out, in / 2], with input 2 * i in the low nibble of byte i, and input
+    # 2 * i + 1 in the high nibble. 8-bit numbers: int8 [out, in].
+    data: torch.Tensor
     scales: torch.Tensor  # [out, groups]
     zeros: torch.Tensor | None = None  # uint8 [out, groups]
     mins: torch.Tensor | None = None  # [out, groups]
@@ -39,8 +44,8 @@ class PackedGroups:
         zeros: torch.Tensor | None = None,
         group_of_input: torch.Tensor | None = None,
     ) -> PackedGroups:
-        """Packs numbers [out, in]: 4-bit numbers if they are uint8, else int8. `scales` and `zeros`
-        may have one value per group, per row, or for the whole matrix."""
+        """Packs a matrix of numbers [out, in]: 4-bit numbers in uint8, or int8 numbers. `scales`
+        and `zeros` have one value per group, one per row, or one for the whole matrix."""
         num_out = len(numbers)
         scales = scales.expand(num_out, -1)
         data = numbers
@@ -54,8 +59,8 @@ class PackedGroups:
 
     @classmethod
     def of_blocks(cls, blocks: GgufBlocks) -> PackedGroups | None:
-        """Converts GGUF blocks with the same values; returns None for block types that are not
-        supported (only Q8_0, Q4_0 and Q4_1 are)."""
+        """Converts GGUF blocks of type Q8_0, Q4_0 or Q4_1 without a change of values. Returns None
+        for other block types."""
         parts = _PARTS.get(blocks.type.name)
         if parts is None:
             return None
@@ -99,7 +104,7 @@ class PackedGroups:
         )
 
     def between(self, first: int, end: int) -> PackedGroups:
-        """Returns the rows from `first` to before `end` as a view of the same memory."""
+        """Returns the rows [first, end) as a view of the same memory."""
         return replace(
             self,
             data=self.data[first:end],
@@ -126,7 +131,7 @@ class PackedGroups:
             torch.stack((self.data & 15, self.data >> 4), -1, out=wide.view(*self.data.shape, 2))
         else:
             wide.copy_(self.data)
-        if self.group_of_input is None:  # `wide` becomes [out, groups, inputs of a group].
+        if self.group_of_input is None:  # `wide` gets the shape [out, groups, inputs of a group].
             wide = wide.view(*self.scales.shape, -1)
         if self.zeros is not None:
             wide -= self._per_input(self.zeros)

@@ -25,13 +25,13 @@ _FLOAT8 = torch.float8_e4m3fn
 _ZERO = torch.zeros(1, 1, dtype=torch.uint8)
 _WORD_BITS = 32
 _MIDDLE = 128  # zero point of unsigned 8-bit numbers
-_UNSET = -1  # value of weight_g_idx if the groups are consecutive inputs
+_UNSET = -1  # All entries of weight_g_idx have this value if groups are consecutive inputs.
 
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """A quantized matrix, as the tensors in which a checkpoint stores it. check.py has already
-    checked the shapes and types of the tensors."""
+    """The tensors in which a checkpoint stores one quantized matrix. check.py has already checked
+    the shapes and types of the tensors."""
 
     name: str  # name of the module, without .weight
     by_kind: Mapping[str, torch.Tensor]  # the stored tensors by part name (forms.PARTS)
@@ -45,7 +45,7 @@ class Coded:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Number of outputs and number of inputs."""
+        """The matrix's number of outputs and number of inputs."""
         rows, columns = self.by_kind[PARTS[self.scheme.coding][0]].shape
         word = _WORD_BITS // self.scheme.bits
         if self.scheme.coding == "gptq":
@@ -111,7 +111,7 @@ class Coded:
 
     def _packed(self) -> QuantizedGroups:
         numbers, zeros = self._integers(self.by_kind["weight_packed"])
-        # Zero points of 8 outputs share a word; the last word may be incomplete.
+        # Each word has the zero points of 8 outputs. Unused zero points of the last word are cut.
         if self.scheme.has_zeros:
             zeros = _unpacked(self.by_kind["weight_zero_point"].t())[:, : len(numbers)].t()
         return self._with_group_order(QuantizedGroups(numbers, zeros, self._scale()))
@@ -131,14 +131,15 @@ class Coded:
         return QuantizedGroups(numbers, zeros, self.by_kind["scales"].float().t())
 
     def _integers(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Unpacks int32 words into numbers. Returns the numbers and their default zero point,
-        uint8 [1, 1]."""
+        """Unpacks int32 words into 4-bit or 8-bit numbers. Returns the numbers, and the zero point
+        to use if the checkpoint stores none, uint8 [1, 1]."""
         if self.scheme.bits == 4:
             return _unpacked(words), _ZERO + 8
         return (_bytes_of(words) ^ _MIDDLE).view(torch.int8), _ZERO
 
     def _with_group_order(self, groups: QuantizedGroups) -> QuantizedGroups:
-        """Returns `groups` with the checkpoint's assignment of inputs to groups."""
+        """Returns `groups` with `group_of_input` set, if the checkpoint stores which group each
+        input belongs to and the groups are not runs of consecutive inputs."""
         if (of_input := self._group_of_input()) is None:
             return groups
         num_in = groups.numbers.shape[1]
@@ -148,7 +149,8 @@ class Coded:
         return replace(groups, group_of_input=of_input)
 
     def _group_of_input(self) -> torch.Tensor | None:
-        """Returns the group of each input, int64 [in]; None if groups are consecutive inputs."""
+        """Returns the number of each input's group, int64 [in]; None if the checkpoint does not
+        store it, because groups are runs of consecutive inputs."""
         if self._order not in self.by_kind:
             return None
         of_input = self.by_kind[self._order].long()
@@ -167,10 +169,10 @@ class Coded:
 def join_parts(
     stored: Mapping[str, torch.Tensor], quantization: Quantization, files: Mapping[str, Path]
 ) -> dict[str, torch.Tensor | Coded]:
-    """Replaces the stored parts of each quantized matrix in `stored` by one `Coded` matrix. `files`
-    gives the file of each tensor.
+    """Returns `stored` with one `Coded` matrix in place of the several tensors that store a
+    quantized matrix. `files` gives the file of each tensor.
 
-    Raises UnsupportedModel for a part that does not fit its matrix."""
+    Raises UnsupportedModel for a matrix that `Coded.check` refuses."""
     joined: dict[str, torch.Tensor | Coded] = dict(stored)
     for name, tensor in stored.items():
         module, _, kind = name.rpartition(".")
@@ -190,8 +192,8 @@ def join_parts(
 
 
 def _unpacked(words: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Unpacks each int32 of a row into eight 4-bit numbers, uint8 [..., 8 * words]. `order` gives
-    the nibble of each number, counted from the lowest bits."""
+    """Unpacks each int32 of a row into eight 4-bit numbers, uint8 [..., 8 * words]. Number i is in
+    nibble order[i]; nibble 0 has the lowest bits."""
     pairs = _bytes_of(words).view(*words.shape, 4)
     numbers = torch.empty((*words.shape, 8), dtype=torch.uint8)
     for place, nibble in enumerate(order):  # One pass per number keeps temporary tensors small.
