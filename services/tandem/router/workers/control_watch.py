@@ -72,7 +72,10 @@ class ControlWatch:
     def head_is_starting(self) -> bool:
         """True while `tandem up` starts its first head, which will start a pool controller."""
         head = self._head
-        return head is not None and not (head.address or head.number or head.why)
+        if head is None or head.address or head.why:
+            return False
+        # On several machines, a head without an address after the first one is one that was lost.
+        return not (head.number and self._is_kept)
 
     @property
     def is_kept(self) -> bool:
