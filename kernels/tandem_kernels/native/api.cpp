@@ -2,6 +2,7 @@
 // means that there is not enough memory.
 
 #include <cmath>
+#include <cstring>
 #include <new>
 
 #include "blocks.h"
@@ -18,34 +19,34 @@ struct Choice {
     const tandem::Entry* entry;
 };
 
+// The instruction sets with which the kernels were built, best first.
+const Choice kBuilt[] = {
+#if defined(TANDEM_HAS_AMX) && defined(TANDEM_KNOWS_BF16)
+    {"amx", &tandem::amx},
+#endif
+#if defined(TANDEM_HAS_AVX512_BF16) && defined(TANDEM_KNOWS_BF16)
+    {"avx512_bf16", &tandem::avx512_bf16},
+#endif
+#if defined(TANDEM_HAS_AVX512) && defined(__x86_64__)
+    {"avx512", &tandem::avx512},
+#endif
+#if defined(TANDEM_HAS_AVX2) && defined(__x86_64__)
+    {"avx2", &tandem::avx2},
+#endif
+#ifdef TANDEM_HAS_PLAIN
+    {"plain", &tandem::plain},
+#endif
+    {nullptr, nullptr},
+};
+
 // Returns the decoder for the instruction set `wanted`. If `wanted` is null, returns the best
 // decoder for this processor.
 Choice choose(const char* wanted) {
-    const auto is = [wanted](const char* name) {
-        if (wanted == nullptr) return true;
-        const char* w = wanted;
-        for (; *w && *w == *name; ++w, ++name) {
-        }
-        return *w == *name;
-    };
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                          __builtin_cpu_supports("f16c");
-    const bool has_avx512 =
-        has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-#ifdef TANDEM_KNOWS_BF16
-    const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16") &&
-                          __builtin_cpu_supports("avx512vnni");
-    if (has_bf16 && __builtin_cpu_supports("amx-bf16") && is("amx") && tandem::amx_permitted())
-        return {"amx", &tandem::amx};
-    if (has_bf16 && is("avx512_bf16")) return {"avx512_bf16", &tandem::avx512_bf16};
-#endif
-    if (has_avx512 && is("avx512")) return {"avx512", &tandem::avx512};
-    if (has_avx2 && is("avx2")) return {"avx2", &tandem::avx2};
-#endif
-    if (is("plain")) return {"plain", &tandem::plain};
+    for (const Choice& built : kBuilt) {
+        if (built.name == nullptr) break;
+        const bool is_wanted = wanted == nullptr || !std::strcmp(wanted, built.name);
+        if (is_wanted && tandem::cpu_has(built.name)) return built;
+    }
     return {nullptr, nullptr};
 }
 
@@ -69,8 +70,8 @@ int guarded(Work work) {
 
 extern "C" {
 
-// Returns the instruction set for `wanted`: null stands for the best. Returns null if the processor
-// does not support `wanted`.
+// Returns the instruction set for `wanted`: null stands for the best that was built. Returns null if
+// the processor does not support `wanted`, or it was not built.
 const char* tandem_instructions(const char* wanted) { return choose(wanted).name; }
 
 // Returns the kind in which weights of `kind` are packed for an instruction set.

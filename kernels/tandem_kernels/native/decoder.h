@@ -25,6 +25,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cpu.h"
+
 namespace tandem {
 
 enum Kind : int32_t {
@@ -242,11 +244,8 @@ struct Entry {
 
 #if defined(__x86_64__)
 extern const Entry avx512, avx2;
-#if __GNUC__ >= 11  // Older versions do not support these instructions.
-#define TANDEM_KNOWS_BF16
+#ifdef TANDEM_KNOWS_BF16
 extern const Entry amx, avx512_bf16;
-// Requests permission from the kernel; must be called before any function of `amx`.
-bool amx_permitted();
 #endif
 #endif
 extern const Entry plain;

@@ -1,8 +1,7 @@
 """ctypes bindings of the compiled decoder: the structs of decoder.h and the functions of api.cpp.
 
-`load` returns None if the decoder was not built (no compiler at install); the engine then uses
-torch. Arrays are passed as addresses. The caller must keep the memory that a struct points to
-alive.
+`load` returns None if the decoder was not built. Arrays are passed as addresses. The caller must
+keep the memory that a struct points to alive.
 """
 
 import functools
@@ -220,6 +219,7 @@ class Library:
         self._library = CDLL(str(path))
         signatures: dict[str, tuple[Any, list[Any]]] = {
             "tandem_instructions": (c_char_p, [c_char_p]),
+            "tandem_best_instructions": (c_char_p, []),
             "tandem_packed_kind": (c_int32, [c_char_p, c_int32]),
             "tandem_pack": (
                 None,
@@ -236,10 +236,16 @@ class Library:
             self._function(name, result, arguments)
 
     def instructions(self, wanted: str | None = None) -> str | None:
-        """Returns `wanted`, or None if the processor does not support it. Without `wanted`, returns
-        the best instruction set of this processor: amx, avx512_bf16, avx512, avx2 or plain."""
+        """Returns `wanted`, or None if the processor does not support it or it was not built.
+        Without `wanted`, returns the best instruction set that was built and that the processor
+        supports: amx, avx512_bf16, avx512, avx2 or plain."""
         name = self._library.tandem_instructions(wanted.encode() if wanted else None)
         return name.decode() if name else None
+
+    @property
+    def best_instructions(self) -> str:
+        """The best instruction set of this processor, whether it was built or not."""
+        return bytes(self._library.tandem_best_instructions()).decode()
 
     def packed_kind(self, kind: Kind, wanted: str | None = None) -> Kind:
         """Returns the kind in which weights of `kind` are packed for an instruction set."""
@@ -403,6 +409,18 @@ def load() -> Library | None:
         if path.exists():
             return Library(path)
     return None
+
+
+def why_unusable() -> str:
+    """Returns why the compiled kernels cannot compute fast on this processor; "" if they can."""
+    if (library := load()) is None:
+        return "the CPU kernels are not built"
+    best = library.best_instructions
+    if library.instructions() == best:
+        return ""
+    return (
+        f"the CPU kernels were built for another processor: they lack {best}, the best of this one"
+    )
 
 
 def address(array: npt.NDArray[np.generic] | None) -> int | None:

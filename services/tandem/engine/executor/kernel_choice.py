@@ -16,6 +16,7 @@ from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.native.decoder import why_not_native
 from tandem.errors import ConfigError
 from tandem.models.config.model import ModelConfig
+from tandem_kernels.native.library import why_unusable
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +26,17 @@ Choice = Literal["native", "torch", "triton"]
 def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfig) -> Choice:
     """Returns the kernels for a model on a device.
 
-    Raises ConfigError if the settings name kernels that cannot compute the model. With "auto", logs
-    a warning if the choice is torch because the faster kernels cannot compute the model.
+    Raises ConfigError if the settings name kernels that cannot compute the model, or if the native
+    kernels were not built for this processor. With "auto", logs a warning if the choice is torch
+    because the faster kernels cannot compute the model.
     """
     fastest: Choice = "triton" if device.type == "cuda" else "native"
     chosen = fastest if config.kernels == "auto" else config.kernels
+    if chosen == "native" and device.type == "cpu" and (reason := why_unusable()):
+        raise ConfigError(
+            f"{reason}. Run `make` in the repository, or install the package again; kernels=torch "
+            "computes without them, many times slower"
+        )
     reason = _why_not(chosen, config, device, model)
     if reason and config.kernels != "auto":
         raise ConfigError(f"kernels={chosen} cannot compute this: {reason}")

@@ -77,8 +77,6 @@ _ANGLES_MIN = 2048  # smallest number of positions in the angle table
 
 def why_not_native(config: ModelConfig) -> str:
     """Returns why the native kernels cannot compute a model; empty if they can."""
-    if load() is None:
-        return "they were not built (no C++ compiler at install?)"
     if config.head_dim > _HEAD_MAX and config.latent is None:
         return f"the head size {config.head_dim} is larger than {_HEAD_MAX}"
     if config.head_dim % PANEL:
