@@ -1,9 +1,8 @@
 """The blocks that a sequence keeps under a KV budget with heavy hitters.
 
-Whenever 64 more tokens are computed, the blocks with the smallest sums of attention weights are
-evicted. The first blocks (the sinks) and the most recent blocks are never evicted. An example with
-a budget of 512 tokens, 16 sinks and blocks of 16 tokens, with the number of blocks in each part of
-the table:
+Once the budget is used up, the blocks with the smallest sums of attention weights are evicted after
+every 64 tokens. The first blocks (the sinks) and the most recent blocks are never evicted. In this
+example the budget is 512 tokens with 16 sinks, and a block has 16 tokens. The numbers are blocks:
 
     before an eviction   [ 1 sink | 18 others        | 13 recent ]
     after the eviction   [ 1 sink | 14 heavy hitters | 13 recent | 4 free for the next 64 tokens ]

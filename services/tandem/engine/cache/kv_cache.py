@@ -320,9 +320,9 @@ class KvCache:
                 pool.release([b for b in tables.held(number) if b not in quarantined])
 
     def replace(self, tables: BlockTables, unsafe: Collection[int]) -> bool:
-        """Replaces the blocks in `unsafe`, which a read may still write, by newly allocated blocks,
-        and quarantines them. Returns False, and changes nothing, if too few blocks are
-        available."""
+        """Quarantines the blocks in `unsafe`, which a read may still write, and puts newly
+        allocated blocks into the tables instead. Returns False, and changes nothing, if too few
+        blocks are available."""
         by_group = self._by_group(unsafe)
         if any(
             len(blocks) > pool.num_available

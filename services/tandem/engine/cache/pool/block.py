@@ -33,8 +33,8 @@ class Block:
     # and in a window's pool.
     parent_id: int | None = None
     num_children: int = 0  # number of hashed blocks whose parent is this block
-    # Only used for slots of a tier, where the tier's policy sets it (slot_pool.py). Leaves of the
-    # lowest worth are evicted first.
+    # Only set in a pool of tier slots, by the tier's policy (slot_pool.py). Leaves of the lowest
+    # worth are evicted first.
     worth: float = 0.0
     # The value of the pool's count of releases at the block's last release. Among leaves of equal
     # worth, the one with the lowest value is evicted first.

@@ -19,7 +19,7 @@ copy:
 
     1. FREE blocks
     2. CACHED leaves that tiers have copied or do not want
-    3. CACHED leaves that tiers have yet to copy or are copying
+    3. CACHED leaves that tiers have yet to copy
     4. pinned leaves (pins.py)
 
 These invariants always hold, and `check_integrity` checks them:
