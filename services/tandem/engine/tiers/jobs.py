@@ -187,7 +187,7 @@ class Load:
     num_taken: int = field(default=0, init=False)
     # number of parts at the end that are loaded or being read
     num_begun: int = field(default=0, init=False)
-    num_read: int = field(default=0, init=False)  # number of last parts that are loaded
+    num_read: int = field(default=0, init=False)  # number of parts at the end that are loaded
     failed: LoadPart | None = field(default=None, init=False)
     # True: the sequence is gone, so the load starts no more reads.
     is_cancelled: bool = field(default=False, init=False)
