@@ -79,9 +79,9 @@ class Publisher:
         self.num_logs = 0  # number of logs that this publisher has started
         self._next_number = 0
         self._in_step = False
-        # Three ordered sets of block hashes: the blocks that the worker holds, parents before
-        # children, and the waiting changes. The tree has the blocks `_held`, minus `_to_store`,
-        # plus `_to_remove`.
+        # Ordered sets of block hashes. `_held` has the blocks that the worker holds, parents before
+        # children. `_to_store` and `_to_remove` are the changes that the tree does not have yet, so
+        # the tree has the blocks `_held`, minus `_to_store`, plus `_to_remove`.
         self._held: dict[bytes, None] = {}
         self._to_store: dict[bytes, None] = {}
         self._to_remove: dict[bytes, None] = {}

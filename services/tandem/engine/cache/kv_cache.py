@@ -296,7 +296,7 @@ class KvCache:
         ):
             for i in range(max(first, held), last):
                 if pool.find(block_hashes[i]) == ids[i]:
-                    continue  # this block was cached already, between blocks that a load filled
+                    continue  # cached before the load; the load filled the blocks around it
                 ids[i] = pool.store(
                     ids[i],
                     parent_id=ids[i - 1] if i and group.window is None else None,

@@ -135,7 +135,7 @@ class _Window:
     def __init__(self, blocks_seen: int) -> None:
         self._blocks_seen = max(1, blocks_seen)
         self._in_row: dict[bytes, int] = {}
-        self._roots: set[bytes] = set()  # the first blocks of chains
+        self._roots: set[bytes] = set()  # hashes of the first blocks of chains
         self._parents: dict[bytes, bytes] = {}
         self._children: dict[bytes, list[bytes]] = {}
 

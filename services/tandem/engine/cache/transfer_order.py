@@ -1,10 +1,10 @@
 """The order in which blocks are transferred to a peer that continues a sequence. Producer and
 consumer number the blocks in this order.
 
-The order is by index in the chain and, for each index, by KV group. In a group with a window, or
-under a KV budget, only the blocks are transferred that the next token sees when the peer continues.
-An example with two groups, in which the peer continues after 4 blocks. Each block has its number in
-the order:
+Blocks are ordered by their index in the chain, and blocks with the same index by KV group. In a
+group with a window, or under a KV budget, only the blocks are transferred that the peer's first
+token sees. The table shows the numbers of the blocks for a model with two groups, if the peer
+continues after 4 blocks:
 
     index in the chain    0  1  2  3
     full attention        0  1  2  4

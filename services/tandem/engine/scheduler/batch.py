@@ -30,7 +30,7 @@ class SequenceSlice(NamedTuple):
     # entries for tokens before the window, or hidden by `visible`, are not read. They may be any
     # id.
     block_table: list[int]
-    # True: the last token's logits are needed. False: a chunk of a prompt before the last chunk.
+    # True: the last token's logits are needed. False for all chunks of a prompt but the last.
     wants_logits: bool
     all_logits: bool = False  # True: the logits of all tokens of the slice are needed
     wants_hidden: bool = False  # True: the last token's hidden state is needed

@@ -33,7 +33,7 @@ class Deadlines:
         clock: Callable[[], float],
     ) -> None:
         self._rates = rates
-        # returns whether `rates` would return a value, without computing the value
+        # returns whether `rates` would return rates, without computing them
         self._has_rates = has_rates
         self.clock = clock
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 log = logging.getLogger(__name__)
 
-_NICE = 5  # lower priority than the engine's thread, which goes first when both need a core
+_NICE = 5  # lowers the priority, so that the engine's thread goes first when both need a core
 
 
 class JobThread(Protocol):
@@ -39,7 +39,7 @@ class IoThread:
         self._thread.join(deadline_s)
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # on Linux, the priority of this thread only
+        with contextlib.suppress(OSError):  # on Linux this lowers the priority of this thread only
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while (job := self._jobs.get()) is not None:
             try:

@@ -38,7 +38,7 @@ class Target:
     tier: int
     storage: Storage
     table: list[int]  # slots that the write references; the block is written to the last one
-    # True: the slot has an unreadable copy, which is replaced. False: the slot is new.
+    # True: an unreadable copy in the slot is replaced. False: the slot is empty.
     is_rewrite: bool
     is_written: bool = False
     is_settled: bool = False  # True: the engine has handled the end of the write
@@ -168,7 +168,7 @@ class Load:
     # hashes of the prompt's blocks, from the first block to the last one to load
     chain: Sequence[bytes]
     parts: list[LoadPart]  # sorted by tier, the fastest first, and for each tier by chain index
-    # By (tier, group): the slots that stay referenced until the load ends.
+    # The slots that stay referenced until the load ends. The key is (tier, group).
     tables: dict[tuple[int, int], list[int]]
     # The average size of a part, divided by the sum of the block sizes of all KV groups. 1.0 if the
     # model has one group.
@@ -191,20 +191,21 @@ class Load:
     failed: LoadPart | None = field(default=None, init=False)
     # True: the sequence is gone, so the load starts no more reads.
     is_cancelled: bool = field(default=False, init=False)
-    ends: dict[int, int] = field(init=False)  # by tier: 1 + the index of the tier's last part
+    # for each tier, the number of parts up to its last one
+    ends: dict[int, int] = field(init=False)
     tier: int = field(init=False)  # the tier from which the load reads now
     # `clock` time at which the load was submitted to the current tier's thread
     submitted_at: float = field(init=False)
     # `clock` time at which the last block from the current tier was loaded; 0: none yet
     progress_at: float = field(default=0.0, init=False)
-    # by tier: seconds spent on its reads
+    # for each tier, the seconds spent on its reads
     seconds: dict[int, float] = field(default_factory=dict, init=False)
-    # by tier: expected seconds per part
+    # for each tier, the expected seconds per part
     expected_s: dict[int, float] = field(default_factory=dict, init=False)
-    # For the current tier: (time at which its reads started, number of parts loaded before that,
-    # index of its first part). None before the reads start.
+    # (time at which the reads of the current tier started, number of parts loaded before that,
+    # index of the tier's first part). None before the reads start.
     _since: tuple[float, int, int] | None = field(default=None, init=False)
-    # the ends of the copies in flight, in the order in which the copies started
+    # Copies in flight: the event at the end of each copy, in the order in which the copies started.
     _copies_in_flight: deque[Event] = field(default_factory=deque, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 

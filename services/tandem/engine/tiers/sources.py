@@ -148,8 +148,8 @@ class Sources:
         return max(len(self._pools[0].match(block_hashes)), *reached, 0)
 
     def _seconds(self, block_hashes: Sequence[bytes], depth: int, tiers: Sequence[Tier]) -> float:
-        """Returns the seconds to load the blocks that a request needs to resume after the first
-        `depth` blocks of a chain, and that are not in the pools."""
+        """Returns the expected seconds to load what a request needs to resume after the first
+        `depth` blocks of a chain. Blocks in the pools need no load."""
         seconds = 0.0
         for number, group in enumerate(self._layout.groups):
             first = group.first_seen(depth * self._layout.block_size)

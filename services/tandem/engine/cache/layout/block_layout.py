@@ -5,18 +5,18 @@ and one head for all tokens of a block:
 
     keys [block_size][head_dim] | values [block_size][head_dim] | scales | padding
 
-With latent attention there is one head, a part has latents in place of keys, and it has no values,
-because they are computed from the latents. If the latents are quantized, the part also has the
-rotated keys, which are not quantized:
+With latent attention there is one head. Its parts have latents in place of keys, and no values,
+because values are computed from latents. If the latents are quantized, a part also has the rotated
+keys, which are not quantized:
 
     latents [block_size][rank] | rotated keys [block_size][rope] | scales | padding
 
-Only quantized dtypes have scales and padding. The scales are float16: one per token for the keys
-and then one per token for the values, or one per latent. A part is padded to a multiple of 64
-bytes, so that each part starts on a cache line.
+Only quantized dtypes have scales and padding. Scales are float16. There is one for the keys and one
+for the values of each token, or one for each latent; the scales of all keys come first. A part is
+padded to a multiple of 64 bytes, so that each part starts on a cache line.
 
-A block is contiguous, and so are the heads of a block that one tensor-parallel rank has. So a
-transfer needs one descriptor for each of them.
+The bytes of a block are contiguous. So are the bytes of neighbouring heads of a block, which is
+what one tensor-parallel rank has. So either can be transferred with one descriptor.
 
 No other module knows this order. This module imports no tensor library, so that the transfer code
 can use it.

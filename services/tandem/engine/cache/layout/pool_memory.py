@@ -69,7 +69,7 @@ def populate(address: int, num_bytes: int) -> threading.Thread:
     """
 
     def work() -> None:
-        with contextlib.suppress(OSError):  # on Linux, the priority of this thread only
+        with contextlib.suppress(OSError):  # on Linux this lowers the priority of this thread only
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _POPULATING_NICE)
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         for first in range(0, num_bytes, _POPULATED_AT_ONCE):

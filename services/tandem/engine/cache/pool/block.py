@@ -22,7 +22,8 @@ class Copy(Enum):
     NONE = "none"  # no copy yet; the block waits to be offered to tiers
     WRITING = "writing"  # a tier is copying the block
 
-    __hash__ = object.__hash__  # Enum's hash is a Python function, and pools look copies up often
+    # faster than Enum's hash, a Python function; pools look up copies often
+    __hash__ = object.__hash__
 
 
 @dataclass(slots=True)
@@ -36,8 +37,8 @@ class Block:
     # Only set in a pool of tier slots, by the tier's policy (slot_pool.py). Leaves of the lowest
     # worth are evicted first.
     worth: float = 0.0
-    # The value of the pool's count of releases at the block's last release. Among leaves of equal
-    # worth, the one with the lowest value is evicted first.
+    # Number of `release` calls of the pool when this block was last released. Among leaves of equal
+    # worth, the one with the lowest number is evicted first.
     last_used: int = 0
     copy: Copy = Copy.NONE
     is_pinned: bool = False  # True: evicted after all blocks that are not pinned (pins.py)

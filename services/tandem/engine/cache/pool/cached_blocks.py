@@ -14,7 +14,7 @@ class CachedBlocks:
         """`blocks` are all blocks of the pool, by id."""
         self._blocks = blocks
         self._num = dict.fromkeys(Copy, 0)
-        # The queues of the leaves that are not pinned, and those of the pinned leaves.
+        # Two sets of queues: for leaves that are not pinned, and for pinned leaves.
         self._leaves = (_queues(), _queues())
 
     def __len__(self) -> int:

@@ -25,9 +25,10 @@ class PartialMatch(NamedTuple):
 
 class ChildBlocks:
     def __init__(self) -> None:
-        # (tokens, hash) of each block, in lists by the parent's hash
+        # For each parent's hash, the (tokens, hash) of its children, sorted.
         self._children: dict[bytes, list[tuple[bytes, bytes]]] = {}
-        self._places: dict[bytes, tuple[bytes, bytes]] = {}  # (parent's hash, tokens) by block hash
+        # For each block's hash, its (parent's hash, tokens).
+        self._places: dict[bytes, tuple[bytes, bytes]] = {}
 
     def add(self, parent_hash: bytes, block_hash: bytes, token_ids: Sequence[int]) -> None:
         """Adds the block `block_hash`, which has these tokens and this parent."""

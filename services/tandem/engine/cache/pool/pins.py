@@ -25,7 +25,8 @@ from tandem.engine.cache.pool.eviction import EvictionQueue
 
 
 class Fate(Enum):
-    """What became of a block that a tenant asked to pin, or of its pin later."""
+    """What happened to a block: to the request to pin it (PINNED or REFUSED), or later to the pin
+    (EXPIRED, TRIMMED or EVICTED)."""
 
     PINNED = "pinned"
     REFUSED = "refused"  # not pinned, because the tenant's share is used up

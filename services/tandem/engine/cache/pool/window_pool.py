@@ -25,8 +25,8 @@ _PASSED = 1 << 62
 class WindowPool(BlockPool):
     def __init__(self, num_blocks: int, *, report_tokens: bool = False) -> None:
         super().__init__(num_blocks, report_tokens=report_tokens)
-        # The hash of the previous block in the chain, by id of a hashed block. Empty for a first
-        # block.
+        # For each hashed block, by id: the hash of the previous block in its chain. Empty for the
+        # first block of a chain.
         self._parent_hashes: dict[int, bytes] = {}
 
     def release(self, block_table: Sequence[int]) -> None:

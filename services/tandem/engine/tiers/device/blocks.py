@@ -48,8 +48,8 @@ class Channel(Protocol):
         """
 
     def buffer(self, block_id: int, slot: Bytes | None) -> Bytes:
-        """Returns the memory [block_bytes] into which a storage reads a block. This is `slot`, if
-        given, or memory of the channel's choice."""
+        """Returns the memory into which a storage reads a block, uint8 [block_bytes]: `slot` if it
+        is given, or else memory that the channel provides."""
 
     def begin_in(self, block_id: int, data: Bytes, after: Event) -> Event:
         """Starts to copy `data` to a block, once the device has reached the event `after`. `data`

@@ -1,7 +1,8 @@
-"""A CUDA device for tiers: streams separate from the engine's, events, and pinned host memory.
+"""CUDA streams, events and pinned host memory for the copies of tiers.
 
-A copy starts after an event on the engine's stream. The host waits for the end of each copy. So the
-engine submits a step that reads a loaded block only after the block's copy is done.
+A copy starts after an event on the engine's stream, and runs on a stream of its own. The host waits
+for the end of each copy. So the engine submits a step that reads a loaded block only after the
+block's copy is done.
 """
 
 import logging

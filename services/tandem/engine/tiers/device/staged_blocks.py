@@ -16,7 +16,8 @@ import torch
 from tandem.engine.tiers.device.blocks import DONE, Channel, DeviceBlocks, Event, HostPages
 from tandem.engine.tiers.storage import Bytes
 
-RING_BYTES = 64 << 20  # largest size of one channel's ring, unless RING_MIN needs more
+# largest size of one channel's ring in bytes, unless RING_MIN buffers need more
+RING_BYTES = 64 << 20
 RING_MIN = 2  # smallest number of buffers in a ring
 RING_MAX = 16  # largest number of buffers in a ring
 

@@ -27,8 +27,8 @@ except ImportError:
 _ROWS = 4  # a block hash has 16 bytes, 4 for each row
 _PARTS = Struct("<4I")  # splits a block hash into one number for each row
 _CELLS_PER_BLOCK = 4
-# half-life in uses, per block of the sketch; the best of four values in
-# benchmarks/tiers/policies.py
+# The half-life is this many uses for each block of the sketch. It was the best of four values in
+# benchmarks/tiers/policies.py.
 _HALF_LIFE = 4
 # Cells of at most this size in bytes are allocated at the start. A sketch for 524,288 blocks has
 # this size.
@@ -40,7 +40,7 @@ class FrequencySketch:
     def __init__(self, num_blocks: int) -> None:
         """`num_blocks` is the number of different blocks that the sketch should distinguish."""
         width = 1 << max(6, (_CELLS_PER_BLOCK * num_blocks - 1).bit_length())
-        self._cells = np.zeros(_ROWS * width)  # [rows * width]
+        self._cells = np.zeros(_ROWS * width)  # shape [rows * width]
         if self._cells.nbytes <= _PREFAULT_BYTES_MAX:
             # Allocates the pages now; otherwise the first uses would wait for them.
             self._cells.fill(0.0)

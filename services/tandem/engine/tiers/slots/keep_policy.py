@@ -24,10 +24,10 @@ from tandem.engine.tiers.slots.frequency_sketch import FrequencySketch
 # A block is accepted if its estimated number of uses is at least this: one use now counts 1, and
 # another use one half-life ago counts 0.5.
 _USES_MIN = 1.5
-_KEPT_USES = 2  # a use counts as this many if the block is to be kept
-# The fitted prefill rate changes with every step, so a small change is ignored. A new rate is
-# adopted only if it changes the compute time of a block after _DEEP_TOKENS tokens, relative to a
-# chain's first block, by at least _CHANGE_MIN (log2).
+_KEPT_USES = 2  # number of uses that one use counts for if the block is to be kept
+# The fitted prefill rate changes a little with every step. A new rate is adopted only if it
+# matters: a block after _DEEP_TOKENS tokens takes some factor longer to compute than a chain's
+# first block, and log2 of this factor must change by at least _CHANGE_MIN.
 _DEEP_TOKENS = 8192
 _CHANGE_MIN = 0.1
 # Number of blocks whose priorities are remembered: _REMEMBERED_PER_SLOT for each slot, but at least
@@ -92,7 +92,8 @@ class HighestPriorities(LeastRecentlyUsed):
 
     def __init__(self, num_remembered: int) -> None:
         self._num_remembered = num_remembered
-        self._priorities: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
+        # priority by block hash; the least recently used block is first
+        self._priorities: OrderedDict[bytes, int] = OrderedDict()
 
     def use(
         self, block_hashes: Sequence[bytes], *, keep: bool, priority: int = PRIORITY_DEFAULT

@@ -110,7 +110,7 @@ class SlotPool(BlockPool):
         if parent is not None:
             self._cached.update(parent)
         self.release([stored])
-        self._events.forget_stored()  # stored blocks are not reported here, but a later eviction is
+        self._events.forget_stored()  # `take_removed` reports evictions only, not stored blocks
         return stored == slot
 
     def take_slot(self) -> list[int]:
