@@ -166,7 +166,7 @@ class TreeInspector:
             stale = surplus & stale if num_looks > 1 else surplus
             if num_looks == self.looks or (said and not missing and not stale):
                 break
-        # nothing differs, or the looks did not agree whether there is a log
+        # no difference was left, or the looks disagreed whether there is a log
         if num_looks < self.looks:
             missing = set()
             stale = set()

@@ -80,8 +80,8 @@ def find_parent(sequence: Sequence, running: Iterable[Sequence], depth: int) -> 
 
 
 def _computes_next_of(other: Sequence, hashes: list[bytes]) -> bool:
-    """Returns whether the next block that `other` stores is in the chain `hashes`. Then all earlier
-    blocks of the chain are blocks of `other` too, because a block's hash covers the blocks before
+    """Returns whether the next block that `other` stores is in the chain `hashes`. If so, both
+    chains also have all earlier blocks in common, because a block's hash covers the blocks before
     it."""
     first = other.num_stored_blocks
     theirs = other.block_hashes
@@ -102,7 +102,7 @@ def _pulls_most_of(other: Sequence, hashes: list[bytes]) -> bool:
 
 
 def _num_to_come(other: Sequence, hashes: list[bytes]) -> int:
-    """Returns how many of the blocks that both chains have in common `other` has not stored yet."""
+    """Returns the number of common blocks of both chains that `other` has not stored yet."""
     pairs = zip(other.block_hashes, hashes, strict=False)
     return (
         sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) - other.num_stored_blocks

@@ -191,7 +191,7 @@ class Load:
     failed: LoadPart | None = field(default=None, init=False)
     # True: the sequence is gone, so the load starts no more reads.
     is_cancelled: bool = field(default=False, init=False)
-    # for each tier, the number of parts up to its last one
+    # for each tier, the index in `parts` after the tier's last part
     ends: dict[int, int] = field(init=False)
     tier: int = field(init=False)  # the tier from which the load reads now
     # `clock` time at which the load was submitted to the current tier's thread

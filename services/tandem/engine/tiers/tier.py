@@ -158,7 +158,7 @@ class Tier:
             )
             for storage, group in zip(storages, layout.groups, strict=True)
         ]
-        self.rate = LoadRate()  # a block means its KV in all KV groups here
+        self.rate = LoadRate()  # `block_s` is for one block of every KV group together
         self.paused_until = 0.0  # no write starts before this time, in seconds of the tiers' clock
         self.num_written = 0
         self.num_loaded = 0

@@ -198,7 +198,7 @@ class Writes:
         group = self._groups[write.group]
         tier.settle(group.number, write.entry, target, is_current=is_current)
         if not target.is_written and target.storage.is_ready:
-            # A storage that is not ready accepts no writes anyway.
+            # A storage that is not ready needs no pause, because it accepts no writes anyway.
             tier.paused_until = self._clock() + _PAUSE_S
         target.is_settled = True
         if len(write.targets) > 1 and not all(each.is_settled for each in write.targets):

@@ -49,8 +49,8 @@ class BlockSpans:
         return sum(span.stop - span.start for span in map(self.span, block_ids))
 
     def count(self, block_ids: Sequence[int], num_bytes: int) -> int | None:
-        """Returns how many of the first blocks have `num_bytes` bytes in total. Returns None if no
-        number of blocks has exactly this size."""
+        """Returns n such that the first n of these blocks have exactly `num_bytes` bytes in total.
+        Returns None if there is no such n."""
         for number, block_id in enumerate(block_ids):
             if num_bytes <= 0:
                 return number if num_bytes == 0 else None

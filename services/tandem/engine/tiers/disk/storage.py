@@ -93,7 +93,8 @@ class DiskStorage(Storage):
         if self._checksums[slot]:
             self._manifest.clear_slot(slot)
             self._checksums[slot] = 0
-        # before the write, because a write beyond the end makes a truncated file longer again
+        # Must come before the write, which could make a truncated file longer again and so hide the
+        # loss.
         self._find_lost()
         sealed = self._seal.seal(entry.block_hash, data)
         checksum = _checksum(entry.block_hash, sealed)

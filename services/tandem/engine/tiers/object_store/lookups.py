@@ -28,7 +28,7 @@ from tandem.engine.tiers.tier import LoadRate, Tier, TierGroup
 
 log = logging.getLogger(__name__)
 
-# A prompt waits at most this fraction of the time to compute the blocks that the store may have.
+# A prompt waits at most this fraction of the time to compute its missing blocks.
 WAIT_SHARE = 0.1
 WAIT_S_MAX = 1.0
 _AT_ONCE = 4  # number of found blocks that are added between two checks of the clock

@@ -69,7 +69,8 @@ class ObjectStorage(SharedStorage):
         self._suffix = ""
         try:
             self._request(obstore.put, f"{self._folder}/about", about)
-            # raises now if the client may not list the bucket: AWS then answers 403
+            # Raises PermissionError if the client may not list the bucket, because AWS then answers
+            # 403.
             self._has(bytes(16))
         except PermissionError as error:
             raise ConfigError(
@@ -252,8 +253,9 @@ class _Health:
 def _start_threads(name: str) -> ThreadPoolExecutor:
     """Returns a thread pool whose threads are all running. Raises ConfigError if they do not start.
 
-    Otherwise a later `submit` could fail to start a thread. It would raise an error and yet leave
-    the call queued, so the end of a write would be unknown.
+    By default a pool starts a thread only when a call is submitted. If this failed, `submit` would
+    raise an error but leave the call in the queue, and nobody would know whether the write takes
+    place.
     """
     threads = ThreadPoolExecutor(_AT_ONCE, name)
     all_run = threading.Barrier(_AT_ONCE, timeout=_START_S)
