@@ -3,7 +3,7 @@ A chain of blocks that a peer pulls from this worker, or this worker from a peer
 
 The entry i of a table is for the block with index i in the sequence. An entry is one of these:
 
-- stored: a block that is cached under its hash. Sequences may share it, and nobody writes it.
+- stored: a block that is cached under its hash. Sequences may share it. It is never written again.
 - own: a block that only this table references. Only its sequence, or a pull for it, writes it.
 - NULL_BLOCK: no block, because no later token sees the tokens of block i.
 

@@ -111,7 +111,7 @@ def border_tokens(block_size: int) -> int:
 
 
 def least_tokens(sinks: int, block_size: int) -> int:
-    """Returns the smallest allowed budget in tokens. It has room for the sinks and, for one
-    eviction interval each, for new tokens, recent blocks and heavy hitters. With 16 sinks and
+    """Returns the smallest allowed budget in tokens: the sinks, and three times the distance
+    between eviction points, for new tokens, recent blocks and heavy hitters. With 16 sinks and
     blocks of 16 tokens it is 16 + 3 * 64 = 208."""
     return -(-sinks // block_size) * block_size + 3 * border_tokens(block_size)

@@ -397,7 +397,8 @@ class KvCache:
         return resumable
 
     def take_chain_changes(self) -> BlockChanges | None:
-        """Returns the changes of `ResumableChains` that belong to the last `take_events`.
+        """Returns how the blocks in the chains of resumable blocks changed in the last
+        `take_events` (`ResumableChains`).
 
         Returns None without windows, without `report_tokens`, or if no group has full attention.
         """

@@ -66,7 +66,7 @@ class Storage(Protocol):
         return None
 
     def take_lost(self) -> list[int]:
-        """Returns the slots that were found to have lost their bytes since the last call."""
+        """Returns the slots whose bytes were found to be missing since the last call."""
         return []
 
     def forget(self) -> None:

@@ -104,8 +104,8 @@ class TierGroup:
             self.events.remove(block_hash)
 
     def take_lost(self) -> list[bytes]:
-        """Returns the hashes of blocks whose slots were found to have lost their bytes since the
-        last call."""
+        """Returns the hashes of blocks whose bytes were found to be missing in the storage since
+        the last call."""
         return [name for slot in self.storage.take_lost() if (name := self.pool.hash_of(slot))]
 
     def follow_evictions(self) -> list[bytes]:

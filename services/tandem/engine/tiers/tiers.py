@@ -74,7 +74,7 @@ class Tiers:
         self._starts_load = False  # True: this step starts a load
         # True: finished writes were handled after the last start of new writes.
         self._has_settled = False
-        # True: since `write` last started writes, it was skipped because of a load.
+        # True: `write` was already put off for one load, so another load does not put it off again.
         self._has_waited = False
         # Uses that were not passed to the policies yet: (block hashes, whether to keep the blocks,
         # priority).

@@ -157,7 +157,8 @@ class Lookups:
         self._rate.observe(1, lookup.seconds)
         assert self._tier is not None
         links = list(pairwise((b"", *lookup.block_hashes)))
-        # The worker that wrote these blocks used them. The priority of that use is not known.
+        # The worker that wrote these blocks used them once, with an unknown priority. This use
+        # counts with the lowest priority.
         if lookup.found:
             written = [lookup.block_hashes[i] for i in lookup.found[0]]
             self._tier.policy.use(written, keep=False, priority=PRIORITY_MIN)

@@ -254,7 +254,7 @@ def _start_threads(name: str) -> ThreadPoolExecutor:
     """Returns a thread pool whose threads are all running. Raises ConfigError if they do not start.
 
     By default a pool starts a thread only when a call is submitted. If this failed, `submit` would
-    raise an error but leave the call in the queue, and nobody would know whether the write takes
+    raise an error but leave the call in the queue, and it would be unknown whether the write takes
     place.
     """
     threads = ThreadPoolExecutor(_AT_ONCE, name)
