@@ -27,8 +27,7 @@ class SequenceSlice(NamedTuple):
     token_ids: list[int]  # the `num_tokens` token ids that this step computes
     context_len: int  # number of the sequence's tokens in the KV pool after this step
     # The sequence's block ids in the first KV group's pool, for at least `context_len` tokens. The
-    # entries for tokens before the window, or hidden by `visible`, are not read. They may be any
-    # id.
+    # entries for tokens before the window, or hidden by `visible`, are ignored.
     block_table: list[int]
     # True: the last token's logits are needed. False for all chunks of a prompt but the last.
     wants_logits: bool

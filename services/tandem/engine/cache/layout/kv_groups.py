@@ -241,8 +241,8 @@ def divide_pool(
 
     The group that sees furthest (full attention or the longest window) gets the memory that the
     other groups leave. Each other group gets the blocks that `max_num_seqs` decoding sequences and
-    the tokens of one step need. But it never gets more than the number of blocks with which all
-    groups would be equally large. Raises ConfigError if not even one block fits.
+    the tokens of one step need. But it never gets more blocks than if all groups had the same
+    number of blocks. Raises ConfigError if not even one block fits.
     """
     one = layout()
     equal = num_blocks_of(config, one.block_bytes)

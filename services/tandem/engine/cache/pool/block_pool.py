@@ -60,7 +60,7 @@ class BlockPool:
         """With `report_tokens`, the events of stored blocks include their token ids."""
         self.num_blocks = num_blocks
         self.children = ChildBlocks()  # cached blocks whose tokens are known, by parent
-        self.num_dropped = 0  # number of CACHED blocks that were evicted before a tier had a copy
+        self.num_dropped = 0  # number of CACHED blocks that were evicted without a copy
         self.pins = Pins(0)
         self._blocks = [Block() for _ in range(num_blocks)]
         self._cached = CachedBlocks(self._blocks)

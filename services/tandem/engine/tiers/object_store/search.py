@@ -34,8 +34,8 @@ def search(
     block_hashes: Sequence[bytes],
     first: int,
 ) -> Found:
-    """Returns the chain's blocks in the store that a request needs to resume at the largest
-    possible depth.
+    """Returns the blocks of a chain that were found in the store: those of the group without a
+    window, and those of windows near the largest depth at which a request can resume.
 
     The first `first` blocks of the group without a window are known to be in the store. They are
     left out of the result if no more blocks are found. Raises OSError.
