@@ -50,7 +50,7 @@ class Write:
     entry: Entry
     after: Event  # once the device has reached this event, the block is full
     targets: list[Target]
-    generation: int  # number of resets of the tiers before this write
+    num_resets: int  # resets of the tiers before this write
     on_end: Callable[[Write, Target], object]
     group: int = 0  # the KV group of the block
 

@@ -100,7 +100,7 @@ class Writes:
         self._clock = clock
         self._progress = [WriteProgress() for _ in tiers]
         self._ended: SimpleQueue[tuple[Write, Target]] = SimpleQueue()
-        self._generation = 0
+        self._num_resets = 0
 
     @property
     def are_under_way(self) -> bool:
@@ -154,7 +154,7 @@ class Writes:
     def forget(self) -> None:
         """Makes the tiers drop the blocks that are being written now, as soon as their writes
         end."""
-        self._generation += 1
+        self._num_resets += 1
 
     def _writable(self, hung: Set[int]) -> list[Tier]:
         now = self._clock()
@@ -181,7 +181,7 @@ class Writes:
             group.pool.end_write(block_id, has_copy=has_copy)
             return []
         group.pool.start_write(block_id)
-        write = Write(block_id, entry, after, targets, self._generation, self._end, group.number)
+        write = Write(block_id, entry, after, targets, self._num_resets, self._end, group.number)
         group.writes[block_id] = write
         for target in targets:
             self._progress[target.tier].begin(self._clock())
@@ -193,7 +193,7 @@ class Writes:
         self._ended.put((write, target))
 
     def _settle_one(self, write: Write, target: Target) -> None:
-        is_current = write.generation == self._generation
+        is_current = write.num_resets == self._num_resets
         tier = self._tiers[target.tier]
         group = self._groups[write.group]
         tier.settle(group.number, write.entry, target, is_current=is_current)
