@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class JoinServer:
-    """Lets machines join until `close`. It serves in threads of its own."""
+    """Answers join requests until `close`, in threads of its own."""
 
     def __init__(
         self,

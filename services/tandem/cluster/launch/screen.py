@@ -13,7 +13,8 @@ from tandem.cluster.launch.options import LaunchOptions
 from tandem.cluster.pools import Member
 from tandem.common.process.progress import ProgressRow, Waiting
 
-# The small model answers this prompt identically in bf16 and fp32, with and without cached blocks.
+# The built-in model answers this prompt identically in bf16 and fp32, with and without cached
+# blocks.
 _PROMPT = "What is gravity? Explain in two sentences."
 
 
