@@ -6,9 +6,11 @@ positions j with
 
     j < sinks  or  i - (tokens - sinks) < j <= i
 
-So a token sees at most `tokens` keys, including its own. Which keys it sees does not depend on
-chunks, blocks, workers or migrations. Layers that have their own sliding window use that window
-instead.
+So a token sees at most `tokens` keys, including its own. Example: with tokens = 8 and sinks = 4,
+the token at position 20 sees the keys 0 to 3 and 17 to 20.
+
+Which keys a token sees does not depend on chunks, blocks, workers or migrations. Layers that have
+their own sliding window use that window instead.
 """
 
 from typing import NamedTuple
