@@ -148,10 +148,10 @@ def token_seconds(rates: WorkerRates) -> float:
 
 
 def beside_decode(rates: WorkerRates, chunk_tokens: int, num_running: int) -> WorkerRates:
-    """Returns the rates of prefill beside `num_running` decoding sequences.
+    """Returns the rates of prefill on a worker that also decodes `num_running` sequences.
 
-    Chunks have at most `chunk_tokens` tokens (0: a full step). Each step with a chunk also computes
-    one token of every decoding sequence.
+    A step then has a chunk of at most `chunk_tokens` tokens (0: a full step) and one token of every
+    decoding sequence. The time of these tokens is added to the chunk's tokens.
     """
     chunk = min(rates.step_tokens, chunk_tokens or rates.step_tokens)
     token_s = rates.prefill.token_s + rates.decode.sequence_s * num_running / chunk
@@ -177,8 +177,8 @@ def likely_rates(
 
 
 def believed(reported: WorkerRates, likely: WorkerRates | None) -> WorkerRates:
-    """Returns the rates to assume for a worker: its reported rates if they were measured, otherwise
-    the likely ones."""
+    """Returns the rates to assume for a worker: its own rates if they were measured, otherwise the
+    `likely` ones."""
     if reported.measured or likely is None:
         return reported
     return msgspec.structs.replace(reported, prefill=likely.prefill, measured=True)

@@ -27,8 +27,8 @@ class PrefillRate(msgspec.Struct, frozen=True):
     token_context_s: float = 1e-7
 
     def seconds(self, num_tokens: int, context: float = 0, step_tokens: int = 512) -> float:
-        """Returns the seconds to prefill `num_tokens` tokens that follow `context` others, in steps
-        of `step_tokens` tokens.
+        """Returns the seconds to prefill `num_tokens` tokens that follow `context` others. A step
+        has `step_tokens` tokens.
 
         The result never falls with more tokens, a longer context or a smaller step.
         """
@@ -74,7 +74,8 @@ class PairRate(msgspec.Struct, frozen=True):
 
 
 class WindowBytes(msgspec.Struct, frozen=True):
-    """The KV of layers with a window, of which only the last blocks of a prompt are transferred."""
+    """The KV of layers with sliding-window attention. Only the last blocks of a prompt are
+    transferred for these layers."""
 
     num_blocks: int  # largest number of a prompt's blocks that are transferred for these layers
     block_bytes: int  # size of a block in these layers
@@ -104,7 +105,8 @@ class WorkerRates(msgspec.Struct, frozen=True):
     block_bytes: int = 0  # size of one KV block over all layers
     # True: measured rates. False: default rates, because nothing was measured.
     measured: bool = False
-    windows: tuple[WindowBytes, ...] = ()  # one for each group of layers with a window
+    # one entry for each group of layers with sliding-window attention
+    windows: tuple[WindowBytes, ...] = ()
     tiers: tuple[TierRate, ...] = ()  # tiers below the KV pool, fastest first
     load_queue_s: float = 0.0  # seconds until the current loads from tiers have ended
 
@@ -126,8 +128,8 @@ DEFAULT_PAIRS = {"nixl": PairRate("nixl", 2e-3, 1e9), "grpc": PairRate("grpc", 4
 
 
 def default_pair(transport: str) -> PairRate:
-    """Returns the default rate of a transport. An unknown transport gets the rate of the slower
-    one."""
+    """Returns the default rate of a transport. For an unknown transport, this is the rate of gRPC,
+    the slower one."""
     return DEFAULT_PAIRS.get(transport, DEFAULT_PAIRS["grpc"])
 
 
