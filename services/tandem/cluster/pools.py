@@ -62,7 +62,7 @@ class PoolCommand(msgspec.Struct, frozen=True):
     # all ports are 0, which means that the system chooses.
     ports: dict[str, int] = {}
     pinned: bool = False  # True if each process is pinned to a core
-    # cuda: the pool needs a GPU; auto: it uses one if the host has any
+    # cuda: each process needs a GPU. auto: each process uses a GPU if the host has one.
     device: Literal["cpu", "auto", "cuda"] = "cpu"
     # With `on_nodes`: Ray resources that one process takes, such as {"CPU": 4}.
     resources: dict[str, float] = {}
@@ -99,7 +99,8 @@ class ClusterSpec(msgspec.Struct, frozen=True):
     pools: dict[Pool, PoolCommand]
     wanted: dict[Pool, int]  # sizes at the start
     cores: list[int]  # cores to which engines may be pinned
-    drain_deadline_s: float = 45.0  # limit for a drain; longer than a worker or a router takes
+    # limit for a drain, longer than the drain deadline of a worker or router
+    drain_deadline_s: float = 45.0
     # time that a leaving router keeps serving, so that its clients notice that it leaves
     leave_notice_s: float = 5.0
     host_id: str = ""
@@ -144,7 +145,7 @@ class Member(msgspec.Struct, frozen=True):
     # Number of times that the member's host was lost. It is part of the agent's name, because the
     # member gets a new agent each time.
     num_losses: int = 0
-    # names the hosts that were not chosen because they are far; empty: there are none
+    # text that names the hosts that were not chosen because they are far; empty: there are none
     placed_why: str = ""
     gpu: int | None = None  # index of the worker's GPU on the host; None: it has no GPU
 

@@ -69,8 +69,8 @@ def waiting_pools(state: Mapping[str, Any]) -> list[str]:
 def worker_tables(
     workers: Sequence[Mapping[str, Any]], known: Sequence[Mapping[str, str]], screen: Console
 ) -> Iterator[RenderableType]:
-    """Yields the tables of the workers. `known` has a row for each worker, `workers` only those
-    that have a record."""
+    """Yields the tables of the workers. `workers` has the workers with a record. `known` has a row
+    for every worker."""
     rows = list(_rows(workers, known))
     more = (_TIERS, *_MORE_COLUMNS) if any(row.tiers for row in rows) else _MORE_COLUMNS
     wide = table(*_LOAD_COLUMNS, *more)
@@ -116,8 +116,8 @@ def audit_tables(entries: Sequence[Mapping[str, Any]], screen: Console) -> Itera
 
 
 def index_table(workers: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Builds the table of each worker's entries in the prefix tree, and whether they are
-    correct."""
+    """Builds the table of `tandem index verify`, which compares each worker's blocks with the
+    prefix tree."""
     made = table("worker")
     for name in ("checked", "missing", "stale"):
         made.add_column(name, justify="right")

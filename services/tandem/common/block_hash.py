@@ -64,7 +64,8 @@ class Chain(NamedTuple):
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Returns 16 bytes of keyed BLAKE2b over (parent, token ids as little-endian uint32)."""
+    """Returns the hash of a block: 16 bytes of keyed BLAKE2b over `parent`, which is the previous
+    block's hash or the root, and the token ids as little-endian uint32."""
     packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
     return blake2b(parent + packed, digest_size=HASH_BYTES, key=_KEY).digest()
 

@@ -26,15 +26,16 @@ BUDGET_TOKENS_MAX = 2**31 - 1
 
 
 class VisibleKeys(NamedTuple):
-    """The keys that each token sees."""
+    """The keys that a token sees: the first and the last keys of its context."""
 
-    num_first: int  # number of first keys of the context
-    num_last: int  # number of last keys, including the token's own
+    num_first: int  # number of visible keys at the start of the context
+    num_last: int  # number of visible keys at the end of the context, the token's own included
 
 
 class KvBudget(msgspec.Struct, frozen=True):
     tokens: int  # largest number of keys that a token sees
-    sinks: int = SINKS_DEFAULT  # number of first tokens, which all tokens see
+    # number of the first tokens of the context, whose keys all tokens see
+    sinks: int = SINKS_DEFAULT
     policy: str = SINKS_WINDOW
 
     @property

@@ -21,7 +21,6 @@ class KvTier:
 KV_TIERS = (
     KvTier(HOST, "kv_host_bytes", bytes_per_s=2e9),
     KvTier(DISK, "kv_disk_path", bytes_per_s=3e8, is_sealed=True),
-    # an object store
     KvTier(STORE, "kv_store_url", bytes_per_s=1e8, is_shared=True, is_sealed=True),
 )
 SHARED_TIERS = tuple(tier.name for tier in KV_TIERS if tier.is_shared)

@@ -122,7 +122,7 @@ class Options:
         self.check_together()
 
     def check_together(self) -> None:
-        """Raises ConfigError if values cannot be combined that are valid separately."""
+        """Raises ConfigError if values are valid separately but not together."""
 
 
 def read(made: type[T], program: str, argv: Sequence[str] | None = None) -> T:

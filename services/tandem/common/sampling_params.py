@@ -140,7 +140,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check(self)
 
     def resolved(self, **values: Any) -> Self:
-        """Returns a copy for an engine. `values` has new values of some fields."""
+        """Returns a copy for an engine, with `values` for some fields. A `temperature` between 0
+        and 0.01 becomes 0.01, and a negative `top_k` (off) becomes 0."""
         temperature = max(self.temperature, _TEMPERATURE_MIN) if self.temperature else 0.0
         return replace(
             self,

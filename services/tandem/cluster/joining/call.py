@@ -41,8 +41,8 @@ def request_join(
 
 
 def _fetch_ca(host: str, port: int) -> bytes:
-    """Fetches the authority's certificate as DER, without verification and without sending a
-    secret. Raises ValueError unless the server sends exactly one certificate."""
+    """Fetches the authority's certificate, in DER, over a connection that is not verified. No
+    secret is sent. Raises ValueError unless the server sends exactly one certificate."""
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import Encoding
 

@@ -48,7 +48,8 @@ def find_local_model(options: LaunchOptions) -> ModelFolder | None:
 
 
 def fetch_model(options: LaunchOptions, say: Callable[[str], None]) -> ModelFolder:
-    """Downloads the model if needed, and checks it. Raises ConfigError like `find_local_model`."""
+    """Downloads the model if needed, and checks it. Raises ConfigError if the download fails or
+    workers cannot serve the model."""
     say("looking for the model")
     if _needs_download(options.model):
         say("downloading the built-in model (93 MB, once)")

@@ -133,8 +133,8 @@ def _take(lease: HeadLease) -> int:
 
 
 def _renew(lease: HeadLease, number: int, address: str) -> bool:
-    """Renews the lease. Returns False if there is a later controller. Returns True if Redis is
-    unreachable."""
+    """Renews the lease. Returns False if a later controller has taken over. Returns True if Redis
+    is unreachable."""
     try:
         return lease.renew(number, address)
     except UNREACHABLE as error:

@@ -26,7 +26,7 @@ from tandem.net.store.client import UNREACHABLE, SyncClient, connect_blocking
 from tandem.net.store.registry import WorkerRecord
 
 LEAVE_DEADLINE_S = 180.0
-DRAIN_S = 60.0  # limit for step 2; longer than an agent gives its process to drain
+DRAIN_S = 60.0  # limit for step 2; longer than an agent waits for its process to drain
 _SETTLED_S = 10.0  # step 1 ends if no replacement has been starting for this long
 _INTERVAL_S = 0.5
 _ROUTER_STARTS_S = 5.0
@@ -39,7 +39,7 @@ class Leaving:
     def __init__(
         self, *, controller_url: str, worker_url: str, cluster_id: str, host_id: str
     ) -> None:
-        """`controller_url` and `worker_url` are URLs of Redis for its users `controller` and
+        """`controller_url` has the Redis user `controller`, `worker_url` the Redis user
         `worker`."""
         self._controller_url = controller_url
         self._worker_url = worker_url
@@ -87,8 +87,9 @@ class Leaving:
         tick: Callable[[], None],
         show: Callable[[ProgressRow], None],
     ) -> list[str]:
-        """Waits until each pool has its wanted number of ready processes on other hosts, or no
-        further process starts. Returns the pools that still lack processes."""
+        """Waits until each pool has its wanted number of ready processes on other hosts. Waits at
+        most to the time `until`, and at most `_SETTLED_S` while no replacement is starting. Returns
+        the pools that still lack processes."""
         settles_at = time.monotonic() + _SETTLED_S
         while True:
             pools = self._pools(redis)
@@ -110,7 +111,7 @@ class Leaving:
         is_coming = False
         for pool, state in pools.items():
             if pool == "grpc":
-                continue  # each host with a router also gets a gRPC replica
+                continue  # gRPC replicas need no check, because each host with a router gets one
             others = [
                 agent
                 for agent in state["agents"]

@@ -101,7 +101,7 @@ class Listening:
         )
 
     def redis_urls(self, redis: EmbeddedRedis | None) -> dict[str, str]:
-        """Builds the URLs of Redis for other hosts, by kind of process."""
+        """Returns kind of process -> Redis URL for processes of this kind on other hosts."""
         if redis is None:
             return dict.fromkeys(KINDS, self._options.redis_url)
         host = f"[{self._options.listen}]" if ":" in self._options.listen else self._options.listen

@@ -18,7 +18,7 @@ from tandem.cluster.processes import guardian, process
 from tandem.common.config.cluster import CLUSTER_ID_VARIABLE, TOKEN_VARIABLE
 from tandem.net.socket_folder import is_short, make_socket_folder
 
-_DRAIN_S = 2.5  # time for routers and workers to drain at the end; the total limit is 5 s
+_DRAIN_S = 2.5  # time for routers and workers to drain at the end; the whole shutdown may take 5 s
 
 
 class Run:

@@ -89,7 +89,7 @@ def lines(path: Path, is_over: Callable[[], bool]) -> Iterator[str]:
                     return
                 else:
                     time.sleep(_POLL_S)
-            if text := stream.read():  # the rest of the renamed file
+            if text := stream.read():  # text from before the file was renamed
                 yield text
 
 

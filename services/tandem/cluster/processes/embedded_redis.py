@@ -33,7 +33,7 @@ _LOG_TAIL_BYTES = 2000
 
 
 class EmbeddedRedis:
-    """One server with a password on a private port of `host`, by default on loopback."""
+    """One server with a password on a free port of `host`, which is loopback by default."""
 
     def __init__(
         self,

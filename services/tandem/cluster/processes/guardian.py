@@ -25,8 +25,7 @@ _SCAN_INTERVAL_S = 0.05
 
 
 def cluster_processes(cluster_id: str) -> dict[int, int]:
-    """Finds the running processes of a cluster, except this one. Returns their session ids by
-    pid."""
+    """Finds the running processes of a cluster, except this one. Returns pid -> session id."""
     marker = f"{CLUSTER_ID_VARIABLE}={cluster_id}".encode()
     sessions: dict[int, int] = {}
     marked: set[int] = set()
@@ -74,7 +73,7 @@ def end_session(session_id: int) -> None:
 
 def end_cluster(cluster_id: str, term_s: float = _TERM_S, spare: "int | None" = None) -> bool:
     """Ends the processes of a cluster except `spare`: sends SIGTERM, and after `term_s` SIGKILL.
-    Returns False if others remain."""
+    Returns False if some of them do not end."""
     term_until = time.monotonic() + term_s
     kill_until = term_until + _KILL_S
     signalled: set[int] = set()

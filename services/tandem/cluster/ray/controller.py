@@ -252,7 +252,8 @@ class PoolController:
         )(Agent)
         agent = actor.options(name=member.agent_name, get_if_exists=True).remote(self._spec, member)
         self._agents[member.agent_name] = agent
-        if member.pid or member.leaves:  # an existing agent does not report by itself
+        # An agent that already exists does not report by itself.
+        if member.pid or member.leaves:
             threading.Thread(target=self._request_status, args=(agent,), daemon=True).start()
 
     def _request_status(self, agent: Any) -> None:

@@ -54,7 +54,7 @@ class HostWatch:
         self._started_at = time.monotonic()
 
     def is_lost(self, host_id: str) -> bool:
-        """Says whether a host has been silent for so long that its members are placed elsewhere."""
+        """Says whether a host is lost, so that its members are replaced on other hosts."""
         if host_id in self.alive:
             return False
         if host_id not in self._seen_at:

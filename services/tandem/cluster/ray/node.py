@@ -93,7 +93,8 @@ class RayNode(msgspec.Struct, frozen=True):
 
     @property
     def ports(self) -> dict[str, int]:
-        """Ports of Ray's listeners, by the names of Ray's parameters; 0: the system chooses."""
+        """Ports of Ray's listeners: name of Ray's parameter -> port. Port 0 means that the system
+        chooses."""
         if not self.first_port:
             return {"gcs_server_port": 0}
         first = self.first_port
@@ -189,7 +190,7 @@ def shown_cores(cores: Sequence[int]) -> str:
 
 
 def read_cores(text: str) -> list[int]:
-    """Parses the format of `shown_cores`."""
+    """Parses ranges of cores in the format of `shown_cores`: 0-1_4-5 gives 0, 1, 4 and 5."""
     pairs = [part.split("-") for part in text.split("_") if part]
     return [core for first, last in pairs for core in range(int(first), int(last) + 1)]
 

@@ -82,8 +82,7 @@ class RayHost:
         return number
 
     def take_spec(self, spec: ClusterSpec) -> None:
-        """Sets the spec of this host's processes. Without a spec the host cannot become the
-        head."""
+        """Sets the spec of this host. Without a spec the host cannot become the head."""
         self._spec = spec
 
     def take_started(self, started: HeadStarted) -> None:

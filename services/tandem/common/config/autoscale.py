@@ -53,7 +53,7 @@ class AutoscaleConfig(Options):
     """Seconds between two decisions."""
     idle_s: Seconds = 40.0
     """Seconds without a request, after which pools get their smallest size at once. 0: off."""
-    history_s: Constant[float] = 600.0  # period of load samples used for forecasts
+    history_s: Constant[float] = 600.0  # forecasts use the loads of this period
     # Pools are sized for this quantile of the loads, each measured over ten seconds. Requests may
     # queue in periods with a higher load.
     load_quantile: Constant[float] = 0.7

@@ -29,7 +29,8 @@ CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
 # Signal that announces a router's end. The router continues to serve but reports that it is not
 # ready.
 LEAVE_SIGNAL = signal.SIGUSR1
-RUN_FOLDER_VARIABLE = "TANDEM_RUN_FOLDER"  # lets Ray's agents find the settings of their host
+# path of the run folder, in which Ray's agents find the spec of their host
+RUN_FOLDER_VARIABLE = "TANDEM_RUN_FOLDER"
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,8 +173,8 @@ def _solve_positive(
 ) -> list[float] | None:
     """Solves the linear equations for the unknowns in `kept`. Returns None if one of them is
     negative."""
-    # The equations are scaled so that the diagonal is 1. Without this, its elements would differ by
-    # many digits, because seconds per byte and per step differ by 12 digits.
+    # The equations are scaled so that the diagonal is 1. Otherwise precision would be lost, because
+    # seconds per byte are some 10^12 times smaller than seconds per step.
     scale = [1 / math.sqrt(a[i][i]) for i in kept]
     n = len(kept)
     rows = [

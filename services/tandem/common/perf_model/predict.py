@@ -29,8 +29,8 @@ OWN_SPARE = 1.05
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """A worker that has the first tokens of a prompt. `rate` is the speed of pulls from this
-    worker."""
+    """A worker that has the KV of a prompt's first `num_tokens` tokens. `rate` is the speed of
+    pulls from this worker."""
 
     num_tokens: int
     rate: PairRate
@@ -170,8 +170,8 @@ def is_local_faster(local_s: float, remote_s: float) -> bool:
 def likely_rates(
     reported: Iterable[WorkerRates], by: Callable[[WorkerRates], float] = token_seconds
 ) -> WorkerRates | None:
-    """Returns the rates of the worker in the middle if the workers with measured rates are sorted
-    by `by`. Returns None if no rates were measured."""
+    """Sorts the workers with measured rates by `by` and returns the rates of the worker in the
+    middle. Returns None if no rates were measured."""
     known = sorted((rates for rates in reported if rates.measured), key=by)
     return known[(len(known) - 1) // 2] if known else None
 

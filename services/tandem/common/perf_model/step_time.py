@@ -93,7 +93,8 @@ class StepTimeModel:
         guess = msgspec.structs.astuple(DEFAULT_PREFILL)
         # cost of prefill in large chunks, fitted to steps without decode
         self._prefill = LinearMeter(guess)
-        self._reported = LinearMeter(guess)  # fitted to all steps with prefill
+        # cost of prefill for the worker's report, fitted to all steps with prefill
+        self._reported = LinearMeter(guess)
         self._decode = LinearMeter(
             (DEFAULT_DECODE.step_s, DEFAULT_DECODE.sequence_s, _DECODE_CONTEXT_S)
         )

@@ -1,4 +1,4 @@
-"""Ends a program that is stopped while it loads or that has no signal handlers of its own.
+"""Lets SIGTERM and Ctrl-C end a program that still loads or has no signal handlers of its own.
 
 `python -m tandem.common.process.early_end MODULE ARGUMENT...` runs a program so that Ctrl-C ends it
 without a traceback.
