@@ -37,8 +37,9 @@ class CachedTokens(msgspec.Struct, frozen=True):
     def then(self, other: CachedTokens) -> CachedTokens:
         """Returns these counts, and those of `other` for the tokens that follow.
 
-        Example: device=32, then device=16, host=48 gives device=32, host=32. The total of 64 is the
-        larger of the two totals.
+        Example: these counts are device=32, and `other` has device=16 and host=48. The result is
+        device=32 for tokens 0 to 31 and host=32 for tokens 32 to 63. Its total is the larger of the
+        two totals.
         """
         return self + (other - other.first(self.total))
 

@@ -47,7 +47,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
     blocks_cached: int = 0  # blocks that no sequence references and that can be reused
     blocks_quarantined: int = 0  # blocks into which an unfinished pull may still write
     # Number of open leases, for which this worker computes or holds blocks for other workers. The
-    # engine counts only leases that it has begun; the I/O process replaces its count.
+    # engine counts only leases that it has begun. The worker's I/O process counts all open ones.
     num_leases: int = 0
     num_pulls: int = 0  # number of sequences that await KV
     step: int = 0

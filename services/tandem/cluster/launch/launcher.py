@@ -304,8 +304,8 @@ class _Launch:
         ends.add("ray head", self._ray_head.pid)
 
     def _adopt_new_head(self, ends: EndWatch) -> None:
-        """Starts to watch the new head. It is called when the process that starts the head has
-        ended. If the head could not be started, starts another one."""
+        """Starts to watch the new head, after the process that starts the head has ended. If the
+        head could not be started, starts another one."""
         try:
             head = self._ray_head.started()
             assert head is not None, "its output has ended"

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 LEASE_S = 8.0
 RENEW_INTERVAL_S = 2.0
 
-# KEYS: head, head-number. ARGV: host, time to live in ms. Returns the new number. Returns 0 if
-# another host has the lease.
+# KEYS: head, head-number. ARGV: host, time to live in ms. Returns 0 if another host has the lease,
+# otherwise the new number.
 _TAKE = """
 local held = redis.call('get', KEYS[1])
 if held and cjson.decode(held).host ~= ARGV[1] then return 0 end
@@ -36,8 +36,8 @@ redis.call('set', KEYS[1], head, 'PX', ARGV[2])
 return number
 """
 
-# KEYS: head, head-number. ARGV: number, JSON of the head, time to live in ms. Returns 1. Returns 0
-# if there is a head with a higher number.
+# KEYS: head, head-number. ARGV: number, JSON of the head, time to live in ms. Returns 0 if there is
+# a head with a higher number, otherwise 1.
 _RENEW = """
 local highest = tonumber(redis.call('get', KEYS[2]) or '0')
 if highest > tonumber(ARGV[1]) then return 0 end
@@ -46,8 +46,8 @@ redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
 return 1
 """
 
-# KEYS: head-number, then the keys to set. ARGV: number, then a value for each key to set. Returns
-# 1. Returns 0 if there is a head with a higher number.
+# KEYS: head-number, then the keys to set. ARGV: number, then a value for each key to set. Returns 0
+# if there is a head with a higher number, otherwise 1.
 _SET = """
 local highest = tonumber(redis.call('get', KEYS[1]) or '0')
 if highest > tonumber(ARGV[1]) then return 0 end

@@ -6,9 +6,10 @@ states.
   machines can join       key `owned` in Redis, fenced (head_lease.py), with a copy in the same file
 
 Only the controller writes the state. It does so before it sends commands, and again if Redis has
-lost the state. Agents read the state: an agent that Ray restarted does not know whether its
-predecessor received the command to drain, and the controller may not run at that time. So the agent
-looks up whether its process is still wanted.
+lost the state.
+
+Agents read the state. An agent that Ray restarted has forgotten a command to drain its process, and
+the controller may not run at that time. So the agent looks up whether the process is still wanted.
 """
 
 import logging

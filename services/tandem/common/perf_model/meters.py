@@ -139,8 +139,8 @@ class LinearMeter:
 
 
 class PairMeter:
-    """Fits the rate of pulls over one transport from one peer: seconds = latency + bytes * seconds
-    per byte."""
+    """Fits the rate of pulls over one transport from one peer. A pull takes latency_s + bytes /
+    bytes_per_s."""
 
     def __init__(self, transport: str) -> None:
         guess = default_pair(transport)
