@@ -245,7 +245,8 @@ def node_bundles(
 
 
 def lose(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]:
-    """Marks the members on these hosts as "lost". Returns only the changed ones."""
+    """Changes the state of the members on these hosts to "lost". Returns only the changed
+    members."""
     return [
         msgspec.structs.replace(m, state="lost", pid=0, is_stopped=False)
         for m in members
@@ -254,8 +255,8 @@ def lose(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]:
 
 
 def revive(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]:
-    """Marks lost members whose host is back as "pending". Returns only the changed members. The
-    caller creates new agents for them."""
+    """Changes the state of lost members to "pending" if their host is back. Returns only the
+    changed members. The caller creates new agents for them."""
     return [
         msgspec.structs.replace(m, state="pending", num_losses=m.num_losses + 1)
         for m in members
@@ -266,13 +267,13 @@ def revive(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]
 def with_free_gpu(
     spec: ClusterSpec, pool: Pool, members: Sequence[Member], hosts: list[Host]
 ) -> tuple[list[Host], str]:
-    """Filters the hosts by GPUs: those remain whose least used GPU has the fewest workers. If each
-    GPU of host A has a worker and one GPU of host B has none, only B remains. Also returns the
-    reason if no host remains.
+    """Returns the hosts whose least used GPU has the fewest workers. If each GPU of host A has a
+    worker and one GPU of host B has none, this is only B. Also returns the reason if there is no
+    such host.
 
-    If no host has a GPU, all hosts remain for a pool that can do without one. In a cluster of one
-    machine, the machine remains even if the pool needs a GPU: the count may have missed a GPU, and
-    a worker without a GPU reports that itself.
+    If no host has a GPU, all hosts are returned for a pool that can do without one. In a cluster of
+    one machine, the machine is returned even if the pool needs a GPU: the count may have missed a
+    GPU, and a worker without a GPU reports that itself.
     """
     device = spec.pools[pool].device
     gpus = _least_used_gpus(hosts, members)
@@ -389,8 +390,8 @@ def _host_for(
 def _fits(
     spec: ClusterSpec, pool: Pool, members: Sequence[Member], hosts: Sequence[Host]
 ) -> list[Host]:
-    """Filters the hosts: those remain that have the labels of the pool and, among these, the fewest
-    members of the pool. So the loss of one host does not take a whole pool.
+    """Returns the hosts that have the labels of the pool. Of these, it keeps only the hosts with
+    the fewest members of the pool, so that the loss of one host does not take a whole pool.
 
     If machines can join, each host gets at most one process of a pool with fixed ports. With
     `on_nodes`, a host needs the labels and free resources, and pools are not spread over hosts.
@@ -411,8 +412,7 @@ def _fits(
 def _without_far(
     pool: Pool, members: Sequence[Member], hosts: list[Host], measured: PairBandwidths
 ) -> tuple[list[Host], str]:
-    """Filters out the hosts that are far from the pool's peers. Also returns a text about the far
-    hosts.
+    """Returns the hosts that are not far from the pool's peers, and a text about those that are.
 
     Prefill and decode workers are peers. A peer without an entry in `measured` is ignored.
     """

@@ -53,8 +53,8 @@ class Authority:
             encipher_only=False,
             decipher_only=False,
         )
-        # Key identifiers distinguish two authorities of the same name, as while a new one replaces
-        # an old one.
+        # Two authorities may have the same name, for example while a new one replaces an old one.
+        # Key identifiers distinguish them.
         self._key_id = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
         self._certificate = (
             _builder(self._name, self._name, self._key.public_key())

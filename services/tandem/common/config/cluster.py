@@ -23,13 +23,13 @@ REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
 # its own. A worker gets the first URL as its REDIS_URL_VARIABLE.
 REDIS_URL_OF_KIND = "TANDEM_REDIS_URL_OF_"
 TOKEN_VARIABLE = "TANDEM_CLUSTER_TOKEN"
-# the API key for operators' commands; child processes do not get it
+# variable with the API key for operators' commands; child processes do not get it
 API_KEY_VARIABLE = "TANDEM_API_KEY"
 CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
 # Signal that announces a router's end. The router continues to serve but reports that it is not
 # ready.
 LEAVE_SIGNAL = signal.SIGUSR1
-# path of the run folder, in which Ray's agents find the spec of their host
+# variable with the path of the run folder, in which Ray's agents find the spec of their host
 RUN_FOLDER_VARIABLE = "TANDEM_RUN_FOLDER"
 
 

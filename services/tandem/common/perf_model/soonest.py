@@ -66,7 +66,7 @@ class Producer(msgspec.Struct, frozen=True):
     rate: PrefillRate
     step_tokens: int
     wait_s: float
-    # number of the prompt's first blocks that the peer has, `there_s` after it begins
+    # number of the prompt's first blocks that the peer will have `there_s` seconds after its start
     num_blocks: int = 0
     there_s: float = 0.0
     block_s: float = 0.0  # seconds to pull a block from the peer

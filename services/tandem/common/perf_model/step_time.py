@@ -112,8 +112,8 @@ class StepTimeModel:
 
     @property
     def decode_rate(self) -> DecodeRate | None:
-        """Rate of decode-only steps, for sequences with the mean context of the last such step.
-        None before the first one."""
+        """Rate of decode-only steps; None before the first one. It applies to sequences that are as
+        long as those of the last decode-only step were on average."""
         if not self._decode.num_observations:
             return None
         step_s, sequence_s, context_s = self._decode.coefficients
