@@ -2,9 +2,9 @@
 
   $XDG_STATE_HOME/tandem/runs/START-CLUSTER/ID.log    START is the time in UTC, sortable by name
 
-A running cluster holds a lock on its folder. Each new run deletes the oldest folders beyond
-`RUNS_KEPT`, except those of running clusters. A large log is renamed to ID.log.1, and a new file is
-started.
+A running cluster holds a lock on its folder. Each new run deletes all folders but the newest
+`RUNS_KEPT`; it spares those of running clusters. A large log is renamed to ID.log.1, and a new file
+is started.
 """
 
 import fcntl
@@ -36,7 +36,8 @@ def runs_folder() -> Path:
 
 
 class RunLogs:
-    """The logs of one run. `RUN_FOLDER/logs` is a link to the folder of the logs until `close`."""
+    """The logs of one run. RUN_FOLDER/logs is a symbolic link to `folder`. Later runs do not delete
+    the logs before `close`."""
 
     def __init__(self, run_folder: Path, cluster_id: str) -> None:
         """Creates the folder. If that fails, the logs are written to the run folder, which is
@@ -75,8 +76,8 @@ def find_log(process_id: str) -> Path:
 
 
 def lines(path: Path, is_over: Callable[[], bool]) -> Iterator[str]:
-    """Yields the text of a log, then the text that is appended. Ends when `is_over` returns True at
-    the end of the log."""
+    """Yields the text of a log, then each text that is appended to it. At the end of the log, calls
+    `is_over` and ends if the result is True."""
     if older(path).is_file():
         yield older(path).read_text(errors="replace")
     while True:
@@ -88,12 +89,12 @@ def lines(path: Path, is_over: Callable[[], bool]) -> Iterator[str]:
                     return
                 else:
                     time.sleep(_POLL_S)
-            if text := stream.read():  # the rest of the renamed file
+            if text := stream.read():  # text from before the file was renamed
                 yield text
 
 
 def _is_named(stream: TextIO, path: Path) -> bool:
-    """Says whether the open file still has this name, that is, the log was not rotated."""
+    """Returns whether the open file still has this name. It has another name after a rotation."""
     try:
         return os.path.samestat(os.fstat(stream.fileno()), path.stat())
     except FileNotFoundError:
@@ -101,7 +102,7 @@ def _is_named(stream: TextIO, path: Path) -> bool:
 
 
 def show_log(path: Path, *, follow: bool) -> None:
-    """Prints a log; with `follow`, until it is interrupted."""
+    """Prints a log. With `follow`, waits for further text and prints it until an interrupt."""
     with suppress(KeyboardInterrupt, BrokenPipeError):
         for text in lines(path, lambda: not follow):
             sys.stdout.write(printable(text, keep="\n\t"))

@@ -2,10 +2,12 @@
 
   python -m tandem.cluster.ray.head RUN_FOLDER [NODE]
 
-NODE is a `RayNode` as JSON; by default a head on free ports of 127.0.0.1. For a head, the program
-starts GCS and raylet, prints the line `LISTENING`, reads a `ClusterSpec` as JSON from standard
-input (which may be sent later) and creates the pool controller. For a node, it starts a raylet. At
-the end it prints one line of JSON (`HeadStarted`) and exits; the processes that it started remain.
+NODE is a `RayNode` as JSON. By default, the program starts a head on free ports of 127.0.0.1.
+
+1. The program starts a raylet, and for a head also a GCS.
+2. For a head, it prints the line `LISTENING` and waits for a `ClusterSpec` as JSON on standard
+   input. The caller may send the spec later. Then the program creates the pool controller.
+3. It prints one line of JSON (`HeadStarted`) and exits. The processes that it started remain.
 """
 
 import sys
