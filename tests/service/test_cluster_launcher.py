@@ -404,6 +404,19 @@ def test_a_worker_that_dies_before_ray_is_up_is_started_again(tmp_path: Path) ->
         assert [a["pid"] for a in agents()] == [decode], "Ray started one more"
 
 
+@pytest.mark.slow
+def test_a_head_that_starts_slowly_is_awaited(tmp_path: Path) -> None:
+    """Ray itself would give up after 30 s."""
+    with started(tmp_path, "--prefill", "0", "--no-grpc") as up:
+        (raylet,) = wait_until(lambda: up.pids("raylet/raylet"))
+        os.kill(raylet, signal.SIGSTOP)
+        time.sleep(40)
+        os.kill(raylet, signal.SIGCONT)
+        wait_until(lambda: RAY_IS_UP in _screen(up), START_DEADLINE_S)
+        assert "Ray is not up after 30 s" in _screen(up)
+        assert up.pids("raylet/raylet") == [raylet]
+
+
 def test_nothing_is_left_when_the_parent_is_killed(up: Up) -> None:
     assert up.pids("valkey-server")
     up.parent.kill()

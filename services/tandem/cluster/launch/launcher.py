@@ -14,6 +14,7 @@ kill -9 of the launcher, the guardian does.
 """
 
 import errno
+import math
 import os
 import secrets
 import socket
@@ -62,6 +63,7 @@ from tandem.net.store.control_state import Head
 _REDIS_STOP_S = 0.5
 _GPU = Path("/dev/nvidiactl")  # exists if NVIDIA's driver is loaded
 _RETRY_S = 2.0  # pause between attempts to start Redis, a Ray head or a worker
+_TELL_S = 30.0  # time after which the screen says that Ray still starts
 _LOOK_S = 0.2  # interval at which the launcher checks whether Ray's starting head takes the spec
 
 
@@ -117,6 +119,7 @@ class _Launch:
         # Member id -> (member, pid) of the processes that the launcher restarts. The mapping is
         # empty once Ray's head has the spec, because Ray then restarts them.
         self._members: dict[str, tuple[Member, int]] = {}
+        self._head_awaited_at = math.inf  # when the first head was started, until `_TELL_S` later
 
     def __enter__(self) -> Self:
         return self
@@ -250,6 +253,7 @@ class _Launch:
     def _start_first_head(self, ends: EndWatch) -> None:
         """Starts Ray's head without the spec. Without the spec, Ray starts no agents, which could
         start a process at the same time as the launcher does."""
+        self._head_awaited_at = time.monotonic()
         self._ray_head.start()
         if self._ray_host is not None:
             assert self._spec is not None
@@ -271,6 +275,11 @@ class _Launch:
         if self._ray_head.has_spec:
             ends.forget(*self._members)
             self._members = {}
+        elif time.monotonic() - self._head_awaited_at > _TELL_S:
+            self._head_awaited_at = math.inf
+            is_busy = os.getloadavg()[0] > 2 * len(os.sched_getaffinity(0))
+            why = " because this machine is busy" if is_busy else ""
+            self._screen.say(f"Ray is not up after {_TELL_S:.0f} s{why}; still waiting")
 
     def _become_head(self) -> int:
         """Takes the lease for this host, whose Ray head will be the cluster's first. Returns the

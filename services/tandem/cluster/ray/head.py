@@ -17,9 +17,14 @@ from pathlib import Path
 import msgspec
 
 from tandem.cluster.pools import ClusterSpec
-from tandem.cluster.ray.node import LISTENING, NAMESPACE, HeadStarted, RayNode, start_head
-
-_CONTROLLER_DEADLINE_S = 90.0
+from tandem.cluster.ray.node import (
+    LISTENING,
+    NAMESPACE,
+    START_DEADLINE_S,
+    HeadStarted,
+    RayNode,
+    start_head,
+)
 
 
 def main(run_folder: Path, node: RayNode) -> None:
@@ -44,7 +49,7 @@ def main(run_folder: Path, node: RayNode) -> None:
             _node_ip_address=node.address,
         )
         controller = start_controller(spec)
-        ray.get(controller.state.remote(), timeout=_CONTROLLER_DEADLINE_S)
+        ray.get(controller.state.remote(), timeout=START_DEADLINE_S)
     done = HeadStarted(address, pids, head_s, time.monotonic() - spec_at)
     sys.stdout.buffer.write(msgspec.json.encode(done) + b"\n")
 

@@ -7,6 +7,7 @@ public, so it may have to change with new versions of Ray.
 
 import secrets
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -26,6 +27,9 @@ NODE_LABEL = "ray.io/node-id"  # set by Ray on each of its nodes
 CORES_LABEL = "tandem-cores"
 GPUS_LABEL = "tandem-gpus"
 _TOKEN_FILE = "ray.token"
+# Time that GCS, raylet and pool controller each may need to start, on a very busy machine.
+START_DEADLINE_S = 300.0
+_REGISTER_POLL_S = 0.2
 _NUM_ACTOR_PORTS = 200
 _FIRST_ACTOR_PORT = 20  # offset of the actors' first port from the cluster's first port
 
@@ -59,6 +63,11 @@ _KEEP_PRIORITY = {"RAY_worker_niceness": "0"}
 # Tandem's nodes have no CPUs for Ray's tasks (num_cpus=0). By default, Ray would start the agents
 # of such a node one after another, which takes several times as long on a busy machine.
 _START_TOGETHER = {"RAY_worker_maximum_startup_concurrency": "8"}
+
+_WAIT_LONG = {
+    "RAY_gcs_server_port_wait_time_s": f"{START_DEADLINE_S:.0f}",
+    "RAY_raylet_start_wait_time_s": f"{START_DEADLINE_S:.0f}",
+}
 
 # With these settings, Ray reports a lost host after about 10 s. A raylet that only was slow counts
 # as lost, too, and is restarted.
@@ -139,6 +148,7 @@ def head_environment(
         **_SPARE_AGENTS,
         **_KEEP_PRIORITY,
         **_START_TOGETHER,
+        **_WAIT_LONG,
         **(_SEE_LOSS if node.host_id else {}),
         **_tls_environment(node),
         RUN_FOLDER_VARIABLE: str(run_folder),
@@ -206,6 +216,11 @@ def start_head(temp_dir: Path, node: RayNode | None = None) -> tuple[str, dict[s
         def start_api_server(self, **_: Any) -> None:
             self._webui_url = ""
 
+        def start_ray_processes(self) -> None:
+            super().start_ray_processes()
+            # Ray itself gives up after 30 s, which a busy machine may need.
+            _wait_until_registered(self)
+
     node = node or RayNode()
     is_head = not node.head_address
     ports = node.ports
@@ -230,6 +245,28 @@ def start_head(temp_dir: Path, node: RayNode | None = None) -> tuple[str, dict[s
         no_monitor=True,
         **ports,
     )
+    # shutdown_at_exit=False: the processes outlive this one.
     started = Small(params, head=is_head, shutdown_at_exit=False, spawn_reaper=False)
     pids = {name: infos[0].process.pid for name, infos in started.all_processes.items()}
     return started.gcs_address, pids
+
+
+def _wait_until_registered(node: Any) -> None:
+    """Waits until the GCS knows a `ray._private.node.Node` whose processes were started.
+
+    Raises RuntimeError if one of these processes ends or after `START_DEADLINE_S`.
+    """
+    from ray._private.services import get_node
+
+    deadline = time.monotonic() + START_DEADLINE_S
+    while True:
+        try:
+            get_node(node.gcs_address, node._node_id)
+            return
+        except RuntimeError as error:  # the raylet has not registered yet
+            for name, infos in node.all_processes.items():
+                if any(info.process.poll() is not None for info in infos):
+                    raise RuntimeError(f"Ray's {name} ended") from error
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_REGISTER_POLL_S)
