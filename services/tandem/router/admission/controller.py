@@ -130,8 +130,8 @@ class AdmissionController:
     def _queued_max_s(self) -> float:
         """Returns the longest prefill queue, in seconds, of a worker with capacity.
 
-        It is shorter than a queue for which requests are refused, because otherwise requests would
-        be refused before they wait for a turn.
+        The result is at most half of the queue at which requests are refused. So, as the load
+        grows, requests wait for their tenants' turns before any request is refused.
         """
         if not self._limit.base_s:
             return QUEUED_MAX_S

@@ -88,9 +88,10 @@ async def counted_match(
     compatibility: Callable[[], KvCompatibility | None],
     block_hashes: Sequence[bytes],
 ) -> dict[str, int]:
-    """Looks up the holders of a prompt's blocks in the prefix tree, and counts the look-up.
+    """Looks up a prompt's blocks in the prefix tree, and counts the look-up in the metrics.
 
-    `compatibility` returns the KV compatibility for which `block_hashes` were computed.
+    Returns worker or tier -> number of leading blocks that it holds. `compatibility` returns the KV
+    compatibility for which `block_hashes` were computed.
     """
     began = time.perf_counter()
     outcome = "failed"

@@ -28,7 +28,7 @@ ROWS_MAX = 20_000  # pending rows; further tenants are counted together as "othe
 
 
 class UsageQuery(NamedTuple):
-    """A checked query for usage."""
+    """A query for usage whose parameters were checked."""
 
     window: Window
     num_windows: int

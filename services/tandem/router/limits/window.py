@@ -4,10 +4,12 @@ Time is divided into buckets of one second, numbered by Redis's clock. A window 
 bucket and the 60 before it, so it always covers at least a minute:
     bucket   n-61 | n-60 ... n-1 | n (current)
              gone | ---- counted, 60 to 61 s ----
-So no 60 seconds contain more than the limit, and used capacity is available again at most a second
-late. Two weighted windows need less state, but they estimate how the last minute's use was
-distributed and may allow twice the limit. GCRA could not serve a single request that is larger than
-the burst.
+So no 60 seconds contain more than the limit. Used capacity is available again after 60 to 61
+seconds.
+
+Two other algorithms do not fit. Two weighted windows may allow twice the limit, because they only
+estimate when the requests of the previous minute came. GCRA cannot serve a single request that is
+larger than its burst size.
 """
 
 import math
@@ -107,7 +109,7 @@ def window_of(flat: Iterable[int]) -> Window:
 class Share(NamedTuple):
     """The fractions of a tenant's limits that one router may use.
 
-    Both are 1 while Redis decides, because Redis knows the use on all routers.
+    Both fractions are 1 while Redis decides, because Redis knows the use on all routers.
     """
 
     requests: float = 1.0
