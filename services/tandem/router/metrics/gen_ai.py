@@ -1,8 +1,9 @@
 """The router's metrics under OpenTelemetry's names for generative AI servers, sent over OTLP.
 
-    gen_ai.server.request.duration         s, every request
-    gen_ai.server.time_to_first_token      s, successful requests
-    gen_ai.server.time_per_output_token    s, mean of a successful request after its first token
+    Metric (in seconds)                    Measured for
+    gen_ai.server.request.duration         every request
+    gen_ai.server.time_to_first_token      successful requests
+    gen_ai.server.time_per_output_token    successful requests: mean over the tokens after the first
 The metrics are off, and OpenTelemetry's SDK is not loaded, unless OpenTelemetry's environment
 variables enable them (observability/otlp.py). Names, attributes and buckets follow OpenTelemetry's
 semantic conventions, "Generative AI metrics".
