@@ -2,8 +2,8 @@
 
 With a Kubernetes gateway, an endpoint picker chooses the decode worker and the prefill worker of a
 request. It writes both into a request header, the hint, and signs the hint with the cluster's
-token. The gateway sends the request to the HTTP server beside the decode worker, which reads the
-hint.
+token. The gateway sends the request to the decode worker's front, which is a router beside this
+worker. The front reads the hint.
     x-tandem-placement-hint: BASE64URL(JSON).HEX(HMAC-SHA256)
 A client cannot create a hint, because it lacks the token. A copied hint is of no use for another
 request, because a hint is valid only for one request id and a short time.
