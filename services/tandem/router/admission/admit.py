@@ -22,7 +22,9 @@ class AdmissionDecision:
     # The predicted TTFT, with which the measured TTFT is compared later. None: the calibration
     # does not use this request.
     promise: Promise | None = None
-    within_s: float = math.inf  # longest useful TTFT in seconds; workers may refuse by it
+    # Longest useful TTFT in seconds. A worker that keeps deadlines refuses the request if the first
+    # token would be later.
+    within_s: float = math.inf
 
     @property
     def is_admitted(self) -> bool:

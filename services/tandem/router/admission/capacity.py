@@ -1,8 +1,8 @@
 """Decides whether workers have capacity for one more request. Does no I/O.
 
 Without capacity, the request waits in the router. There is capacity if a prefill worker has a short
-queue and a decode worker has few waiting sequences. These queues are not empty, so that a worker
-stays busy until the router has read the worker's next load report and sent another request.
+queue and a decode worker has few waiting sequences. A short queue, instead of an empty one, keeps a
+worker busy until the router has read the worker's next load report and sent another request.
 """
 
 from collections.abc import Iterable

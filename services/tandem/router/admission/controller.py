@@ -37,7 +37,7 @@ class AdmissionController:
         *,
         have_tenants: Callable[[], bool],
     ) -> None:
-        """`have_tenants` returns whether requests have tenants, which then take turns."""
+        """`have_tenants` returns whether requests have tenants. Only then do tenants take turns."""
         self._view = view
         self._have_tenants = have_tenants
         self._metrics = metrics

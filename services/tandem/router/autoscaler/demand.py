@@ -126,7 +126,7 @@ class Observation(msgspec.Struct, frozen=True):
     demand: Demand
     prefill: PoolSeen
     decode: PoolSeen
-    decode_rate: DecodeRate = DecodeRate()  # decode rate of one worker
+    decode_rate: DecodeRate = DecodeRate()  # measured duration of a worker's decode steps
     num_held: int = 0  # requests that routers hold because a pool is empty
 
 

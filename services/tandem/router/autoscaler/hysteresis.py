@@ -30,9 +30,9 @@ class Stabilizer:
         self._config = config
         self._kept: deque[tuple[float, int]] = deque()
         self._direction = 0  # direction of the last change: 1 up, -1 down
-        self._changed_s = (
-            now_s  # time of the last change; now, so that the pool does not shrink yet
-        )
+        # Time of the last change of the size. It begins with now, so that the pool does not shrink
+        # at once.
+        self._changed_s = now_s
         self._reversed_s = -float("inf")
 
     def rest(self, now_s: float) -> None:

@@ -52,9 +52,9 @@ class ScalingDecision(msgspec.Struct, frozen=True):
     """The decision for one pool. `line` explains it to operators."""
 
     role: Role
-    size: int  # current size
-    wanted: int  # size that the signals request, within the bounds
-    to: int  # new size
+    size: int  # current number of workers
+    wanted: int  # number of workers that the signals request, within the bounds
+    to: int  # new number of workers
     # Name of the signal that requests the largest size, or one of three other reasons. "bounds":
     # the requested size is outside the configured bounds. "start": no load is known yet. "idle":
     # the pool had no request for a while.

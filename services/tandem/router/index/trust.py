@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 Alarm = Literal["hits", "audit", "silent"]
 # Shortest time between two alarms of a worker, in which the worker can publish all blocks again.
 RENEWAL_S = 20.0
-WINDOW_TOKENS = 8192  # predicted tokens in a worker's window of recent requests, about
+WINDOW_TOKENS = 8192  # approximate number of predicted tokens in a worker's window of requests
 EVIDENCE_TOKENS = 1024  # fewest predicted tokens in a window that may raise an alarm
 REQUESTS_MIN = 4
 HIT_RATIO_MIN = 0.5  # lower hit ratios mean wrong entries; eviction lowers the ratio far less

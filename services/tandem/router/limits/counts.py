@@ -88,7 +88,7 @@ _KINDS: Sequence[Kind | None] = (None, "requests", "tokens", "concurrent")
 
 
 class Reply(NamedTuple):
-    """The answer of Redis to one call."""
+    """The result of one call of the script `_COUNT`."""
 
     now_ms: int
     was_known: bool  # True: the router's field existed before the call
@@ -105,7 +105,7 @@ class LimitRequest(NamedTuple):
 
 
 class TenantCounts:
-    """The counts of one cluster's tenants. Errors of redis-py propagate."""
+    """Reads and writes the counts of one cluster's tenants. Errors of redis-py propagate."""
 
     def __init__(self, redis: Client, cluster_id: str, router_id: str) -> None:
         self._redis = redis

@@ -61,7 +61,7 @@ _CALLS_AT_ONCE_MAX = 8
 class LimitReservation:
     """What one request takes of its tenant's limits, from its admission until `settle`."""
 
-    tenant: "_Tenant | None"  # None: nothing is counted
+    tenant: "_Tenant | None"  # None: the request is not counted
     bucket: int
     tokens: int
     headers: dict[str, str] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class _Tenant:
 
     @property
     def is_idle(self) -> bool:
-        """True if the tenant has no use on any router, so that this object may be dropped."""
+        """True if no request of the tenant is counted on any router. The object may be dropped."""
         counts = self.window.buckets or self.others.buckets
         return not (counts or self.running or self.pending or self.calls)
 
@@ -108,7 +108,7 @@ class _Tenant:
 
 
 class Limiter:
-    """The limits on one router. `run` keeps the counts in Redis up to date."""
+    """Applies the tenants' limits on one router. `run` keeps the counts in Redis up to date."""
 
     def __init__(
         self, counts: TenantCounts, metrics: TenantMetrics, *, num_routers: Callable[[], int]
@@ -129,8 +129,9 @@ class Limiter:
     ) -> AsyncIterator[LimitReservation]:
         """Reserves `tokens` for a request that runs in the `with` block. Raises RateLimited.
 
-        If the block does not settle the reservation, all of it is given back. `is_counted`: a key
-        of the tenant has limits, so the request is counted even if its own key has none.
+        If the block does not settle the reservation, all of it is given back. `is_counted`: True:
+        some API key of the tenant has limits, so the request is counted even if its own key has
+        none. False: the request is counted only if its own key has limits.
         """
         try:
             reservation = await self._reserve(tenant, limits, tokens, is_counted=is_counted)

@@ -14,7 +14,7 @@ from tandem.router.limits.usage_store import UsageStore
 
 
 class TenantMeter:
-    """The limits and the usage of tenants on one router.
+    """Applies the limits of tenants on one router, and counts their usage.
 
     The caller must run `limiter.run` and `usage.run` as tasks.
     """

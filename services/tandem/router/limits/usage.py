@@ -56,7 +56,7 @@ class UsageQuery(NamedTuple):
 
 
 class UsageMeter:
-    """The usage on one router. `run` writes it to Redis."""
+    """Counts the tenants' usage on one router. `run` writes the counts to Redis."""
 
     def __init__(self, store: UsageStore, metrics: TenantMetrics) -> None:
         self._store = store

@@ -85,12 +85,12 @@ class UsageRow:
     start: int
     requests: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # part of prompt_tokens
+    cached_tokens: int = 0  # included in prompt_tokens
     completion_tokens: int = 0
 
 
 class UsageStore:
-    """The usage of one cluster. Errors of redis-py propagate."""
+    """Reads and writes the usage of one cluster's tenants. Errors of redis-py propagate."""
 
     def __init__(self, redis: Client, cluster_id: str, router_id: str) -> None:
         self._redis = redis

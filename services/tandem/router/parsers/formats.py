@@ -393,7 +393,7 @@ def read_json_too(tool_format: ToolFormat) -> ToolFormat:
     """
     states = dict(tool_format.states)
     start = tool_format.start
-    if tool_format.thought is not None:  # JSON may stand where a message's content begins
+    if tool_format.thought is not None:  # a call as JSON may begin where content may begin
         for name, state in tool_format.states.items():
             if state.text in (Text.HEAD, Text.LABEL):
                 to = {t: "json" if n == "content" else n for t, n in state.terminals.items()}

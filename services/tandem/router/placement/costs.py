@@ -108,7 +108,7 @@ class Work:
 
     num_tokens: int  # length of the model's input
     block_size: int = 16
-    adapter: Adapter | None = None  # the LoRA adapter of the request
+    adapter: Adapter | None = None  # LoRA adapter; None: the request uses the base model
     # largest number of the request's tokens whose KV a worker keeps; None: all tokens
     budget_tokens: int | None = None
     completion_tokens: float = 0.0  # expected output length; 0: unknown
@@ -151,7 +151,7 @@ def price_decode(
     itself.
     """
     reused = reuse(work, worker, matches)
-    num_missing = work.num_kept(work.num_tokens - reused.num_tokens) / work.block_size  # blocks
+    num_missing = work.num_kept(work.num_tokens - reused.num_tokens) / work.block_size  # in blocks
     rates = worker.rates
     load = worker.load
     cost_s = (

@@ -53,7 +53,7 @@ _RETRY_AFTER_S = 1.0
 
 
 class Dispatcher:
-    """Runs all requests of a router."""
+    """Runs the jobs of all requests of a router: places, submits, follows and migrates them."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Dispatcher:
         """`match` looks up block hashes in the prefix tree: worker or tier -> number of blocks.
 
         `on_end` is called for each successful job that has no parent. `have_tenants` returns
-        whether requests may have tenants now, which then take turns.
+        whether requests may have tenants now. Only then do tenants take turns.
         """
         self._config = config
         self._view = view
@@ -377,7 +377,8 @@ class Dispatcher:
                 # resume this generator after that step.
                 if finish_reason:
                     # `on_end` compares the prefix tree's prediction with the tokens that were
-                    # cached. A child's matches include its parent's blocks, so it is left out.
+                    # cached. It is not called for a job with a parent, because the matches of such
+                    # a job include the parent's blocks, which are not from the prefix tree.
                     if job.parent is None:
                         self._on_end(job)
                     job.to(JobState.ENDED)

@@ -443,7 +443,7 @@ def pool_tokens_of(
 
 
 class BodyRequests:
-    """The state that all requests of one HTTP body share. A body with several prompts has several.
+    """The state that the requests of one HTTP body share. Each prompt of the body is one request.
 
     No request is placed before all are prepared, so that one invalid prompt fails the whole body.
 
@@ -464,7 +464,7 @@ class BodyRequests:
     def reserve_logprobs(
         self, request: ClientRequest, num_prompt_tokens: int, max_tokens: int
     ) -> int:
-        """Counts the log probabilities that a request adds to the answer, before it is placed.
+        """Counts, before a request is placed, the log probabilities that it adds to the answer.
 
         `max_tokens` is the largest number of completion tokens. If the client did not set
         max_tokens, the result may be smaller, so that the answer keeps `logprobs_max`. Otherwise

@@ -67,8 +67,8 @@ from tandem.router.request.request import ClientRequest
 if TYPE_CHECKING:
     from tandem.net.store.registry import KvCompatibility
 
-# Fraction of the time until the deadline of the first token that a worker receives as its own
-# deadline. The other 2% are a reserve for steps that take longer than predicted.
+# A worker receives 98% of the remaining time as its deadline for the first token. The other 2% are
+# a reserve for steps that take longer than predicted.
 WORKER_SHARE = 0.98
 # Shortest deadline for the first token. It is positive, because workers read 0 as no deadline.
 FIRST_TOKEN_MIN_S = 1e-3
@@ -223,7 +223,8 @@ class Progress:
 
     def take_source(self, update: pb.SequenceUpdate) -> None:
         """Records the attempt that sent an update. The first update also has the cached tokens."""
-        if not (self.attempts or self.output_token_ids):  # a beam's job begins with output tokens
+        # Only the first token's update counts. A beam's later jobs begin with output tokens.
+        if not (self.attempts or self.output_token_ids):
             self._take_cached(update)
         self.attempts.add(update.attempt)
 

@@ -35,7 +35,7 @@ class Piece:
 
 
 class TextStream:
-    """The text of one completion, converted as its tokens arrive."""
+    """Converts the tokens of one completion into text while the tokens arrive."""
 
     def __init__(
         self,

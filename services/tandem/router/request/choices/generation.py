@@ -1,4 +1,4 @@
-"""Runs one admitted request: turns the tokens of its jobs into deltas, and counts their use.
+"""Runs one admitted request: turns the tokens of its jobs into deltas, and counts the tokens.
 
 Each choice gets its tokens from one job (children.py). The request ends when all choices have
 ended. The last delta of the request has the usage of all choices (`total`). Before that delta is
@@ -39,7 +39,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The services that all requests of a router share."""
+    """The objects that all requests of a router share."""
 
     dispatcher: Dispatcher
     metrics: Metrics
@@ -182,8 +182,8 @@ class Generation:
     def settle(self) -> None:
         """Counts the tokens that the request used, and gives back the rest of the reservation.
 
-        If no worker ran the request, this does nothing. The whole reservation is then given back
-        where it was made. Further calls have no effect.
+        If no worker ran the request, this does nothing, because `TenantMeter.reserved` then gives
+        back the whole reservation. Further calls have no effect.
         """
         client = self._first.request.client
         num_sent = self._record.num_sent

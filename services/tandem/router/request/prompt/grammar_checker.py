@@ -229,7 +229,7 @@ def checked_grammar(compiler: GrammarCompiler, wanted: StructuredOutput) -> str:
 
 
 def main() -> None:
-    """Runs the checker process, which only a router starts."""
+    """The program of the checker process. The router starts it (`GrammarChecker`)."""
     control = socket.socket(fileno=int(sys.argv[1]))
     file, vocab_size, eos_token_ids = json.loads(sys.argv[2])
     compiler = GrammarCompiler(Path(file), vocab_size, eos_token_ids)

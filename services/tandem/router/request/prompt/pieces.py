@@ -25,8 +25,8 @@ CUT_TOKENS = 128
 # A text with at most this many characters for each token of the context is not counted first. Such
 # a text probably fits, and it would be tokenized twice if it were counted.
 CHARACTERS_PER_TOKEN = 4
-# Length of the text before and after a piece that is tokenized with it. This is longer than any
-# token, and longer than the surrounding text on which a token can depend.
+# A piece is tokenized together with this many characters before and after the piece. They are more
+# than the longest token, and more than the surrounding text on which a token can depend.
 CONTEXT_CHARACTERS = 512
 _LETTER_BEFORE_SPACE = re.compile(r"[^\W_](?=[ \n])")
 

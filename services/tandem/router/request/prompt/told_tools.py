@@ -76,7 +76,7 @@ def _joined(first: Message, *then: Message) -> Message:
 
 def _with_results_as_text(messages: Iterable[Message]) -> list[Message]:
     converted: list[Message] = []
-    previous_role = ""  # original role of the previous message
+    previous_role = ""  # role of the previous message before its conversion
     for message in messages:
         role = message.role
         if role == "tool":
