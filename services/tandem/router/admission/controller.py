@@ -1,7 +1,7 @@
 """The admission controller: refuses requests early and makes tenants take turns.
 
-Both depend on the workers' load reports. While Redis is lost, prefill workers cannot report, so
-every request is submitted at once, and only the workers' own limits apply.
+The refusals and the turns depend on the workers' load reports. While Redis is lost, prefill workers
+cannot report, so every request is submitted at once, and only the workers' own limits apply.
 """
 
 import logging

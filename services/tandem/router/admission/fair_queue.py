@@ -42,7 +42,10 @@ class _TenantQueue(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """A fair queue over tenants. Items are compared by equality; costs and weights are positive."""
+    """A queue of items in which tenants take turns. Costs and weights must be positive.
+
+    The items of one tenant must differ from each other.
+    """
 
     def __init__(self) -> None:
         self._queues: dict[str, _TenantQueue[T]] = {}

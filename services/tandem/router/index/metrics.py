@@ -1,4 +1,4 @@
-"""Metrics of the prefix tree as this router sees it, and a look-up that updates them."""
+"""Metrics about this router's look-ups in the prefix tree, the tree's size, audits and alarms."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -35,7 +35,7 @@ RENEWAL_S = 20.0
 WINDOW_TOKENS = 8192  # approximate number of predicted tokens in a worker's window of requests
 EVIDENCE_TOKENS = 1024  # fewest predicted tokens in a window that may raise an alarm
 REQUESTS_MIN = 4
-HIT_RATIO_MIN = 0.5  # lower hit ratios mean wrong entries; eviction lowers the ratio far less
+HIT_RATIO_MIN = 0.5  # a lower hit ratio raises an alarm; evictions alone lower it far less
 
 
 class IndexTrust:
@@ -44,7 +44,8 @@ class IndexTrust:
         self._index = index
         self._metrics = metrics
         self._watch = HitWatch()
-        self._alarmed_at: dict[str, float] = {}  # holder -> monotonic seconds of its last alarm
+        # id of a worker or tier -> time of the last alarm, in seconds on the monotonic clock
+        self._alarmed_at: dict[str, float] = {}
         self._forgetting: set[asyncio.Task[None]] = set()
 
     def observe(self, job: Job) -> None:

@@ -62,7 +62,8 @@ class Window:
     def forget(self, now_ms: float) -> None:
         """Drops the buckets that are not counted at `now_ms`.
 
-        Buckets far ahead come from a clock that was set back, for example by a fail-over of Redis.
+        Buckets far in the future are dropped, too. They remain if Redis's clock was set back, for
+        example by a fail-over to another machine.
         """
         now = bucket_of(now_ms)
         for bucket in [b for b in self.buckets if not -NUM_BUCKETS < b - now < NUM_BUCKETS]:

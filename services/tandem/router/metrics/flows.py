@@ -43,7 +43,7 @@ class Flows:
         self._moves.append((source, where, 0))
 
     def take(self) -> list[Flow]:
-        """Returns the new flows and drops them."""
+        """Returns the pulls since the last call, and the migrations whose targets are known now."""
         pulled = self._pulled
         self._pulled = Counter()
         flows = [Flow("pull", *pair, number) for pair, number in pulled.items()]

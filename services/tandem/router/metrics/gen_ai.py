@@ -52,7 +52,7 @@ _TPOT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2
 
 
 def operation_of(kind: str) -> str:
-    """Returns the attribute `gen_ai.operation.name` of the conventions for a kind of request."""
+    """Returns the value of the attribute `gen_ai.operation.name` for a kind of request."""
     return _OPERATIONS[kind]
 
 

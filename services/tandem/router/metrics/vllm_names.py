@@ -120,7 +120,7 @@ class VllmMetrics:
 
 
 class _Renamed:
-    """Metrics of a Prometheus registry under vLLM's names, if vLLM has them. Read at a scrape."""
+    """Renames the metrics of a Prometheus registry that vLLM has, too. Runs at each scrape."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry = registry

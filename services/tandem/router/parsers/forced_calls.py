@@ -49,7 +49,7 @@ def write_grammar(
 
 @dataclass(slots=True, kw_only=True)
 class _CallRules(GrammarRules):
-    """The rules of tool calls."""
+    """Writes the grammar's rules for tool calls."""
 
     frame: CallFrame
 

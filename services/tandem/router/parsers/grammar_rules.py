@@ -16,7 +16,7 @@ _SPACE = r"/[ \n]{1,4}/"
 
 @dataclass(slots=True)
 class GrammarRules:
-    """The rules of a grammar that is being written, in llguidance's variant of Lark."""
+    """Writes and collects the rules of one grammar, in llguidance's variant of Lark."""
 
     terminals: Sequence[str]  # strings that free text must not contain
     added_token_id: Callable[[str], int | None]

@@ -114,7 +114,7 @@ class AnswerParser:
         # True: a terminal that begins a call has occurred within reasoning (`Rules.call_marks`),
         # and no complete name of a known function has followed yet.
         self._has_mark_in_reasoning = False
-        self._word = ""  # text so far of a word or of a parameter's name
+        self._word = ""  # text so far of the current word or parameter's name
         self._name = ""
         self._is_open = False  # True: a call has been returned whose arguments have not ended
         self._after_call = False

@@ -248,7 +248,8 @@ def make_answer_parser(
 ) -> AnswerParser:
     """Returns the parser of one answer. `schemas` maps a function's name to its parameters' schema.
 
-    `begins_in_content`: the prompt ends within content.
+    `begins_in_content`: the prompt ends within the content of a message, which the answer
+    continues. `begins_in_reasoning`: the prompt ends within reasoning.
     """
     tool_format = tools or _PLAIN
     states = dict(tool_format.states)

@@ -387,7 +387,8 @@ def _usable_of_deepest(
     few = PREFIX_HOLDERS_MAX + 2
     names = list(matches)
     if len(names) > FEW:
-        # Often a thousand workers have the first block and only a few workers have more blocks.
+        # Often a thousand workers have only the first block, and a few workers have more. Find
+        # these few without sorting the thousand.
         deepest = max(matches.values())
         among = [name for name, depth in matches.items() if depth == deepest]
         names = among if len(among) >= few else names

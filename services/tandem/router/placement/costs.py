@@ -49,7 +49,7 @@ TOKENS_PER_RUNNING = 24.0
 TOKENS_PER_WAITING = 64.0
 TOKENS_PER_LEASE = 32.0
 PULL_PRICE = 0.25  # cost of pulling KV relative to computing it, if no pull rate was measured
-ADAPTER_READ_S = 0.05  # assumed time to read an adapter; prefers workers that have it in memory
+ADAPTER_READ_S = 0.05  # assumed seconds to read a LoRA adapter that is not in a worker's memory
 # A token for which there is no free block costs the time to compute this number of tokens, because
 # a sequence must be preempted to free a block.
 SHORTFALL_PRICE = 4.0
@@ -130,7 +130,7 @@ class Reuse(msgspec.Struct, frozen=True):
 
 
 class PricedWorker(msgspec.Struct, frozen=True):
-    """A worker, and the seconds that one request loses on it."""
+    """A worker, and the cost of one request there in seconds."""
 
     worker: WorkerSnapshot
     reused: Reuse

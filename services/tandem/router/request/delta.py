@@ -83,7 +83,7 @@ class Delta:
     limit_headers: Mapping[str, str] = field(default_factory=dict)  # `x-ratelimit-*`
     reasoning: str = ""  # reasoning text, which precedes the content
     tool_calls: tuple[CallDelta, ...] = ()
-    index: int = 0  # index of the choice
+    index: int = 0  # index of the choice among the choices of the request
     # In the last delta of the request: usage of all completions, with the prompt counted once.
     total: Usage | None = None
 

@@ -1,6 +1,6 @@
-"""Runs a prepared request on decode workers until it ends: places, submits, migrates, cancels.
+"""Runs jobs on decode workers until they end: places, submits, migrates and cancels them.
 
-job.py has the states of a request and their transitions.
+job.py describes the states of a job.
 """
 
 import asyncio

@@ -456,7 +456,7 @@ def submission(
 
 def model_input(request: PreparedRequest, output_token_ids: Sequence[int] = ()) -> pb.SequenceInput:
     """Returns the request as engines receive it: the prompt, followed by the output so far."""
-    # max_tokens, stop_token_ids and prompt_logprobs come from `request.sampling`.
+    # `to_message` also takes fields such as max_tokens from `request.sampling`.
     return to_message(pb.SequenceInput, request, token_ids=[*request.token_ids, *output_token_ids])
 
 

@@ -36,7 +36,7 @@ def child_seed(seed: int, index: int) -> int:
 
 
 def child_request(request: PreparedRequest, index: int) -> PreparedRequest:
-    """Returns the request of a child."""
+    """Returns the request with the seed of a child."""
     if not index:
         return request
     sampling = msgspec.structs.replace(
@@ -48,7 +48,7 @@ def child_request(request: PreparedRequest, index: int) -> PreparedRequest:
 
 
 def children(job: Job, count: int) -> list[Job]:
-    """Returns the jobs of a request: `job` and `count` - 1 forks of it."""
+    """Returns the jobs of a request: `job` and `count` - 1 jobs that have `job` as parent."""
     return [job, *(_child(job, index) for index in range(1, count))]
 
 

@@ -211,7 +211,7 @@ def _answer(connection: socket.socket, compiler: GrammarCompiler) -> int:
 
 
 def _check(compiler: GrammarCompiler, wanted: StructuredOutput) -> tuple[str, str]:
-    """Returns (result, grammar or reason) of a check."""
+    """Returns ("done", grammar), ("refused", reason) or ("memory", "")."""
     try:
         return "done", checked_grammar(compiler, wanted)
     except BadRequest as error:

@@ -132,9 +132,9 @@ class PromptPreparer:
         )
 
     async def check(self) -> None:
-        """Starts the first process and tests the tokenizer's rules in it.
+        """Tests in a process whether the rules in the tokenizer's file work.
 
-        Raises ConfigError that names the tokenizer's file if its rules fail or do not end.
+        Raises ConfigError if a rule fails or does not end.
         """
         why = "its rules fail or do not end"
         with suppress(LateJob, BrokenExecutor):
