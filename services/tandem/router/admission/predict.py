@@ -22,7 +22,7 @@ from tandem.router.placement.choose import Placement, Work, WorkerSnapshot
 from tandem.router.placement.costs import computing_s, slot_wait_s, with_likely_rates
 
 OWN_TIMES = 2.0  # the router's value of `TtftLimit.own_times`
-MARGIN = 0.75  # fraction of the limit that a prediction may use, until its error was measured
+MARGIN = 0.75  # fraction of the limit that a prediction may use, until errors were measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 - A pool grows at once to its requested size.
 - A pool shrinks only some time after its last change, and at most by the fraction `step_down` of
   its size at a time. Example: with 0.25, 8 workers become 6, then 5.
-- A pool does not shrink below any size that was requested in the last `down_window_s` seconds. The
-  policy may request to keep more workers than it requests to add (`keep`, from `down_margin`), so
-  that a pool whose load lies between two sizes stays at the larger size.
+- A pool does not shrink below any size (`keep`) that was to be kept in the last `down_window_s`
+  seconds. With a `down_margin` of 0.8, for example, a load of 3.7 workers requests 4 workers, but
+  keeps 5 if there are 5. So a pool whose load varies a little does not oscillate.
 - A change of direction, such as shrinking after growing, needs at least `reversal_s` seconds since
   the previous change of direction. There are two exceptions: a pool grows at once after a step (a
   sudden increase) of the load, and if it is empty.

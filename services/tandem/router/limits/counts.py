@@ -94,11 +94,11 @@ class Reply(NamedTuple):
     was_known: bool  # True: the router's field existed before the call
     others: Window  # requests and tokens that the other routers admitted
     others_running: int
-    refused_by: list[Kind | None]  # exceeded limit of each new request; None: admitted
+    refused_by: list[Kind | None]  # for each new request the limit that refuses it; None: admitted
 
 
 class LimitRequest(NamedTuple):
-    """A request to be admitted: the limits of its API key, and its largest number of tokens."""
+    """A request to be admitted: the limits of its API key, and the most tokens it may use."""
 
     limits: Limits
     tokens: int

@@ -70,7 +70,7 @@ class History:
         self.num_taken += 1
 
     def since(self, num_taken: int) -> list[Sample]:
-        """Returns the samples that a caller who has seen the first `num_taken` has not seen.
+        """Returns the samples that were taken after the first `num_taken` samples.
 
         Samples older than 15 minutes are missing.
         """

@@ -90,7 +90,7 @@ class Timeline:
 
     @property
     def wire_s(self) -> float:
-        """Seconds since the last stage. When the first token arrives, this is its wire time."""
+        """Seconds since the last stage. When the first token arrives, this is the stage `wire`."""
         return time.monotonic() - self._covered_until_s
 
     def take(self, timings: pb.SequenceTimings, num_tokens: int) -> None:

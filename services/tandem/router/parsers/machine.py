@@ -57,7 +57,7 @@ class State:
 
     text: Text
     terminals: Mapping[str, str] = field(default_factory=dict)
-    otherwise: str = "content"  # next state if the answer's text does not fit `text`
+    otherwise: str = "content"  # next state if other text follows than `text` describes
 
 
 @dataclass(slots=True)

@@ -119,10 +119,10 @@ class Work:
 
 
 class Reuse(msgspec.Struct, frozen=True):
-    """The number of leading tokens of a prompt that a worker need not prefill in full.
+    """How many leading tokens of a prompt a worker reuses, and the seconds until it has their KV.
 
-    `load_s` is the number of seconds until the worker has the KV of these tokens. The worker may
-    compute some of them while it loads the KV of the others from a tier.
+    The KV in the block pool is there at once, so `load_s` is 0 if nothing is loaded from a tier.
+    While the worker loads blocks from a tier, it may compute others of these tokens itself.
     """
 
     num_tokens: int
@@ -257,7 +257,8 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
             tiers.append(
                 TierReach(depth, _load_s(rates, tier, depth - in_pool) / (depth - in_pool))
             )
-    if not tiers or held < in_pool * work.block_size:  # the block pool has the whole prompt
+    # No tier has more blocks than the block pool, or the block pool has the whole prompt.
+    if not tiers or held < in_pool * work.block_size:
         return Reuse(held)
     choice = choose_soonest(
         Prompt(

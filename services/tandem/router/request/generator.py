@@ -164,7 +164,7 @@ class Generator:
     async def without_workers(
         self, tenant: str, limits: Limits, number: int = 1
     ) -> AsyncIterator[Mapping[str, str]]:
-        """Counts `number` requests, such as tokenize, that need no worker, by the key's limits.
+        """Applies the limits of an API key to `number` requests without a worker, such as tokenize.
 
         The requests count as running while the `with` block runs, and use no tokens. Yields the
         headers `x-ratelimit-*`. Raises RateLimited.

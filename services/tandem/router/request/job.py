@@ -223,7 +223,8 @@ class Progress:
 
     def take_source(self, update: pb.SequenceUpdate) -> None:
         """Records the attempt that sent an update. The first update also has the cached tokens."""
-        # Only the first token's update counts. A beam's later jobs begin with output tokens.
+        # The cached tokens are those at the first token. The jobs of later beam steps begin with
+        # output tokens, so they have no such update.
         if not (self.attempts or self.output_token_ids):
             self._take_cached(update)
         self.attempts.add(update.attempt)
