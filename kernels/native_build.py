@@ -14,6 +14,7 @@ An object is kept under a hash of all that decides its bytes: the source, the he
 the compiler.
 """
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -126,7 +127,8 @@ def _compiler() -> list[str]:
 
 
 def _cache_folder() -> Path:
-    """Returns a writable folder for objects: the user's cache, or else a temporary folder."""
+    """Returns a writable folder for objects: the user's cache, or else a folder that is removed when
+    this program ends."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(cache) / "tandem" / "objects"
     try:
@@ -134,7 +136,9 @@ def _cache_folder() -> Path:
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="tandem-objects-"))
+        temporary = Path(tempfile.mkdtemp(prefix="tandem-objects-"))
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        return temporary
 
 
 def _forget_old(folder: Path, used: Sequence[Path]) -> None:
