@@ -127,7 +127,7 @@ def _compiler() -> list[str]:
 
 
 def _cache_folder() -> Path:
-    """Returns a writable folder for objects: the user's cache, or else a folder that is removed when
+    """Returns a writable folder for objects: the user's cache, or else one that is removed when
     this program ends."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(cache) / "tandem" / "objects"
