@@ -68,6 +68,34 @@ _NO_LIMITS = KeyLimits()
 
 
 @app.command
+def chat(
+    question: Annotated[
+        str, Parameter(help="One question. Default: a conversation.", show_default=False)
+    ] = "",
+    /,
+    *,
+    url: Annotated[
+        str, Parameter(help="Address of a server with OpenAI's API.", env_var="TANDEM_URL")
+    ] = "http://127.0.0.1:8000",
+    model: Annotated[
+        str, Parameter(help="The model. Default: the server's first.", show_default=False)
+    ] = "",
+    system: Annotated[str, Parameter(help="Instructions to the model.", show_default=False)] = "",
+    temperature: Annotated[float | None, Parameter(help="Default: the model's own.")] = None,
+    max_tokens: Annotated[int | None, Parameter(help="Most tokens of an answer.")] = None,
+) -> int:
+    """Talk with a model in the terminal. /help lists what the conversation understands."""
+    from rich.console import Console
+
+    from tandem.ops.chat import Chat, run
+
+    given = {"temperature": temperature, "max_tokens": max_tokens}
+    body = {name: value for name, value in given.items() if value is not None}
+    console = Console(highlight=False, soft_wrap=True)
+    return run(Chat(url.rstrip("/").removesuffix("/v1"), console, model, system, body), question)
+
+
+@app.command
 def status(*, url: _Url = _ADMIN_URL) -> None:
     """Show pools, workers, load, KV use and transports."""
     from tandem.cluster.operate import show_status
@@ -287,10 +315,29 @@ def revoke(key_id: _Key, /, *, url: _Url = _ADMIN_URL) -> int:
     return 0 if revoke_key(url, key_id) else 1
 
 
+@app.command
+def pull(
+    model: Annotated[str, Parameter(help="A model of the Hugging Face hub, or smollm2.")],
+    /,
+    *,
+    revision: Annotated[
+        str, Parameter(help="Branch, tag or commit. Default: main.", show_default=False)
+    ] = "",
+) -> None:
+    """Download a model and check it, so that a later start needs no network."""
+    from tandem.cluster.launch.checked_model import fetch_model
+    from tandem.cluster.launch.options import LaunchOptions
+
+    found = fetch_model(LaunchOptions(model=model, model_revision=revision), print)
+    print(f"{found.name} is in {found.path}")
+
+
 def up(*arguments: str) -> int:
     from tandem.cluster.launch.options import LaunchOptions
     from tandem.common.options import read
 
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ("--model", *arguments)
     options = read(LaunchOptions, "tandem up", arguments)
     with without_collection():
         from tandem.cluster.launch.launcher import up as launch
@@ -338,7 +385,8 @@ def program(module: str, *, is_service: bool = False) -> Callable[..., NoReturn]
 # its help. The arguments do not pass through the app, because it would drop empty ones.
 PROGRAMS: dict[tuple[str, ...], Callable[..., int]] = {}
 for words, start, text in (
-    ("up", up, "Start a whole cluster on this machine; Ctrl-C stops all of it"),
+    ("up", up, "Start a whole cluster on this machine; `up MODEL` serves another model"),
+    ("serve", up, "Do the same as `tandem up`"),
     ("join", join, "Make this machine a host of a cluster; Ctrl-C has it leave in order"),
     ("controller", controller, "Run the pool controller on a Ray cluster that others started"),
     ("doctor", program("tandem.ops.doctor"), "Check this host, and say what each lack costs"),
