@@ -42,7 +42,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.tiktoken", "*.model"]
 _HUB_FILES_IGNORED = [
     "consolidated*",
     "original/*",
-]  # Copies of the same weights in another format.
+]  # These files are copies of the same weights in another format.
 _INDEX_FILE = "model.safetensors.index.json"
 _EDGE_BYTES = 1 << 20  # number of bytes hashed at the start and at the end of each weight file
 
@@ -155,9 +155,9 @@ def read_folder(
 def _text_part_of(config: ModelConfig, files: Sequence[Path]) -> tuple[ModelConfig, int]:
     """Returns the config of a multimodal checkpoint's text part, and its number of parameters.
 
-    Whether the text part has its own output matrix is read from the weight files.
-    `tie_word_embeddings` of config.json is unreliable, because some versions of transformers wrote
-    the value of another part of the model.
+    The function checks in the weight files whether the text part has its own output matrix. The
+    field `tie_word_embeddings` of config.json is unreliable, because some versions of transformers
+    wrote the value of another part of the model into it.
     """
     num_weights = 0
     has_output = False

@@ -24,13 +24,13 @@ from tandem.models.gguf.names import gguf_names
 # Tables of RoPE frequencies in old checkpoints. They are ignored: the config determines them.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
-# What error messages call the config of a GGUF file. The config of safetensors is config.json.
+# Error messages name the source of the config: the header of a GGUF file, or config.json.
 _IN_GGUF = "its header"
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored(TensorHeader):
-    """A stored tensor's header, with its file and its name in the file."""
+    """The header of a stored tensor, with the tensor's file and the tensor's name in that file."""
 
     file: Path
     name: str  # name in the file
@@ -92,7 +92,7 @@ def _forms(
     forms: dict[str, Form] = {}
     for name, shape in shapes.items():
         forms |= _forms_of(name, shape, stored, config)
-    if config.tie_word_embeddings:  # Some checkpoints store the output matrix all the same.
+    if config.tie_word_embeddings:  # Some checkpoints store the tied output matrix, too.
         again = _forms_of(OUTPUT, shapes[EMBEDDING], stored, config)
         first = _forms_of(EMBEDDING, shapes[EMBEDDING], stored, config)
         if again.keys() & stored.keys() and _parts(again) != _parts(first):

@@ -30,14 +30,16 @@ _PATTERN = "re:"
 _REPEATS = re.compile(r"[*+{]")
 _REPEATS_MAX = 6
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
-_MIXED = "mixed-precision"  # Each group states its own format.
+# format of a checkpoint in which each group of `config_groups` states its own format
+_MIXED = "mixed-precision"
 # Format name -> coding, type of the numbers, allowed bits.
 _FORMATS: Mapping[str, tuple[Coding, str, tuple[int, ...]]] = {
     "float-quantized": ("scaled", "float", (8,)),
     "int-quantized": ("scaled", "int", (8,)),
     "pack-quantized": ("packed", "int", (4, 8)),
 }
-_STRATEGIES = {  # Format name -> allowed `strategy`: the part of a matrix that shares a scale.
+# Format name -> allowed values of `strategy`, which names the weights that share a scale.
+_STRATEGIES = {
     "float-quantized": ("tensor", "channel", "block"),
     "int-quantized": ("tensor", "channel"),
     "pack-quantized": ("group", "channel"),

@@ -50,7 +50,7 @@ class StoredTensor:
     file: Path
     name: str
     type: gguf.GGMLQuantizationType
-    shape: tuple[int, ...]  # in torch's order: the size of a row is last
+    shape: tuple[int, ...]  # sizes in torch's order: the length of a row is last
     begin: int  # offset of the first byte in the file
     end: int  # offset after the last byte in the file
 

@@ -17,7 +17,8 @@ from tandem.models.lora.patterns import Pattern, match_all
 
 _IN_A_LIST = re.compile(r".*\.[^.]*\.(\d+)\.")
 ALL_LINEAR = "all-linear"
-SHARED_MLP = "mlp.shared_experts."  # replaces the prefix "mlp." in a layer with experts
+# In a layer with experts, "mlp.up_proj" becomes "mlp.shared_experts.up_proj".
+SHARED_MLP = "mlp.shared_experts."
 # PEFT can also adapt these modules, but Tandem does not support it.
 _OTHERS = ("lm_head", "model.embed_tokens", "model.norm")
 

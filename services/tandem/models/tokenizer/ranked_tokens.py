@@ -7,9 +7,10 @@
                                                      pre-tokenizer's pattern
 
 Both formats are byte-level BPE in which the neighbours whose concatenation has the lowest rank are
-merged first. In tokenizer.json, each pair of tokens whose concatenation is a token becomes a merge.
-Merges are in the order of the concatenations' ranks. A tiktoken file has no pattern and no special
-tokens; this module has both for each supported model family.
+merged first. In tokenizer.json, each pair of tokens whose concatenation is a token becomes a merge,
+and merges are sorted by the rank of the concatenation. For example, the token "the" of rank 12
+gives the merges ("t", "he") and ("th", "e"), before those of the token of rank 13. A tiktoken file
+has no pattern and no special tokens; this module has both for each supported model family.
 """
 
 from __future__ import annotations

@@ -159,9 +159,9 @@ class Tokenizer:
     ) -> str:
         """Returns the prompt text of a chat up to the end of the final message's content.
 
-        To find the end, an unguessable tag and a space are appended to the content. If the space is
-        missing from the rendered text, the template strips spaces around content, so spaces before
-        the tag are stripped as well.
+        To find the end, an unguessable tag and a space are appended to the content, and the
+        rendered text is cut before the tag. If no space follows the tag in the rendered text, the
+        template strips spaces around content. Spaces before the tag are then stripped as well.
         """
         *earlier, final = messages
         content: Any = final.get("content")
@@ -202,7 +202,8 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         first = 0
         last = len(ids) if stop == len(window.text) else 0
-        # Some offsets exclude spaces, so a part ends with the last token that begins before `stop`.
+        # Some tokenizers exclude spaces from a token's offsets, so tokens may not reach
+        # `stop`. The result ends with the last token that begins before `stop`.
         places = zip(encoding.offsets, encoding.sequence_ids, strict=True)
         for index, ((begin, end), sequence) in enumerate(places):
             if sequence is None:  # an added token such as bos, which has no text
@@ -217,16 +218,17 @@ class Tokenizer:
 
     @cached_property
     def joined(self) -> frozenset[bytes]:
-        """All two-byte sequences inside tokens whose first byte is no space and whose second byte
-        is a space or a line break."""
+        """The two-byte sequences inside tokens that consist of a byte that is no space, and then a
+        space or a line break. The token "in a" contributes b"n ". A text may be split for encoding
+        before a space only if no token can cross the split."""
         found: set[bytes] = set()
         for token_id in range(self.vocab_size):
             found.update(_BEFORE_SPACE.findall(self.token_bytes(token_id)))
         return frozenset(found)
 
     def count_tokens(self, piece: RenderedText) -> int:
-        """Returns the number of tokens of a piece of text. If special tokens may absorb
-        neighbouring spaces, spaces at the ends of the piece are not counted."""
+        """Returns the number of tokens of a piece of text. Spaces at the ends of the piece do not
+        count if the tokenizer has special tokens that absorb neighbouring spaces."""
         if self._strips_spaces:
             piece = RenderedText(piece.text.strip(), piece.is_renamed)
         return len(self.encode_rendered(piece))
@@ -256,8 +258,8 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of a token, special or not, inside a text. Unlike `piece`, this method
-        works for all tokenizers."""
+        """Returns the bytes that a token, special or not, stands for inside a text. Unlike `piece`,
+        this method works for all tokenizers."""
         if self.is_byte_level:
             return self.piece(token_id)
         token = self._tokenizer.id_to_token(token_id) or ""
