@@ -56,7 +56,7 @@ _SPECIAL_TOKENS = tuple(
     f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 NO_OPTIONS: Mapping[str, Any] = {}
-# Names that templates use for an assistant's reasoning. Incoming messages use the first one.
+# Names that templates use for an assistant's reasoning. Messages of requests use the first name.
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _Message = Mapping[str, Any]
@@ -91,7 +91,7 @@ class _SmallestChat(NamedTuple):
 
 
 class _MessageKind(NamedTuple):
-    """Which of content, reasoning and tool calls an assistant's message has."""
+    """Classifies an assistant's message by what it has: content, reasoning, tool calls."""
 
     content: str | None  # "text" stands for every content except None and ""
     has_reasoning: bool
@@ -162,8 +162,8 @@ class _TemplateTraits(NamedTuple):
     """The properties of a template that decide how messages are passed to it."""
 
     forms: Mapping[_MessageKind, _MessageForm]
-    takes_text: Mapping[str, bool]  # by role: the template renders a string as content
-    takes_parts: Mapping[str, bool]  # by role: the template renders a list of parts as content
+    takes_text: Mapping[str, bool]  # role -> True if the template renders content that is a string
+    takes_parts: Mapping[str, bool]  # role -> True if the template renders content that is a list
     shows_calls: bool  # The template renders tool calls of earlier answers.
     shows_results: bool  # The template renders the results of tool calls.
     takes_one_call: bool  # True: messages with several calls are split into one call each.

@@ -80,8 +80,8 @@ def resolve(model: str, *, revision: str = "", cache_dir: Path | None = None) ->
 
 
 def is_local(model: str) -> bool:
-    """Returns whether `model` is on this machine (a path or the built-in model) and not a hub
-    name."""
+    """Returns True if `model` is a path or the built-in model, and False if it is a name on the
+    hub."""
     path = Path(model).expanduser()
     is_path = path.is_absolute() or model.startswith((".", "~")) or path.suffix.lower() == ".gguf"
     return model == BUILT_IN or is_path or path.exists()
@@ -100,9 +100,9 @@ def read_folder(
 ) -> ModelFolder:
     """Reads a Hugging Face folder. Raises ConfigError naming the file that is missing.
 
-    `gguf_file` has the weights of a folder that was converted from GGUF; of a split model it is any
-    of the files. By default it is the file whose path the conversion recorded. `cache_dir` keeps
-    the tokenizer.json that is made for a folder with another tokenizer format.
+    `gguf_file` is for folders that were converted from GGUF: it is the file with the weights, or
+    any file of a split model. The default is the path that the conversion recorded in the folder.
+    If the folder has another tokenizer format, a tokenizer.json is made and stored in `cache_dir`.
     """
     path = weights = path.resolve()
     for file in ("config.json", "tokenizer.json"):

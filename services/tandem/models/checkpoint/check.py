@@ -24,7 +24,7 @@ from tandem.models.gguf.names import gguf_names
 # Tables of RoPE frequencies in old checkpoints. They are ignored: the config determines them.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
-# Error messages name the source of the config: the header of a GGUF file, or config.json.
+# In error messages, the place of a GGUF file's config. For safetensors, the place is config.json.
 _IN_GGUF = "its header"
 
 

@@ -16,7 +16,7 @@ from tandem.models.config.rope import NO_ROPE, Rope, read_ropes
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 LAYERS_MAX = 4096  # maximum number of layers; a larger number means that config.json is broken
-# The defaults that transformers has for absent keys.
+# Values that transformers uses for absent keys.
 _DEFAULT_WINDOW_LAYERS = 28  # Qwen: number of layers without a window
 _DEFAULT_NO_ROPE_INTERVAL = 4  # SmolLM3: every 4th layer has no RoPE
 

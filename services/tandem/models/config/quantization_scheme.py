@@ -28,7 +28,8 @@ class Scheme:
     # weights of the matrix, share a scale.
     group_size: int = 0
     block: tuple[int, int] | None = None  # (outputs, inputs) that share a scale; None: no blocks
-    zero_offset: int = 0  # added to the stored zero points
+    # number that is added to stored zero points; 1 if the file stores zero point - 1
+    zero_offset: int = 0
     # Only for the coding "packed". True: zero points are stored. False: all zero points are the
     # middle of the range of numbers, such as 8 with 4 bits.
     has_zeros: bool = False

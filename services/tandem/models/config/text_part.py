@@ -27,7 +27,7 @@ from typing import Any
 from tandem.errors import UnsupportedModel
 
 _SUFFIX = "ForConditionalGeneration"
-# Architecture without the suffix -> the model_type if text_config does not state it.
+# Architecture without `_SUFFIX` -> model_type to use if text_config has none.
 _DEFAULT_KINDS: Mapping[str, str] = {
     "AudioFlamingo3": "qwen2",
     "DeepseekVL": "llama",

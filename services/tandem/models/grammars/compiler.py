@@ -21,7 +21,7 @@ from tandem.models.folder import ModelFolder
 # Time: the time for a mask grows with the number of parser items, and with the square of the number
 # of items in one row of the parser. An ambiguous grammar adds items to a row with each token. With
 # these limits a mask takes up to 10 ms; with llguidance's defaults it takes up to 0.5 s.
-# An object needs four items in a row for each optional property.
+# A JSON object needs four items in a row for each optional property: 800 items for 200 properties.
 _LIMITS = LLParserLimits(
     max_items_in_row=800,
     step_max_items=5_000,
@@ -125,7 +125,7 @@ class GrammarCompiler:
                 if not eos:
                     raise BadRequest("the model has no end-of-sequence token")
                 text = self.tokenizer_file.read_text(encoding="utf-8")
-                # The tokenizer may have added tokens without logits in the model.
+                # The tokenizer may have added tokens whose ids are above the model's last logit.
                 num_tokens = max(Tokenizer.from_str(text).get_vocab().values()) + 1
                 size = max(self.vocab_size, num_tokens)
                 self._tokenizer = LLTokenizer(text, n_vocab=size, eos_token=eos)

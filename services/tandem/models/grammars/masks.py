@@ -96,7 +96,8 @@ class GrammarMatcher:
         # The only token that `mask` allows, if the grammar forces a token.
         self.forced: int | None = None
         self.error = ""
-        self.update_job: Future[None] | None = None  # job that computes the next mask; may be done
+        # job that computes the next mask; it may have finished
+        self.update_job: Future[None] | None = None
         self.is_started = False  # True: the job has locked the lexer, or is done.
         self.num_skipped = 0  # steps skipped since the job started
         self._counted_until = 0.0  # Steps that are skipped before this time are not counted.

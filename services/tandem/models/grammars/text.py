@@ -40,8 +40,8 @@ _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """The format that a completion must have. `field` is the request's field that specifies it, for
-    error messages."""
+    """The format that a completion must have. Error messages contain `field`, the name of the
+    request's field that specifies the format."""
 
     field: str
     kind: Kind
@@ -236,7 +236,7 @@ def _checked_lark(text: str) -> str:
     embedded schema is refused."""
     divisors: list[int] = []
     for found in re.finditer(r"%json\s*(?={)", text):
-        with suppress(json.JSONDecodeError):  # The compiler reports the error.
+        with suppress(json.JSONDecodeError):  # The compiler reports invalid JSON.
             divisors += _check_schema(json.JSONDecoder().raw_decode(text, found.end())[0])
     _check_divisors(divisors)
     # name -> (nesting depth of its brackets, names of rules that it uses)

@@ -126,9 +126,9 @@ def find_modules(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
 
 
 def _layers(config: Mapping[str, Any]) -> tuple[Collection[int], list[str]] | None:
-    """Returns the numbers in `layers_to_transform` and the names in `layers_pattern`. The names are
-    those of module lists, and the numbers are indexes into these lists. Returns None if the config
-    does not limit the layers."""
+    """Returns the numbers in `layers_to_transform` and the names of module lists in
+    `layers_pattern`. For example, the number 2 and the name "layers" limit the adapter to
+    model.layers.2. Returns None if the config does not limit the layers."""
     given = config.get("layers_to_transform")
     patterns = config.get("layers_pattern") or []
     if given is None:

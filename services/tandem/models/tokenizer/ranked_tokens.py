@@ -335,7 +335,8 @@ def _as_letters(token: bytes) -> str:
 
 
 def _copied(folder: Path, file: Path) -> list[Path]:
-    """Returns the folder's small files, which are copied, without the tokenizer file `file`."""
+    """Returns the small files of the folder to copy beside the new tokenizer.json. The tokenizer
+    file `file` and weight indexes are left out."""
     found = (each for pattern in _COPIED for each in sorted(folder.glob(pattern)))
     return [each for each in found if each != file and not each.name.endswith(".index.json")]
 

@@ -26,7 +26,8 @@ from tandem.models.tokenizer_settings import end_token_ids, read_tokenizer_setti
 
 @dataclass(frozen=True, slots=True)
 class RenderedText:
-    """Text to encode, or a piece of it. A rendered chat already contains its special tokens."""
+    """A text to encode, or a piece of such a text: a prompt, or a chat rendered with special
+    tokens."""
 
     text: str
     is_renamed: bool = False  # True: special tokens have the names that `ControlStrings` gives.

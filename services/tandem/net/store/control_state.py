@@ -19,7 +19,8 @@ class ControllerBeat(msgspec.Struct, frozen=True):
 
     pid: int
     num_beats: int
-    number: int = 0  # fencing number of the Ray head that it uses; 0 on a single machine
+    # fencing number of the Ray head that the controller uses; 0 on a single machine
+    number: int = 0
 
 
 class Head(msgspec.Struct, frozen=True):

@@ -1,5 +1,6 @@
-"""Lua scripts in Redis, each for keys of one hash slot. A script is called by its digest, and
-loaded again if the server no longer has it.
+"""Runs Lua scripts in Redis. A call sends only the digest of a script; if the server no longer has
+the script, the client loads the script and calls again. All keys of one call must share a hash
+slot.
 """
 
 import asyncio

@@ -27,7 +27,8 @@ class Fp8:
 
     @property
     def scale_inputs(self) -> int:
-        """Number of inputs that share a scale; the last run may be shorter."""
+        """Number of consecutive inputs that share a scale. The last run of inputs may be
+        shorter."""
         return RUN if self.scales.shape[1] > 1 else self.data.shape[1]
 
     def check_numbers(self) -> None:
