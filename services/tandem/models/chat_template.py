@@ -45,7 +45,7 @@ from tandem.errors import BadRequest, ConfigError
 from tandem.models.files import first_line, naming
 from tandem.models.tokenizer_settings import is_token, read_tokenizer_settings
 
-RENDER_S_MAX = 5.0  # Typical conversations take milliseconds.
+RENDER_S_MAX = 5.0  # maximum time to render a chat; typical chats take milliseconds
 # Maximum size of the result of a product or power. The size is the number of bits of a number, or
 # the number of elements of a string or list.
 _RESULT_SIZE_MAX = 1 << 20

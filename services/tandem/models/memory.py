@@ -66,7 +66,7 @@ def _cgroup_memory(folder: Path) -> Memory | None:
         limit = int((folder / "memory.max").read_text())
         used = int((folder / "memory.current").read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # No memory controller, or the limit is "max".
+    except (OSError, ValueError):  # The cgroup has no memory controller, or its limit is "max".
         return None
     used -= int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
     return Memory("this container", max(0, limit - used), limit)

@@ -275,7 +275,8 @@ def _fingerprint(path: Path, weights: tuple[Path, ...]) -> str:
 
 def _edges(file: Path) -> Iterator[bytes]:
     is_gguf = file.suffix.lower() == ".gguf"
-    if not is_gguf:  # A copy of a GGUF file may have any name.
+    # The hash of a GGUF file leaves out the name, because a copy may have any name.
+    if not is_gguf:
         yield file.name.encode()
     with file.open("rb") as stream:
         size = stream.seek(0, 2)

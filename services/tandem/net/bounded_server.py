@@ -55,7 +55,7 @@ _HEADER_BYTES_MAX = 16 << 10
 _BODY_BYTES_MAX = 64 << 10
 _READ_BYTES = 16 << 10
 _BACKLOG = 128
-_ACCEPT_PAUSE_S = 0.5  # pause if the process has no free file descriptor
+_ACCEPT_PAUSE_S = 0.5  # pause after an accept failed, for example without a free file descriptor
 _CLOSE_MAX_S = 5.0
 # After the answer the server keeps the connection open for this time. If it closed a connection
 # with unread bytes at once, the kernel would reset the connection, and the client might lose the

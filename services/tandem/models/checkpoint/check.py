@@ -115,7 +115,7 @@ def _forms_of(
     scheme = config.quantization.of(module) if config.quantization else None
     if scheme and kind == "weight" and is_quantized(module, stored, scheme):
         return forms_of_parts(module, shape, stored, scheme)
-    if config.is_mxfp4 and len(shape) == 3:  # a tensor with the matrices of all experts
+    if config.is_mxfp4 and len(shape) == 3:  # This tensor has the matrices of all experts.
         *rows, num_in = shape
         blocks = (*rows, num_in // MXFP4_BLOCK)
         return {

@@ -50,7 +50,7 @@ def read_compressed_tensors(given: Mapping[str, Any]) -> Quantization | None:
     """Returns the schemes of the weights; None if no weights are quantized. Raises UnsupportedModel
     naming a setting that is not supported."""
     if given.get("kv_cache_scheme") and not given.get("config_groups"):
-        return None  # Only the KV cache is quantized.
+        return None  # The checkpoint quantizes only the KV cache.
     form = demand(given, "format", (*_FORMATS, _MIXED))
     demand(given, "transform_config", (None, {}))
     demand(given.get("sparsity_config") or {}, "format", (None, "dense"), "sparsity_config.format")

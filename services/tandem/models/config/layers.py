@@ -29,7 +29,7 @@ class LayerSpec:
     # Number of tokens to which a token attends, including itself. None: the token attends to itself
     # and all previous tokens.
     window: int | None = None
-    experts: Experts | None = None  # None: a dense MLP
+    experts: Experts | None = None  # experts of the layer; None: the layer has a dense MLP
 
 
 def read_layers(

@@ -72,19 +72,23 @@ class ModelConfig:
     torch_dtype: str  # dtype of the checkpoint; the engine chooses its own compute dtype
     norms: Norms = "before"
     norm_offset: float = 0.0  # number that is added to the stored weights of norms
-    activation: Activation = "silu"  # applied to the gate projection of the MLP
+    activation: Activation = "silu"  # function that is applied to the gate projection of the MLP
     multipliers: Multipliers = Multipliers()
     logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
     attention_cap: float | None = None  # attention scores become cap * tanh(scores / cap)
-    has_sinks: bool = False  # Each head has an attention sink: a learned score in its softmax.
-    gate_clamp: GateClamp | None = None  # replaces `activation`
+    # The softmax of each head has one more, learned score (an attention sink).
+    has_sinks: bool = False
+    # clamped SwiGLU, which replaces `activation`; None: `activation` is used
+    gate_clamp: GateClamp | None = None
     is_mxfp4: bool = False  # Experts are stored as MXFP4: 32 numbers of 4 bits share a scale.
     expert_form: ExpertForm = ""  # naming scheme of the experts' tensors
-    quantization: Quantization | None = None  # None: matrices are stored in torch_dtype
+    # quantization schemes; None: matrices are stored in torch_dtype
+    quantization: Quantization | None = None
     has_kv_scales: bool = False  # The checkpoint has static scales for a KV cache in fp8_e4m3.
     is_fused: bool = False  # Checkpoints store q, k and v as one matrix, and gate and up as one.
     latent: Latent | None = None  # sizes of latent attention; None: grouped-query attention
-    num_extra_layers: int = 0  # multi-token prediction layers in the checkpoint, which are not run
+    # number of multi-token prediction layers in the checkpoint; they are not run
+    num_extra_layers: int = 0
     # True: the model is the text part of a multimodal checkpoint (text_part.py).
     is_text_part: bool = False
 

@@ -27,7 +27,8 @@ class Scheme:
     # Number of consecutive inputs of a row that share a scale. 0: all inputs of a row, or all
     # weights of the matrix, share a scale.
     group_size: int = 0
-    block: tuple[int, int] | None = None  # (outputs, inputs) that share a scale; None: no blocks
+    # numbers of outputs and inputs that share a scale; None: scales are not per block
+    block: tuple[int, int] | None = None
     # number that is added to stored zero points; 1 if the file stores zero point - 1
     zero_offset: int = 0
     # Only for the coding "packed". True: zero points are stored. False: all zero points are the
@@ -52,7 +53,8 @@ class Quantization:
     A match by name has priority over patterns, and patterns over `default`.
     """
 
-    default: Scheme | None = None  # None: other modules are not quantized
+    # scheme of modules without another match; None: they are not quantized
+    default: Scheme | None = None
     by_name: Mapping[str, Scheme] = field(default_factory=dict)
     # Patterns are matched at the start of a module's name, and the first match wins.
     by_pattern: tuple[tuple[re.Pattern[str], Scheme], ...] = ()

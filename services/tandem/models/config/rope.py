@@ -14,7 +14,7 @@ from tandem.errors import UnsupportedModel
 from tandem.models.config.fields import flag, number, optional_number, optional_size, size
 
 _KINDS = ("full_attention", "sliding_attention")
-_LOCAL_THETA = 10000.0  # default for layers with a window (Gemma 3)
+_LOCAL_THETA = 10000.0  # default theta of layers with a window (Gemma 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class RopeScaling:
 class Rope:
     """The RoPE parameters of a layer."""
 
-    theta: float | None  # None: the layer has no RoPE (NoPE)
+    theta: float | None  # base of the rotation frequencies; None: the layer has no RoPE (NoPE)
     scaling: RopeScaling | None = None
     rotary_share: float = 1.0  # fraction of a head's elements that are rotated: the first ones
     is_long: bool = False  # True: longrope uses `long_factors`.

@@ -226,7 +226,7 @@ def _window(metadata: GgufMetadata) -> dict[str, Any]:
     window = metadata.count("attention.sliding_window", 0)
     if not window or metadata.architecture in (*_GEMMAS, "phi3"):
         return {}
-    # Every second layer has a window, starting with the first.
+    # In gpt-oss models, the layers 0, 2, 4 and so on have a window.
     if metadata.architecture == "gpt-oss":
         return {"sliding_window": window}
     if metadata.of_model("attention.sliding_window_pattern", 1) != 1:

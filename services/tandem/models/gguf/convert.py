@@ -174,10 +174,12 @@ def _convert(files: Sequence[Path], folder: Path) -> None:
 
     with naming(files[0]):
         stored, metadata, config, generation = _read(files)
-        ModelConfig.from_hf(config, generation)  # Raises for a model that cannot be run.
+        # raises UnsupportedModel for a model that cannot be run
+        ModelConfig.from_hf(config, generation)
         tensors = [tensor for tensor in stored if tensor.name not in ROPE_TABLES]
         for tensor in tensors:
-            hf_name(tensor.name, config["architectures"][0])  # Raises for an unknown tensor.
+            # raises UnsupportedModel for an unknown tensor
+            hf_name(tensor.name, config["architectures"][0])
         write_json(folder / "config.json", config)
         write_json(folder / "generation_config.json", generation)
         write_tokenizer(metadata, folder)

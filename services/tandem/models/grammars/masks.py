@@ -8,11 +8,11 @@ Two kinds of threads do the work:
   the vocabulary.
 
 A step waits at most `MASK_WAIT_S` for the masks of its sequences. A sequence whose mask is late
-samples no token in the step: it skips the step. It computes its last token again in the first step
-for which the mask is ready. A late mask therefore delays the sequence but does not change the
-sampled tokens. A sequence ends with an error if it skips more than `SKIPS_MAX` steps while one mask
-is computed. If the last mask of a sequence was slow, the next mask is computed before the sequence
-joins a step, so other sequences do not wait.
+skips the step: it samples no token. In the first step for which the mask is ready, the model
+computes the sequence's last token again, and the sequence samples its next token. A late mask
+therefore delays a sequence but does not change the sampled tokens. A sequence ends with an error if
+it skips more than `SKIPS_MAX` steps while one mask is computed. If the last mask of a sequence was
+slow, the next mask is computed before the sequence joins a step, so other sequences do not wait.
 
 Slow work must not delay fast work. There are therefore three mask threads: one for sequences with
 fast masks, one for new sequences and one for sequences with slow masks. There are two compile
@@ -49,7 +49,7 @@ from tandem.models.grammars.compiler import GrammarCompiler
 
 log = logging.getLogger(__name__)
 
-GRAMMARS_MAX = 32  # Compiled grammars in the cache; each takes at most 40 MB, usually far less.
+GRAMMARS_MAX = 32  # maximum number of cached grammars; each takes at most 40 MB, usually far less
 GRAMMAR_BYTES_MAX = 1 << 20  # maximum total size of the texts of cached grammars
 LONG_TEXT_BYTES = 16 << 10  # Longer texts have their own compile thread: they may take seconds.
 MASK_WAIT_S = 0.02  # longest time from the start of a step for which the step waits for masks
@@ -66,7 +66,7 @@ Mask = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class _Compiled:
-    matcher: Future[LLMatcher]  # resolves to a matcher in the grammar's initial state
+    matcher: Future[LLMatcher]  # result: a matcher in the grammar's initial state
     # Held while a thread uses the lexer, which all matchers of the grammar share.
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_broken: bool = False  # A matcher failed, so the shared lexer may be invalid.
@@ -98,9 +98,9 @@ class GrammarMatcher:
         self.error = ""
         # job that computes the next mask; it may have finished
         self.update_job: Future[None] | None = None
-        self.is_started = False  # True: the job has locked the lexer, or is done.
+        self.is_started = False  # True: the job has locked the lexer, or has finished.
         self.num_skipped = 0  # steps skipped since the job started
-        self._counted_until = 0.0  # Steps that are skipped before this time are not counted.
+        self._counted_until = 0.0  # Steps skipped before this time do not count.
         self.cost_s: float | None = None  # CPU time of the last mask
 
     @property
@@ -120,7 +120,8 @@ class GrammarMatcher:
         return self.update_job is not None and not self.update_job.done()
 
     def append(self, token_id: int) -> None:
-        """Adds a token of the completion, which the next `update` consumes."""
+        """Adds the newest token of the completion. The next `update` passes the token to the
+        matcher."""
         self._token_ids.append(token_id)
         self.update_job = None
         self.is_started = False

@@ -23,9 +23,10 @@ from tandem.errors import BadRequest
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "lark"]
 
 SOURCE_BYTES_MAX = 128 << 10
-DEPTH_MAX = 100  # nesting depth of a schema
-# Nesting depth after references are expanded: `$ref` in a schema, rules in a grammar. The
-# compiler's stack (grammar_checker.py) is large enough for at least four times this depth.
+DEPTH_MAX = 100  # maximum nesting depth of a schema
+# Maximum nesting depth after references are expanded. References are `$ref` in a schema and rule
+# names in a grammar. The compiler's stack (grammar_checker.py) is large enough for at least four
+# times this depth.
 EXPANDED_DEPTH_MAX = 250
 # Maximum number of lists and objects in a schema. The target of a `$ref` counts twice: at its place
 # in the schema and at the reference.
@@ -47,8 +48,8 @@ class StructuredOutput:
     kind: Kind
     source: str = ""  # a schema or a list of choices as JSON, a regular expression, or a grammar
     is_lenient: bool = False  # True: unsupported keywords of a schema are ignored.
-    # Lark grammar of the whole completion, in which `@form` stands for the format. "": the format
-    # applies to the whole completion.
+    # Lark grammar of a completion of which only a part has the format: `@form` stands for that
+    # part. "": the whole completion has the format.
     head: str = ""
 
     def __post_init__(self) -> None:

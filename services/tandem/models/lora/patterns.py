@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-CPU_S = 1  # Usual configs take milliseconds.
+CPU_S = 1  # CPU time of the child process; usual configs take milliseconds
 DEADLINE_S = 60.0  # wall-clock time; long because the machine may be busy
 _MEMORY_BYTES = 1 << 30
 _PLAIN_MAX = 2000

@@ -37,7 +37,8 @@ from tandem.models.tokenizer_settings import read_tokenizer_settings
 
 # Part of the cache key. Increment it with every change to the output of a conversion.
 _VERSION = 1
-_TOKEN_BYTES_MAX = 1024  # largest token; the longest tokens of published models have 128 bytes
+# maximum length of a token; the longest tokens of published models have 128 bytes
+_TOKEN_BYTES_MAX = 1024
 _SPECIAL_MAX = 1 << 16
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s*")
 _COPIED = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
@@ -50,7 +51,7 @@ class _Family:
     """The tokenizer settings of a model family that are not in its tiktoken file."""
 
     pre: str  # name of the pre-tokenizer in GGUF files
-    special: Sequence[str]  # special tokens; their ids follow the last rank
+    special: Sequence[str]  # special tokens; the first one has the id after the last rank
     reserved: str  # format of the names of further special tokens, with {id} or {number}
     num_special: int
     reserved_from: int = 0
@@ -92,7 +93,7 @@ _KIMI = _Family(
     ends=("[EOS]",),
 )
 _BY_NUM_RANKS = {128_000: _LLAMA3, 151_643: _QWEN, 163_584: _KIMI}
-# Text in the name of the tokenizer's class or code file (tokenizer_config.json) -> family.
+# Part of the tokenizer's class name or code file name in tokenizer_config.json -> model family.
 _BY_CODE = {"kimi": _KIMI, "moonshot": _KIMI, "qwen": _QWEN}
 _TEKKEN_SPECIAL = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),

@@ -41,7 +41,8 @@ class Tokenizer:
         """Reads the tokenizer of a Hugging Face folder. Raises ConfigError if its files cannot be
         read.
 
-        Tokenizers of one folder that exchange rendered chats need the same `nonce`."""
+        If one process renders a chat and another encodes it, both need tokenizers with the same
+        `nonce`."""
         file = folder / "tokenizer.json"
         with naming(file):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -197,8 +198,8 @@ class Tokenizer:
 
     def encode_part(self, window: RenderedText, start: int, stop: int) -> list[int] | None:
         """Encodes `window` and returns the ids of the tokens in `window.text[start:stop]`; None if
-        a token crosses `start` or `stop`. Tokens that are added around the text, such as bos, are
-        included if `start` or `stop` is at that end of the text."""
+        a token crosses `start` or `stop`. A token that is added at an end of the text, such as bos
+        at its start, is included if `start` or `stop` is at that end."""
         encoding = self._encode_rendered(window)
         ids: list[int] = encoding.ids
         first = 0
@@ -266,7 +267,7 @@ class Tokenizer:
         token = self._tokenizer.id_to_token(token_id) or ""
         if _BYTE_TOKEN.fullmatch(token):
             return bytes([int(token[3:5], 16)])
-        return token.replace("\u2581", " ").encode()  # SentencePiece's space
+        return token.replace("\u2581", " ").encode()  # SentencePiece writes a space as U+2581.
 
     def piece(self, token_id: int) -> bytes:
         """Returns the bytes that a token adds to a text. Valid only if `is_byte_level`: only then

@@ -24,7 +24,7 @@ from tandem.errors import BadRequest
 FILE_VARIABLE = "TANDEM_LOG_FILE"  # environment variable with the path of the process's log file
 BYTES_MAX = 32 << 20
 NO_FILE = "its log is no file of its own; on Kubernetes, `kubectl logs POD` prints a pod's"
-PIECE_BYTES_MAX = 256 << 10  # number of bytes that `read_piece` returns at most
+PIECE_BYTES_MAX = 256 << 10  # default of the maximum number of bytes that `read_piece` returns
 
 
 def older(path: Path) -> Path:

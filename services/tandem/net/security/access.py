@@ -92,7 +92,7 @@ class Access:
 class FailureThrottle:
     """Delays responses to an address that repeatedly sends invalid keys."""
 
-    FREE = 5  # failures per minute without a delay
+    FREE = 5  # number of failures per minute that are not delayed
     DELAY_MAX_S = 2.0
     _WINDOW_S = 60.0
     # maximum number of remembered addresses; above it, the address whose last failure is oldest is

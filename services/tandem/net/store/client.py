@@ -45,7 +45,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 CONNECT_TIMEOUT_S = 1.0
 REPLY_TIMEOUT_S = 2.0
-CONNECTIONS_MAX = 64  # limit of a client's connections to each server
+CONNECTIONS_MAX = 64  # maximum number of a client's connections to each server
 
 
 def connect(url: str) -> Client:

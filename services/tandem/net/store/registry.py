@@ -52,7 +52,8 @@ logger = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "draining"]
 PROTOCOL_VERSION = 1
-LOAN_TTL_S = 3600.0  # longer than a restarted worker needs to load its model
+# time for which a lent worker's role is kept; a restarted worker loads its model in less
+LOAN_TTL_S = 3600.0
 
 
 class KvCompatibility(msgspec.Struct, frozen=True):
@@ -171,7 +172,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     disk_total_bytes: int = 0
     # peer worker id -> reason why this worker cannot read blocks of the peer
     unreachable: dict[str, str] = {}
-    tiers: tuple[TierUse, ...] = ()  # KV cache tiers below the KV pool, fastest first
+    tiers: tuple[TierUse, ...] = ()  # use of the KV cache tiers below the KV pool, fastest first
     prefill_at: str = ""  # where the worker's prompts are prefilled; empty: not reported
     # True: the worker refuses requests that would miss their deadline (SubmitSequence).
     keeps_deadlines: bool = False

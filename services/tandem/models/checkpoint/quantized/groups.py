@@ -25,7 +25,7 @@ from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem.models.gguf.tensors import BlocksType, GgufBlocks, ZeroedType
 
 BLOCK = 32
-_ZEROED_MOST = 64  # inputs in the larger block type with a zero point
+_ZEROED_MOST = 64  # number of inputs in a Q4_Z64 block
 
 
 @dataclass(frozen=True, slots=True)
