@@ -36,8 +36,7 @@ Client: TypeAlias = Redis | RedisCluster
 SyncClient: TypeAlias = SyncRedis | SyncRedisCluster
 
 # A call to Redis raises one of these errors if the server is unreachable, is slow or refuses the
-# call.
-# RedisClusterException is not a subclass of RedisError.
+# call. RedisClusterException is not a subclass of RedisError.
 UNREACHABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
 # Errors of decoding a value that this version of Tandem did not write. msgspec raises
 # UnicodeDecodeError for invalid UTF-8.
@@ -49,8 +48,8 @@ CONNECTIONS_MAX = 64  # maximum number of a client's connections to each server
 
 
 def connect(url: str) -> Client:
-    """Returns a client for asyncio, which connects on first use. A failed call is not retried, so
-    the error of redis-py reaches the caller at once.
+    """Returns a client for asyncio. The client connects on first use and does not retry a failed
+    call, so the error of redis-py reaches the caller at once.
 
     Raises ConfigError for an invalid URL.
     """

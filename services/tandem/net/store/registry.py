@@ -173,7 +173,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     # peer worker id -> reason why this worker cannot read blocks of the peer
     unreachable: dict[str, str] = {}
     tiers: tuple[TierUse, ...] = ()  # use of the KV cache tiers below the KV pool, fastest first
-    prefill_at: str = ""  # where the worker's prompts are prefilled; empty: not reported
+    # the worker's setting for the place of prefill, such as "local"; empty: not reported
+    prefill_at: str = ""
     # True: the worker refuses requests that would miss their deadline (SubmitSequence).
     keeps_deadlines: bool = False
 

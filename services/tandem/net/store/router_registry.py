@@ -34,7 +34,7 @@ return found
 
 
 class RouterRegistry:
-    """Writes the entry of one router and reads those of all routers. Errors of redis-py
+    """Writes the entry of one router, and reads the entries of all routers. Errors of redis-py
     propagate."""
 
     def __init__(self, redis: Client, cluster_id: str) -> None:
