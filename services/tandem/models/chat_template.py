@@ -14,9 +14,9 @@ Templates expect messages in different forms:
 - Arguments of tool calls are objects or JSON text.
 - Content is a string or a list of parts.
 
-When a template is loaded, small test chats are rendered in each form, starting with the form that
-transformers uses. Messages are then passed in the first form in which the template renders the
-most parts.
+When a template is loaded, small test chats are rendered in each form. The first form is the one
+that transformers uses. Messages of clients are later passed in the form in which the template
+rendered most of a test message's reasoning and tool calls; of several such forms, in the first one.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ from tandem.errors import BadRequest, ConfigError
 from tandem.models.files import first_line, naming
 from tandem.models.tokenizer_settings import is_token, read_tokenizer_settings
 
-RENDER_S_MAX = 5.0  # Typical conversations take milliseconds.
-# Largest result of a product or power: bits of a number, or elements of a string or list.
+RENDER_S_MAX = 5.0  # maximum time to render a chat; typical chats take milliseconds
+# Maximum size of the result of a product or power. The size is the number of bits of a number, or
+# the number of elements of a string or list.
 _RESULT_SIZE_MAX = 1 << 20
 # A template that receives data of an unexpected type raises ordinary Python errors.
 _PYTHON_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
@@ -55,7 +56,7 @@ _SPECIAL_TOKENS = tuple(
     f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 NO_OPTIONS: Mapping[str, Any] = {}
-# Names that templates use for an assistant's reasoning. Incoming messages use the first one.
+# Names that templates use for an assistant's reasoning. Messages of requests use the first name.
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _Message = Mapping[str, Any]
@@ -90,15 +91,15 @@ class _SmallestChat(NamedTuple):
 
 
 class _MessageKind(NamedTuple):
-    """Which of content, reasoning and tool calls an assistant's message has."""
+    """Classifies an assistant's message by what it has: content, reasoning, tool calls."""
 
-    content: str | None  # None, "", or "text" for any other content
+    content: str | None  # "text" stands for every content except None and ""
     has_reasoning: bool
     has_calls: bool
 
     def message(self, reasoning: str) -> dict[str, Any]:
-        """Returns a test message of this kind. `reasoning` is the text of the reasoning, if the
-        kind has one."""
+        """Returns a test message of this kind. `reasoning` is the text of the message's reasoning;
+        it is ignored for kinds without reasoning."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.has_reasoning:
             message[_REASONING_NAMES[0]] = reasoning
@@ -115,7 +116,8 @@ class _MessageForm(NamedTuple):
     layout: Literal["whole", "joined", "split"] = "whole"
     # Keys under which the reasoning is passed. (): the reasoning is passed as a part of `content`.
     reasoning_names: tuple[str, ...] = _REASONING_NAMES
-    # The value of `content` if the message has no content. (): the key `content` is left out.
+    # The value of the key `content` if a message has no content, as a tuple of one value. (): the
+    # key is left out.
     empty: tuple[str | None, ...] = ()
     has_argument_text: bool = False  # True: arguments of calls are JSON text. False: objects.
 
@@ -160,8 +162,8 @@ class _TemplateTraits(NamedTuple):
     """The properties of a template that decide how messages are passed to it."""
 
     forms: Mapping[_MessageKind, _MessageForm]
-    takes_text: Mapping[str, bool]  # by role: the template renders a string as content
-    takes_parts: Mapping[str, bool]  # by role: the template renders a list of parts as content
+    takes_text: Mapping[str, bool]  # role -> True if the template renders content that is a string
+    takes_parts: Mapping[str, bool]  # role -> True if the template renders content that is a list
     shows_calls: bool  # The template renders tool calls of earlier answers.
     shows_results: bool  # The template renders the results of tool calls.
     takes_one_call: bool  # True: messages with several calls are split into one call each.
@@ -177,8 +179,9 @@ class _TemplateTraits(NamedTuple):
         return [given for message in messages for given in self.given(message)]
 
     def given(self, message: _Message) -> list[dict[str, Any]]:
-        """Returns the messages that the template receives for one message. Keys with null are left
-        out unless the template expects null."""
+        """Returns the messages that the template receives for one message: usually one, or two if
+        the template needs the tool calls apart. Keys whose value is null are left out unless the
+        template expects null."""
         role = message["role"]
         content = message.get("content")
         takes_parts = self.takes_parts.get(role, False)
@@ -376,7 +379,8 @@ class ChatTemplate:
             text = self._render_probe(role, "probedone")
             takes_text[role] = "probedone" in text
             parts = self._render_probe(role, _PROBED_PARTS)
-            # Quotes around a part show that the template prints the list as Python does.
+            # If the rendered text has a part in quotes, such as [{"text": "probedone"}], the
+            # template does not know parts and printed the Python list.
             are_shown = all(p["text"] in parts for p in _PROBED_PARTS)
             takes_parts[role] = are_shown and not any(q + "probedone" in parts for q in "'\"")
         traits = _TemplateTraits(
@@ -398,11 +402,11 @@ class ChatTemplate:
         return traits._replace(takes_all_ids=takes_all)
 
     def _shows_results(self, traits: _TemplateTraits) -> bool:
-        """Returns whether the template renders the result of a tool call. The test chats have the
-        result after a call, and after an answer without calls.
+        """Returns whether the template renders the result of a tool call.
 
-        Also returns True if the template refuses all test chats, because a refused result is not
-        dropped silently."""
+        There are two test chats: in one the result follows a call, in the other it follows an
+        answer without calls. If the template refuses both, the function also returns True: such a
+        template refuses a client's result with an error, so the result is not dropped silently."""
         called = [traits.given(_CALLED)] if traits.shows_calls else []
         shown = []
         for before in (*called, [{"role": "assistant", "content": "b"}]):
@@ -454,9 +458,10 @@ class ChatTemplate:
         return "probedcall" in rendered and "probedtwo" in rendered
 
     def _best_form(self, kind: _MessageKind) -> _MessageForm:
-        """Returns the first form in which the template renders both reasoning and tool calls, or
-        else the most of them. Content is not counted, because a template that drops content does so
-        in transformers, too."""
+        """Returns the form in which the template renders most of a message of this kind. The score
+        of a form is `_num_shown`: 2 if both reasoning and tool calls are rendered. Of forms with
+        equal scores, the first one wins. Content does not count, because a template that drops
+        content does so in transformers, too."""
         best = _MessageForm()
         most = -1
         tried: list[Any] = []
@@ -485,12 +490,15 @@ class ChatTemplate:
             yield _MessageForm(*form)
 
     def _num_shown(self, kind: _MessageKind, form: _MessageForm) -> int:
-        """Returns how many of reasoning and tool calls the template renders in this form; -1 if the
-        form is unusable, for example because the template refuses it or prints null as text."""
+        """Returns how much the template renders of a message in this form: 1 for the reasoning plus
+        1 for the tool calls. Returns -1 if the form is unusable, for example because the template
+        refuses it or prints null as text."""
         given = form.messages(kind.message("probedthought"))
         if kind.has_calls:
             chat = [self._smallest_chat.user, *given, _RESULT]
-        else:  # Templates render the last answer differently from earlier ones.
+        else:
+            # The message under test is the last answer: templates often omit the reasoning of
+            # earlier answers.
             chat = [
                 self._smallest_chat.user,
                 *form.messages(kind.message("before")),
@@ -556,7 +564,8 @@ class _Environment(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
         for loop in template.find_all(nodes.For):
-            # The check is an attribute of the environment, so no template variable can shadow it.
+            # The check is an attribute of the environment and no template variable, because a
+            # template could assign another value to a variable.
             check = nodes.Call(nodes.EnvironmentAttribute("check_clock"), [], [], None, None)
             loop.body.insert(0, nodes.Output([check]))
         return template.set_environment(self)  # type: ignore[return-value]
@@ -633,7 +642,7 @@ def _special_tokens(
         named = {name: token for name, token in file.items() if name.endswith("_token")}
         named |= extra if isinstance(extra, dict) else {}
         for name, token in named.items():
-            # Settings that are not tokens end in _token, too: add_bos_token is one.
+            # Some names end in _token although their value is no token, such as add_bos_token.
             if is_token(token):
                 tokens.setdefault(name, _content_of(token))
         further = file.get("additional_special_tokens") or (

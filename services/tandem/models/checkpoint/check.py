@@ -24,13 +24,13 @@ from tandem.models.gguf.names import gguf_names
 # Tables of RoPE frequencies in old checkpoints. They are ignored: the config determines them.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
-# What error messages call the config of a GGUF file. The config of safetensors is config.json.
+# In error messages, the place of a GGUF file's config. For safetensors, the place is config.json.
 _IN_GGUF = "its header"
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored(TensorHeader):
-    """A stored tensor's header, with its file and its name in the file."""
+    """The header of a stored tensor, with the tensor's file and the tensor's name in that file."""
 
     file: Path
     name: str  # name in the file
@@ -92,7 +92,7 @@ def _forms(
     forms: dict[str, Form] = {}
     for name, shape in shapes.items():
         forms |= _forms_of(name, shape, stored, config)
-    if config.tie_word_embeddings:  # Some checkpoints store the output matrix all the same.
+    if config.tie_word_embeddings:  # Some checkpoints store the tied output matrix, too.
         again = _forms_of(OUTPUT, shapes[EMBEDDING], stored, config)
         first = _forms_of(EMBEDDING, shapes[EMBEDDING], stored, config)
         if again.keys() & stored.keys() and _parts(again) != _parts(first):
@@ -115,7 +115,7 @@ def _forms_of(
     scheme = config.quantization.of(module) if config.quantization else None
     if scheme and kind == "weight" and is_quantized(module, stored, scheme):
         return forms_of_parts(module, shape, stored, scheme)
-    if config.is_mxfp4 and len(shape) == 3:  # a tensor with the matrices of all experts
+    if config.is_mxfp4 and len(shape) == 3:  # This tensor has the matrices of all experts.
         *rows, num_in = shape
         blocks = (*rows, num_in // MXFP4_BLOCK)
         return {

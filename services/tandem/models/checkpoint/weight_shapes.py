@@ -1,10 +1,11 @@
 """Derives the names and shapes of a model's tensors from its config.
 
-The tensors of latent attention are listed below. "plain" and "rope" are the numbers of elements of
-a head's query that are not rotated and that are rotated, "value" is the size of a head's value.
+The tensors of latent attention are listed below. A head's query has "plain" elements that RoPE does
+not rotate and "rope" elements that it rotates. A head's value has "value" elements. The last column
+is a condition: the tensor exists only if it holds.
 
 self_attn.q_proj.weight                     [heads * (plain + rope), hidden]    if q rank is None
-self_attn.q_a_proj.weight, .bias            [q rank, hidden]                    otherwise
+self_attn.q_a_proj.weight, .bias            [q rank, hidden]                    q rank is set
 self_attn.q_a_layernorm.weight              [q rank]
 self_attn.q_b_proj.weight                   [heads * (plain + rope), q rank]
 self_attn.kv_a_proj_with_mqa.weight, .bias  [kv rank + rope, hidden]

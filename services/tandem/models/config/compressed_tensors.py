@@ -30,14 +30,16 @@ _PATTERN = "re:"
 _REPEATS = re.compile(r"[*+{]")
 _REPEATS_MAX = 6
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
-_MIXED = "mixed-precision"  # Each group states its own format.
+# format of a checkpoint in which each group of `config_groups` states its own format
+_MIXED = "mixed-precision"
 # Format name -> coding, type of the numbers, allowed bits.
 _FORMATS: Mapping[str, tuple[Coding, str, tuple[int, ...]]] = {
     "float-quantized": ("scaled", "float", (8,)),
     "int-quantized": ("scaled", "int", (8,)),
     "pack-quantized": ("packed", "int", (4, 8)),
 }
-_STRATEGIES = {  # Format name -> allowed `strategy`: the part of a matrix that shares a scale.
+# Format name -> allowed values of `strategy`, which names the weights that share a scale.
+_STRATEGIES = {
     "float-quantized": ("tensor", "channel", "block"),
     "int-quantized": ("tensor", "channel"),
     "pack-quantized": ("group", "channel"),
@@ -48,7 +50,7 @@ def read_compressed_tensors(given: Mapping[str, Any]) -> Quantization | None:
     """Returns the schemes of the weights; None if no weights are quantized. Raises UnsupportedModel
     naming a setting that is not supported."""
     if given.get("kv_cache_scheme") and not given.get("config_groups"):
-        return None  # Only the KV cache is quantized.
+        return None  # The checkpoint quantizes only the KV cache.
     form = demand(given, "format", (*_FORMATS, _MIXED))
     demand(given, "transform_config", (None, {}))
     demand(given.get("sparsity_config") or {}, "format", (None, "dense"), "sparsity_config.format")

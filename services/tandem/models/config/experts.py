@@ -11,7 +11,8 @@ from tandem.models.config.fields import flag, number, size
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """Equally large groups of experts. A token's experts come from its `top` best groups only."""
+    """Groups of experts, all of the same size. The router first chooses the `top` best groups for a
+    token, and then the token's experts from these groups."""
 
     num: int
     top: int  # groups chosen for each token
@@ -31,7 +32,7 @@ class Experts:
     top_k: int  # experts chosen for each token
     inner: int  # intermediate size of each expert
     is_normalized: bool  # A token's weights sum to 1 before `scale` is applied.
-    has_biases: bool = False  # The router and all products of the experts have biases.
+    has_biases: bool = False  # The router and all matrices of the experts have biases.
     is_corrected: bool = False  # Experts are ranked by sigmoid(logit) plus a learned bias.
     groups: ExpertGroups | None = None
     scale: float = 1.0  # factor on the weights of the chosen experts
@@ -98,7 +99,8 @@ def _groups(config: Mapping[str, Any], family: Family, num: int, top_k: int) -> 
     if not family.is_corrected and config.get("topk_method") == "greedy":
         return None
     groups = ExpertGroups(size(config, "n_group"), size(config, "topk_group"))
-    # A corrected router ranks a group by the sum of its two best experts.
+    # With `is_corrected` a group's score is the sum of the scores of its two best experts, so a
+    # group needs two experts.
     least = 2 if family.is_corrected else 1
     if num % groups.num or num // groups.num < least or groups.top > groups.num:
         raise UnsupportedModel(

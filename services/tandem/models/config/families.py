@@ -19,8 +19,8 @@ ExpertForm = Literal["", "mixtral", "qwen", "gpt_oss", "deepseek"]
 class Family:
     """The properties that models of one architecture share; the defaults are Llama's.
 
-    norms: where the RMSNorms of attention and of the MLP are: before them, after them (before the
-        residual is added), or both ("around").
+    norms: the position of the RMSNorms relative to attention and to the MLP: before, after (and
+        before the residual is added), or both ("around").
     norm_offset: a number added to the stored weights of norms.
     qk_norm: RMSNorm of q and k before the rotation: none, over each head, or over all heads
         together.
@@ -36,7 +36,8 @@ class Family:
             is absent, they are the layers without a rope (`has_no_rope_layers`), or else those
             from number `max_window_layers` on;
         "pattern": those that `layer_types` names; if it is absent, all but the last of each
-            `sliding_window_pattern` layers.
+            `sliding_window_pattern` layers. With 6, layers 0 to 4 have a window and layer 5 has
+            none.
     pattern: the default of `sliding_window_pattern`.
     rope_theta: the default of `rope_theta`.
     has_rope_by_kind: layers with a window have different RoPE parameters from the others.
@@ -44,8 +45,8 @@ class Family:
     is_fused: checkpoints store q, k and v as one matrix, and gate and up as one.
     has_partial_rope: RoPE may rotate only a part of each head (`partial_rotary_factor`); the only
         supported scaling is longrope.
-    is_length_scaled: `max_position_embeddings` is the context after RoPE scaling, for every kind
-        of scaling.
+    is_length_scaled: `max_position_embeddings` already includes the factor of RoPE scaling, for
+        every kind of scaling.
     activation_key: the key of config.json that names the activation of the MLP.
     multipliers: constant factors in the decoder: none, Granite's keys, or Gemma's (embeddings by
         the square root of the hidden size, scores by `query_pre_attn_scalar`).
@@ -59,10 +60,11 @@ class Family:
     is_latent: attention is latent (latent.py).
     has_extra_layers: checkpoints may have additional layers for multi-token prediction
         (`num_nextn_predict_layers`), which are not run.
-    has_sinks: each head has an attention sink: a learned score in its softmax without a value.
+    has_sinks: each head has an attention sink: the softmax over the head's scores has one more,
+        learned score, which has no value vector.
     has_clamped_gates: the gate and up projections are clamped to `swiglu_limit`.
-    quantization: a `quant_method` that only this family's checkpoints may have; quantization.py
-        has the methods for all families.
+    quantization: a `quant_method` that only checkpoints of this family may have. The methods that
+        all families may have are in quantization.py.
     has_caps: logits and attention scores may be soft-capped (`final_logit_softcapping` and
         `attn_logit_softcapping`).
     refuses: keys that must be absent, null or false.

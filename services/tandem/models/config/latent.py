@@ -4,10 +4,15 @@ The KV of a token is one latent vector and one rotated key, which all heads shar
 values of single heads are linear functions of the latent and are never computed. Instead, queries
 are projected into the latent space, and the attention output is projected out of it.
 
-    latent, key = W_a x                                    per token: x is the hidden state; the
-                                                           latent is normalized, the key rotated
-    score       = (W_k^T q) . latent + rotated q . key     per head, with the head's W_k and W_v
-    out         = W_v (sum of weight * latent)             per head
+For each token with the hidden state x (the latent is then normalized, and the key is rotated):
+
+    latent, key = W_a x
+
+For each head, with the matrices W_k and W_v. A part q of the head's query is not rotated, and
+a part r is rotated:
+
+    score = scale * ((W_k^T q) . latent + r . key)
+    out   = W_v (sum over tokens of softmax(score) * latent)
 """
 
 from collections.abc import Mapping
@@ -29,7 +34,8 @@ class Latent:
     rope_dim: int  # size of the rotated key, and of the rotated part of a head's query
     plain_dim: int  # size of the part of a head's query that is not rotated
     value_dim: int  # size of a head's value
-    # Size of the latent from which queries are computed; None: from the hidden state directly.
+    # Size of the latent vector from which queries are computed. None: queries are computed directly
+    # from the hidden state.
     q_rank: int | None
     has_pairs: bool  # True: two elements that RoPE rotates together are stored side by side.
     scale: float  # factor on the attention scores

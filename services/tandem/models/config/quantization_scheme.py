@@ -24,18 +24,22 @@ class Scheme:
     coding: Coding
     bits: int
     is_float: bool = False
-    # Number of inputs that share a scale; 0: a whole row or the whole matrix shares one.
+    # Number of consecutive inputs of a row that share a scale. 0: all inputs of a row, or all
+    # weights of the matrix, share a scale.
     group_size: int = 0
-    block: tuple[int, int] | None = None  # (outputs, inputs) that share a scale; None: no blocks
-    zero_offset: int = 0  # added to the stored zero points
-    # Only for "packed". True: zero points are stored. False: each is the middle of the range.
+    # numbers of outputs and inputs that share a scale; None: scales are not per block
+    block: tuple[int, int] | None = None
+    # number that is added to stored zero points; 1 if the file stores zero point - 1
+    zero_offset: int = 0
+    # Only for the coding "packed". True: zero points are stored. False: all zero points are the
+    # middle of the range of numbers, such as 8 with 4 bits.
     has_zeros: bool = False
 
     @property
     def growth_max(self) -> float:
-        """Largest ratio of a matrix's size after repacking to the size in the file. Integers are
-        repacked into blocks of 32 or 64 inputs, each with a scale and a zero point. fp8 matrices
-        get separate scales for each output."""
+        """Upper bound of a matrix's size in memory divided by its size in the file. Memory takes
+        more, because integers are repacked into blocks of 32 or 64 inputs, each with a scale and a
+        zero point, and fp8 matrices get separate scales for each output."""
         if self.is_float:
             return 1.04
         return 4.5 / 4 if self.bits == 4 else 8.5 / 8
@@ -49,7 +53,8 @@ class Quantization:
     A match by name has priority over patterns, and patterns over `default`.
     """
 
-    default: Scheme | None = None  # None: other modules are not quantized
+    # scheme of modules without another match; None: they are not quantized
+    default: Scheme | None = None
     by_name: Mapping[str, Scheme] = field(default_factory=dict)
     # Patterns are matched at the start of a module's name, and the first match wins.
     by_pattern: tuple[tuple[re.Pattern[str], Scheme], ...] = ()
@@ -69,7 +74,8 @@ class Quantization:
 
     @property
     def growth_max(self) -> float:
-        """Largest ratio of the size of any matrix after repacking to its size in the files."""
+        """Upper bound, over all matrices, of the size in memory divided by the size in the
+        files."""
         return max(scheme.growth_max for scheme in self._schemes())
 
     def _schemes(self) -> Iterator[Scheme]:

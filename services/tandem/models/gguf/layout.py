@@ -25,7 +25,7 @@ from tandem.models.files import naming
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_ALIGNMENT = 32  # bytes; the default if general.alignment is absent
+_ALIGNMENT = 32  # alignment of tensor data in bytes if general.alignment is absent
 _ALIGNMENT_MAX = 1 << 20
 _ALIGNMENT_KEY = "general.alignment"
 _KEYS_MAX = 1 << 16
@@ -40,7 +40,7 @@ _STRING = 8
 _ARRAY = 9
 # Number types -> their format characters in the struct module.
 _SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_SIZE_BYTES = 8  # size of the length field before a string
+_SIZE_BYTES = 8  # size of the field before a string that has the string's length
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class StoredTensor:
     file: Path
     name: str
     type: gguf.GGMLQuantizationType
-    shape: tuple[int, ...]  # in torch's order: the size of a row is last
+    shape: tuple[int, ...]  # sizes in torch's order: the length of a row is last
     begin: int  # offset of the first byte in the file
     end: int  # offset after the last byte in the file
 
@@ -60,7 +60,7 @@ class Layout:
     """The keys and tensor headers of a GGUF file."""
 
     tensors: list[StoredTensor]
-    keys: Mapping[str, Any]  # numbers, strings, booleans, and lists of them
+    keys: Mapping[str, Any]  # key -> value: a number, a string, a boolean, or a list of these
 
 
 def read_layout(path: Path) -> Layout:
@@ -165,7 +165,8 @@ class _Scan:
         self._num_items_left -= num_items
         if kind == _STRING:
             return self._strings(num_items)
-        return self._numbers(kind, num_items)  # Raises for nested arrays, which no model has.
+        # raises ValueError for nested arrays, which no model has
+        return self._numbers(kind, num_items)
 
     def _numbers(self, kind: int, num: int) -> list[Any]:
         if kind not in _SCALARS:

@@ -1,4 +1,8 @@
-"""The tensors in which a checkpoint stores a quantized matrix [out, in], by coding.
+"""The tensors in which a checkpoint stores a quantized matrix [out, in].
+
+A coding is a set of tensors that together store one matrix. "scaled" stores one number per weight.
+The others store several numbers in one int32 word; without another note below, a word has eight
+numbers of 4 bits.
 
 coding  tensor                           shape                  type
 scaled  weight                           [out, in]              F8_E4M3 or I8
@@ -16,7 +20,7 @@ awq     qweight                          [in, out / 8]          I32
         qzeros, scales                   as for gptq
 
 Where no type is given, any floating-point type is allowed. The last block of a matrix and the last
-word of weight_zero_point may be incomplete, so the counts of blocks and of these words round up.
+word of weight_zero_point may be incomplete: the zero points of 100 outputs take 13 words.
 This module does not import torch.
 """
 
@@ -26,7 +30,7 @@ from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.headers import FLOATS, Form, TensorHeader
 from tandem.models.config.quantization_scheme import Coding, Scheme
 
-# The tensors of each coding. The first tensor is always present.
+# Coding -> last part of the names of its tensors. The first tensor is always present.
 PARTS: Mapping[Coding, tuple[str, ...]] = {
     "scaled": ("weight", "weight_scale", "weight_scale_inv", "input_scale"),
     "packed": (

@@ -2,8 +2,8 @@
 
     weight = (number - zero) * scale + min
 
-Zero points and minimums are optional. Scales keep a type that represents them exactly, so each
-weight equals the checkpoint's.
+Zero points and minimums are optional. Scales are stored in 16 bits only if 16 bits represent them
+exactly, so each weight equals the checkpoint's weight.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 
 from tandem.models.gguf.tensors import GgufBlocks
 
-BLOCK = 32  # inputs of a GGUF block
-_SHUFFLED_AT_ONCE = 1 << 16  # Elements per pass on a CPU, to limit temporary memory.
+BLOCK = 32  # number of inputs in a GGUF block
+# number of elements that one pass on a CPU converts, to limit temporary memory
+_SHUFFLED_AT_ONCE = 1 << 16
 _SCALE_TYPES = (torch.float16, torch.bfloat16)
-# Bytes of a GGUF block's scale, and of its minimum if it has one.
+# Block type -> bytes of the scale of a block, and bytes of the minimum if the type has one.
 _PARTS = {"Q8_0": (2,), "Q4_0": (2,), "Q4_1": (2, 2)}
 
 
@@ -25,11 +26,13 @@ _PARTS = {"Q8_0": (2,), "Q4_0": (2,), "Q4_1": (2, 2)}
 class PackedGroups:
     """A group-quantized matrix [out, in]."""
 
-    data: torch.Tensor  # uint8 [out, in / 2], input 2 i in the low nibble; or int8 [out, in]
+    # 8 bits: int8 [out, in]. 4 bits: uint8 [out, in / 2]; the low nibble of byte i has input 2 i.
+    data: torch.Tensor
     scales: torch.Tensor  # [out, groups]
     zeros: torch.Tensor | None = None  # uint8 [out, groups]
     mins: torch.Tensor | None = None  # [out, groups]
-    group_of_input: torch.Tensor | None = None  # [in]; None: equal groups of consecutive inputs
+    # [in]; None: groups have equal size and consecutive inputs
+    group_of_input: torch.Tensor | None = None
 
     @classmethod
     def of(
