@@ -32,6 +32,7 @@ from tandem.errors import OperateError
 
 _REPLY_DEADLINE_S = 5.0
 _SET_ROLE_DEADLINE_S = 15.0
+_WATCH_INTERVAL_S = 2.0
 _SET_SIZES_DEADLINE_S = 75.0  # a router waits for the pool controller if Ray is still starting
 _POLL_INTERVAL_S = 0.25
 _MEMORY_LOW_SHARE = 0.05
@@ -46,11 +47,29 @@ _ALL_DEADLINE_S = 900.0
 _LATER_STAGES = ("transfer_exposed", "first_decode", "move")  # stages after the first token
 
 
-def show_status(url: str) -> None:
-    """Prints pools and workers. Raises OperateError."""
+def watch_status(url: str) -> None:
+    """Prints pools and workers again and again, each time on an empty screen, until Ctrl-C. Raises
+    OperateError only if the first call fails."""
+    screen = console()
+    show_status(url)
+    with suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(_WATCH_INTERVAL_S)
+            screen.clear()
+            try:
+                show_status(url)
+            except OperateError as error:
+                screen.print(error.message, markup=False)
+
+
+def show_status(url: str, *, as_json: bool = False) -> None:
+    """Prints pools and workers, or the router's whole state as JSON. Raises OperateError."""
     state = call_with_progress(url, "GET")
     if not isinstance(state, dict) or "router" not in state:
         raise OperateError(f"what answers at {url} is no router")
+    if as_json:
+        print(json.dumps(state, indent=2))
+        return
     screen = console()
     router = state["router"]
     ready = ("ready", "green") if router["ready"] else ("not ready", "yellow")

@@ -33,8 +33,16 @@ app.command(bench)
 app.command(index)
 app.command(keys)
 
-_Url = Annotated[str, Parameter(help="Admin address of a router.", env_var="TANDEM_ADMIN_URL")]
-_ADMIN_URL = "http://127.0.0.1:8002"
+_HERE = "Default: the cluster of `tandem up` on this machine."
+_Url = Annotated[
+    str,
+    Parameter(
+        help=f"Admin address of a router. {_HERE}", env_var="TANDEM_ADMIN_URL", show_default=False
+    ),
+]
+_PublicUrl = Annotated[
+    str, Parameter(help=f"Public address of a router. {_HERE}", show_default=False)
+]
 _Key = Annotated[str, Parameter(help="The key's id, as `tandem keys list` shows it.")]
 _Worker = Annotated[str, Parameter(help="The worker's id, as `tandem status` shows it.")]
 
@@ -67,6 +75,20 @@ _Limits = Annotated[KeyLimits, Parameter(name="*")]
 _NO_LIMITS = KeyLimits()
 
 
+def _admin(url: str) -> str:
+    """Returns `url`, or else the admin address of the cluster that runs on this machine."""
+    from tandem.cluster.logs.run_logs import find_address
+
+    return url or find_address("admin", "http://127.0.0.1:8002")
+
+
+def _public(url: str) -> str:
+    """Returns `url`, or else the public address of the cluster that runs on this machine."""
+    from tandem.cluster.logs.run_logs import find_address
+
+    return url or find_address("http", "http://127.0.0.1:8000")
+
+
 @app.command
 def chat(
     question: Annotated[
@@ -75,8 +97,13 @@ def chat(
     /,
     *,
     url: Annotated[
-        str, Parameter(help="Address of a server with OpenAI's API.", env_var="TANDEM_URL")
-    ] = "http://127.0.0.1:8000",
+        str,
+        Parameter(
+            help=f"Address of a server with OpenAI's API. {_HERE}",
+            env_var="TANDEM_URL",
+            show_default=False,
+        ),
+    ] = "",
     model: Annotated[
         str, Parameter(help="The model. Default: the server's first.", show_default=False)
     ] = "",
@@ -92,15 +119,26 @@ def chat(
     given = {"temperature": temperature, "max_tokens": max_tokens}
     body = {name: value for name, value in given.items() if value is not None}
     console = Console(highlight=False, soft_wrap=True)
-    return run(Chat(url.rstrip("/").removesuffix("/v1"), console, model, system, body), question)
+    server = _public(url).rstrip("/").removesuffix("/v1")
+    return run(Chat(server, console, model, system, body), question)
 
 
 @app.command
-def status(*, url: _Url = _ADMIN_URL) -> None:
+def status(
+    *,
+    watch: Annotated[
+        bool, Parameter(alias="-w", help="Show it again every 2 s, until Ctrl-C.")
+    ] = False,
+    as_json: Annotated[bool, Parameter(name="--json", help="Print the state as JSON.")] = False,
+    url: _Url = "",
+) -> None:
     """Show pools, workers, load, KV use and transports."""
-    from tandem.cluster.operate import show_status
+    from tandem.cluster.operate import show_status, watch_status
 
-    show_status(url)
+    if watch:
+        watch_status(_admin(url))
+    else:
+        show_status(_admin(url), as_json=as_json)
 
 
 @app.command
@@ -108,13 +146,13 @@ def scale(
     size: Annotated[str, Parameter(name="POOL=SIZE", help="A pool and its number of workers.")],
     /,
     *sizes: Annotated[str, Parameter(show=False)],
-    url: _Url = _ADMIN_URL,
+    url: _Url = "",
     deadline: Annotated[float, Parameter(help="Seconds to wait for the sizes.")] = 60.0,
 ) -> None:
     """Set pool sizes, such as prefill=2 decode=1, and wait until they are reached."""
     from tandem.cluster.operate import scale_pools
 
-    scale_pools(url, (size, *sizes), deadline_s=deadline)
+    scale_pools(_admin(url), (size, *sizes), deadline_s=deadline)
 
 
 @app.command(alias="flip")  # earlier name, kept for compatibility
@@ -125,12 +163,12 @@ def set_role(
     role: Annotated[
         str, Parameter(help="prefill or decode. Default: the other one.", show_default=False)
     ] = "",
-    url: _Url = _ADMIN_URL,
+    url: _Url = "",
 ) -> None:
     """Move a running worker to the other pool, or back, without a restart."""
     from tandem.cluster import operate
 
-    operate.set_role(url, worker, role)
+    operate.set_role(_admin(url), worker, role)
 
 
 @app.command
@@ -138,7 +176,7 @@ def drain(
     worker: _Worker,
     /,
     *,
-    url: _Url = _ADMIN_URL,
+    url: _Url = "",
     deadline: Annotated[float, Parameter(help="Seconds for the requests it holds.")] = 30.0,
     force: Annotated[
         bool, Parameter(help="Drain it even if it is the last decode worker.")
@@ -150,7 +188,7 @@ def drain(
     """
     from tandem.cluster.operate import drain_worker
 
-    drain_worker(url, worker, deadline_s=deadline, force=force)
+    drain_worker(_admin(url), worker, deadline_s=deadline, force=force)
 
 
 @app.command
@@ -160,24 +198,24 @@ def reset_prefix_cache(
     ] = "",
     /,
     *,
-    url: _Url = _ADMIN_URL,
+    url: _Url = "",
 ) -> None:
     """Drop the cached KV blocks that no request uses, at all workers or at one."""
     from tandem.cluster import operate
 
-    operate.reset_prefix_cache(url, worker)
+    operate.reset_prefix_cache(_admin(url), worker)
 
 
 @app.command
 def audit(
     *,
     limit: Annotated[int, Parameter(help="Largest number of entries, at most 1000.")] = 50,
-    url: _Url = _ADMIN_URL,
+    url: _Url = "",
 ) -> None:
     """Show the last changes and refused calls at all routers, the newest last."""
     from tandem.cluster.operate import show_audit
 
-    show_audit(url, limit)
+    show_audit(_admin(url), limit)
 
 
 @app.command
@@ -185,12 +223,12 @@ def why(
     request: Annotated[str, Parameter(help="Its id, that of its reply, or its X-Request-Id.")],
     /,
     *,
-    url: Annotated[str, Parameter(help="Public address of a router.")] = "http://127.0.0.1:8000",
+    url: _PublicUrl = "",
 ) -> None:
     """Show where the time of a request went until its first token, and why it was placed so."""
     from tandem.cluster.operate import show_why
 
-    show_why(url, request)
+    show_why(_public(url), request)
 
 
 @app.command
@@ -199,7 +237,7 @@ def logs(
     /,
     *,
     follow: Annotated[bool, Parameter(alias="-f", help="Go on with new lines.")] = False,
-    url: _Url = _ADMIN_URL,
+    url: _Url = "",
 ) -> None:
     """Show the log of a process of `tandem up` on this machine, also after its end.
 
@@ -207,25 +245,25 @@ def logs(
     """
     from tandem.cluster.logs.worker_log import show_worker_log
 
-    show_worker_log(url, worker, follow=follow)
+    show_worker_log(_admin(url), worker, follow=follow)
 
 
 @app.command
 def events(
     *,
     limit: Annotated[int, Parameter(help="Largest number of events, at most 1000.")] = 50,
-    url: _Url = _ADMIN_URL,
+    url: _Url = "",
 ) -> None:
     """Show what happened to workers and requests, and who changed what, the newest last."""
     from tandem.cluster.operate import show_events
 
-    show_events(url, limit)
+    show_events(_admin(url), limit)
 
 
 @index.command
 def verify(
     *,
-    url: _Url = _ADMIN_URL,
+    url: _Url = "",
     everything: Annotated[
         bool, Parameter(name="--all", help="Check every entry, not a sample of each worker's.")
     ] = False,
@@ -233,7 +271,7 @@ def verify(
     """Compare the prefix tree with what workers hold; exit status 1 when they differ."""
     from tandem.cluster.operate import verify_index
 
-    return 0 if verify_index(url, everything=everything) else 1
+    return 0 if verify_index(_admin(url), everything=everything) else 1
 
 
 @app.command
@@ -246,12 +284,12 @@ def usage(
     tenant: Annotated[
         str | None, Parameter(help="One tenant. Default: all, or that of a user's key.")
     ] = None,
-    url: Annotated[str, Parameter(help="Public address of a router.")] = "http://127.0.0.1:8000",
+    url: _PublicUrl = "",
 ) -> None:
     """Show the requests and tokens of each tenant."""
     from tandem.cluster.keys import show_usage
 
-    show_usage(url, window, last, tenant)
+    show_usage(_public(url), window, last, tenant)
 
 
 @keys.command
@@ -266,31 +304,31 @@ def create(
         Path | None, Parameter(help="File of records to add it to, for --keys-file, not a router.")
     ] = None,
     limits: _Limits = _NO_LIMITS,
-    url: _Url = _ADMIN_URL,
+    url: _Url = "",
 ) -> None:
     """Create a key and print it: its secret is shown only now."""
     from tandem.cluster.keys import add_key, create_key
 
     if file is None:
-        create_key(url, tenant, role, expires, limits.given())
+        create_key(_admin(url), tenant, role, expires, limits.given())
     else:
         add_key(file, tenant, role, expires, limits.given())
 
 
 @keys.command(name="list")
-def list_(*, url: _Url = _ADMIN_URL) -> None:
+def list_(*, url: _Url = "") -> None:
     """Show all keys, without their secrets."""
     from tandem.cluster.keys import list_keys
 
-    list_keys(url)
+    list_keys(_admin(url))
 
 
 @keys.command
-def update(key_id: _Key, /, *, limits: _Limits = _NO_LIMITS, url: _Url = _ADMIN_URL) -> None:
+def update(key_id: _Key, /, *, limits: _Limits = _NO_LIMITS, url: _Url = "") -> None:
     """Change limits of a key; those that are not named stay."""
     from tandem.cluster.keys import update_key
 
-    update_key(url, key_id, limits.given())
+    update_key(_admin(url), key_id, limits.given())
 
 
 @keys.command
@@ -299,20 +337,20 @@ def rotate(
     /,
     *,
     grace: Annotated[str, Parameter(help="Time that the old secret still works.")] = "1h",
-    url: _Url = _ADMIN_URL,
+    url: _Url = "",
 ) -> None:
     """Give a key a new secret and print it."""
     from tandem.cluster.keys import rotate_key
 
-    rotate_key(url, key_id, grace)
+    rotate_key(_admin(url), key_id, grace)
 
 
 @keys.command
-def revoke(key_id: _Key, /, *, url: _Url = _ADMIN_URL) -> int:
+def revoke(key_id: _Key, /, *, url: _Url = "") -> int:
     """Revoke a key for good; exit status 1 names who did not confirm it."""
     from tandem.cluster.keys import revoke_key
 
-    return 0 if revoke_key(url, key_id) else 1
+    return 0 if revoke_key(_admin(url), key_id) else 1
 
 
 @app.command

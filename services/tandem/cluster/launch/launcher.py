@@ -40,6 +40,7 @@ from tandem.cluster.launch.options import (
 from tandem.cluster.launch.readiness import Readiness
 from tandem.cluster.launch.run import Run
 from tandem.cluster.launch.screen import LaunchScreen
+from tandem.cluster.logs.run_logs import Addresses
 from tandem.cluster.pools import ClusterSpec, Member, plan
 from tandem.cluster.processes import process
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
@@ -142,6 +143,7 @@ class _Launch:
         with self._screen.bars():
             model, readiness = self._start_all()
         command_to_join = self._open_join_port() if self._listening else ""
+        self._run.logs.announce(Addresses(self._options.http_url, self._options.admin_url))
         logs = str(self._run.logs.folder)
         self._screen.show_ready(
             model.name, readiness.members, readiness.transports, logs, command_to_join

@@ -89,8 +89,7 @@ class LaunchScreen:
         api = f"{self._options.http_url}/v1/chat/completions"
         header = "-H 'Content-Type: application/json'"
         print_(f"  curl {api} {header} \\\n    -d '{json.dumps(body)}'", markup=False)
-        is_default = self._options.http_url == "http://127.0.0.1:8000"
-        print_(f"  tandem chat{'' if is_default else f' --url {url}'}", markup=False)
+        print_("  tandem chat", markup=False)
         if command_to_join:
             print_("\non another machine, with a copy of the token file:")
             print_(f"  {command_to_join}", markup=False)

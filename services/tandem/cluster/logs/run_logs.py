@@ -1,6 +1,7 @@
 """Logs of the runs of `tandem up` on this machine. They are kept after a run has ended.
 
   $XDG_STATE_HOME/tandem/runs/START-CLUSTER/ID.log    START is the time in UTC, sortable by name
+  .../START-CLUSTER/addresses.json                    where the cluster is reached, while it runs
 
 A running cluster holds a lock on its folder. Each new run deletes all folders but the newest
 `RUNS_KEPT`; it spares those of running clusters. A large log is renamed to ID.log.1, and a new file
@@ -16,7 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
+
+import msgspec
 
 from tandem.common.printable import printable
 from tandem.errors import OperateError
@@ -25,6 +28,7 @@ from tandem.net.observability.log_file import older
 log = logging.getLogger(__name__)
 
 RUNS_KEPT = 5
+_ADDRESSES_FILE = "addresses.json"
 _POLL_S = 0.2
 _STATE = ".local/state"
 
@@ -33,6 +37,13 @@ def runs_folder() -> Path:
     """The folder of all runs (XDG Base Directory Specification)."""
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / _STATE) / "tandem" / "runs"
+
+
+class Addresses(msgspec.Struct, frozen=True):
+    """URLs of a cluster of `tandem up`: the public API, and the operators' port."""
+
+    http: str
+    admin: str
 
 
 class RunLogs:
@@ -55,11 +66,39 @@ class RunLogs:
         self.folder = kept
         _drop_old(kept.parent)
 
+    def announce(self, addresses: Addresses) -> None:
+        """Writes where the cluster is reached, for commands on this machine (`running`)."""
+        with suppress(OSError):
+            (self.folder / _ADDRESSES_FILE).write_bytes(msgspec.json.encode(addresses))
+
     def close(self) -> None:
         """Ends the run. Later runs may then delete its logs."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def running() -> list[Addresses]:
+    """Returns the addresses of the clusters that this user runs on this machine."""
+    found = []
+    for run in sorted(_folders(runs_folder())):
+        try:
+            os.close(_locked(run))  # possible only if the run has ended
+        except OSError:
+            with suppress(OSError, msgspec.DecodeError):
+                text = (run / _ADDRESSES_FILE).read_bytes()
+                found.append(msgspec.json.decode(text, type=Addresses))
+    return found
+
+
+def find_address(kind: Literal["http", "admin"], default: str) -> str:
+    """Returns the public or the admin address of the cluster that runs on this machine, or else
+    `default`. Raises OperateError if several clusters run."""
+    found = [getattr(each, kind) for each in running()]
+    if len(found) > 1:
+        urls = " or ".join(found)
+        raise OperateError(f"{len(found)} clusters run here: name one with --url {urls}")
+    return found[0] if found else default
 
 
 def find_log(process_id: str) -> Path:
