@@ -126,7 +126,7 @@ def _kernel_allows_cma(proc: Path) -> bool:
 def _has_rdma_port(root: Path) -> bool:
     """Returns whether this process has an RDMA device and a port is active.
 
-    Ports alone do not show it: a container without an RDMA device sees the node's ports in /sys.
+    The ports in /sys are not enough, because a container without an RDMA device also sees them.
     """
     if not any(root.glob("dev/infiniband/uverbs*")):
         return False

@@ -1,8 +1,8 @@
-"""Collects the inputs for the choice of a prefill worker: records, rates and loads.
+"""Collects the inputs for the choice of a prefill worker: each worker's queue and rates.
 
-Loads and rates of other workers come from their records, which are one or two seconds old.
-Therefore a candidate's queue is at least as long as the unfinished prefills that this worker has
-sent to that candidate.
+For other workers, these come from the workers' records, which are one or two seconds old. A record
+may lack the prompts that this worker has just sent. So a candidate's queue is the one in its
+record, or the unfinished prefills that this worker has sent to the candidate if they take longer.
 """
 
 import time
@@ -38,7 +38,7 @@ from tandem.worker.decode.prefill_choice import (
 from tandem.worker.peers.rates import Rates
 
 _FAILED_REPORT_S = 30.0
-_WHY_MAX = 300  # number of characters kept of a reason
+_WHY_MAX = 300  # a reason is cut to this many characters
 # Smaller sums of predicted seconds are rounding errors, because any prompt takes longer.
 _SENT_MIN_S = 1e-9
 _Worker = TypeVar("_Worker", pb.PrefillCandidate, pb.PrefixHolder)
@@ -104,7 +104,10 @@ class PrefillPlanner:
         return [w for w in workers if not self._silences.is_lost(w.worker_id, now)]
 
     def take_load(self, load: WorkerLoad, num_commands: int) -> None:
-        """Takes this worker's load, measured after its engine applied `num_commands` commands."""
+        """Sets this worker's load, measured after its engine had applied `num_commands` commands.
+
+        Local prefills that were started by these commands are part of this load.
+        """
         self.load = load
         while self._begun_locally and self._begun_locally[0][0] <= num_commands:
             self._begun_locally.popleft()
@@ -171,7 +174,7 @@ class PrefillPlanner:
         return prefill_seconds(self._local_rates(), num_tokens, cached_tokens)
 
     def _local_rates(self) -> WorkerRates:
-        # The 0 leaves out the running sequences: prefill_choice.py adds the delay that they cause.
+        # The last argument is 0 running sequences, because prefill_choice.py adds their delay.
         return beside_decode(self._believed(self._rates.worker), self.load.chunk_tokens, 0)
 
     def _local_worker(self, holders: Sequence[pb.PrefixHolder], cached_tokens: int) -> LocalWorker:

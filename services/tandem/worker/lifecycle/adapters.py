@@ -2,8 +2,8 @@
 
 An adapter stays in the worker's record until an operator removes it or the worker ends. A new
 worker adopts the adapters of the other workers, so that a rolling restart loses none. The engine
-reads an adapter's weights when the first sequence needs them. If a process hangs while it reads an
-adapter's folder, the process ends, and the worker ends with it.
+reads an adapter's weights when the first sequence needs them. If reading an adapter's folder hangs,
+the reading process ends itself, and the worker ends with it.
 """
 
 import asyncio
@@ -97,7 +97,8 @@ class NamedAdapters:
 
     def _read_own(self, name: str, path: str) -> Adapter:
         digest, rank = self._describe(path)
-        # If two workers start with the same name, the adapter with the newer files is used.
+        # If two workers start with different adapters of one name, the adapter with the newer files
+        # is used.
         return Adapter(name, digest, path, rank, (Path(path) / WEIGHTS_FILE).stat().st_mtime)
 
     def _describe(self, path: str) -> tuple[str, int]:

@@ -74,12 +74,12 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 class ToldBlocks:
     """Turns step reports into events, and keeps the set of blocks that subscribers know.
 
-    Subscribers know a block only together with all blocks before it. A block without a parent is
-    the first of its chain. Any other block is published only while subscribers know its parent,
-    because otherwise they would take the block for the first one.
+    The parent of a block is the block before it in the prompt. A subscriber that does not know the
+    parent would take the block for the first one of a prompt. So a block is published only if it is
+    the first one or subscribers know its parent.
 
-    If every layer has a window, a parent may be removed before the blocks after it are stored.
-    Those blocks are then not published.
+    For example, every layer of a model has a window. Then a parent may be removed before the blocks
+    after it are stored, and those blocks are not published.
     """
 
     def __init__(self, block_size: int) -> None:

@@ -20,7 +20,7 @@ from tandem.worker.engine_process.messages import Ready
 log = logging.getLogger(__name__)
 
 _END_DEADLINE_S = 1.0
-_FAILED_MAX = 500  # number of characters kept of a reason
+_FAILED_MAX = 500  # a reason is cut to this many characters
 
 
 async def start_and_tell(config: WorkerConfig, link: EngineLink) -> Ready:
