@@ -56,10 +56,9 @@ class AdapterControl:
         self._trail = trail
 
     async def load(self, name: str, path: str, *, in_place: bool, who: Caller) -> AdapterLoaded:
-        """Serves the adapter in the folder `path` of the workers under the name `name`.
+        """Makes the workers serve the adapter in their folder `path` under the name `name`.
 
-        A served adapter of the same name is replaced if `in_place` is True, and is an error
-        otherwise.
+        If an adapter of this name is served already, it is replaced only if `in_place` is True.
         """
         with logged_change(self._trail, who, f"adapter {name}") as change:
             served = self._view.adapters()

@@ -146,8 +146,8 @@ class AutoscaleLoop:
         self._view.decisions = decisions = self._decide(num_held, owned)
         await redis.set(self._decisions_key, msgspec.json.encode(decisions), px=keep_ms)
         changes: dict[str, int] = {
-            # The owner gets its own size plus the decided change, because `d.size` also counts
-            # workers that were moved from the other pool.
+            # The owner's size changes by as many workers as the decision. `d.to` itself cannot be
+            # used, because it also counts workers that were moved from the other pool.
             d.role: max(0, owned[d.role] + d.to - d.size)
             for d in decisions
             if d.to != d.size and d.role in owned

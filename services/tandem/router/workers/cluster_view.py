@@ -215,7 +215,7 @@ class ClusterView:
     ) -> None:
         """Records that work sent to a prefill worker at `sent_at` no longer waits there.
 
-        True for `by_it`: this worker computed the prompt. False: another worker did.
+        `by_it` is True if this worker computed the prompt, and False if another worker did.
         """
         if worker := self._workers.get(worker_id):
             worker.note_prefilled(prefill, sent_at, by_it=by_it)
@@ -246,7 +246,7 @@ class ClusterView:
         return self._adapters
 
     def max_model_len(self) -> int | None:
-        """Returns the shortest context of the compatible workers; None if there are none."""
+        """Returns the smallest `max_model_len` of compatible workers; None if there are none."""
         return min((w.record.max_model_len for w in self._compatible()), default=None)
 
     def pool_tokens(self) -> int | None:

@@ -71,7 +71,7 @@ class KnownWorker:
     def note_prefilled(self, prefill: Prefill, sent_at: float, *, by_it: bool) -> None:
         """Records that the prompt sent at `sent_at` no longer waits on this worker.
 
-        True for `by_it`: this worker computed the prompt. False: another worker did.
+        `by_it` is True if this worker computed the prompt, and False if another worker did.
         """
         if (sent_at, prefill) in self._sent:
             self._sent.remove((sent_at, prefill))

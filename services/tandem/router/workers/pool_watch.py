@@ -56,7 +56,8 @@ class PoolWatch:
         self.ready = {name: s["ready"] for name, s in pools.items() if name not in ROUTER_POOLS}
         for name, ready in self.ready.items():
             if "agents" in pools[name]:
-                self._have_agents.add(name)  # stays if Redis loses the controller's keys
+                # The name is never removed, because Redis may lose the controller's keys.
+                self._have_agents.add(name)
             size = 0 if name in self._have_agents else self.sizes.get(name, 0)
             if ready < size and (known[name] < size or self._is_overdue(name)):
                 self._short_since.setdefault(name, now)

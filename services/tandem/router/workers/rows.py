@@ -23,9 +23,9 @@ RowState = (
     | Literal["not connected", "incompatible", "failed", "stopped", "lost"]
 )
 _IS_WELL = {"ready", "draining"}  # draining is no problem, because an operator requested it
-# If a loading worker has read no weights for the first time, in seconds, its row says so. After the
-# second time, the worker has the trouble "stalled". A short pause is normal, because the worker
-# also imports Python modules.
+# If a loading worker reads no weights for _STALLS_S seconds, its row says so. After _STALLED_S
+# seconds, the worker has the trouble "stalled". A short pause is normal, because the worker also
+# imports Python modules.
 _STALLS_S, _STALLED_S = 8.0, 30.0
 
 

@@ -13,7 +13,7 @@ Trouble = Literal["", "clock", "disk", "unreachable", "tier", "stalled"]
 
 CLOCK_OFF_S = 5.0
 _DISK_FULL_SHARE = 0.02
-_DISK_FULL_BYTES = 1 << 30  # a disk with more free bytes is never full, whatever its size
+_DISK_FULL_BYTES = 1 << 30  # a disk with more free bytes never counts as full
 
 
 def trouble_of(

@@ -49,9 +49,9 @@ log = logging.getLogger(__name__)
 
 # Seconds that abandoned reads get to end before the agent is replaced. The replacement takes 20 ms.
 GRACE_S = 0.5
-# If an abandoned read lasts longer, new pulls are refused until the agent is replaced.
+# If an abandoned read lasts longer than this, new pulls are refused until the agent is replaced.
 PATIENCE_S = 10.0
-# If the agent could not be replaced for longer, the transport reports a failure.
+# If no new agent could be created for this many seconds, the transport reports a failure.
 RECOVER_S = 10.0
 _BACKOFF_MIN_S = 50e-6
 _BACKOFF_MAX_S = 1e-3
@@ -294,7 +294,7 @@ class NixlConsumer:
                 # Unload the peer, so that the next pull from this peer connects again.
                 self._instance.unload(peer.metadata, self._agents_in_use())
             return True
-        delay_s = self._delay_s if pull.local_block_ids else 0.0  # 0 for probes
+        delay_s = self._delay_s if pull.local_block_ids else 0.0  # probes are not delayed
         if active.is_done and now >= active.started_at + delay_s:
             del self._pulls[pull.pull_id]
             result = PullResult(

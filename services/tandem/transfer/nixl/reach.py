@@ -86,7 +86,10 @@ def _share_memory(ours: HostIdentity, theirs: HostIdentity) -> bool:
 def host_identity(
     nixl_tcp: NixlTcp = "off", root: Path = Path("/"), environment: Mapping[str, str] = os.environ
 ) -> HostIdentity:
-    """Returns the identity of this process and its children. `root` contains proc and sys."""
+    """Returns the identity of this process and its children.
+
+    `root` is the folder with the file systems proc and sys.
+    """
     allowed = environment.get("UCX_TLS", "all")
     return HostIdentity(
         boot_id=_text(root / "proc/sys/kernel/random/boot_id"),

@@ -76,7 +76,7 @@ class PrefillPlanner:
         self._silences.note_lost(worker_id, time.monotonic())
 
     def note_failed(self, worker_id: str, epoch: str, why: str) -> None:
-        """Records for operators why a lease with this worker process was lost."""
+        """Records why a lease with this worker process was lost. Operators see the reason."""
         self._failed[worker_id] = (epoch, why[:_WHY_MAX], time.monotonic())
 
     def note_success(self, worker_id: str) -> None:
@@ -174,7 +174,7 @@ class PrefillPlanner:
         return prefill_seconds(self._local_rates(), num_tokens, cached_tokens)
 
     def _local_rates(self) -> WorkerRates:
-        # The last argument is 0 running sequences, because prefill_choice.py adds their delay.
+        # Running sequences are left out here (0), because prefill_choice.py adds their delay.
         return beside_decode(self._believed(self._rates.worker), self.load.chunk_tokens, 0)
 
     def _local_worker(self, holders: Sequence[pb.PrefixHolder], cached_tokens: int) -> LocalWorker:
@@ -195,8 +195,8 @@ class PrefillPlanner:
     ) -> Producer | None:
         """Returns the candidate that would deliver the prompt's KV soonest.
 
-        Returns None if prompts are always prefilled remotely, because then the engine compares
-        nothing.
+        Returns None if prompts are always prefilled remotely, because the engine then has no
+        choice.
         """
         if self._config.transfer.prefill_at == "remote":
             return None
@@ -233,7 +233,7 @@ class PrefillPlanner:
     def _pair(self, producer: str, consumer: str) -> PairRate:
         """Returns the transfer rate from one worker to another.
 
-        This is the rate that the consumer measured, or a default if it measured none.
+        This is the rate that the consumer measured, or a default if nothing was measured.
         """
         if consumer == self._config.worker_id:
             rate = self._rates.pairs.get(producer)

@@ -123,7 +123,7 @@ class PromptPrefill:
             try:
                 first_token_id = await self._run_lease(sequence, reserved, lease)
             except Exception as error:
-                # After any error all pulled blocks are discarded: blocks are committed together.
+                # After any error, all pulled blocks are discarded. Only a whole lease is committed.
                 if not isinstance(error, Overloaded):
                     self._note_failure(sequence, lease, error)
                 if isinstance(error, LeaseLost) and not sequence.is_over:
@@ -300,7 +300,8 @@ class PromptPrefill:
     ) -> None:
         """Gives up the pulled blocks and queues the sequence again with `spec`.
 
-        True for `is_awaited`: the caller waits for the new reservation (`sequence.reserved`).
+        If `is_awaited` is True, the caller then waits for the new reservation in
+        `sequence.reserved`.
         """
         loop = asyncio.get_running_loop()
         sequence.to(SequenceState.QUEUED)

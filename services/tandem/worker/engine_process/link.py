@@ -345,7 +345,7 @@ class EngineLink:
                 break
             except TimeoutError:
                 kills = oom_kills()
-        await asyncio.sleep(0)  # the last message may still be in the socket
+        await asyncio.sleep(0)  # `_read` may still have to take the last message from the socket
         self._end(f"the engine process ended: {describe_exit(status, kills)}")
 
     def _end(self, reason: str, error: ConfigError | None = None) -> None:

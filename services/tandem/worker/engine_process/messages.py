@@ -233,7 +233,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     spans: BlockSpans
     max_model_len: int
     rates: WorkerRates  # initial rates, before any step is measured
-    load_ms: dict[str, float]  # duration of each phase of the load, in ms
+    load_ms: dict[str, float]  # duration in ms of each phase of loading the model
     pool_is_shared: bool = False  # True: the pool is in the memfd `EngineSettings.pool_fd`
 
 

@@ -295,7 +295,7 @@ class EngineProcess:
     def _apply_transfer_events(self) -> None:
         while self._wake.poll(0):
             self._wake.recv(zmq.NOBLOCK)
-        while not self._settled.empty():  # this is the only reader of the queue
+        while not self._settled.empty():  # no other thread reads this queue
             event = self._settled.get_nowait()
             if isinstance(event, transfer.Settled):
                 safe = self._ledger.settled(event.result)

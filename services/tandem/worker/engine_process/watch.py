@@ -58,8 +58,8 @@ class EngineWatch:
             self._give_up(f"the quarantine is past its budget for {self._stuck_s:.0f} s")
         num_reports = self._num_reports
         self._num_reports = self._link.num_reports
-        # `_is_used` alone does not find a hung engine: all consumers may give up their leases
-        # before the time limit. The engine then still has to apply the leases' `Remove` commands.
+        # A hung engine may have no sequence or lease left, because consumers give up their leases
+        # before the time limit. In that case the engine still has commands to apply (`Remove`).
         waits = self._is_used() or self._link.is_awaited
         if not waits or self._num_reports != num_reports:
             self._silent_s = 0.0

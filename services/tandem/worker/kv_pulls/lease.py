@@ -46,7 +46,8 @@ class PullStats:
     num_skipped: int = 0
     num_bytes: int = 0
     queue_s: float = 0.0  # time in the producer's queue
-    shared_wait_s: float = 0.0  # part of `queue_s` spent waiting for blocks that others computed
+    # part of `queue_s` spent waiting for blocks that other sequences computed
+    shared_wait_s: float = 0.0
     pull_s: float = 0.0  # sum of the durations of all pulls, which may overlap
     began_at: float = 0.0  # start of the first pull
     prefilled_at: float = 0.0  # arrival of the first token
@@ -78,7 +79,7 @@ class ConsumerLease:
         self._targets: list[int] = []
         self._first_block = 0  # index of the first missing block, in transfer order
         self._next_block = 0
-        # index after the last block; None until the producer reports it
+        # index after the last block to pull; None until it is known
         self._end_block: int | None = None
         # True after the event `prefilled` or `held`. No block is computed after that.
         self._is_answered = False

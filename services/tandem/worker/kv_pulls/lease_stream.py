@@ -99,7 +99,7 @@ class LeaseStream:
             self._check_engine(event.heartbeat)
 
     async def watch(self, is_silent: Callable[[], bool]) -> None:
-        """Ends a wait for an event early if the producer is also late in writing its record."""
+        """Ends `read` after a few missed heartbeats if the producer's record is late, too."""
         interval_s = self._config.heartbeat_interval_s
         while True:
             await asyncio.sleep(interval_s)

@@ -86,7 +86,7 @@ class NamedAdapters:
             return await asyncio.to_thread(self._describe, path)
 
     def add(self, adapter: Adapter) -> None:
-        """Serves an adapter; it replaces an adapter with the same name."""
+        """Serves an adapter. An adapter that was served under the same name is replaced."""
         log.info("adapter %s is %s of %s", adapter.name, adapter.digest, adapter.path)
         self.named[adapter.name] = adapter
 

@@ -116,7 +116,7 @@ class Rates:
             self.on_pull(worker_id, transport, num_bytes, slow_s)
 
     def use(self, worker_id: str, transport: str, reason: str = "") -> None:
-        """Sets the transport for the peer's blocks, and the reason if a better one is not used."""
+        """Sets the transport for a peer's blocks. `reason` says why no better one is used."""
         self._in_use[worker_id] = transport, reason
 
     def forget(self, worker_id: str) -> None:
