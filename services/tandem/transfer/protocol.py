@@ -24,7 +24,7 @@ PROBE_BYTES = 4 << 20  # Size in bytes of the largest reads that measure the spe
 class BlockPull:
     """A read of the peer's blocks `producer_block_ids` into this worker's `local_block_ids`.
 
-    Blocks at the same index belong together. The local blocks belong to the sequence.
+    Blocks at the same index belong together. The local blocks belong to `sequence_id`.
     """
 
     lease_id: str

@@ -93,10 +93,10 @@ class ControlWatch:
         return {}
 
     def _lost_lease(self) -> Head | None:
-        """Returns the state of Ray's head after the head's key has expired in Redis.
+        """Returns the state to assume for Ray's head after the head's key has expired in Redis.
 
-        The head has no address then, because the host that held the lease has lost it. Returns None
-        if the head never had a lease.
+        The state has no address, because the key is the lease of the host that ran the head.
+        Returns None if no host ever had the lease.
         """
         if self._head is None or not self._head.number:
             return None

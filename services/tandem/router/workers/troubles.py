@@ -21,7 +21,7 @@ def trouble_of(
 ) -> tuple[Trouble, str]:
     """Returns the trouble of a ready worker and a note for operators; ("", "") if it has none.
 
-    `blaming` are the records of live workers that cannot reach a peer, where the peer is at fault.
+    `blaming` are the records of live workers whose unreachable peers are at fault (`blames_peers`).
     `clock_ahead_s` is the worker's clock minus this router's clock. If this router's own clock is
     wrong, the caller has corrected the difference.
     """

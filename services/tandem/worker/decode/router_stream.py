@@ -81,7 +81,7 @@ class RouterStream:
         self._changed.set()
 
     def end(self) -> None:
-        """Ends the stream after the collected updates, because the worker stops."""
+        """Ends the stream once the collected updates were sent, because the worker stops."""
         self._ended = True
         self._changed.set()
 

@@ -109,7 +109,7 @@ class DecodeService:
             await asyncio.sleep(_POLL_S)
 
     def end_streams(self) -> None:
-        """Ends the streams of all routers after their queued updates, because the worker stops."""
+        """Ends the streams of all routers once their queued updates were sent."""
         for stream in self._streams:
             stream.end()
 

@@ -325,8 +325,8 @@ class EngineLink:
     def _on_sent(self, sent: asyncio.Future[Any]) -> None:
         """Kills the engine if a command could not be sent to it.
 
-        Without that command, the engine and this process would disagree about who holds which
-        blocks.
+        Without that command, the engine and this process would disagree about which sequence holds
+        which blocks.
         """
         if not sent.cancelled() and (error := sent.exception()) is not None:
             self.kill(f"a command cannot be sent to the engine: {error!r}")

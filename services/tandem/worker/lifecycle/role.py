@@ -27,8 +27,8 @@ from tandem.worker.prefill.service import PrefillService
 
 log = logging.getLogger(__name__)
 
-# time in seconds for running remote prefills to finish, before this worker computes their missing
-# tokens itself
+# Unfinished remote prefills get this many seconds to finish. After that, this worker computes the
+# missing tokens itself.
 _GRACE_S = 0.5
 
 

@@ -49,7 +49,7 @@ def choose_transport(
 ) -> TransportChoice:
     """Returns the transport of a pair. `reach` is None if the peer did not describe its host.
 
-    gRPC always works, because the two workers introduced themselves over it.
+    gRPC always works here, because the two workers have already called `Connect` over gRPC.
     """
     if wanted == "grpc":
         return TransportChoice("grpc")

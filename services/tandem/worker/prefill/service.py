@@ -204,7 +204,7 @@ class PrefillService:
         return self._transits.setdefault(connection, Transit())
 
     def _begin(self, lease: Lease, first: pb.PrefillCommand, transit: Transit) -> messages.Command:
-        """Returns the engine's command for a new lease."""
+        """Returns the command that adds a new lease's sequence or chain to the engine."""
         if first.WhichOneof("command") == "hold":
             hold = first.hold
             return messages.PinPrefix(
