@@ -19,7 +19,7 @@ from contextlib import suppress
 from tandem.net.store.client import UNREACHABLE, Client
 from tandem.net.store.script import Script
 
-CLAIM_S = 3.0  # validity of a claim; by then, all routers see that the worker leaves
+CLAIM_S = 3.0  # seconds that a claim lasts; by then, all routers see that the worker leaves
 
 # KEYS: 1 the hash of claims. ARGV: 1 the worker's epoch, 2 the claiming router, 3 ms to live.
 # Returns the epochs of the workers that other routers have claimed.

@@ -96,7 +96,7 @@ class ControlWatch:
         """Returns the state to assume for Ray's head after the head's key has expired in Redis.
 
         The state has no address, because the key is the lease of the host that ran the head.
-        Returns None if no host ever had the lease.
+        Returns None if the head had no lease, as on a single machine.
         """
         if self._head is None or not self._head.number:
             return None

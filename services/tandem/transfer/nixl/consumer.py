@@ -209,8 +209,8 @@ class NixlConsumer:
     def fence(self) -> list[int]:
         """Destroys the agent, so that no abandoned read writes memory any more.
 
-        Returns the local blocks that abandoned reads could write. The caller must not call it while
-        a pull is unfinished.
+        Returns the local blocks that abandoned reads could write. This method must not be called
+        while a pull is unfinished.
         """
         assert not self._pulls, "fencing would end the pulls under way"
         if self._instance is not None:

@@ -86,7 +86,7 @@ class AgentInstance:
             self.unload(metadata, in_use)
 
     def unload(self, metadata: bytes, in_use: Container[str]) -> None:
-        """Unloads a peer unless its agent name is in `in_use`: an unfinished read may use it."""
+        """Unloads a peer. A peer whose agent name is in `in_use` stays, as in `unload_strays`."""
         peer = self._peers.get(metadata)
         if peer is None or peer.agent_name in in_use:
             return

@@ -166,7 +166,7 @@ class StartPull(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreBytes(msgspec.Struct, frozen=True, tag=True):
-    """Write bytes that arrived over gRPC. The frame after this message contains them."""
+    """Write bytes of blocks that arrived over gRPC. The bytes are in the next frame."""
 
     sequence_id: str
     block_ids: list[int]
@@ -222,7 +222,7 @@ def sequence_id(command: Command) -> str:
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine is loaded. This is its first message, sent once."""
+    """The model is loaded, and the engine applies commands from now on. Sent once."""
 
     model_fingerprint: str
     compute_dtype: str
@@ -238,9 +238,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """The results of one engine turn.
+    """The results of one turn of the engine process's loop.
 
-    `tick` counts turns with and without a step, so it stops only if the engine hangs.
+    `tick` counts all turns, also those without a step. While the engine has a sequence, `tick`
+    stops growing only if the engine hangs.
     """
 
     tick: int
@@ -249,7 +250,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlocksFinal(msgspec.Struct, frozen=True, tag=True):
-    """Blocks that consumers may pull now. The message is sent during the step that completes them.
+    """Blocks that consumers may pull now. The message is sent during the step that computes the
+    blocks' last tokens.
 
     All other results of the step are in its `Report`.
     """

@@ -18,7 +18,7 @@ TURN_S = 1.0
 
 
 class EngineWatch:
-    """Measures for how long the engine has been silent or stuck.
+    """Measures for how long the engine has sent no report, or has had too large a quarantine.
 
     `turn_for_ever` may be cancelled and called again; the measured times continue.
     """

@@ -171,9 +171,9 @@ def is_producer_gone(error: BaseException | None) -> bool:
 
 
 def _first_error(group: BaseExceptionGroup) -> BaseException:
-    """Returns the error of a group that is to be reported.
+    """Returns the error to report for an exception group.
 
-    A TandemError is preferred, because it may have caused the other errors.
+    A TandemError is preferred, because it may have caused the group's other errors.
     """
     errors = [e for e in group.exceptions if not isinstance(e, BaseExceptionGroup)]
     ours = [e for e in errors if isinstance(e, TandemError)]

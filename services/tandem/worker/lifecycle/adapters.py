@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 class NamedAdapters:
     """The adapters that a worker serves.
 
-    `named` is part of the worker's record. Files are read in threads.
+    `named` maps each name under which an adapter is served to the adapter. The files of adapters
+    are read in threads.
     """
 
     def __init__(self, config: EngineConfig) -> None:

@@ -170,8 +170,8 @@ class KvEvents:
 
     def _open(self, endpoint: str, replay: str) -> None:
         self._publish.set_hwm(_QUEUE_MAX)
-        # As in vLLM, the socket binds to a wildcard or a path. Any other address is one on which
-        # the subscriber listens, and the socket connects to it.
+        # As in vLLM, the socket binds to a wildcard or a path. At any other address, the subscriber
+        # listens and the socket connects.
         listens = "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
         _use(self._publish, "--kv-events", endpoint, listens=listens)
         if replay:
