@@ -63,21 +63,25 @@ class Layout:
     keys: Mapping[str, Any]  # key -> value: a number, a string, a boolean, or a list of these
 
 
-def read_layout(path: Path) -> Layout:
-    """Reads a file's layout. Raises ConfigError with the fault and its location in the file."""
+def read_layout(path: Path, *, skips_strings: bool = False) -> Layout:
+    """Reads a file's layout. Raises ConfigError with the fault and its location in the file.
+
+    With `skips_strings`, lists of strings are empty. A vocabulary has hundreds of thousands of
+    strings, and decoding them takes most of the time.
+    """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Scan(path, data).layout()
+            return _Scan(path, data, skips_strings).layout()
     except (OSError, ValueError) as error:  # ValueError includes the failure to map an empty file.
         raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from error
 
 
-def read_parts(files: Sequence[Path]) -> Layout:
+def read_parts(files: Sequence[Path], *, skips_strings: bool = False) -> Layout:
     """Reads the files of a split model. Keys come from the first file, tensor headers from all.
 
     Raises ConfigError naming a file that is truncated or invalid, or in which the part number
     differs from the number in the file's name."""
-    layouts = [read_layout(file) for file in files]
+    layouts = [read_layout(file, skips_strings=skips_strings) for file in files]
     for number, (file, layout) in enumerate(zip(files, layouts, strict=True)):
         with naming(file):
             _check_part(layout, number, len(files))
@@ -109,9 +113,10 @@ def _check_part(layout: Layout, number: int, count: int) -> None:
 class _Scan:
     """One forward pass over a file. Its methods raise ValueError for an invalid file."""
 
-    def __init__(self, file: Path, data: mmap.mmap) -> None:
+    def __init__(self, file: Path, data: mmap.mmap, skips_strings: bool) -> None:
         self._file = file
         self._data = data
+        self._skips_strings = skips_strings
         self._at = 0
         self._num_items_left = _ITEMS_MAX
         self._alignment = _ALIGNMENT
@@ -164,7 +169,9 @@ class _Scan:
         num_items = self._count("items of arrays", self._num_items_left)
         self._num_items_left -= num_items
         if kind == _STRING:
-            return self._strings(num_items)
+            return (
+                self._skip_strings(num_items) if self._skips_strings else self._strings(num_items)
+            )
         # raises ValueError for nested arrays, which no model has
         return self._numbers(kind, num_items)
 
@@ -232,6 +239,20 @@ class _Scan:
         if at > len(data) or len(found) < num:
             raise self._cut_short()
         return found
+
+    def _skip_strings(self, num: int) -> list[str]:
+        """Moves behind `num` strings."""
+        read_size = struct.Struct("<Q").unpack_from
+        at = self._at
+        try:
+            for _ in range(num):
+                at += _SIZE_BYTES + read_size(self._data, at)[0]
+        except (struct.error, OverflowError, IndexError):  # the place is outside the file
+            raise self._cut_short() from None
+        if at > len(self._data):
+            raise self._cut_short()
+        self._at = at
+        return []
 
     def _count(self, what: str, num_max: int) -> int:
         if (count := self._uint64()) > num_max:
