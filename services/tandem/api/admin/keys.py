@@ -1,7 +1,7 @@
 """HTTP routes under `/v1/keys`: operators create, list, rotate and revoke API keys.
 
-When a key changes, the router sends the changed record to the other routers' route
-`/v1/keys/records`. The cluster's token signs this call.
+When a key changes, the router sends the changed record to the route `/v1/keys/records` of each
+other router, with a signature.
 """
 
 import time

@@ -6,12 +6,12 @@ headers, chunks of the body, and trailers. The gateway chooses how it sends the 
 
   body mode               when the picker picks        the answer that names the endpoint
   FULL_DUPLEX_STREAMED    after the end of the body    the answer to the headers, which is late
-  BUFFERED, or            at the message with the      the answer to that message
-  BUFFERED_PARTIAL        whole body
+  BUFFERED, or            at the single message with   the answer to that message
+  BUFFERED_PARTIAL        the body
   any other mode          at the headers, at random    the answer to the headers
 
-A request without a body is also answered at the headers. If the picker refuses a request, it
-answers with an error, which the gateway returns to the client.
+A request without a body is handled as in the last row. If the picker refuses a request, it answers
+with an error, which the gateway returns to the client.
 
 After its last answer the picker ends the stream, so the response does not depend on the picker.
 With `--picker-stays` the stream stays open, and the picker returns each message of the response

@@ -22,7 +22,7 @@ from tandem.net.security.clients import Clients
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
-# number of sockets checked before a pause, in which the event loop's thread gets the GIL
+# number of file descriptors checked before a pause, in which the event loop gets the GIL
 _LOOKED_AT_ONCE = 16
 _PAUSE_S = 0.0005
 # two fields of Linux's `struct tcp_info`, tcpi_last_data_sent and tcpi_last_data_recv: the
