@@ -1,14 +1,15 @@
 """A model in this process: `LLM` generates, chats and embeds without a server.
 
-    caller's thread                                       engine's thread
-    checks, renders, tokenizes    --- SequenceSpec --->   adds the sequence to the engine
-    detokenizes, finds stop strings                       computes steps while there is work
-                                  <-- NewTokens -------   (or an error)
+  1. The caller's thread checks, renders and tokenizes a prompt, and sends a SequenceSpec to the
+     engine's thread.
+  2. The engine's thread adds the sequence to the engine, and computes steps while there is work.
+     It sends NewTokens or an error to the caller's thread.
+  3. The caller's thread detokenizes the new tokens and looks for stop strings.
 
 The functions that check, prepare and read requests are those of the HTTP API, so a request gets the
-same answer here and there. Methods and arguments that vLLM's `LLM` also has mean the same as in
-vLLM. Several threads may use one `LLM` at the same time: the engine computes their requests in
-common batches.
+same answer from `LLM` as over HTTP. Methods and arguments that vLLM's `LLM` also has mean the same
+as in vLLM. Several threads may use one `LLM` at the same time: the engine computes their requests
+in common batches.
 """
 
 import asyncio
@@ -179,8 +180,8 @@ Chats: TypeAlias = Sequence[Message] | Sequence[Sequence[Message]]
 
 
 class LLM:
-    """One model on this machine. The model's memory and threads are freed by `close`, at the end of
-    a `with` statement, or by the garbage collector."""
+    """One model on this machine. `close`, the end of a `with` statement or the garbage collector
+    frees the model's memory and ends its threads."""
 
     def __init__(
         self,
@@ -607,8 +608,8 @@ class _Request:
         )
 
     def _read(self, token_id: int, measured: TokenLogprobs) -> dict[int, Logprob]:
-        """Returns token id -> log probability at one position: first the chosen token, then the
-        most likely tokens."""
+        """Returns a dict for one position: token id -> log probability. The chosen token is first,
+        then come the most likely tokens."""
         top = zip(measured.top_ids, measured.top_logprobs, strict=True)
         ranked = [(one, logprob, rank) for rank, (one, logprob) in enumerate(top, start=1)]
         own = token_id, measured.logprob, measured.rank

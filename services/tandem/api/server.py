@@ -200,8 +200,8 @@ class Router:
         )
 
     def stop(self) -> None:
-        """Ends `run`: new requests are refused, and open requests get until the drain deadline to
-        end."""
+        """Ends `run`. New requests are refused, and open requests may continue until the drain
+        deadline."""
         self._stopping.set()
 
     def stop_for_memory(self, why: str) -> None:
@@ -284,8 +284,8 @@ class Router:
 
     def _make_apps(self) -> tuple[FastAPI, FastAPI]:
         """Builds the public and the admin HTTP app."""
-        # Port 0 in the config means that the operating system chose the port. Messages of the apps
-        # name the chosen port.
+        # If a port is 0 in the config, the operating system has chosen a port. The apps need the
+        # chosen port for their messages.
         own = replace(self._config.admin, port=self.admin.http_port)
         config = replace(self._config, admin=own, http_port=self.http_port)
         self.page.config = config

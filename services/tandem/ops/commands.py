@@ -60,7 +60,7 @@ class KeyLimits:
     """Share of the work while tenants take turns, 1 to 10000. Default: 100."""
 
     def given(self) -> dict[str, int]:
-        """Returns name -> value of the limits that were given."""
+        """Returns a dict with the limits that were given: name -> value."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 

@@ -29,7 +29,7 @@ from tandem.router.workers.rows import WorkerRow, headline, problems_of, worker_
 
 REQUESTS_MAX = 50
 EVENTS_MAX = 50
-_PAIRS_MAX = 64  # maximum number of peers whose transports a worker's row names
+_PAIRS_MAX = 64  # A worker's row lists the transports to at most this number of peers.
 _MEMORY_LOW_SHARE = 0.05
 WORKER_COLUMNS = (
     *("pool", "role", "state", "note", "running", "waiting", "leases", "pulls"),

@@ -28,8 +28,7 @@ from tandem.router.parsers.machine import CallDelta
 from tandem.router.request.delta import Delta, Usage
 from tandem.router.request.retention import TTLS_S
 
-# For each type of content block: the field of a `content_block_delta` event that has new text, and
-# the type of the event's delta.
+# content block type -> (field of a delta with the new text, type of the delta)
 _TEXT = {
     "text": ("text", "text_delta"),
     "thinking": ("thinking", "thinking_delta"),
@@ -197,8 +196,8 @@ class _Blocks:
 
 
 def _fill(block: dict[str, Any], text: str) -> None:
-    """Stores a content block's collected text in the field of the block that is named by the
-    block's type. A tool call's text is parsed as JSON."""
+    """Stores the collected text of a content block, for example in the field `text` of a block of
+    the type `text`. The text of a tool call is parsed as JSON."""
     if block["type"] == "tool_use":
         block["input"] = arguments_of(text)
     else:

@@ -374,8 +374,8 @@ class CountTokensBody(Strict):
         The prompt of the copy is the prefix to pin in the KV cache. If only tools or the system
         message have marks, the prefix is all tools and the whole system message.
 
-        Returns None if no part of the request needs to be cut off: there is no mark, or the
-        request's own `cache_control` marks the whole prompt.
+        Returns None if the request has no mark, or if its own field `cache_control` marks the whole
+        prompt.
         """
         if self.cache_control is not None:
             return None

@@ -109,10 +109,10 @@ class EndpointPicker:
 
     @property
     def num_awaited(self) -> int:
-        """The number of waiting requests for the autoscaler: 1 makes the autoscaler start a decode
-        worker. The picker refuses requests instead of letting them wait. So the number is 1 if
-        there is no decode worker and a request was refused for this reason within the last
-        `hold_deadline_s`. In all other cases the number is 0."""
+        """The number of waiting requests that the autoscaler sees. The picker refuses requests
+        instead of letting them wait, so the number is 0 or 1. It is 1 if there is no decode worker
+        and a request was refused for this reason within the last `hold_deadline_s`. The autoscaler
+        then starts a worker."""
         is_awaited = time.monotonic() < self._awaited_until
         return int(is_awaited and not self._view.has_decode_worker())
 
@@ -159,8 +159,8 @@ class EndpointPicker:
         return Pick(self._with_fallbacks(worker_id, endpoints), signed, job)
 
     def _endpoints(self, subset: frozenset[str] | None) -> dict[str, str]:
-        """Returns decode worker id -> endpoint, for the ready decode workers whose front is in
-        `subset`. Raises NoWorkers if there are none."""
+        """Returns a dict with the ready decode workers whose front is in `subset`: worker id ->
+        endpoint of the front. Raises NoWorkers if there are none."""
         usable = {w.worker_id for w in self._view.snapshots() if w.usable and w.role == "decode"}
         found = {
             worker_id: endpoint

@@ -31,8 +31,8 @@ _EXPOSED = (*_IDS, "retry-after", "server-timing", "warning", PLACEMENT_HEADER)
 
 
 class Front:
-    """ASGI middleware that runs before the access checks of PublicGuard. It sets `request_id` and
-    `client_id` in the request's state."""
+    """ASGI middleware that runs before the access checks of PublicGuard. It stores `request_id` and
+    `client_id` in the state of the call's ASGI scope."""
 
     def __init__(self, app: ASGIApp, config: RouterConfig, generator: Generator) -> None:
         self._app = self._shared = app
@@ -65,7 +65,7 @@ class Front:
             await send(message)
 
         if scope["method"] == "HEAD":
-            # The server omits the body only if its own scope still says HEAD, so the app gets a
+            # The server omits the body if the original scope says HEAD. So the app gets a changed
             # copy.
             scope = {**scope, "method": "GET"}
         app = self._shared if public_need(scope["path"]) == "user" else self._app

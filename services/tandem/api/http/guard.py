@@ -77,8 +77,8 @@ class RequestGuard(ABC):
 
     @abstractmethod
     def need(self, path: str) -> Need:
-        """Returns the kind of API key that a call of this path needs. Raises NotPublic if only the
-        admin port serves the path."""
+        """Returns the kind of API key that a call of this path needs; "nothing": none. Raises
+        NotPublic if only the admin port serves the path."""
 
     @abstractmethod
     def checks_host(self, address: str) -> bool:
@@ -132,8 +132,8 @@ class RequestGuard(ABC):
 
 
 def public_need(path: str) -> Need | None:
-    """Returns the kind of API key that a call of the public port needs, which is a user's key by
-    default. Returns None for paths that only the admin port serves."""
+    """Returns the kind of API key that a call of the public port needs: "nothing", "metrics", or by
+    default "user". Returns None for paths that only the admin port serves."""
     # A call of RECORDS_PATH comes from another router, which signs it.
     if path in (*PROBES, RECORDS_PATH):
         return "nothing"
@@ -177,7 +177,8 @@ class AdminGuard(RequestGuard):
         super().__init__(app, (config.admin.host.lower(), *config.allowed_hosts), access, trail)
 
     def need(self, path: str) -> Need:
-        """Returns the kind of API key that a call needs, which is an operator's key by default."""
+        """Returns the kind of API key that a call needs: "nothing", "metrics", or by default
+        "operator"."""
         # The operators' page and its files need no key, because they contain no cluster data.
         if path in (*PROBES, "/") or path.startswith(PAGE_PREFIX):
             return "nothing"

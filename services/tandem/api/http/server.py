@@ -57,8 +57,8 @@ log = logging.getLogger(__name__)
 _BACKLOG = 2048
 # maximum number of a connection's requests that wait for the answer to an earlier request
 _PIPELINED_MAX = 16
-# seconds until a refused connection is closed. If the connection were closed at once, the client's
-# unread bytes could reset it before the client has read the response.
+# seconds until a refused connection is closed. If it were closed at once, bytes of the client that
+# the server has not read could reset it, and the client would lose the response.
 _LINGER_S = 1.0
 # number of refused connections that may stay open for _LINGER_S; others are closed at once
 _LINGERING_MAX = 16
@@ -362,10 +362,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._has_upgrade = True
             return
         super().on_headers_complete()
-        # uvicorn stops reading after a pipelined request (sent before the last one is answered),
-        # and would then not notice a disconnect. So reading continues here. Memory stays limited:
-        # at most _PIPELINED_MAX requests wait, and uvicorn pauses reading while too much of a body
-        # is unread.
+        # uvicorn stops reading after a pipelined request, which is one that arrives before the last
+        # one is answered. uvicorn would then not notice a disconnect, so reading continues here. At
+        # most _PIPELINED_MAX requests wait, and uvicorn pauses reading while too much of a body is
+        # unread.
         self.flow.resume_reading()
         self._header_bytes = self._num_small_reads = 0
         self._enter(_Phase.BODY)
@@ -375,7 +375,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
-        self._header_bytes = 0  # counts the next chunk extensions or trailer fields from 0
+        # From here on, the chunk extensions and trailer fields of the body are counted.
+        self._header_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -405,8 +406,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_phases += 1
 
     def _watch(self) -> None:
-        """Starts the timer of the current phase, if it is not running. A request that arrives
-        complete needs no timer."""
+        """Starts the timer of the current phase, unless the timer was already started in this
+        phase. A request that arrives complete needs no timer."""
         if self._watched_phase == self._num_phases:
             return
         self._watched_phase = self._num_phases

@@ -21,8 +21,8 @@ _SHUTDOWN_S = 5.0  # seconds that the client has to close TLS properly, before t
 
 
 class TlsHandshake(asyncio.Protocol):
-    """A connection during its TLS handshake. uvicorn treats this class like a class of HTTP
-    connections."""
+    """A connection during its TLS handshake. It has the methods that uvicorn needs of an HTTP
+    connection."""
 
     def __init__(
         self,

@@ -28,9 +28,10 @@ async def generate_choices(
     trace: Mapping[str, str],
     num_before: int = 0,
 ) -> AsyncGenerator[ChoiceDelta, None]:
-    """Yields the deltas of all choices as they arrive. `requests` has one entry for each prompt.
-    `num_before` is the number of earlier prompts in the client's body; error messages count them.
-    All prompts are validated before the first is placed on a worker."""
+    """Yields the deltas of all choices as they arrive. `requests` has one entry for each prompt. If
+    they are not the first prompts of the client's body, `num_before` is the number of prompts
+    before them, so that errors name the right prompt. All prompts are validated before the first is
+    placed on a worker."""
     together = generator.together(len(requests))
     prompts = [generator.generate(r, trace, together) for r in requests]
     if num_before + len(prompts) > 1:

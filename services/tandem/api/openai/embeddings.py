@@ -77,8 +77,9 @@ def to_requests(
     truncate_prompt_tokens: int | None,
     request_id: str,
 ) -> list[ClientRequest]:
-    """Builds one request for each input. A BadRequest names fields of a completion, such as
-    `prompt`. In the context `renamed(NAMES)` it names those of an embedding, such as `input`."""
+    """Builds one request for each input. Raises BadRequest, which names fields of a completion,
+    such as `prompt`. Inside `with renamed(NAMES)` the error names fields of an embedding, such as
+    `input`."""
     requests = []
     for index, prompt in enumerate(inputs):
         try:

@@ -23,9 +23,9 @@ _HINTS = ("service_tier", "parallel_tool_calls")
 IGNORED = frozenset((*_HINTS, "user", "metadata", "store", "safety_identifier"))
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),  # has no effect in chats; has one in completions
+    "best_of": (1,),  # has an effect in completions only
     "priority": (0,),
-    # has no effect in completions, where `logprobs` is the number; has one in chats
+    # has an effect in chats only; in completions, `logprobs` is the number of tokens
     "top_logprobs": (0,),
     "continue_final_message": (False,),
     **dict.fromkeys(("add_generation_prompt", "spaces_between_special_tokens"), (True,)),

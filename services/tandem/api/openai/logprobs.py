@@ -1,9 +1,9 @@
 """Formats log probabilities: those of generated tokens in OpenAI's format, and those of prompt
 tokens in vLLM's format.
 
-In a completion, `text_offset` has the position of each token in the choice's text, in characters.
-The position is the sum of the lengths of the texts of all tokens before. It is wrong after a
-character that is split between two tokens, because each of the two counts as a character.
+In a completion, `text_offset` has the position of each token in the choice's text: the number of
+characters in the texts of all earlier tokens. If a character is split between two tokens, it is
+counted twice, and later positions are too large.
 """
 
 from typing import Any

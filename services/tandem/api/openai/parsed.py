@@ -16,8 +16,8 @@ class ParsedRequest:
     include_usage: bool
     continuous_usage: bool  # True: each chunk of a stream has the usage up to this chunk
     return_token_ids: bool
-    # number of most likely tokens to show for each prompt token, as the client sent it. Workers may
-    # compute more of them: if the prompt is echoed, `logprobs` asks for them, too.
+    # number of most likely tokens to show for each prompt token, as the client sent it. If the
+    # prompt is echoed, workers may report more, as the client's `logprobs` requires.
     prompt_logprobs: int | None
     tokens_as_ids: bool
 

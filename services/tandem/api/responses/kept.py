@@ -19,9 +19,10 @@ import msgspec
 
 from tandem.errors import PreviousResponseNotFound, ResponseNotFound
 
-# expected average size of a response; all responses together may have `num_max` times this size
+# expected mean size of a response. All responses together may have `num_max` times this size.
 _BYTES_EACH = 64 << 10
-# all responses together may have at least this size, so that the largest possible response fits
+# The limit for all responses together is at least this size, so that the largest possible response
+# fits.
 _BYTES_MIN = 32 << 20
 
 
@@ -90,8 +91,8 @@ class KeptResponses:
         return share.responses[response_id]
 
     def messages_of(self, response_id: str | None, tenant: str) -> Sequence[dict[str, Any]]:
-        """Returns the chat messages of the conversation that ends with this response. If
-        `response_id` is None, there are none. Raises PreviousResponseNotFound."""
+        """Returns the chat messages of the conversation that ends with this response, or () if
+        `response_id` is None. Raises PreviousResponseNotFound."""
         if response_id is None:
             return ()
         try:

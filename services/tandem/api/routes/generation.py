@@ -4,14 +4,15 @@
   2. The route of the API parses the body.
   3. The reply is sent complete or as a stream of events.
 
-The header `x-tandem-timing: 1` asks for the durations of a request's stages (W3C Server-Timing,
-which browsers and proxies understand):
+If a request has the header `x-tandem-timing: 1`, the reply has the duration of each stage, in the
+format of the header `Server-Timing` (W3C), which browsers and proxies understand:
 
-  reply      where the durations are                       prompt, if the body has several
-  complete   header `Server-Timing`: all stages            the prompt that ended last
-  stream     header: the stages up to the first token;     header: the prompt with the first token;
-             comment at the end of the stream, which       comment: the prompt that ended last
-             SSE clients ignore: all stages
+  reply      place of the durations                    stages                 prompt
+  complete   header `Server-Timing`                    all                    ended last
+  stream     header `Server-Timing`                    up to the first token  had the first token
+  stream     comment at the end, ignored by clients    all                    ended last
+
+The last column says which prompt is meant if the body has several prompts.
 """
 
 import time

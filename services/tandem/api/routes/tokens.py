@@ -1,5 +1,5 @@
-"""Routes that convert text to token ids and back. These conversions use the same queue as the
-tokenization of other requests' prompts, in which tenants take turns."""
+"""Routes that convert text to token ids and back. The conversions wait in the same queue as the
+prompts of other requests, in which tenants take turns."""
 
 from typing import Any
 

@@ -31,7 +31,7 @@ class KvSize:
     attention: str  # kind of attention: MHA, GQA, MQA or MLA
     kv_heads: int  # number of KV heads in the whole model
     dtype: str
-    # dtype in which the model computes; quantized latent KV (MLA) keeps the rotated keys in it
+    # dtype in which the model computes. Quantized latent KV (MLA) stores the rotated keys in it.
     computed_dtype: str
     tensor_parallel: int
     heads_per_rank: int
@@ -158,9 +158,9 @@ def device_fit(
     """Computes how much KV fits on a device besides the weights of one rank. `weight_bytes` is the
     size of one parameter, such as 2 for bfloat16. `reserve_bytes` remain free.
 
-    The engine's function `divide_pool` divides the memory for KV into blocks. It takes account of
-    the maximum number of sequences and of tokens in a step, for which this function uses the
-    engine's defaults on a CPU.
+    The engine's function `divide_pool` divides the memory into blocks. The result also depends on
+    the maximum number of sequences and of tokens in a step. This function uses the engine's
+    defaults for both.
     """
     weights_bytes = -(-num_parameters(model) * weight_bytes // size.tensor_parallel)
     free_bytes = max(0, memory_bytes - weights_bytes - reserve_bytes)

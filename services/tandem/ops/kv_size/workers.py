@@ -58,8 +58,8 @@ def workers_needed(
     prompt_s = prefill_seconds(rates, load.prompt_tokens, 0)
     tokens_per_s = decode_tokens_per_s(rates.decode, itl_s)
     # Little's law: number of decoding sequences = requests per second * seconds that a request
-    # decodes. `in_batch` is the largest batch whose step takes at most `itl_s`, and in_batch /
-    # tokens_per_s is the time of this step.
+    # decodes. Every sequence is assumed to run in the largest batch that meets the ITL limit.
+    # `in_batch` is the size of this batch.
     in_batch = max(1.0, (itl_s - rates.decode.step_s) / max(rates.decode.sequence_s, 1e-9))
     sequences = load.requests_per_s * load.completion_tokens * in_batch / tokens_per_s
     sequence_blocks = -(-(load.prompt_tokens + load.completion_tokens) // block_size)

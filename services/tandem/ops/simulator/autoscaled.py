@@ -22,7 +22,7 @@ from tandem.router.scaling.pool_observation import likely_decode, see_pool
 
 class Autoscaled:
     """The autoscaler of one simulation. It must be created before the simulation runs. The
-    simulation must have as many workers as the pools may have at most."""
+    simulation must have the maximum number of workers of both pools."""
 
     def __init__(self, simulation: Simulation, config: AutoscaleConfig) -> None:
         self.decisions: list[tuple[float, ScalingDecision]] = []  # (time, decision) of each change

@@ -148,8 +148,8 @@ class SimulateOptions(Options):
         return scenario
 
     def _tier_blocks(self, block_bytes: int) -> dict[str, int]:
-        """Returns tier name -> number of blocks, for the tiers of one worker, fastest tier
-        first."""
+        """Returns a dict with the tiers of one worker, fastest first: tier name -> number of
+        blocks."""
         sizes = {HOST: self.kv_host_memory, DISK: self.kv_disk_size}
         if not block_bytes and (self.kv_store or any(sizes.values())):
             raise UsageError("--rates: tiers need block_bytes")

@@ -11,10 +11,10 @@ dynamo         the worker with the lowest cost, by the published rule of Dynamo'
 dynamo-softmax a random worker; workers with lower costs are more likely (softmax with the
                temperature 0.5)
 
-Dynamo's cost of a worker is a number of blocks. For example, the worker has 100 blocks of prompts
-to prefill in its queue and 500 blocks in use. The new prompt has 20 blocks, of which the worker has
-5 cached. The cost is 100 + (20 - 5) + 500 + 20 = 635. Dynamo's weight of the blocks to prefill is 1
-here. Dynamo's default temperature is 0.
+Dynamo's cost of a worker is a number of blocks. For example, the prompts in the worker's queue have
+100 blocks to prefill, and 500 blocks of its KV pool are in use. The new prompt has 20 blocks, of
+which the worker has 5 cached. The cost is 100 + (20 - 5) + 500 + 20 = 635. Dynamo can also give the
+blocks to prefill another weight than 1.
 
 https://docs.nvidia.com/dynamo/latest/components/router/README.html
 """

@@ -23,8 +23,8 @@ DEFAULT_RATES = WorkerRates(
     block_bytes=BLOCK_SIZE * (128 << 10),
     measured=True,
 )
-# Number of blocks of which a worker remembers that the object store has them. It equals
-# `REMEMBERED` in services/tandem/engine/tiers/object_store/storage.py.
+# maximum number of blocks of which a worker remembers that they are in the object store, as
+# `REMEMBERED` in services/tandem/engine/tiers/object_store/storage.py
 KNOWN_IN_STORE = 65_536
 DEFAULT_PAIR = PairRate("nixl", 2e-3, 20e9)
 

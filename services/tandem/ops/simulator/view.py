@@ -59,8 +59,8 @@ class View:
         self.roster = Roster(self._snapshot(known) for known in self._known.values())
 
     def tick(self) -> None:
-        """Updates the weight of recent prefill in the roster to the current time. Callers must call
-        this method before they read `roster`."""
+        """Brings `roster` up to the current time: prefill work that was sent long ago has less
+        weight. Callers must call this method before they read `roster`."""
         now_s = self._clock.now_s
         if self._shares.rebase(now_s):
             # `rebase` has rescaled all shares. The roster has sums of shares, so it is built again

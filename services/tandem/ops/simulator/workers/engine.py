@@ -2,18 +2,18 @@
 sequences.
 
 Time is counted in steps. Each step generates one token for every decoding sequence. If there is a
-prompt, the step also computes one chunk of the prompt. The duration of a step depends on whether
-there is a prompt:
+prompt, the step also computes one chunk of the prompt. The duration of a step:
 
-    without   step_s + sequence_s * num_sequences
-    with      chunk_s + sequence_s * num_sequences
+    without a prompt   step_s + sequence_s * num_sequences
+    with a prompt      chunk_s + sequence_s * num_sequences
 
-step_s is the fixed time of a decode step, sequence_s the time that each decoding sequence adds, and
-chunk_s the prefill time of the prompt divided by its number of chunks. For example, with step_s = 8
-ms, sequence_s = 0.15 ms and 20 sequences, a step without a prompt takes 8 + 3 = 11 ms.
+Here step_s is the fixed time of a decode step, and sequence_s is the time that each decoding
+sequence adds. chunk_s is the prefill time of the prompt divided by the number of its chunks. For
+example, with step_s = 8 ms, sequence_s = 0.15 ms and 20 sequences, a step without a prompt takes 8
++ 20 * 0.15 = 11 ms.
 
 At step 1000, a sequence with 30 tokens left ends at step 1030, whatever other sequences come and
-go. So the engine need not simulate single steps: it computes only the steps at which sequences and
+go. So the engine does not simulate single steps: it computes only the steps at which sequences and
 prompts end. Such an event costs O(log num_sequences).
 """
 

@@ -63,7 +63,7 @@ class Fleet:
         self.pay()
         if size != self.wanted:
             self.sizes.append((self._clock.now_s, size))
-        # A draining worker cannot become ready again.
+        # A draining worker cannot become ready again, so only workers that are off are started.
         while self.wanted < size and "off" in self._states:
             number = self._states.index("off")
             self._states[number] = "starting"

@@ -9,8 +9,8 @@ from tandem.ops.simulator.workers.tiers import WorkerTiers
 
 
 def make_tiers(scenario: Scenario, arrivals: Sequence[Arrival]) -> dict[str, WorkerTiers]:
-    """Returns worker id -> tiers of the worker. To save memory, a tier has at most as many slots as
-    the trace has different blocks."""
+    """Returns a dict: worker id -> tiers of the worker. To save memory, a tier has at most as many
+    slots as the trace has different blocks."""
     num_blocks = len({(a.salt, block_id) for a in arrivals for block_id in a.block_ids})
     in_store = set[bytes]()
     return {

@@ -20,7 +20,8 @@ class Task:
     hashes: Sequence[bytes]  # hashes of the prompt's full blocks
     output_tokens: int  # number of tokens that the worker generates; 0: the task is a lease
     cached_tokens: int = 0  # number of prompt tokens in the worker's KV cache when the task started
-    queued_tokens: int = 0  # number of this task's tokens that count in the worker's queue
+    # number of this task's prompt tokens that are still to be computed, while the task is queued
+    queued_tokens: int = 0
     # number of leading blocks that were pulled from another worker before `submit`
     pulled_blocks: int = 0
     num_held: int = 0  # number of leading blocks of `hashes` that the task uses in the KV cache
@@ -30,11 +31,8 @@ class Task:
     tokens_left: int | None = None
     # True: the prompt is part of a session, so a later prompt will probably extend it
     returns: bool = False
-    is_compute_chosen: bool = (
-        # True: when the task was first in the queue, computing its blocks was faster than loading
-        # them
-        False
-    )
+    # True: when the task was first in the queue, computing its blocks was faster than loading them
+    is_compute_chosen: bool = False
     # load of the task's blocks from tiers, running or done; None: there is none
     load: TierRead | None = None
     # hashes of the blocks that the task added to the KV cache

@@ -82,8 +82,8 @@ class WorkerTiers:
         producer: Producer | None = None,
     ) -> LoadChoice | None:
         """Returns the range of a prompt's blocks that should be loaded from tiers, or None if
-        another way is faster. The rate of a tier is measured by loads, and is taken as very fast
-        before the first one."""
+        another way is faster. Before the first load from a tier, the load is expected to take no
+        time, so it is always made."""
         self._look_up(block_hashes)
         reach = self._sources.reach(block_hashes, prompt.num_held, self._tiers)
         if max(tier.num_blocks for tier in reach) <= prompt.num_held:
@@ -122,7 +122,8 @@ class WorkerTiers:
         return TierRead(choice.first, choice.end, ends_s, seconds, num_blocks, tables)
 
     def end_load(self, load: TierRead) -> dict[str, int]:
-        """Ends a load. Returns tier name -> number of loaded blocks."""
+        """Ends a load. Returns a dict: tier name -> number of blocks that were loaded from this
+        tier."""
         self.release_load(load)
         for number, count in load.num_blocks.items():
             tier = self._tiers[number]
@@ -172,11 +173,11 @@ class WorkerTiers:
             tier.take_events()
 
     def num_loaded(self) -> dict[str, int]:
-        """Returns tier name -> number of blocks loaded from this tier so far."""
+        """Returns a dict: tier name -> number of blocks loaded from this tier so far."""
         return {tier.storage.name: tier.num_loaded for tier in self._tiers}
 
     def held(self) -> dict[str, list[bytes]]:
-        """Returns tier name -> hashes of the blocks in this tier."""
+        """Returns a dict: tier name -> hashes of the blocks in this tier."""
         return {tier.storage.name: tier.block_hashes(b"", b"") for tier in self._tiers}
 
     def check_integrity(self) -> None:
