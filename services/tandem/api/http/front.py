@@ -25,7 +25,7 @@ from tandem.router.placement.reasons import PLACEMENT_HEADER
 from tandem.router.request.generator import Generator
 from tandem.router.request.request import REQUEST_ID_HEADER, read_client_id
 
-# response headers that scripts of web pages may read, besides those that CORS always allows
+# response headers that scripts of web pages may read, in addition to those that CORS always allows
 _IDS = (REQUEST_ID_HEADER, "request-id")
 _EXPOSED = (*_IDS, "retry-after", "server-timing", "warning", PLACEMENT_HEADER)
 

@@ -186,9 +186,9 @@ def bind(host: str, port: int, *, port_option: str, send_deadline_s: float) -> s
     # TCP_NODELAY each response is delayed by 40 ms.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Accepted connections inherit TCP_USER_TIMEOUT. The kernel closes a connection if, for this
-    # time, the client acknowledges no byte or takes no byte (receive window of zero). The time
-    # starts again with every acknowledged byte.
+    # Accepted connections inherit TCP_USER_TIMEOUT. With this option the kernel closes a connection
+    # if the client acknowledges no byte for `send_deadline_s`, or keeps its receive window at zero.
+    # Every acknowledged byte starts the time again.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(send_deadline_s * 1000))
     try:
         sock.bind((host, port))

@@ -131,8 +131,8 @@ class SimulatedWorker:
         self._settle()
 
     def release(self, task: Task) -> None:
-        """Releases the blocks of a lease that were pulled, or of a task whose memory was reserved
-        and is no longer needed."""
+        """Releases the blocks of a task: of a lease after the peer has pulled the blocks, or of a
+        task that had reserved memory and no longer needs it."""
         if not self.is_up or task.epoch != self.epoch:
             return
         self.cache.release(task.hashes[: task.num_held], task.num_private)
