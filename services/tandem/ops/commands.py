@@ -1,4 +1,5 @@
-"""The commands of `tandem`. Each command imports its modules itself, so start-up is fast."""
+"""The commands of `tandem`. Each command imports its modules only when it runs, so every command
+starts fast."""
 
 import os
 import sys
@@ -67,7 +68,7 @@ class KeyLimits:
     """Share of the work while tenants take turns, 1 to 10000. Default: 100."""
 
     def given(self) -> dict[str, int]:
-        """Returns the limits that are set, by name."""
+        """Returns a dict with the limits that were given: name -> value."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -155,7 +156,7 @@ def scale(
     scale_pools(_admin(url), (size, *sizes), deadline_s=deadline)
 
 
-@app.command(alias="flip")  # earlier name, kept for compatibility
+@app.command(alias="flip")  # the earlier name `flip` still works
 def set_role(
     worker: _Worker,
     /,
@@ -403,11 +404,11 @@ def controller(*arguments: str) -> int:
 
 
 def program(module: str, *, is_service: bool = False) -> Callable[..., NoReturn]:
-    """Returns a command that replaces this process by `python -m module`. Signals then reach the
-    program directly.
+    """Returns a command that runs the program `python -m module` in place of this process. So
+    signals reach the program directly.
 
-    The command exits with an error if the module's package is not installed. `is_service` means
-    that the program handles signals itself.
+    `is_service`: True if the program handles SIGTERM and SIGINT itself. The command exits with an
+    error if the module's package is not installed.
     """
     start = ["-m", module] if is_service else ["-m", "tandem.common.process.early_end", module]
 
@@ -419,8 +420,8 @@ def program(module: str, *, is_service: bool = False) -> Callable[..., NoReturn]
     return become
 
 
-# Each program parses all of its own arguments, including --help. The app only lists the programs in
-# its help. The arguments do not pass through the app, because it would drop empty ones.
+# Words of the command line -> program. Each program parses its arguments itself, including --help.
+# The cyclopts app only lists the programs in its help: it would drop empty arguments.
 PROGRAMS: dict[tuple[str, ...], Callable[..., int]] = {}
 for words, start, text in (
     ("up", up, "Start a whole cluster on this machine; `up MODEL` serves another model"),
@@ -454,7 +455,7 @@ for words, start, text in (
 
 
 def run() -> None:
-    """Runs the command that the process's arguments name, and exits."""
+    """Runs the command that the command line names, and exits."""
     words = sys.argv[1:]
     try:
         for length in (1, 2):
@@ -471,7 +472,7 @@ def run() -> None:
 
 
 def _named(words: list[str]) -> str:
-    """Returns the part of the command line that names the command, for error messages."""
+    """Returns the name of the command, such as `tandem keys create`, for error messages."""
     command = app
     names = ["tandem"]
     for word in words[:2]:
