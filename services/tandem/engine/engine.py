@@ -213,13 +213,13 @@ class Engine:
             self._pending.final_blocks(sequence)
         self._scheduler.start(sequence)
 
-    def pin_prefix(
+    def hold_prefix(
         self, sequence_id: str, block_hashes: list[bytes], first_wanted_block: int = 0
     ) -> None:
         """Holds the cached blocks of a chain for a consumer until `remove`. The next report lists
         these blocks, from `first_wanted_block` on."""
         self._check_chain(sequence_id)
-        self._peer_blocks.pin_prefix(sequence_id, block_hashes, first_wanted_block)
+        self._peer_blocks.hold_prefix(sequence_id, block_hashes, first_wanted_block)
 
     def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> None:
         """Reserves blocks for a chain whose KV comes from a peer, until `commit_import` or

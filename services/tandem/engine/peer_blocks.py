@@ -1,13 +1,13 @@
 """Chains of blocks that are held for a peer or pulled from one. Only the block hashes of these
 chains are known; no sequence of this engine has their tokens, and no step computes them.
 
-    pin_prefix    --> held: cached blocks of a chain, for a consumer     --remove--> removed
+    hold_prefix    --> held: cached blocks of a chain, for a consumer     --remove--> removed
     import_blocks --> imported: blocks of a chain, to be filled by pulls --commit--> removed
                          `--remove--> removed
 
 `commit` caches the pulled blocks of an imported chain. Without it, `remove` frees these blocks.
 
-Neither `pin_prefix` nor `import_blocks` waits or evicts: both reference cached blocks, and
+Neither `hold_prefix` nor `import_blocks` waits or evicts: both reference cached blocks, and
 `import_blocks` also takes FREE blocks. So workers cannot wait for each other's blocks in a cycle
 through these chains.
 """
@@ -61,7 +61,7 @@ class PeerBlocks:
     def block_ids(self, sequence_id: str) -> list[int]:
         return self._kv.global_ids(self._chains[sequence_id].tables)
 
-    def pin_prefix(
+    def hold_prefix(
         self, sequence_id: str, block_hashes: list[bytes], first_wanted_block: int
     ) -> None:
         """References the cached blocks of the chain until `remove`.

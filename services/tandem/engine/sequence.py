@@ -62,7 +62,7 @@ class Status(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class SequenceStart:
     """How a sequence starts: the blocks that it reuses, and the position at which it continues."""
 
     num_cached_blocks: int
@@ -378,7 +378,7 @@ class Sequence:
 
     def plan(
         self, num_cached_blocks: int, parent: Sequence | None = None, part: BlockPart | None = None
-    ) -> Admission:
+    ) -> SequenceStart:
         """Returns how the sequence starts if its first `num_cached_blocks` blocks are cached.
 
         It may fork `parent`, or copy `part`, the first tokens of a cached block. A sequence that
@@ -402,21 +402,23 @@ class Sequence:
         if awaits:
             num_computed = start
             part = NO_PART
-        return Admission(num_cached_blocks, num_computed, resume, part.sources, fork is not None)
+        return SequenceStart(
+            num_cached_blocks, num_computed, resume, part.sources, fork is not None
+        )
 
-    def hold(self, tables: BlockTables, admission: Admission) -> list[BlockCopy]:
+    def hold(self, tables: BlockTables, start: SequenceStart) -> list[BlockCopy]:
         """Assigns the block tables at admission. Returns the copies to make for the first own
         blocks."""
         self.tables = tables
-        self.num_stored_blocks = num_blocks = admission.num_cached_blocks
-        self.num_computed_tokens = admission.num_computed_tokens
+        self.num_stored_blocks = num_blocks = start.num_cached_blocks
+        self.num_computed_tokens = start.num_computed_tokens
         self.num_prefill_tokens = len(self.token_ids)
-        self.is_forked = admission.is_fork
+        self.is_forked = start.is_fork
         if self.cached is None and not self.loading.end:
             self.cached = self._countable(CachedTokens(device=self.num_computed_tokens))
         return [
             BlockCopy(source, tables.ids[group][num_blocks], group)
-            for group, source in enumerate(admission.sources)
+            for group, source in enumerate(start.sources)
             if num_blocks >= tables.firsts[group]
         ]
 
@@ -456,7 +458,7 @@ class Sequence:
     def take_loaded(self, blocks: range, num_cached: int, by_tier: Mapping[str, int]) -> None:
         """Records that the KV of `blocks` was loaded.
 
-        `num_cached` blocks were cached at admission. `by_tier` has the number of blocks loaded from
+        `num_cached` blocks were cached at the start. `by_tier` has the number of blocks loaded from
         each tier.
         """
         self.loading.take(blocks.start, blocks.stop)

@@ -24,7 +24,7 @@ from tandem.common.perf_model.soonest import (
 )
 from tandem.common.perf_model.step_time import StepTimeModel
 from tandem.engine.cache.kv_cache import KvCache
-from tandem.engine.sequence import Admission, Loading, Sequence
+from tandem.engine.sequence import Loading, Sequence, SequenceStart
 from tandem.engine.tiers.jobs import Load
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
@@ -49,7 +49,7 @@ class Loads:
         self._max_tokens_per_step = max_tokens_per_step
 
     def plan(
-        self, sequence: Sequence, admission: Admission, *, queued_tokens: int, num_delayed: int
+        self, sequence: Sequence, start: SequenceStart, *, queued_tokens: int, num_delayed: int
     ) -> Loading:
         """Decides what is loaded for a sequence that is about to be admitted.
 
@@ -60,43 +60,43 @@ class Loads:
             self._tiers.take_rate(rate)
         if self._kv.has_windows:
             sequence.num_known_blocks = self._tiers.known_depth(sequence.reusable_hashes)
-        if not sequence.may_load or admission.is_fork:
+        if not sequence.may_load or start.is_fork:
             return Loading()
-        loading = self._choose(sequence, admission, queued_tokens, num_delayed)
+        loading = self._choose(sequence, start, queued_tokens, num_delayed)
         if not self._kv.has_windows or not loading.end:
             return loading
         awaits_more = sequence.mode is not Mode.WAITING_FOR_REMOTE_KV and (
             sequence.spec.offer is None and sequence.num_prefix_blocks > loading.end
         )
-        if awaits_more or not self._fits(sequence, admission, loading):
+        if awaits_more or not self._fits(sequence, start, loading):
             return Loading()
         loading.awaits = False
         return loading
 
-    def admission(self, sequence: Sequence, num_cached_blocks: int) -> Admission:
+    def start_after_load(self, sequence: Sequence, num_cached_blocks: int) -> SequenceStart:
         """Returns the admission of a sequence with a load: the sequence resumes after the loaded
         blocks."""
-        admission = sequence.plan(num_cached_blocks)
-        return replace(admission, resume=sequence.loading.end * sequence.block_size)
+        start = sequence.plan(num_cached_blocks)
+        return replace(start, resume=sequence.loading.end * sequence.block_size)
 
-    def _fits(self, sequence: Sequence, admission: Admission, loading: Loading) -> bool:
+    def _fits(self, sequence: Sequence, start: SequenceStart, loading: Loading) -> bool:
         """Returns whether the pools have room for the blocks of a load.
 
         Without the load, the sequence would resume at a smaller depth, where windows need other
-        blocks. The admission has found room only for those.
+        blocks. Room was found only for those blocks.
         """
         return self._kv.can_reserve(
             sequence.reusable_hashes,
-            admission.num_cached_blocks,
+            start.num_cached_blocks,
             num_tokens=sequence.num_tokens,
             resume=loading.end * sequence.block_size,
             loaded=loading.end,
         )
 
     def _choose(
-        self, sequence: Sequence, admission: Admission, queued_tokens: int, num_delayed: int
+        self, sequence: Sequence, start: SequenceStart, queued_tokens: int, num_delayed: int
     ) -> Loading:
-        held = admission.num_cached_blocks
+        held = start.num_cached_blocks
         tiers = self._tiers.reach(sequence.reusable_hashes, held)
         deepest = max((tier.num_blocks for tier in tiers), default=0)
         rate = self._step_time.prefill_rate

@@ -10,7 +10,7 @@ others run. A LOADING sequence holds all its blocks, like a sequence that awaits
 tokens left, the sequence may compute its first blocks during the load (loads.py).
 
 Blocks: a sequence is admitted only if every block that its tokens need can be reserved. Until then
-it holds no block. In a KV group with a window, admission reserves only the blocks of a decode step.
+it holds no block. In a KV group with a window, a start reserves only the blocks of a decode step.
 The other blocks of a chunk are allocated when the chunk is planned, and released when it is
 computed. A decoding sequence allocates one more block when its last one is full.
 
@@ -43,7 +43,7 @@ from tandem.engine.scheduler.early_reuse import EarlyReuse, find_parent
 from tandem.engine.scheduler.loads import Loads
 from tandem.engine.scheduler.running_slots import num_running_slots
 from tandem.engine.scheduler.schedule import Chunk, Schedule
-from tandem.engine.sequence import Admission, Sequence, Status
+from tandem.engine.sequence import Sequence, SequenceStart, Status
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
 from tandem.errors import Overloaded
@@ -174,7 +174,7 @@ class Scheduler:
         if self.running or self.loads.has_work(self.loading) or self.find_late():
             return True
         oldest = self._next_waiting()
-        return oldest is not None and self._admission(oldest, Schedule()) is not None
+        return oldest is not None and self._find_start(oldest, Schedule()) is not None
 
     def awaits_threads(self) -> bool:
         """Returns whether a thread is compiling the grammar of a waiting sequence or reading an
@@ -237,23 +237,23 @@ class Scheduler:
 
     def _admit(self, schedule: Schedule) -> None:
         while (sequence := self._next_waiting()) and (
-            admission := self._admission(sequence, schedule)
+            start := self._find_start(sequence, schedule)
         ):
-            self._plan_load(sequence, admission)
+            self._plan_load(sequence, start)
             if sequence.loading.end:
-                admission = self.loads.admission(sequence, admission.num_cached_blocks)
+                start = self.loads.start_after_load(sequence, start.num_cached_blocks)
             tables = self._kv.reserve(
                 sequence.reusable_hashes,
-                admission.num_cached_blocks,
+                start.num_cached_blocks,
                 num_tokens=sequence.num_tokens,
-                resume=admission.resume,
-                sources=admission.sources,
+                resume=start.resume,
+                sources=start.sources,
                 budget=sequence.spec.kv_budget,
                 loaded=sequence.loading.end,
             )
             assert tables is not None
             self.early_reuse.end(sequence)
-            schedule.copies += sequence.hold(tables, admission)
+            schedule.copies += sequence.hold(tables, start)
             if sequence.loading.end:
                 self.withdraw(sequence)
                 sequence.status = Status.LOADING
@@ -268,12 +268,12 @@ class Scheduler:
             if sequence.status is Status.RUNNING:
                 self._add_chunk(schedule, sequence)
 
-    def _plan_load(self, sequence: Sequence, admission: Admission) -> None:
+    def _plan_load(self, sequence: Sequence, start: SequenceStart) -> None:
         """Decides which blocks of a sequence that is being admitted are loaded from a tier."""
         prefilling = [s for s in self.running if not s.in_decode]
         sequence.loading = loading = self.loads.plan(
             sequence,
-            admission,
+            start,
             queued_tokens=sum(s.num_missing_tokens for s in prefilling),
             num_delayed=len(self.running) - len(prefilling) + len(self.waiting) - 1,
         )
@@ -319,7 +319,7 @@ class Scheduler:
         of_admitted = (s.spec.adapter for s in (*self.running, *self.awaiting, *self.loading))
         return {adapter.digest for adapter in of_admitted if adapter is not None}
 
-    def _admission(self, sequence: Sequence, schedule: Schedule) -> Admission | None:
+    def _find_start(self, sequence: Sequence, schedule: Schedule) -> SequenceStart | None:
         """Returns how a sequence would start. Returns None if the sequence gets no running slot or
         its blocks cannot be reserved."""
         if not self._has_slot(sequence, schedule):
@@ -330,16 +330,16 @@ class Scheduler:
         # Tries with the partly matching block first, and then without it: the pool may have to
         # evict this block to have room.
         for each in (part, None):
-            admission = sequence.plan(depth, parent, each)
+            start = sequence.plan(depth, parent, each)
             if self._kv.can_reserve(
                 hashes,
                 depth,
                 num_tokens=sequence.num_tokens,
-                resume=admission.resume,
-                sources=admission.sources,
+                resume=start.resume,
+                sources=start.sources,
                 budget=sequence.spec.kv_budget,
             ):
-                return admission
+                return start
         return None
 
     def _has_slot(self, sequence: Sequence, schedule: Schedule) -> bool:

@@ -118,7 +118,7 @@ class DecodeService:
 
         Each router gets one message, with the updates of its own sequences and this worker's load.
         """
-        step = report.report
+        step = report.step
         self.planner.take_load(load, report.num_commands)
         for admitted in step.admitted:
             if (sequence := self._sequences.get(admitted.sequence_id)) is not None:

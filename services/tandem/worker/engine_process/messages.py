@@ -70,7 +70,7 @@ class ContinuePrefill(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int  # number of valid blocks, including those that were cached before
 
 
-class PinPrefix(msgspec.Struct, frozen=True, tag=True):
+class HoldPrefix(msgspec.Struct, frozen=True, tag=True):
     """Hold the cached blocks of a chain of block hashes for a consumer until `Remove`.
 
     The engine reports `Held`.
@@ -197,7 +197,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 SequenceCommand = (
     Add | StartLocalPrefill | Restart | Commit | ContinuePrefill | Remove | ReturnWaiting
 )
-ChainCommand = PinPrefix | ImportBlocks | CommitImport
+ChainCommand = HoldPrefix | ImportBlocks | CommitImport
 TransferCommand = ConnectPeer | DisconnectPeer | StartPull | StoreBytes
 Question = (
     ListChains
@@ -245,7 +245,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     """
 
     tick: int
-    report: StepReport
+    step: StepReport
     num_commands: int = 0  # total number of commands applied before this report
 
 

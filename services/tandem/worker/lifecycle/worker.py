@@ -311,7 +311,7 @@ class Worker:
                     self._give_up(event.message)
 
     def _on_report(self, report: messages.Report) -> None:
-        step = report.report
+        step = report.step
         self.rates.on_step(step)
         self.prefill.on_report(report)
         self._warmer.on_step(step)

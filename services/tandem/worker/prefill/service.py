@@ -105,7 +105,7 @@ class PrefillService:
     def on_report(self, report: messages.Report) -> None:
         """Passes the results of a step to the leases."""
         self._tick = report.tick
-        step = report.report
+        step = report.step
         self.on_final_blocks(step.final_blocks)
         for admitted in step.admitted:
             if (lease := self._leases.get(admitted.sequence_id)) is not None:
@@ -207,7 +207,7 @@ class PrefillService:
         """Returns the command that adds a new lease's sequence or chain to the engine."""
         if first.WhichOneof("command") == "hold":
             hold = first.hold
-            return messages.PinPrefix(
+            return messages.HoldPrefix(
                 lease.lease_id, list(hold.block_hashes), hold.first_missing_block
             )
         start = first.start
