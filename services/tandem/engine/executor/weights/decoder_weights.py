@@ -57,8 +57,8 @@ class LatentWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of a layer. Some model families add 1 to the weights of norms. Their norms are
-    stored here after this addition, in float32."""
+    """The weights of a layer. Some model families add an offset, such as 1, to the weights of
+    norms. Their norms are stored here after this addition, in float32."""
 
     # The matrices q, k and v, or one matrix with the rows of all three. With latent attention: the
     # matrix that computes the queries or their latent, and the matrix that computes a token's KV.
