@@ -15,7 +15,7 @@ import torch
 
 
 class BlockShares:
-    """Sums the softmax weights of one sequence per block, during one step."""
+    """Sums the softmax weights that one step gives to each block of one sequence."""
 
     def __init__(
         self, sums: npt.NDArray[np.float32], num_queries: int, block_size: int, device: torch.device

@@ -121,7 +121,7 @@ def _q5_k(block: torch.Tensor) -> torch.Tensor:
 def _q6_k(block: torch.Tensor) -> torch.Tensor:
     before = block.shape[:-1]
     low = block[..., :128].reshape(*before, 2, 1, 2, 32)
-    # [..., 2, 2, 2, 32]: [i, j, k] is group 4 i + 2 j + k
+    # The shape becomes [..., 2, 2, 2, 32], in which [..., i, j, k, :] is group 4 i + 2 j + k.
     low = torch.cat((low & 15, low >> 4), -3)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=block.device).unsqueeze(-1)
     high = (block[..., 128:192].reshape(*before, 2, 1, 32) >> shifts & 3) << 4

@@ -1,5 +1,5 @@
-// The functions that ctypes calls. They throw no exceptions. A status of 0 means success, and 1
-// means that there is not enough memory.
+// The C functions that Python calls with ctypes (library.py). They throw no exceptions. A returned
+// status of 0 means success, and 1 means that there is not enough memory.
 
 #include <cmath>
 #include <cstring>
@@ -74,7 +74,7 @@ extern "C" {
 // the processor does not support `wanted`, or it was not built.
 const char* tandem_instructions(const char* wanted) { return choose(wanted).name; }
 
-// Returns the kind in which weights of `kind` are packed for an instruction set.
+// Returns the kind to which weights of `kind` are packed for the instruction set `wanted`.
 int32_t tandem_packed_kind(const char* wanted, int32_t kind) {
     const Choice choice = choose(wanted);
     if (choice.entry == nullptr || choice.entry->kind_of_bf16 == tandem::BF16) return kind;
@@ -87,7 +87,7 @@ void tandem_pack(const void* weights, int32_t weights_kind, int64_t out, int64_t
     tandem::pack(weights, weights_kind, out, in, kind, panels, scales);
 }
 
-// Returns 0 if a number is NaN.
+// Packs fp8 weights. Returns 0 if one of them is NaN, otherwise 1.
 int32_t tandem_pack_fp8(const uint8_t* numbers, int64_t out, int64_t in, int32_t kind,
                         uint8_t* panels) {
     return tandem::pack_fp8(numbers, out, in, kind, panels);
@@ -102,7 +102,7 @@ int32_t tandem_widen_blocks(const void* blocks, int32_t type, int64_t rows, int6
     return tandem::widen_blocks(blocks, type, rows, in, to);
 }
 
-// Returns the kind in which blocks of a type are packed; -1 if the type is not supported.
+// Returns the kind to which blocks of a type are packed; -1 if the type is not supported.
 int32_t tandem_kind_of_blocks(int32_t type) {
     const tandem::BlockType* known = tandem::block_type(type);
     return known == nullptr ? -1 : known->kind;
@@ -112,8 +112,8 @@ int64_t tandem_unit_bytes(int32_t kind) {
     return tandem::by_format(kind, [](auto format) -> int64_t { return decltype(format)::kUnitBytes; });
 }
 
-// Creates a decoder. `model` is copied, but not the memory to which it points. Returns null if
-// there is not enough memory or the processor does not support the instruction set.
+// Creates a decoder. The struct `model` is copied, but the arrays to which it points are not.
+// Returns null if there is not enough memory or the processor does not support the instruction set.
 void* tandem_create(const tandem::Model* model, const char* wanted) {
     const Choice choice = choose(wanted);
     if (choice.entry == nullptr) return nullptr;
@@ -148,8 +148,8 @@ void tandem_measure(void* decoder, const float* logits, const tandem::Measure* m
     d.entry.measure(logits, d.model.vocab, *measure, d.model.num_threads);
 }
 
-// Writes hidden states of the last step after the final norm, [num_rows, hidden]. Rows are computed
-// one at a time in one order, so the bits do not depend on the batch.
+// Writes the hidden states after the final norm for `rows` of the last step, [num_rows, hidden].
+// Each row is computed separately, so the bits do not depend on the batch.
 void tandem_final_hidden(void* decoder, const int32_t* rows, int32_t num_rows, float* to) {
     Decoder& d = *static_cast<Decoder*>(decoder);
     const int hidden = d.model.hidden;
@@ -163,12 +163,12 @@ void tandem_final_hidden(void* decoder, const int32_t* rows, int32_t num_rows, f
     }
 }
 
-// Writes the seconds of each Stage since the last call.
+// Writes the seconds that steps spent in each Stage since the last call.
 void tandem_take_stages(void* decoder, double* seconds) {
     static_cast<Decoder*>(decoder)->scratch.laps.take(seconds);
 }
 
-// `kind` is a kind of packed weights.
+// Returns the rate of matrix products with packed weights of `kind`, in GFLOP/s.
 double tandem_product_gflops(int32_t num_threads, int32_t kind) {
     return choose(nullptr).entry->product_gflops(num_threads, static_cast<tandem::Kind>(kind));
 }

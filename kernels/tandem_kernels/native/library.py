@@ -248,8 +248,8 @@ class Library:
         return bytes(self._library.tandem_best_instructions()).decode()
 
     def packed_kind(self, kind: Kind, wanted: str | None = None) -> Kind:
-        """Returns the kind to which weights of `kind` are packed. The instruction set `wanted` will
-        multiply them; None: the best of this processor."""
+        """Returns the kind to which weights of `kind` are packed for the instruction set `wanted`.
+        If `wanted` is None, this is the best instruction set of the processor."""
         return Kind(self._library.tandem_packed_kind(wanted.encode() if wanted else None, kind))
 
     def pack(

@@ -2,9 +2,10 @@
 
     silu         silu(gate) * up
     gelu_tanh    gelu_tanh(gate) * up
-    clamped      gate * sigmoid(alpha * gate) * (up + 1), with gate <= limit and |up| <= limit
+    clamped      gate * sigmoid(alpha * gate) * (up + 1)
 
-gpt-oss uses the clamped form. gelu_tanh(x) is x (1 + tanh(f(x))) / 2, which equals
+gpt-oss uses the clamped form, in which gates are first limited to at most `limit`, and ups to
+[-limit, limit]. gelu_tanh(x) is x (1 + tanh(f(x))) / 2, which equals
 x sigmoid(2 f(x)), with f(x) = sqrt(2 / pi) (x + 0.044715 x^3).
 """
 
@@ -68,6 +69,6 @@ def _gated_mul(
         power = gate
     else:
         power = gate * (gate * gate * 0.0713548162726 + 1.5957691216057308)
-    # rounded here as the torch implementation does
+    # Rounds before the multiplication by `up`, as the torch code does.
     active = (gate * tl.sigmoid(power)).to(dtype).to(tl.float32)
     tl.store(out + row * INNER + columns, (active * up).to(dtype), mask=is_column)

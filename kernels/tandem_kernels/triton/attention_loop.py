@@ -38,8 +38,8 @@ def attend(
     CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds the attention to the keys from `first` to before `end` to `state`, and returns the new
-    state: (accumulator, sums, maxima).
+    """Continues the online softmax of a tile of rows with the keys from `first` to `end` - 1.
+    `state` and the result are (accumulator, sums, maxima).
 
     tile      (queries, last_keys): a row attends to the keys up to its entry in `last_keys`
     paged     (address of the head's K in block 0, address of the scales of this K, block table of

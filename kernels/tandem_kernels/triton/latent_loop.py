@@ -94,8 +94,8 @@ def attend_latents(
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds the attention to the tokens from `first` to before `end` to `state`, and returns the new
-    state: (accumulator, sums, maxima).
+    """Continues the online softmax of a tile of rows with the tokens from `first` to `end` - 1.
+    `state` and the result are (accumulator, sums, maxima).
 
     tile      (absorbed, rotated, last_keys): a row attends to the tokens up to its entry in
               `last_keys`

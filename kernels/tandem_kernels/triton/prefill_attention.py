@@ -32,7 +32,8 @@ from tandem_kernels.triton.kv_rows import check_scales
 from tandem_kernels.triton.tuning import device_name, next_power_of_2, tuned
 
 SMALL_TOKENS = 256  # the kernel is tuned separately for steps with at most this many tokens
-_TILES_PER_WARP_MAX = 5120  # elements of accumulators and scores; with 20% more, registers spill
+# Largest number of elements of accumulators and scores per warp. With 20% more, registers spill.
+_TILES_PER_WARP_MAX = 5120
 
 
 def prefill_attention(

@@ -217,12 +217,13 @@ def _measure_levels(logits, vocab, largest, temperature, min_p, levels, TILE: tl
 
 @triton.jit
 def _find(row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr):
-    """Finds a threshold: the largest key such that the tokens at or above this key are more than
-    `target`, by their number if BY_COUNT, otherwise by their total weight. All tokens together must
-    be more than the target.
+    """Finds a threshold. If BY_COUNT, it is the largest key that more than `target` tokens reach or
+    exceed: with `target` 49, the key of the 50th token. Otherwise it is the largest key for which
+    these tokens have a total weight of more than `target`.
 
-    Returns the key, the number and the total weight of the tokens above the key, and the length of
-    the list. All tokens that have the key are in the list.
+    Returns (key, number of tokens above the key, total weight of these tokens, number of listed
+    tokens). All tokens with the key are listed (`_list_keys`). The number or total weight of all
+    tokens must be above the target.
     """
     _logits, _listed_ids, listed_keys, _vocab, largest, temperature = row_of
     measures = counts if BY_COUNT else masses
@@ -275,11 +276,11 @@ def _find(row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: 
 
 @triton.jit
 def _list_keys(row_of, low, high, TILE: tl.constexpr):
-    """Writes the tokens whose keys are at least `low` and less than `high` to the list. Returns
-    their number."""
+    """Lists the tokens whose keys are at least `low` and less than `high`: writes their ids and
+    keys to the row's buffers `listed_ids` and `listed_keys`. Returns their number."""
     logits, listed_ids, listed_keys, vocab, _largest, _temperature = row_of
     num_listed = 0
-    tl.debug_barrier()  # waits until all threads have read the previous list
+    tl.debug_barrier()  # waits until all threads have read the tokens listed by an earlier call
     for start in range(0, vocab, TILE):
         ids = start + tl.arange(0, TILE)
         keys = _key(tl.load(logits + ids, mask=ids < vocab, other=float("-inf")))
@@ -288,7 +289,7 @@ def _list_keys(row_of, low, high, TILE: tl.constexpr):
         tl.store(listed_ids + places, ids, mask=is_listed)
         tl.store(listed_keys + places, keys, mask=is_listed)
         num_listed += tl.sum(is_listed.to(tl.int32), 0)
-    tl.debug_barrier()  # makes the list visible to all threads
+    tl.debug_barrier()  # makes the listed tokens visible to all threads
     return num_listed
 
 

@@ -10,7 +10,7 @@ The states of an adapter, and the event that moves it from one state to the next
     failed     --FAILED_S seconds are over-->                       absent
 
 There is room if fewer than `num_slots` adapters are loading or loaded, or if a loaded adapter can
-be evicted. This is the least recently used one that no admitted sequence needs.
+be evicted. The least recently used adapter that no admitted sequence needs is evicted.
 
 A thread reads the files during the engine's steps, and `settle` installs the adapter between two
 steps. If a read takes longer than READ_DEADLINE_S, the process ends.

@@ -219,8 +219,9 @@ class Engine:
     def hold_prefix(
         self, sequence_id: str, block_hashes: list[bytes], first_wanted_block: int = 0
     ) -> None:
-        """Keeps the cached leading blocks of a chain in the pool for a peer, until `remove`. The
-        next report lists the ids of these blocks from index `first_wanted_block` on."""
+        """Keeps blocks in the pool for a peer, until `remove`: the longest cached prefix of the
+        chain `block_hashes`. The next report lists the ids of these blocks from index
+        `first_wanted_block` on."""
         self._check_chain(sequence_id)
         self._peer_blocks.hold_prefix(sequence_id, block_hashes, first_wanted_block)
 
@@ -228,8 +229,8 @@ class Engine:
         """Reserves blocks for a chain whose KV will be pulled from a peer. The chain ends with
         `commit_import` or `remove`.
 
-        Only FREE blocks are reserved; none is evicted. If there are too few FREE blocks, only the
-        first blocks of the chain are reserved.
+        Only FREE blocks, which are neither referenced nor cached, are reserved. If there are too
+        few, only the first blocks of the chain are reserved.
         """
         self._check_chain(sequence_id)
         self._peer_blocks.import_blocks(sequence_id, block_hashes)

@@ -65,8 +65,8 @@ class PeerBlocks:
     def hold_prefix(
         self, sequence_id: str, block_hashes: list[bytes], first_wanted_block: int
     ) -> None:
-        """References the cached leading blocks of the chain, so that they are not evicted before
-        `remove`.
+        """References the longest cached prefix of the chain, so that these blocks are not evicted
+        before `remove`.
 
         If the model has windows and a block of the chain is not cached, no block is referenced. The
         consumer needs the blocks in the windows at the end of the chain, and the windows at an
@@ -79,10 +79,9 @@ class PeerBlocks:
         self._pending.held(sequence_id, chain.tables, depth, first_wanted_block)
 
     def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> None:
-        """References the cached leading blocks of the chain, and takes FREE blocks for the blocks
-        after them. If there are too few FREE blocks, the end of the chain gets none.
-
-        If the model has windows and there are too few, no FREE block is taken.
+        """References the longest cached prefix of the chain, and reserves FREE blocks for the rest
+        of the chain. If there are too few FREE blocks, the end of the chain is left out. In a model
+        with windows, none is reserved in this case.
         """
         depth = self._kv.match(block_hashes)
         room = self._kv.room_for_import(block_hashes, depth)

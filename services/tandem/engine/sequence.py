@@ -76,7 +76,8 @@ class SequenceStart:
     num_cached_blocks: int
     num_computed_tokens: int
     # Number of tokens after which computation continues when all awaited KV has arrived. In the
-    # mode PREFILL_ONLY the consumer continues there. The blocks that windows need depend on it.
+    # mode PREFILL_ONLY the consumer continues there. In a model with windows, this position
+    # determines which blocks are needed.
     resume: int
     # Ids of the blocks, one per KV group, that are copied into the first block that only this
     # sequence writes. Empty: nothing is copied.

@@ -66,7 +66,7 @@ from tandem_kernels.sampling import Draw, sample
 
 _HEAD_MAX = 512  # the largest head size that kv_int4.h supports
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
-_ALL_KEYS = (0, 0)  # value of a span's two `visible` fields (decoder.h) if all keys are visible
+_ALL_KEYS = (0, 0)  # num_first and num_last of a Span (decoder.h) without a KV budget
 _INPUTS = ("token_ids", "positions", "spans", "logit_rows")
 _KV_KINDS = {
     "float32": Kind.F32,

@@ -108,7 +108,7 @@ class NativeAdapters:
 
     def fields(self, slices: Sequence[SequenceSlice]) -> dict[str, Any]:
         """Returns the fields of the struct `Step` that say which rows use which adapter. `slices`
-        must be sorted as by `by_adapter`."""
+        must be in the order that `by_adapter` returns."""
         counts: dict[str, int] = {}
         for piece in slices:
             if piece.adapter:
