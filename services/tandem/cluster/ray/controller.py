@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 _EVENTS_MAX = 10_000
 _LOST_MAX = 100
-_REPEAT_INTERVAL_S = 20.0  # interval at which an unchanged request of nodes is repeated
+_REPEAT_INTERVAL_S = 20.0  # an unchanged request to Ray for nodes is repeated at this interval
 _RETRY_S = 2.0  # pause between attempts to write the state
 
 

@@ -111,8 +111,8 @@ class HeadProcess:
         return None
 
     def end(self) -> None:
-        """Kills all processes of the head at the same time. So no agent survives that would restart
-        a pool's process while the caller ends these processes."""
+        """Kills all processes of the head at the same time, its agents included. An agent that
+        survived would restart workers and routers that the caller ends next."""
         if self._process is None:
             return
         guardian.end_session(self._process.pid)

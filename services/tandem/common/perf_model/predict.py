@@ -151,7 +151,8 @@ def beside_decode(rates: WorkerRates, chunk_tokens: int, num_running: int) -> Wo
     """Returns the rates of prefill on a worker that also decodes `num_running` sequences.
 
     A step then has a chunk of at most `chunk_tokens` tokens (0: a full step) and one token of every
-    decoding sequence. The time of these tokens is added to the chunk's tokens.
+    decoding sequence. The time of the decoding sequences' tokens is spread over the tokens of the
+    chunk, so the returned `token_s` is larger.
     """
     chunk = min(rates.step_tokens, chunk_tokens or rates.step_tokens)
     token_s = rates.prefill.token_s + rates.decode.sequence_s * num_running / chunk

@@ -20,10 +20,11 @@ from tandem.engine.cache.layout.kv_groups import KvLayout
 def transfer_order(
     layout: KvLayout, tables: BlockTables, first: int, end: int, *, depth: int
 ) -> list[int]:
-    """Returns the blocks to transfer, as ids that are unique among the pools. They are the blocks
-    with the indices `first` to `end` - 1 in the chain.
+    """Returns the blocks to transfer, of those with the indices `first` to `end` - 1 in the chain.
+    The ids are unique among the pools.
 
-    The sequence continues after `depth` blocks.
+    The sequence continues after `depth` blocks. With windows or a KV budget, blocks that no later
+    token reads are left out.
     """
     if tables.budget is None and not layout.has_windows:
         return tables.ids[0][first:end]

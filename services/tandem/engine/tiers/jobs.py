@@ -37,7 +37,9 @@ class Target:
 
     tier: int
     storage: Storage
-    table: list[int]  # slots that the write references; the block is written to the last one
+    # Slots on which the write holds a reference until it is settled. The block is written to the
+    # last one.
+    table: list[int]
     # True: an unreadable copy in the slot is replaced. False: the slot is empty.
     is_rewrite: bool
     is_written: bool = False

@@ -26,7 +26,7 @@ class PlacementHint(msgspec.Struct, frozen=True):
     """A placement for one request. `prefill` is "" if the decode worker computes the prompt."""
 
     request_id: str  # value of the header x-request-id
-    at: float  # seconds since 1970
+    at: float  # time when the hint was made, in seconds since 1970
     decode: str  # worker id
     prefill: str = ""  # worker id
 

@@ -167,7 +167,8 @@ class ClientRequest:
         return 0 if number is None or not is_kept else self.num_sequences * (1 + number)
 
     def check_against(self, *, vocab_size: int, max_model_len: int) -> None:
-        """Makes the checks that need the model but not the prompt's tokens. Raises BadRequest."""
+        """Makes the checks that need the model but no tokenizer: of token ids that the client sent,
+        and of limits. Raises BadRequest."""
         check_token_ids("stop_token_ids", self.sampling.stop_token_ids or (), vocab_size)
         check_token_ids("logit_bias", self.sampling.logit_bias or (), vocab_size)
         if isinstance(self.prompt, tuple):
