@@ -56,7 +56,7 @@ _TOKENS_MIN = 4  # smallest number of prefill tokens in a step
 # a chunk has about this multiple of the previous chunk's tokens at most, in case the fit is wrong
 _GROWTH = 2
 _COST_MIN = 0.1  # smallest value of `a`, the relative cost of a prefill token beside decode
-# Largest plausible `a`. It may exceed 1, because a small chunk reads the KV of all tokens before it.
+# Largest plausible `a`. It may exceed 1: a small chunk also reads the KV of all tokens before it.
 _COST_MAX = 4.0
 # A mixed step is slow if it takes longer than `_SLOWER` times the predicted decode time plus
 # `_COST_MAX` times the predicted time of its chunks alone.
