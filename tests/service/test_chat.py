@@ -117,12 +117,12 @@ class Screen:
         forgets that."""
         deadline = time.monotonic() + DEADLINE_S
         while text not in self.text:
-            assert time.monotonic() < deadline, f"{text!r} is not in {self.text!r}"
+            assert time.monotonic() < deadline, f"{text!r} is not in {self.text[-500:]!r}"
             if select.select([self._ours], [], [], 0.1)[0]:
                 try:
                     self.text += os.read(self._ours, 4096).decode(errors="replace")
                 except OSError:  # the program has ended
-                    assert text in self.text, f"{text!r} is not in {self.text!r}"
+                    assert text in self.text, f"{text!r} is not in {self.text[-500:]!r}"
         shown, _, self.text = self.text.partition(text)
         return shown + text
 

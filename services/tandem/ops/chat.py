@@ -7,6 +7,7 @@ the conversation as a transcript.
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -186,6 +187,8 @@ def run(chat: Chat, question: str = "") -> int:
     if question:
         chat.ask(question)
         return 0
+    # A program that a script starts in the background inherits that Ctrl-C is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with suppress(ImportError):
         import readline  # noqa: F401  # arrow keys and history in `input`
     chat.console.print(f"[dim]{escape(chat.model)} at {escape(chat.url)}; /help, Ctrl-D leaves[/]")
