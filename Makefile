@@ -4,21 +4,18 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
 	&& echo $$p && break; done)
 
 # Named after what they depend on: a changed version installs again, a fresh checkout does not.
-KEY := $(shell cat pyproject.toml constraints.txt deploy/locks/*.txt Makefile setup.py services/tandem/common/*.c services/tandem/engine/tiers/slots/*.c kernels/tandem_kernels/native/*.cpp \
-	kernels/tandem_kernels/native/*.h | cksum | cut -d' ' -f1)
+# So does another processor, for which other CPU kernels are compiled.
+KEY := $(shell (cat pyproject.toml constraints.txt deploy/locks/*.txt deploy/install.sh Makefile setup.py services/tandem/common/*.c \
+	services/tandem/engine/tiers/slots/*.c kernels/*.py kernels/tandem_kernels/native/*.cpp kernels/tandem_kernels/native/*.h; \
+	grep -m1 -E '^(flags|Features)' /proc/cpuinfo) | cksum | cut -d' ' -f1)
 RUNTIME := .venv/installed-runtime-$(KEY)
 DEV := .venv/installed-dev-$(KEY)
 
-# What is in the lock has to have one of its hashes. torch is not in it: its build is the user's choice.
-INSTALL = $(PIP) install --require-hashes --no-deps -r deploy/locks/$(1).txt \
-	&& $(PIP) install -c constraints.txt $(2) \
-	&& $(PIP) install --no-deps --no-build-isolation -e .
 # Programs with a virtual environment of their own: name of the package, of the program.
 TOOLS := .venv/tools/bin
 TOOL = (test -x $(TOOLS)/$(2) || ($(BIN)/python -m venv .venv/tools \
@@ -113,11 +110,9 @@ $(BIN)/python:
 	@$(PYTHON) -m venv .venv
 
 $(RUNTIME): | $(BIN)/python
-	@echo 'installing Tandem and the small model (once; a minute or two)'
-	@$(call INSTALL,runtime,torch)
+	@deploy/install.sh runtime
 	@touch $@
 
 $(DEV): | $(BIN)/python
-	@echo 'installing Tandem with what its tests need (once; a minute or two)'
-	@$(call INSTALL,dev,torch 'triton<3.10')
+	@deploy/install.sh dev
 	@touch $@ $(RUNTIME)

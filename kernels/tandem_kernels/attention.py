@@ -1,14 +1,17 @@
 """Causal grouped-query attention over paged KV, with torch.
 
-    out[t, h] = softmax(q[t, h] . K[h / G] / sqrt(D)) V[h / G]
+    out[t, h] = softmax(q[t, h] . K[h / G] / sqrt(D)) V[h / G]     for token t and head h
 
-The softmax covers the keys up to position t, or the last w of them in a layer with a window. A head
-may have an attention sink: a learned score in its softmax that has no value.
+G heads share the keys K and values V of a KV head. Token t attends to the keys up to position t, or
+to the last w of these keys in a layer with a window of w tokens. A head may have an attention sink:
+a learned score that takes part in the softmax but adds nothing to the output.
 
-For each layer, KV is gathered into contiguous copies and passed to torch's
+For each layer, the KV of several blocks is copied into one contiguous tensor and passed to torch's
 scaled_dot_product_attention. There is one call for each group of decoding sequences and one for
-each prefill chunk. Scores and sums are fp32 for every dtype. The last bits of a result may depend
-on the rest of the batch. attention_invariant.py computes results that do not.
+each prefill chunk. Scores and sums are fp32 for every dtype.
+
+The last bits of a sequence's result may depend on the other sequences of the batch.
+attention_invariant.py computes results that do not depend on them.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,12 +33,13 @@ _Product = Callable[
 @dataclass(frozen=True, slots=True)
 class _MaskedGroup:
     group: AttentionGroup
-    # additive; None: causal masking is enough, because the queries are the whole context
+    # Added to the scores. None: causal masking is enough, because all tokens are queries.
     mask: torch.Tensor | None
 
 
 class PagedAttention:
-    """Attention for one step. Index tensors and masks are made once and used in every layer."""
+    """Computes the attention of one step. Index tensors and masks are created once and used in
+    every layer."""
 
     def __init__(
         self,
@@ -47,7 +51,7 @@ class PagedAttention:
         scale: float | None = None,
         cap: float | None = None,
     ) -> None:
-        """`scale` is the factor on scores (default: 1 / sqrt(D)). With `cap`, scores become
+        """Scores are multiplied by `scale`; None: 1 / sqrt(D). With `cap`, scores then become
         cap * tanh(score / cap)."""
         assert num_heads % pool.num_kv_heads == 0
         self._pool = pool
@@ -61,10 +65,8 @@ class PagedAttention:
     def __call__(
         self, layer: int, queries: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Returns the attention of queries [T, heads, D], in the same shape. The step's own K and V
-        must be in the pool.
-
-        sinks   [heads]: attention sinks
+        """Returns the attention output for queries [T, heads, D], in the same shape. The K and V of
+        the step's tokens must already be in the pool. `sinks` is [heads].
         """
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for part in self._parts:
@@ -84,10 +86,10 @@ class PagedAttention:
         keys: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> None:
-        """Adds the softmax weights to the `BlockShares` of the sequences that have one.
+        """Adds the softmax weights to the `BlockShares` of each sequence whose weights are summed.
 
-        The weights are computed a second time here, because SDPA does not return them. `queries` is
-        [B * n, heads, D].
+        The weights are computed again, because scaled_dot_product_attention does not return them.
+        `queries` is [B * n, heads, D] for B sequences with n queries each.
         """
         group, num_kv_heads = part.group, keys.shape[1]
         shape = (group.num_seqs, group.num_queries, num_kv_heads, -1, queries.shape[-1])
@@ -112,8 +114,8 @@ class PagedAttention:
         mask: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Returns the attention of queries [..., n, D] to keys [..., keys, D]. Without a mask, the
-        attention is causal and there are n keys. `sinks` is [..., n or 1, 1]."""
+        """Returns the attention output for queries [..., n, D] and keys [..., keys, D]. If `mask`
+        is None, the attention is causal and there must be n keys. `sinks` is [..., n or 1, 1]."""
         if self._cap is None and sinks is None:
             return scaled_dot_product_attention(
                 queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scale
@@ -128,7 +130,8 @@ class PagedAttention:
         mask: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Returns the softmax weights of `_product`, fp32 [..., n, keys]."""
+        """Returns the softmax weights of each query for each key, fp32 [..., n, keys]. The
+        arguments are as in `_product`."""
         scores = queries.float() @ keys.float().transpose(-1, -2) * self._scale
         if self._cap is not None:
             scores = torch.tanh(scores / self._cap) * self._cap
@@ -150,8 +153,8 @@ def _attend_one_query(
     product: _Product,
     out: torch.Tensor,
 ) -> None:
-    """Computes the attention of queries [B, heads, D], one per sequence. The heads that share a KV
-    head are the rows of one matrix product."""
+    """Writes the attention output for queries [B, heads, D], one token per sequence, to `out`. The
+    heads that share a KV head are the rows of one matrix product."""
     num_seqs, num_kv_heads, _, head_dim = kv[0].shape
     grouped = queries.view(num_seqs, num_kv_heads, -1, head_dim)
     if sinks is not None:
@@ -168,8 +171,8 @@ def _attend_chunk(
     product: _Product,
     out: torch.Tensor,
 ) -> None:
-    """Computes the attention of queries [n, heads, D] of one sequence. KV heads are the batch
-    dimension, so K and V are not copied."""
+    """Writes the attention output for queries [n, heads, D] of one sequence to `out`. K and V are
+    expanded, not copied, for the heads that share a KV head."""
     num_queries, num_heads, head_dim = queries.shape
     num_kv_heads = kv.shape[2]
     group_size = num_heads // num_kv_heads
@@ -186,8 +189,8 @@ def _attend_chunk(
 def _mask(
     group: AttentionGroup, pool: KvPool, dtype: torch.dtype, window: int | None
 ) -> torch.Tensor | None:
-    """Returns an additive mask [B, 1, num_queries, padded context]: 0 where a query attends to a
-    key, else -inf. None if causal masking is enough."""
+    """Returns a mask [B, 1, num_queries, padded context] to add to the scores: 0 where a query
+    attends to a key, -inf elsewhere. Returns None if causal masking is enough."""
     longest = max(group.context_lens)
     if group.num_queries == longest > 1 and group.sees_all(window):
         return None

@@ -1,14 +1,14 @@
-"""Groups a step's sequences for attention and locates their KV, once per step.
+"""Divides a step's sequences into groups. Attention is computed for all sequences of a group by one
+call, after their KV was copied into one tensor.
 
-Sequences with one query each are gathered side by side, padded to the longest context of the group.
-A group therefore contains only contexts of similar length, and at most `_GATHERED_TOKENS_MAX`
-padded tokens. A sequence with several queries is a group by itself.
+A sequence with several queries is a group by itself. Sequences with one query each can share a
+group. Their contexts are padded to the longest one, so a group has only contexts of similar length,
+and at most `_GATHERED_TOKENS_MAX` tokens with padding.
 
-With a sliding window of w tokens, the query at position i attends to the keys i - w < j <= i. Only
-the blocks of a context that the group's queries attend to are gathered. The blocks before them are
-removed from the span, and the span's context length then counts from the first gathered block. If
-only the first and the last keys of a context are visible, the whole context is gathered, for
-simplicity.
+With a window of w tokens, the query at position i attends to the keys i - w < j <= i. Blocks before
+the window of a sequence's first query are not copied. Positions in the sequence are then counted
+from the first copied block. For a sequence with a KV budget, whose queries attend to the first and
+the last keys of the context, all blocks are copied, for simplicity.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,30 +26,30 @@ _SMALL_CONTEXT_TOKENS = 256  # For shorter contexts, padding costs less than ano
 
 @dataclass(frozen=True, slots=True)
 class QuerySpan:
-    """A sequence's query rows in the step: the last `num_queries` tokens of its context."""
+    """The tokens that a step computes for one sequence: the last `num_queries` tokens of the
+    context, in consecutive rows of the step."""
 
     first_row: int
     num_queries: int
-    context_len: int  # tokens
-    # The block ids of the context; the table may be longer. Ids of blocks that no query attends to
-    # are ignored.
+    context_len: int  # number of tokens of the sequence, including the queries
+    # The block ids of the context. More ids may follow. The ids of blocks to which no query attends
+    # are not used.
     block_table: Sequence[int]
-    # The numbers of first keys and of last keys that a query attends to, in layers without a
-    # window. None: a query attends to all keys.
+    # (a, b) under a KV budget: in layers without a window, a query attends to the first a and the
+    # last b keys of its context. None: a query attends to all keys.
     visible: tuple[int, int] | None = None
-    shares: BlockShares | None = None  # collects the sequence's softmax weights per block, if set
+    shares: BlockShares | None = None  # sums the softmax weights per block; None: no sums needed
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """B sequences with `num_queries` consecutive query rows each. If `num_queries` is not 1, B is
-    1."""
+    """B sequences with one query each, or one sequence with several queries."""
 
     first_row: int
     num_queries: int
     context_lens: tuple[int, ...]  # [B]
     visible: tuple[tuple[int, int] | None, ...]  # [B]: `visible` of each span
-    block_rows: torch.Tensor  # see KvPool.block_rows
+    block_rows: torch.Tensor  # result of KvPool.block_rows for the group's block tables
     shares: tuple[BlockShares | None, ...]  # [B]: `shares` of each span
 
     @property
@@ -65,15 +65,15 @@ class AttentionGroup:
     ) -> torch.Tensor:
         """Returns a boolean mask that is true where a query does not attend to a key.
 
-        `keys` are key positions. `ends` [B * repeats, ...] has, for each query, the position after
-        the last key that it attends to. If the layer has a sliding `window`, the window replaces
-        `visible` of the spans.
+        `keys` has the positions of keys. `ends` [B * repeats, ...] has, for each query, the
+        position after the last key to which the query attends. In a layer with a window, only
+        `window` counts, and `visible` is ignored.
         """
         hidden = keys >= ends
         if window is not None:
             hidden |= keys < ends - window
         elif any(self.visible):
-            # the value for sequences in which all keys are visible
+            # Sequences without a KV budget: the first `max(context_lens)` keys, that is, all keys.
             every = (max(self.context_lens), 0)
             shown = torch.tensor([each or every for each in self.visible], device=keys.device)
             shown = shown.repeat_interleave(repeats, 0).view(-1, 2, *[1] * (ends.ndim - 1))
@@ -81,7 +81,7 @@ class AttentionGroup:
         return hidden
 
     def sees_all(self, window: int | None) -> bool:
-        """Returns whether each query attends to all keys up to its own position."""
+        """Returns whether each query attends to all keys up to the query's own position."""
         longest = max(self.context_lens)
         if window is not None:
             return longest <= window
@@ -89,17 +89,18 @@ class AttentionGroup:
 
 
 def batch_order(context_lens: Sequence[int], num_queries: Sequence[int]) -> list[int]:
-    """Returns the order of sequences in a step for which each group is contiguous."""
+    """Returns the order in which the sequences of a step must be, so that the rows of each group
+    are consecutive."""
     return sorted(range(len(context_lens)), key=lambda i: (num_queries[i] > 1, context_lens[i]))
 
 
 def make_groups(
     spans: Sequence[QuerySpan], pool: KvPool, padded_to: int = 1, window: int | None = None
 ) -> list[AttentionGroup]:
-    """Splits `spans`, which must be in `batch_order`, into groups of consecutive spans.
+    """Divides spans, which must be in the order of `batch_order`, into groups.
 
     Contexts are padded to a multiple of `padded_to` tokens and of the block size. The number of
-    tokens removed before a window is a multiple of both.
+    tokens that are left out before a window is a multiple of both as well.
     """
     if window is not None:
         spans = [_within(span, window, pool.block_size, padded_to) for span in spans]
@@ -107,7 +108,7 @@ def make_groups(
 
 
 def _within(span: QuerySpan, window: int, block_size: int, padded_to: int) -> QuerySpan:
-    """Removes the blocks that precede the window of the span's first query."""
+    """Returns the span without the blocks before the window of its first query."""
     first_key = max(0, span.context_len - span.num_queries + 1 - window)
     num_blocks = first_key // lcm(block_size, padded_to) * lcm(block_size, padded_to) // block_size
     return QuerySpan(
@@ -115,7 +116,7 @@ def _within(span: QuerySpan, window: int, block_size: int, padded_to: int) -> Qu
         span.num_queries,
         span.context_len - num_blocks * block_size,
         span.block_table[num_blocks:],
-    )  # `visible` is left out, because the window replaces it.
+    )  # In a layer with a window, `visible` is not used.
 
 
 def _split(spans: Sequence[QuerySpan]) -> Iterator[list[QuerySpan]]:
@@ -143,8 +144,8 @@ def _group(part: list[QuerySpan], pool: KvPool, padded_to: int) -> AttentionGrou
     tables = torch.zeros(len(part), num_blocks, dtype=torch.long)
     for row, span in zip(tables, part, strict=True):
         used = -(-span.context_len // pool.block_size)
-        # A negative id stands for a block outside the window. The mask hides it, so block 0 may
-        # take its place.
+        # A negative id marks a block that was released because it is outside the window. The mask
+        # hides its keys, so any block can be read instead, such as block 0.
         row[:used] = torch.tensor(span.block_table[:used]).clamp_(min=0)
     return AttentionGroup(
         first_row=part[0].first_row,

@@ -1,17 +1,16 @@
-"""Batch-invariant attention in fp32: a query's result depends only on the query's own sequence, bit
-by bit.
+"""Batch-invariant attention in fp32, by the formula of attention.py: all bits of a query's result
+depend only on the query's own sequence.
 
-The result does not depend on the rest of the batch, the chunk boundaries, the block size or the
-number of threads. To achieve this, all matrix products multiply a row tile [16, D] by a key tile
-[64, D], and all sums have one order. The formula is in attention.py.
+The result does not depend on other sequences, the chunk boundaries, the block size or the number of
+threads, because all matrix products have one shape and all sums have one order:
 
-    row tile    16 rows, each a query and a head of one KV head's group; padded with zeros
-    key tile    64 keys, aligned to position 0
-    scores      [key tiles, N, 16, 64] for N row tiles; -inf for hidden keys
-    out         summed over the key tiles in ascending order
-
-A hidden key adds exactly 0, so key tiles before a window may be skipped. The maximum of a row is
-computed over all keys first, so no partial sum is rescaled.
+- A product multiplies a row tile [16, D] by a key tile [64, D]. The 16 rows of a row tile are pairs
+  of a query and a head, all for the same KV head, padded with zero rows. A key tile has 64 keys,
+  the first of which has a position that is a multiple of 64.
+- The scores of N row tiles are [key tiles, N, 16, 64], with -inf for hidden keys.
+- The output is summed over the key tiles in ascending order. The maximum score of a row is computed
+  over all keys first, so partial sums need not be rescaled. A hidden key adds exactly 0, so key
+  tiles before a window may be skipped.
 """
 
 import math
@@ -30,13 +29,14 @@ KEY_TILE = 64
 @dataclass(frozen=True, slots=True)
 class _TiledGroup:
     group: AttentionGroup
-    hidden: torch.Tensor  # bool [key tiles, N, 16, 64]: true for keys that a row does not attend to
-    # For each key tile, the first row tile that attends to this key tile or to a later one.
+    hidden: torch.Tensor  # bool [key tiles, N, 16, 64]: true if the row does not attend to the key
+    # For each key tile: the number of the first row tile whose context reaches this key tile.
     first_row_tile: list[int]
 
 
 class InvariantPagedAttention:
-    """Attention for one step. Index tensors and masks are made once and used in every layer."""
+    """Computes the attention of one step. Index tensors and masks are created once and used in
+    every layer."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class InvariantPagedAttention:
         scale: float | None = None,
         cap: float | None = None,
     ) -> None:
-        """`scale` is the factor on scores (default: 1 / sqrt(D)). With `cap`, scores become
+        """Scores are multiplied by `scale`; None: 1 / sqrt(D). With `cap`, scores then become
         cap * tanh(score / cap)."""
         assert dtype == pool.dtype == torch.float32
         self._pool = pool
@@ -63,10 +63,8 @@ class InvariantPagedAttention:
     def __call__(
         self, layer: int, queries: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Returns the attention of queries [T, heads, D], in the same shape. The step's own K and V
-        must be in the pool.
-
-        sinks   [heads]: attention sinks
+        """Returns the attention output for queries [T, heads, D], in the same shape. The K and V of
+        the step's tokens must already be in the pool. `sinks` is [heads].
         """
         out = torch.zeros_like(queries, memory_format=torch.contiguous_format)
         scaled = queries * self._scale
@@ -88,8 +86,9 @@ class InvariantPagedAttention:
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        """Computes the attention of queries [B, heads, D], one per sequence. The heads of one
-        sequence and KV head form one row tile, or several if there are more than 16."""
+        """Writes the attention output for queries [B, heads, D], one token per sequence, to `out`.
+        The heads that share a KV head of a sequence are one row tile; more than 16 heads are
+        several."""
         head_dim = queries.shape[-1]
         rows = _padded_rows(queries.reshape(-1, self._group_size, head_dim))
         if self._tiles_per_query > 1:
@@ -116,8 +115,8 @@ class InvariantPagedAttention:
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        """Computes the attention of queries [n, heads, D] of one sequence, one KV head after the
-        other."""
+        """Writes the attention output for queries [n, heads, D] of one sequence to `out`. Computes
+        one KV head after the other."""
         num_queries, _, head_dim = queries.shape
         shape = (num_queries, self._pool.num_kv_heads, self._group_size, head_dim)
         by_head = queries.view(shape).transpose(0, 1).reshape(shape[1], 1, -1, head_dim)
@@ -137,12 +136,13 @@ class InvariantPagedAttention:
             out_by_head[head].copy_(used.view(num_queries, self._group_size, head_dim))
 
     def _tiled(self, group: AttentionGroup, window: int | None) -> _TiledGroup:
-        """Creates the row tiles and the mask of a group.
+        """Creates the mask of a group, and finds the row tiles that attend to each key tile.
 
-        Row tiles are ordered by their last visible key: sequences by context length, queries by
-        position. So the row tiles that attend to a key tile are the last ones. Contexts cut by a
-        window may be slightly out of order; then the mask hides the key tile from some of these row
-        tiles.
+        Row tiles are ordered by the length of their contexts. So the row tiles that attend to a key
+        tile are the last ones: with contexts of 100, 150 and 200 keys, only the last two attend to
+        the third key tile, which begins with key 128. If a window has removed blocks, the order may
+        not be exact. Then a few more row tiles are computed, and the mask hides the key tile from
+        them.
         """
         device, tiles_per_sequence = self._pool.device, 1
         if group.num_queries == 1:
@@ -169,7 +169,7 @@ class InvariantPagedAttention:
 
 
 def _padded_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Pads [groups, rows, D] with zero rows to a multiple of the row tile."""
+    """Pads [groups, rows, D] with zero rows, so that the number of rows is a multiple of 16."""
     num_groups, num_rows, head_dim = rows.shape
     padded = rows.new_zeros(num_groups, -(-num_rows // ROW_TILE) * ROW_TILE, head_dim)
     padded[:, :num_rows] = rows
@@ -184,9 +184,13 @@ def _attend_tiles(
     cap: float | None,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-    """Returns the attention [N, 16, D] of scaled queries [N, 16, D] to keys and values
-    [N, padded context, D] with sinks [N, 16], and a function that computes the softmax weights
-    [N * 16, padded context]."""
+    """Returns the attention output [N, 16, D] of N row tiles, and a function that computes the
+    softmax weights [N * 16, padded context].
+
+    tiles           [N, 16, D]: queries, multiplied by the scale
+    keys, values    [N, padded context, D]
+    sinks           [N, 16]
+    """
     scores = tiles.new_full(part.hidden.shape, float("-inf"))
     for t, first in enumerate(part.first_row_tile):
         key_tile = keys[first:, t * KEY_TILE : (t + 1) * KEY_TILE]

@@ -2,9 +2,12 @@
 
     weight = scale * (number - zero) + min
 
-Results equal those of native/blocks.cpp bit by bit. No data is copied from the host, so CUDA graphs
-can record these functions. The types are defined in
+A block is a run of weights, such as 32, that share scales. Its bytes have the scales and the
+numbers. The types are defined in
 https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+
+Results equal those of native/blocks.cpp bit by bit. No data is copied from the host, so CUDA graphs
+can record these functions.
 """
 
 from collections.abc import Callable
@@ -12,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-Q4_Z32, Q4_Z64 = 1032, 1064  # types of native/blocks.h that do not exist in GGUF files
+Q4_Z32, Q4_Z64 = 1032, 1064  # numbers of two types that Tandem adds (native/blocks.h)
 
 
 class BlockType(NamedTuple):
@@ -31,12 +34,14 @@ def _half(two_bytes: torch.Tensor) -> torch.Tensor:
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Unpacks 4-bit numbers: first the low nibbles of all bytes, then the high nibbles."""
+    """Unpacks 4-bit numbers: [..., n] bytes become [..., 2 n] numbers, first the low nibbles of all
+    bytes, then the high nibbles."""
     return torch.cat((packed & 15, packed >> 4), -1)
 
 
 def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
-    """Expands each bit of four bytes to 16 or 0, the value of the fifth bit of a number."""
+    """Expands four bytes to 32 numbers, one per bit: 16 if the bit is set, otherwise 0. This is the
+    fifth bit of a 5-bit number."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(-1) >> shifts) & 1).flatten(-2) << 4
 
@@ -74,7 +79,8 @@ def _zeroed(block: torch.Tensor) -> torch.Tensor:
 def _mxfp4(block: torch.Tensor) -> torch.Tensor:
     codes = _nibbles(block[..., 1:]).int()
     size = codes & 7
-    # Twice the magnitude of a normal number. Subnormal numbers follow in the next statement.
+    # Twice the magnitude of a number. The first formula is for normal numbers, the second for
+    # subnormal ones.
     doubled = (2 | size & 1) << (size // 2 - 1).clamp(min=0)
     doubled = torch.where(size < 2, size, doubled)
     exponents = block[..., :1].int() - 128
@@ -82,8 +88,8 @@ def _mxfp4(block: torch.Tensor) -> torch.Tensor:
 
 
 def _scales_and_mins(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the scales and minimums of the eight groups in Q4_K and Q5_K blocks, each [..., 8,
-    1]. A block stores these 16 numbers in 12 bytes, with 6 bits each."""
+    """Returns the scales and the minimums of the eight groups of a Q4_K or Q5_K block, each
+    [..., 8, 1]. A block stores these 16 numbers in 12 bytes, with 6 bits each."""
     packed = block[..., 4:16]
     first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), -1)
@@ -93,8 +99,9 @@ def _scales_and_mins(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pairs_of_groups(packed: torch.Tensor) -> torch.Tensor:
-    """Unpacks 128 bytes to eight groups of 32 numbers, [..., 8, 32]. Each 32 bytes hold one group
-    in the low nibbles and the next group in the high nibbles."""
+    """Unpacks 128 bytes to eight groups of 32 numbers, [..., 8, 32]. The first 32 bytes have group
+    0 in the low nibbles and group 1 in the high nibbles, the next 32 bytes groups 2 and 3, and so
+    on."""
     bytes_of_pairs = packed.reshape(*packed.shape[:-1], 4, 1, 32)
     return torch.cat((bytes_of_pairs & 15, bytes_of_pairs >> 4), -2).flatten(-3, -2)
 
@@ -114,7 +121,7 @@ def _q5_k(block: torch.Tensor) -> torch.Tensor:
 def _q6_k(block: torch.Tensor) -> torch.Tensor:
     before = block.shape[:-1]
     low = block[..., :128].reshape(*before, 2, 1, 2, 32)
-    # [..., 2, 2, 2, 32]: [i, j, k] is group 4 i + 2 j + k
+    # The shape becomes [..., 2, 2, 2, 32], in which [..., i, j, k, :] is group 4 i + 2 j + k.
     low = torch.cat((low & 15, low >> 4), -3)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=block.device).unsqueeze(-1)
     high = (block[..., 128:192].reshape(*before, 2, 1, 32) >> shifts & 3) << 4
@@ -123,7 +130,7 @@ def _q6_k(block: torch.Tensor) -> torch.Tensor:
     return ((numbers.float() - 32) * scales.unsqueeze(-1)).flatten(-2)
 
 
-TYPES = {  # keys: type numbers of GGUF, except for the last two
+TYPES = {  # by the type's number in GGUF; the last two types do not exist in GGUF
     2: BlockType(18, _q4_0),
     3: BlockType(20, _q4_1),
     6: BlockType(22, _q5_0),

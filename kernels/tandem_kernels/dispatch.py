@@ -56,7 +56,7 @@ class MakeAttention(Protocol):
 class Kernels:
     """The operations for one device and numerics mode."""
 
-    row_multiple: int  # Rows of activations are padded to a multiple of this.
+    row_multiple: int  # the number of rows of activations must be a multiple of this
     linear: Linear
     linear_of_heads: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     attention: MakeAttention

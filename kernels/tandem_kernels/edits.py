@@ -8,9 +8,12 @@
     masks         banned tokens, and tokens without a       -inf
                   bit in `mask`
 
+l is the logit, r the repetition penalty, and count the number of times the token is in the
+completion. `mask` has one bit per token of the vocabulary and comes from a grammar.
+
 The formulas are computed in fp32 with a rounding after each operation, so all backends give the
-same bits. The cost of an edit depends on the number of edited tokens and not on the vocabulary,
-except for `mask`.
+same bits. Except for `mask`, the time for an edit depends on the number of edited tokens and not on
+the size of the vocabulary.
 """
 
 from collections.abc import Sequence
@@ -25,21 +28,21 @@ Ids = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """The edit of one row of logits. `token_ids` are distinct. `bias`, `scales` and `penalties`
-    have one element for each token id."""
+    """The edit of one row of logits. `bias`, `scales` and `penalties` have one element for each of
+    `token_ids`, which are distinct."""
 
     token_ids: Ids
     bias: Floats
-    scales: Floats  # repetition penalties; 1: none
-    penalties: Floats  # sum of frequency and presence penalties
+    scales: Floats  # repetition penalties; 1: no penalty
+    penalties: Floats  # frequency * count + presence
     banned: Sequence[int] = ()
     # Bit i % 32 of word i // 32 is set if token i is allowed; the bits after the vocabulary are 0.
     # At least one token is allowed.
     mask: Ids | None = None
 
     def keeps(self, token_id: int) -> bool:
-        """Returns whether `token_id`, if it is the most likely token before the edit, certainly
-        remains the most likely one. False: it may or may not remain so."""
+        """`token_id` is the most likely token before the edit. Returns True if it certainly is the
+        most likely one after the edit too, and False if this is unknown."""
         if self.mask is None or len(self.token_ids) or self.banned:
             return False
         return bool(self.mask[token_id // 32] >> (token_id % 32) & 1)
@@ -54,10 +57,11 @@ def apply_edit(logits: Floats, edit: Edit) -> None:
 
 
 def edited_logits(logits: Floats, edit: Edit) -> tuple[Floats, Ids | None]:
-    """Returns the edited logits of the tokens that remain possible, and the ids of these tokens in
-    ascending order. None instead of ids means the whole vocabulary.
+    """Returns edited logits, and the ids of the tokens to which they belong in ascending order.
+    None instead of the ids means the whole vocabulary. `logits` [vocab] is not changed.
 
-    `logits` [vocab] is not changed. If the mask allows few tokens, only their logits are computed.
+    If the mask allows less than half of the tokens, only the logits of the allowed tokens are
+    returned.
     """
     if edit.mask is not None and 2 * _num_bits(edit.mask) < len(logits):
         left = _ids_of(edit.mask, len(logits))
@@ -68,16 +72,15 @@ def edited_logits(logits: Floats, edit: Edit) -> tuple[Floats, Ids | None]:
 
 
 def most_likely_after(logits: Floats, edit: Edit, most_likely: int) -> int:
-    """Returns the most likely token of a row of logits [vocab] after an edit, the one with the
-    lowest id if several are equally likely. `most_likely` is the most likely token before the
-    edit."""
+    """Returns the most likely token of a row of logits [vocab] after an edit. `most_likely` is the
+    most likely token before the edit. Of equally likely tokens, the one with the lowest id counts
+    as the most likely."""
     is_edited = most_likely in edit.banned or bool((edit.token_ids == most_likely).any())
     if edit.mask is not None or is_edited:
         values, ids = edited_logits(logits, edit)
         best = int(values.argmax())
         return best if ids is None else int(ids[best])
-    # Only an edited token can replace `most_likely`: the others are less likely, or equally likely
-    # with a higher id.
+    # Here `most_likely` itself is not edited. Only an edited token can become more likely than it.
     values = _edited(logits[edit.token_ids], edit)
     for token_id in edit.banned:
         values[edit.token_ids == token_id] = -np.inf
@@ -90,14 +93,14 @@ def most_likely_after(logits: Floats, edit: Edit, most_likely: int) -> int:
 
 
 def _edited(values: Floats, edit: Edit) -> Floats:
-    """Applies bias and penalties to the logits of the edit's tokens."""
+    """Applies bias and penalties to `values`, the logits of `edit.token_ids`."""
     biased = values + edit.bias
     scaled: Floats = np.where(biased > 0, biased / edit.scales, biased * edit.scales)
     return scaled - edit.penalties
 
 
 def _edit_few(logits: Floats, edit: Edit, left: Ids) -> Floats:
-    """Returns the edited logits of the tokens `left`, whose ids are in ascending order."""
+    """Returns the edited logits of only the tokens `left`. These ids must be in ascending order."""
     values = logits[left]
     if len(edit.token_ids):
         edited = _edited(logits[edit.token_ids], edit)
@@ -110,7 +113,7 @@ def _edit_few(logits: Floats, edit: Edit, left: Ids) -> Floats:
 
 
 def _ids_of(mask: Ids, vocab: int) -> Ids:
-    """Returns the ids of the tokens whose bits are set, in ascending order."""
+    """Returns the ids of the tokens whose bits in the mask are set, in ascending order."""
     bits = np.unpackbits(mask.view(np.uint8), count=vocab, bitorder="little")
     return np.flatnonzero(bits.view(np.bool_)).astype(np.int32)
 

@@ -6,10 +6,11 @@ import torch
 def choose_experts(
     logits: torch.Tensor, top_k: int, is_normalized: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the ids of the chosen experts [T, top_k] for logits [T, experts], and their fp32
-    weights.
+    """Chooses the `top_k` experts with the largest logits for each token. Returns the numbers of
+    the experts and their fp32 weights, both [T, top_k]. `logits` is [T, experts].
 
-    The weights are a softmax over all experts, or, if `is_normalized`, over the chosen ones.
+    The weights are the softmax over all experts. If `is_normalized`, they are the softmax over only
+    the chosen experts.
     """
     logits = logits.float()
     highest, chosen = torch.topk(logits, top_k, dim=-1)
@@ -27,16 +28,20 @@ def choose_in_groups(
     scale: float,
     correction: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the ids of experts [T, top_k] chosen from the best groups, and their fp32 weights
-    (DeepSeek).
+    """Chooses experts as DeepSeek models do: first the best groups of experts, and then the `top_k`
+    best experts in these groups. Returns the numbers of the experts and their fp32 weights, both
+    [T, top_k].
 
-    Without a correction, scores are the softmax of the logits [T, experts]. Experts are ranked by
-    score, and groups by the score of their best expert. With a correction [experts], scores are the
-    sigmoid of the logits. Experts are ranked by score + correction, and groups by the sum of this
-    value for their two best experts. The weights are scores * scale. With `is_normalized`, the
-    scores are first divided by their sum.
+                              without correction          with correction [experts]
+        score of an expert    softmax of the logits       sigmoid of the logit
+        rank of an expert     score                       score + correction
+        rank of a group       rank of its best expert     sum of the ranks of its two best experts
 
-    groups   number of groups, and number of groups chosen per token; None: no groups
+    The weight of a chosen expert is score * scale. With `is_normalized`, the scores are first
+    divided by the sum of the chosen experts' scores.
+
+    logits   [T, experts]
+    groups   (number of groups, number of groups chosen per token); None: no groups
     """
     logits = logits.float()
     scores = torch.softmax(logits, dim=-1) if correction is None else torch.sigmoid(logits)

@@ -1,8 +1,11 @@
-"""Reads and writes KV blocks in a byte pool with torch.
+"""Reads and writes KV blocks in a pool of bytes, with torch.
 
-A block holds all layers. In a block, the K or V of one head in one layer is a contiguous run of
-`block_size` rows of D elements. Index tensors are made once per step and point to layer 0; a
-constant is added for each other layer. This module knows block ids and offsets, but no sequences.
+A block has the KV of `block_size` tokens in all layers. Within a block, the K of one head in one
+layer is a *run*: `block_size` rows of D elements, one row per token. Its V is the next run. A pool
+is thus a list of runs, in the order block, head, layer, K before V.
+
+The indices of runs and rows are computed once per step, for layer 0. For another layer, a constant
+is added. This module knows block ids and offsets, but no sequences.
 """
 
 from typing import NamedTuple, Protocol
@@ -16,7 +19,7 @@ from tandem_kernels.kv_int4_keys import KeyChannels
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-# Static quantization parameters of a model, which apply to all tokens.
+# Quantization parameters of a model that do not depend on the token.
 StaticKv = KeyChannels | FixedScales
 
 
@@ -27,7 +30,7 @@ class RowFormat(Protocol):
     def widen(self, numbers: torch.Tensor, scales: torch.Tensor, /) -> torch.Tensor: ...
 
 
-# KV dtype -> (row format of K, row format of V).
+# KV dtype -> (module that quantizes K, module that quantizes V).
 _FORMATS: dict[str, tuple[RowFormat, RowFormat]] = {
     "int8": (kv_int8, kv_int8),
     "fp8_e4m3": (kv_fp8, kv_fp8),
@@ -75,16 +78,17 @@ class KvLayout(Protocol):
 
 
 class LayerKv(NamedTuple):
-    """One layer of a pool as strided views, for the Triton kernels."""
+    """One layer of a pool as strided views, for the Triton kernels. The 2 in shapes is K and V."""
 
-    numbers: torch.Tensor  # [num_blocks, heads, 2, block_size, D]; e4m3 as uint8
-    scales: torch.Tensor | None  # [num_blocks, heads, 2, block_size] float16
-    fixed_scales: torch.Tensor | None = None  # [2]: static scales of the layer's K and V
+    numbers: torch.Tensor  # [num_blocks, heads, 2, block_size, D]; the type of e4m3 is uint8
+    scales: torch.Tensor | None  # [num_blocks, heads, 2, block_size] float16; None: unquantized
+    fixed_scales: torch.Tensor | None = None  # [2]: static scales; None: each row has its own
 
 
 def make_pool(memory: torch.Tensor, layout: KvLayout, static: StaticKv | None = None) -> "KvPool":
-    """Creates a pool of the class that supports `layout`, over `memory`, uint8 [num_blocks,
-    block_bytes]. `static` must be KeyChannels for int4, and may be FixedScales for fp8_e4m3."""
+    """Creates a pool in `memory`, uint8 [num_blocks, block_bytes]. The layout and its KV dtype
+    determine the class. `static` must be KeyChannels for int4, and may be FixedScales for
+    fp8_e4m3."""
     if layout.dtype == "int4":
         assert isinstance(static, KeyChannels)
         return Int4KvPool(memory, layout, static)
@@ -98,7 +102,7 @@ def make_pool(memory: torch.Tensor, layout: KvLayout, static: StaticKv | None = 
 
 
 class KvPool:
-    """A pool with unquantized KV: views of its memory, and reads and writes by block id."""
+    """A pool with unquantized KV. KV is written by token and read by block."""
 
     static: StaticKv | None = None
 
@@ -120,8 +124,8 @@ class KvPool:
 
     @property
     def kv(self) -> torch.Tensor:
-        """The pool as [num_blocks, heads, layers, 2, block_size, D]. The 2 stands for K and V. It
-        is 1 with latent attention."""
+        """The pool as [num_blocks, heads, layers, 2, block_size, D], where the 2 is K and V. With
+        latent attention it is 1."""
         runs = 1 + self.layout.has_values
         shape = self.num_kv_heads, self.num_layers, runs, self.block_size, self.head_dim
         return self._tokens.view(-1, *shape)
@@ -130,32 +134,34 @@ class KvPool:
         return LayerKv(layer_of(self.kv, number), None)
 
     def token_rows(self, block_ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Returns the indices [T, heads] of the rows that hold the tokens' K in layer 0. A token's
-        slot is its block id and its offset in this block; both arguments are [T]."""
+        """Returns, for each token and head, the index of the row for the token's K in layer 0:
+        [T, heads]. The arguments, both [T], are the id of the token's block and the token's offset
+        in this block."""
         return self._first_runs(block_ids) * self.block_size + offsets.unsqueeze(-1)
 
     def write(
         self, layer: int, token_rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Stores K and V, each [T, heads, D] of any dtype, at the indices that `token_rows`
-        returned."""
+        """Stores keys and values, each [T, heads, D] of any dtype. `token_rows` is the result of
+        the method of this name."""
         rows = token_rows + 2 * layer * self.block_size
         self._tokens.index_put_((rows,), keys.to(self.dtype))
         self._tokens.index_put_((rows + self.block_size,), values.to(self.dtype))
 
     def block_rows(self, block_tables: torch.Tensor) -> torch.Tensor:
-        """Returns the indices of layer 0's runs of K, then of V, for block ids [B, M]. The result
-        is flat, [2 * B * heads * M]."""
+        """Returns the indices of the runs of the blocks [B, M] in layer 0, for `gather`. The result
+        has first all runs of K and then all runs of V: [2 * B * heads * M]."""
         runs = self._first_runs(block_tables).transpose(1, 2)
         return torch.stack((runs, runs + 1)).flatten()
 
     def gather(self, layer: int, block_rows: torch.Tensor, num_seqs: int) -> torch.Tensor:
-        """Copies the K and V of whole blocks to a tensor [2, B, heads, M * block_size, D]."""
+        """Copies the K and V of blocks to one tensor [2, B, heads, M * block_size, D].
+        `block_rows` is the result of the method of this name."""
         runs = torch.index_select(self._runs, 0, block_rows + 2 * layer)
         return runs.view(2, num_seqs, self.num_kv_heads, -1, self.head_dim)
 
     def _first_runs(self, block_ids: torch.Tensor) -> torch.Tensor:
-        """Returns the run index of layer 0's K in each block, for each head: [..., heads]."""
+        """Returns the index of the run of K in layer 0 for each block and head, [..., heads]."""
         heads = block_ids.unsqueeze(-1) * self.num_kv_heads + self._heads
         return heads * ((1 + self.layout.has_values) * self.num_layers)
 
@@ -167,16 +173,17 @@ class LatentKvPool(KvPool):
     def write(
         self, layer: int, token_rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Stores keys [T, 1, D]. `values` is ignored, because a value is a part of its key."""
+        """Stores keys [T, 1, D]: a latent and a rotated key per token. `values` is ignored, because
+        the latent is the value."""
         rows = token_rows + layer * self.block_size
         self._tokens.index_put_((rows,), keys.to(self.dtype))
 
     def block_rows(self, block_tables: torch.Tensor) -> torch.Tensor:
-        """Returns the row indices of layer 0 for block ids [B, M], as a tensor [B * heads * M]."""
+        """Returns the indices of the runs of the blocks [B, M] in layer 0: [B * heads * M]."""
         return self._first_runs(block_tables).transpose(1, 2).flatten()
 
     def gather(self, layer: int, block_rows: torch.Tensor, num_seqs: int) -> torch.Tensor:
-        """Copies the rows of whole blocks to a tensor [2, B, heads, M * block_size, D]. Keys and
+        """Copies the rows of blocks to a tensor [2, B, heads, M * block_size, D], in which keys and
         values are the same memory."""
         runs = torch.index_select(self._runs, 0, block_rows + layer)
         rows = runs.view(num_seqs, self.num_kv_heads, -1, self.head_dim)
@@ -184,8 +191,8 @@ class LatentKvPool(KvPool):
 
 
 class QuantizedLatentKvPool(LatentKvPool):
-    """A pool of int8 latents (kv_int8.py) with unquantized rotated keys. `gather` dequantizes to
-    fp32."""
+    """A pool for latent attention with int8 latents (kv_int8.py) and unquantized rotated keys.
+    `gather` returns fp32."""
 
     def _make_views(self) -> None:
         assert self.layout.dtype == "int8"
@@ -219,8 +226,8 @@ class QuantizedLatentKvPool(LatentKvPool):
 
 
 class QuantizedKvPool(KvPool):
-    """A quantized pool with per-row scales (kv_int8.py, kv_fp8.py, kv_int4.py). `gather`
-    dequantizes to fp32."""
+    """A quantized pool in which each row has its own scale (kv_int8.py, kv_fp8.py, kv_int4.py).
+    `gather` returns fp32."""
 
     def _make_views(self) -> None:
         self.dtype = torch.float32
@@ -238,7 +245,8 @@ class QuantizedKvPool(KvPool):
         self._scales = scales[:, : 2 * size].view(-1, 2, size)
 
     def layer(self, number: int) -> LayerKv:
-        """Returns one layer as views. K and V must have one byte per element."""
+        """Returns one layer as views, if K and V have one byte per element. Other formats have no
+        views."""
         assert self.layout.row_bytes == (self.head_dim, self.head_dim)
         size, dim = self.block_size, self.head_dim
         shape = -1, self.num_kv_heads, self.num_layers, self.layout.layer_bytes
@@ -260,7 +268,7 @@ class QuantizedKvPool(KvPool):
             self._scales[:, which].index_put_((parts, offsets), scales)
 
     def gather(self, layer: int, block_rows: torch.Tensor, num_seqs: int) -> torch.Tensor:
-        """Dequantizes the K and V of whole blocks: fp32 [2, B, heads, M * block_size, D]."""
+        """Dequantizes the K and V of blocks to fp32 [2, B, heads, M * block_size, D]."""
         size = num_seqs, self.num_kv_heads, -1
         runs = []
         for which, parts in enumerate((block_rows // 2 + layer).view(2, -1)):
@@ -272,14 +280,14 @@ class QuantizedKvPool(KvPool):
     def _quantize(
         self, which: int, layer: int, rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantizes rows [T, heads, D] of K (`which` 0) or V (`which` 1). Returns numbers and
-        scales."""
+        """Quantizes rows [T, heads, D] of K (`which` = 0) or V (`which` = 1). Returns the numbers
+        and the scales."""
         return self._formats[which].quantize(rows)
 
     def _widen(
         self, which: int, layer: int, numbers: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
-        """Dequantizes rows [B, heads, tokens, bytes] of K (`which` 0) or V (`which` 1)."""
+        """Dequantizes rows [B, heads, tokens, bytes] of K (`which` = 0) or V (`which` = 1)."""
         return self._formats[which].widen(numbers, scales)
 
 
@@ -301,7 +309,7 @@ class FixedScaleKvPool(QuantizedKvPool):
 
 
 class Int4KvPool(QuantizedKvPool):
-    """An int4 pool, whose keys use static channel scales (kv_int4_keys.py)."""
+    """An int4 pool. Its keys also have static scales per channel (kv_int4_keys.py)."""
 
     def __init__(self, memory: torch.Tensor, layout: KvLayout, key_channels: KeyChannels) -> None:
         super().__init__(memory, layout)
@@ -326,6 +334,6 @@ class Int4KvPool(QuantizedKvPool):
 
 
 def layer_of(kv: torch.Tensor, layer: int) -> torch.Tensor:
-    """Returns one layer of an unquantized pool, a strided view [num_blocks, heads, 2, block_size,
-    D]."""
+    """Returns one layer of an unquantized pool as a view [num_blocks, heads, 2, block_size, D].
+    `kv` is `KvPool.kv`."""
     return kv.select(2, layer)

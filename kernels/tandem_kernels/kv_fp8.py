@@ -6,11 +6,12 @@
     x        is dequantized as number * scale, which is exact in fp32
 
 An e4m3 number is a byte with a sign, 4 exponent bits and 3 fraction bits, as in float8_e4m3fn. The
-largest number is 448, and numbers below 2^-6 are multiples of 2^-9. Kernels decode a number by
-shifting its lower 7 bits left by 7. The result is a float16 with 1/256 of the value.
+largest number is 448, and numbers below 2^-6 are multiples of 2^-9. Kernels decode e4m3 by a shift:
+the lower 7 bits of the byte, shifted left by 7, are a float16 with 1/256 of the value.
 
-A checkpoint may have static scales for the K and the V of each layer. These are rounded up to
-float16 and replace the rows' own scales. Numbers beyond 448 times a static scale then saturate.
+A checkpoint may have static scales, one for the K and one for the V of each layer. They are rounded
+up to float16 and used instead of a scale per row. Elements beyond 448 times a static scale become
+448 times the scale.
 
 Rows of zeros and rows with infinities or NaN are treated as in kv_int8.py. A row's bytes depend on
 that row only. `quantize` in native/kv_fp8.h computes the same bytes.
@@ -30,13 +31,14 @@ _LARGEST = 448
 
 @dataclass(frozen=True)
 class FixedScales:
-    """The static KV scales of a checkpoint."""
+    """The static scales of a checkpoint for K and V, which all tokens share."""
 
     scales: torch.Tensor  # [layers, 2] float16: scale of K, scale of V
 
     @property
     def digest(self) -> str:
-        """Hash of the scales, 8 hex digits. Pools with different scales are incompatible."""
+        """Hash of the scales, 8 hex digits. Blocks can be exchanged only between pools with equal
+        digests."""
         data = self.scales.cpu().contiguous().numpy().tobytes()
         return hashlib.blake2b(data, digest_size=4).hexdigest()
 
@@ -50,7 +52,7 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes rows [..., D] of any float dtype to e4m3 bytes [..., D] and float16 scales [...].
 
-    fixed  [] float16: one scale for all rows, which replaces the rows' own scales
+    fixed  a scalar float16: the static scale of all rows; None: each row has its own scale
     """
     wide = rows.float()
     scales, divisors = scales_of(wide, _LARGEST)

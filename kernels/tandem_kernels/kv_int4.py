@@ -1,13 +1,16 @@
-"""4-bit quantization for a KV pool. A row, the K or V of one token and head, has its own scale.
+"""4-bit quantization for a KV pool. A row has D elements x, the K or V of one token and head. Each
+row has its own scale.
 
-    e        the number with the largest |x| in the row of D numbers, fp32; the negative one if both
-             e and -e occur
-    scale    -e / 8 in fp32, at most 65504, its magnitude rounded up to float16
+    e        the element with the largest |x|, fp32; the negative one if both e and -e occur
+    scale    -e / 8 in fp32, its magnitude at most 65504 and rounded up to float16
     number   x / scale in fp32, rounded to the nearest integer (ties to even), within -8 to 7
     x        is dequantized as number * scale, which is exact in fp32
 
-The number for e is -8 for both signs of e, so all 16 codes are used. Byte i of a row holds
-number i + 8 in its low nibble and number (i + D / 2) + 8 in its high nibble; D is even.
+The scale may be negative. So the number for e is always -8, and all 16 numbers from -8 to 7 are
+used. For example, e = 4 gives the scale -0.5.
+
+A row is stored in D / 2 bytes, where D is even. The low nibble of byte i is number[i] + 8, and the
+high nibble is number[i + D / 2] + 8.
 
 Rows of zeros and rows with infinities or NaN are treated as in kv_int8.py. A row's bytes depend
 on that row only. `quantize` in native/kv_int4.h computes the same bytes.
@@ -32,8 +35,8 @@ def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def scales_of(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the float16 scales [...] of fp32 rows [..., D], and the fp32 divisors [...]. A
-    divisor is infinite if all numbers of its row become 0."""
+    """Returns the float16 scales [...] of fp32 rows [..., D], and the fp32 divisors [...] by which
+    the rows are divided. The divisor is the scale, or infinity if all numbers must become 0."""
     largest = wide.abs().amax(-1)
     is_finite = largest.isfinite()
     scales = round_up(torch.where(is_finite, largest / -_LOWEST, 0.0))

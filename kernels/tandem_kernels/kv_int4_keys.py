@@ -1,20 +1,24 @@
-"""Quantization of an int4 pool's keys, with static channel scales and a scale for each token.
+"""Quantization of the keys in an int4 pool. A channel is one of the D elements of a head. Each
+channel has a static scale for all tokens, and each token has its own scale.
 
-The channels (elements of a head) are reordered so that the first quarter matters most for scores,
-and each channel is divided by its static scale (`KeyChannels`). The first quarter is stored with 6
-bits, the rest with 4.
+The channels are reordered, so that those that matter most for scores are the first quarter
+(`KeyChannels`). The first quarter is stored with 6 bits per number, the other channels with 4:
 
     y        x / channel scale, fp32, in the order of the channels
-    scale    the token's scale, from all y as in kv_int4.py
+    scale    the token's scale, computed from all y as in kv_int4.py
     number   first quarter: 4 * y / scale, rounded to the nearest integer (ties to even), within
              -32 to 31; other channels: y / scale, within -8 to 7
     x        is dequantized as number * (scale * multiplier); the multiplier is the channel's scale,
              divided by 4 in the first quarter
 
-A row of D channels has D / 2 bytes with the upper 4 bits of each number, laid out as in kv_int4.py,
-and D / 16 bytes with the lower 2 bits of the first quarter. The lower bits of channel i start at
-bit 2 * (i // (D / 16)) of byte i % (D / 16). D is a multiple of 16. `quantize_key` in
-native/kv_int4.h computes the same bytes.
+A row of D channels, where D is a multiple of 16, is stored in two parts:
+
+- D / 2 bytes: the upper 4 bits of each number in the first quarter, and the other numbers, laid out
+  as in kv_int4.py.
+- D / 16 bytes: the lower 2 bits of the numbers in the first quarter. Those of channel i start at
+  bit 2 * (i // (D / 16)) of byte i % (D / 16).
+
+`quantize_key` in native/kv_int4.h computes the same bytes.
 """
 
 from __future__ import annotations
@@ -30,30 +34,31 @@ from tandem_kernels.kv_int4 import scales_of
 
 @dataclass(frozen=True)
 class KeyChannels:
-    """The order and scales of the key channels; both tensors are [layers, KV heads, D]."""
+    """The order and the static scales of the key channels of a model. Both tensors are [layers, KV
+    heads, D]."""
 
-    order: torch.Tensor  # int32: the channel at each position
-    scales: torch.Tensor  # float32: the scale of the channel at each position
+    order: torch.Tensor  # int32: order[..., i] is the channel that is stored at position i
+    scales: torch.Tensor  # float32: scales[..., i] is the scale of this channel
 
     @cached_property
     def multipliers(self) -> torch.Tensor:
-        """The factor of each channel in dequantization, float32 [layers, KV heads, D], in the order
-        of `order`."""
+        """The `multiplier` of the formula above for each position, float32
+        [layers, KV heads, D]."""
         fine = self.scales.clone()
         fine[..., : self.scales.shape[-1] // 4] /= 4
         return fine
 
     @property
     def digest(self) -> str:
-        """Hash of the order and the scales, 8 hex digits. Pools with different digests are
-        incompatible."""
+        """Hash of the order and the scales, 8 hex digits. Blocks can be exchanged only between
+        pools with equal digests."""
         digest = hashlib.blake2b(digest_size=4)
         for tensor in (self.order, self.scales):
             digest.update(tensor.cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()
 
     def of_layers(self, layers: list[int], device: torch.device) -> KeyChannels:
-        """Returns the channels of `layers`, in the order of this list, on a device."""
+        """Returns the order and scales of only these layers, moved to a device."""
         return KeyChannels(
             self.order[layers].contiguous().to(device), self.scales[layers].contiguous().to(device)
         )
@@ -64,7 +69,7 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes rows [T, heads, D] to bytes [T, heads, 9 D / 16] and float16 scales [T, heads].
 
-    `order` and `channel_scales` are those of one layer, [heads, D].
+    `order` and `channel_scales` belong to one layer and are [heads, D].
     """
     dim = rows.shape[-1]
     wide = rows.float().gather(-1, order.long().expand_as(rows)) / channel_scales

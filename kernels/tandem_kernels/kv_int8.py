@@ -26,8 +26,9 @@ def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def scales_of(wide: torch.Tensor, highest: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the float16 scales [...] of fp32 rows [..., D] for numbers up to `highest`, and the
-    fp32 divisors [...]. A divisor is infinite if all numbers of its row become 0."""
+    """Returns the float16 scales [...] of fp32 rows [..., D] whose numbers may be up to `highest`,
+    and the fp32 divisors [...] by which the rows are divided. The divisor is the scale, or infinity
+    if all numbers must become 0."""
     largest = wide.abs().amax(-1)
     is_finite = largest.isfinite()
     # CUDA divides by a tensor exactly. To divide by a Python number, it multiplies by the
@@ -39,7 +40,7 @@ def scales_of(wide: torch.Tensor, highest: float) -> tuple[torch.Tensor, torch.T
 
 
 def round_up(wanted: torch.Tensor) -> torch.Tensor:
-    """Rounds non-negative fp32 numbers up to float16, to at most 65504."""
+    """Rounds non-negative fp32 numbers up to float16. Larger numbers than 65504 become 65504."""
     wanted = wanted.clamp(max=SCALE_MAX)
     nearest = wanted.half()
     # Adding 1 to the bits of a float16, read as an integer, gives the next larger float16.

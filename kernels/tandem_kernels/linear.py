@@ -1,9 +1,10 @@
 """Linear layers: y = x W^T + b, with x [T, in] and W [out, in].
 
-If `out` is given, the result is written to it. `out` may be a range of columns of a wider tensor.
+If `out` is given, the result is written to this tensor, which may be some columns of a wider
+tensor.
 
-The functions `*_of_heads` have one matrix per head: y[:, h] = x[:, h] W[h]^T, with x [T, heads, in]
-and W [heads, out, in].
+The functions `*_of_heads` multiply each head by its own matrix: y[:, h] = x[:, h] W[h]^T, with
+x [T, heads, in] and W [heads, out, in].
 """
 
 import torch
@@ -31,12 +32,11 @@ def linear_invariant(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns x W^T + b, [T, out]. The bits of a row depend on that row only. T must be a multiple
-    of TILE_ROWS.
+    """Returns x W^T + b, [T, out]. The bits of a row do not depend on the other rows. T must be a
+    multiple of TILE_ROWS.
 
-    A BLAS library chooses its kernel, and with it the order of additions, by the shape of a
-    product. Therefore x is multiplied in tiles of TILE_ROWS rows, so that all products have one
-    shape.
+    A BLAS library chooses the order of additions by the shape of a product. Therefore x is always
+    multiplied in tiles of TILE_ROWS rows, so that all products with W have the same shape.
     """
     assert x.shape[0] % TILE_ROWS == 0
     if out is None:
@@ -49,14 +49,13 @@ def linear_invariant(
 
 
 def linear_of_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Returns the products of all heads, [T, heads, out]. The last bits of a row may depend on
-    T."""
+    """Returns y for all heads, [T, heads, out]. The last bits of a row may depend on T."""
     return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
 
 def linear_of_heads_invariant(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Returns the products of all heads, [T, heads, out]. The bits of a row depend on that row
-    only, as in linear_invariant."""
+    """Returns y for all heads, [T, heads, out]. As in linear_invariant, the bits of a row do not
+    depend on the other rows."""
     assert x.shape[0] % TILE_ROWS == 0
     tiles = x.reshape(-1, TILE_ROWS, *x.shape[1:])
     return torch.cat([linear_of_heads(tile, weight) for tile in tiles])

@@ -20,11 +20,11 @@ _ID_BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Natural log probabilities of n tokens, one per row, and of the k most likely tokens of each
-    row."""
+    """Natural log probabilities from n rows of logits: of one chosen token per row, and of the k
+    most likely tokens of each row."""
 
-    logprobs: npt.NDArray[np.float32]  # [n]
-    ranks: npt.NDArray[np.int32]  # [n], from 1
+    logprobs: npt.NDArray[np.float32]  # [n]: of the chosen tokens
+    ranks: npt.NDArray[np.int32]  # [n]: of the chosen tokens; 1: no token is more likely
     top_ids: npt.NDArray[np.int32]  # [n, k], the most likely first
     top_logprobs: npt.NDArray[np.float32]  # [n, k]
 
@@ -32,8 +32,9 @@ class Logprobs:
 def logprobs(
     logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int
 ) -> Logprobs:
-    """Computes the log probabilities of `token_ids`, one for each of `rows` of fp32 logits
-    [any, vocab], and of the `num_top` most likely tokens. The result is on the host."""
+    """Computes, for each of `rows` of fp32 logits [any, vocab], the log probabilities of one chosen
+    token and of the `num_top` most likely tokens. `token_ids` has the chosen token of each row. The
+    result is on the host."""
     chosen_rows = logits[torch.tensor(rows, device=logits.device)]
     ids = torch.tensor(token_ids, device=logits.device)[:, None]
     chosen = chosen_rows.gather(1, ids)
@@ -50,8 +51,8 @@ def logprobs(
 
 
 def pack(logits: torch.Tensor) -> torch.Tensor:
-    """Packs logits and token ids into int64 keys [n, vocab]. A larger key means a larger logit, or
-    an equal logit and a lower token id."""
+    """Packs each logit and its token id into an int64 key, [n, vocab]. Sorting the keys in
+    descending order sorts tokens by logit, and tokens with equal logits by ascending id."""
     bits = (logits + 0.0).view(torch.int32)  # Adding 0.0 turns -0.0 into 0.0.
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     ids = torch.arange(logits.shape[1], device=logits.device)
@@ -59,7 +60,7 @@ def pack(logits: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the logits and int32 token ids of keys made by `pack`."""
+    """Returns the logits and the int32 token ids from keys made by `pack`."""
     keys = (packed >> _ID_BITS).int()
     bits = keys ^ ((keys >> 31) & 0x7FFFFFFF)
     ids = ((1 << _ID_BITS) - 1 - (packed & ((1 << _ID_BITS) - 1))).int()

@@ -1,9 +1,10 @@
-"""Adds LoRA deltas, (x A^T) B^T, to the output of a linear layer, for the rows of each adapter.
+"""Adds LoRA deltas, (x A^T) B^T, to the output of a linear layer, for the rows that use an adapter.
 
     out[rows, first : first + N] += (x[rows] A^T) B^T     A [rank, in], B [N, rank] times the scale
 
-A fused layer (q, k and v) has one part for each of its matrices. In a layer with one matrix per
-head, each head has its own A and B.
+The N columns from `first` on are the outputs of one matrix. A linear layer with several fused
+matrices, such as q, k and v, has an A and a B for each of them. A layer with one matrix per head
+has an A and a B for each head.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,17 +18,17 @@ ProductOfHeads = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LoraPart:
-    """The adapter of one matrix. The matrix produces a range of the output's columns."""
+    """The A and B of one matrix of a linear layer."""
 
-    first: int  # first column of this range
+    first: int  # the first column of the layer's output that the matrix computes
     a: torch.Tensor  # [rank, in]
     b: torch.Tensor  # [out, rank], multiplied by the scale
 
 
 @dataclass(frozen=True, slots=True)
 class LoraHeads:
-    """The adapter of a layer with one matrix per head. A tensor that all heads share is expanded to
-    all heads."""
+    """The A and B of each head in a linear layer with one matrix per head. If all heads share A or
+    B, this tensor is expanded to all heads without copies."""
 
     a: torch.Tensor  # [heads, rank, in]
     b: torch.Tensor  # [heads, out, rank], multiplied by the scale
@@ -41,12 +42,11 @@ def add_lora(
     linear: Product,
     row_multiple: int = 1,
 ) -> None:
-    """Adds one adapter's deltas to the rows `rows` [n] of `out` [T, out]; `x` [T, in] is the
-    layer's input.
+    """Adds one adapter's deltas to `rows` [n] of `out` [T, out], the output of a linear layer for
+    the input `x` [T, in].
 
-    `linear` is the function that computed the base layer. `rows` is padded to a multiple of
-    `row_multiple`, as `linear_invariant` requires. With that function, the bits of a row depend on
-    this row only.
+    `linear` is the function that computed the layer. The number of rows that are passed to `linear`
+    is padded to a multiple of `row_multiple`, as `linear_invariant` requires.
     """
     padded = torch.nn.functional.pad(rows, (0, -rows.shape[0] % row_multiple))
     picked = x[padded]
@@ -64,8 +64,8 @@ def add_lora_of_heads(
     linear_of_heads: ProductOfHeads,
     row_multiple: int = 1,
 ) -> None:
-    """Adds one adapter's deltas to the rows `rows` [n] of `out` [T, heads, out], the output of a
-    layer with one matrix per head. The other arguments are as in `add_lora`."""
+    """Adds one adapter's deltas to `rows` [n] of `out` [T, heads, out], the output of a layer with
+    one matrix per head. The other arguments are as in `add_lora`."""
     padded = torch.nn.functional.pad(rows, (0, -rows.shape[0] % row_multiple))
     low = linear_of_heads(x[padded], heads.a)
     out[rows] = out[rows] + linear_of_heads(low, heads.b)[: rows.shape[0]]

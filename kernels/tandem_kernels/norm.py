@@ -4,10 +4,11 @@ import torch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalizes the last dimension of x; the result has x's dtype.
+    """Normalizes the last dimension of x. The result has the dtype of x.
 
-    The mean of squares is computed in fp32, because bfloat16 would lose most of its digits. If the
-    weights are fp32 and x is not, the multiplication is also done in fp32 and rounded once.
+    The mean of squares is computed in fp32, because bfloat16 is too inexact for a long sum. If the
+    weights are fp32 and x is not, the multiplication by the weights is in fp32 too, and only the
+    final result is rounded.
     """
     wide = x.float()
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()

@@ -6,9 +6,9 @@
 x1 and x2 are the two halves of a head. Pair i consists of element i of both halves and is rotated
 by the angle position * frequency[i].
 
-Frequencies are fp32 [D / 2], one per pair. Scaling changes frequencies and never positions. The
-formulas equal those of transformers' modeling_rope_utils.py exactly, because checkpoints were made
-with these formulas.
+Frequencies are fp32 [D / 2], one per pair. Models with long contexts scale the frequencies, and
+never the positions. The formulas are exactly those of transformers' modeling_rope_utils.py, because
+checkpoints were made with these formulas.
 """
 
 import math
@@ -29,8 +29,9 @@ def scale_llama3(
     high_freq_factor: float,
     original_len: int,
 ) -> torch.Tensor:
-    """Scales frequencies as Llama 3 does. Frequencies with long wavelengths are divided by
-    `factor`, those with short wavelengths are kept, and those between are interpolated."""
+    """Scales frequencies as Llama 3 does. A wavelength is the number of positions of a full turn.
+    Frequencies with long wavelengths are divided by `factor`, and frequencies with short
+    wavelengths are kept. Frequencies between are interpolated."""
     wavelengths = 2 * math.pi / frequencies
     smooth = (original_len / wavelengths - low_freq_factor) / (high_freq_factor - low_freq_factor)
     smooth = smooth.clamp(0.0, 1.0)
@@ -47,9 +48,10 @@ def scale_yarn(
     beta_slow: float,
     truncate: bool,
 ) -> torch.Tensor:
-    """Scales frequencies as YaRN does (arXiv:2309.00071). Pairs that turn often in the original
-    context keep their frequency. The frequency of pairs that turn rarely is divided by `factor`,
-    and pairs between get a blend of both. The caller applies YaRN's factor on cos and sin."""
+    """Scales frequencies as YaRN does (arXiv:2309.00071). A pair that makes many turns within the
+    original context length keeps its frequency. The frequency of a pair that makes few turns is
+    divided by `factor`. Pairs between get a blend of both frequencies. YaRN also multiplies cos and
+    sin by a factor, which the caller does."""
     head_dim = 2 * frequencies.shape[0]
 
     def pair_that_turns(times: float) -> float:
@@ -61,23 +63,23 @@ def scale_yarn(
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # avoids a division by zero in the ramp
+        high += 0.001  # avoids a division by zero below
     ramp = (torch.arange(head_dim // 2).float() - low) / (high - low)
     interpolated = ramp.clamp(0, 1)
     return frequencies / factor * interpolated + frequencies * (1 - interpolated)
 
 
 def scale_longrope(head_dim: int, theta: float, factors: torch.Tensor) -> torch.Tensor:
-    """Returns longrope's frequencies (arXiv:2402.13753). The frequency of pair i is divided by
-    `factors[i]`."""
+    """Returns the frequencies of LongRoPE (arXiv:2402.13753), in which the frequency of pair i is
+    divided by `factors[i]`."""
     return 1.0 / (factors * theta ** (torch.arange(0, head_dim, 2).float() / head_dim))
 
 
 def rotary_angles(
     positions: torch.Tensor, frequencies: torch.Tensor, scale: torch.Tensor | float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the cosines and sines of the angles, both multiplied by `scale`, which is a number or
-    [D / 2]. Both are fp32 [T, 1, D / 2] and the same for every layer."""
+    """Returns the cosines and the sines for T positions, both multiplied by `scale`, each fp32
+    [T, 1, D / 2]. `scale` is a number or [D / 2]."""
     angles = (positions.float().unsqueeze(-1) * frequencies).unsqueeze(1)
     return angles.cos() * scale, angles.sin() * scale
 

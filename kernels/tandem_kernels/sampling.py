@@ -1,18 +1,18 @@
-"""Samples tokens from logits, greedily or at random. The randomness depends only on (seed,
-position).
+"""Samples tokens from logits, greedily or at random. The random number for a token depends only on
+the seed and on the position of the token.
 
-Tokens are ranked by logit, and tokens with equal logits by token id. Filters truncate the ranking
-in vLLM's order, each one after the previous:
+Tokens are ranked by logit, and tokens with equal logits by token id. Three filters are applied, in
+the same order as in vLLM:
 
     min_p    keeps tokens at least min_p times as likely as the most likely one
-    top_k    keeps the first k tokens
-    top_p    keeps the fewest tokens whose probabilities sum to top_p
+    top_k    keeps the first k of these tokens
+    top_p    keeps the fewest of these whose probabilities sum to at least top_p
 
-A uniform number then selects one of the remaining tokens by their cumulative probability.
+A uniform random number then selects one of the kept tokens by their cumulative probability.
 
 A row may be edited first (edits.py). The edit works on a copy, so log probabilities use the
-original logits. Each row is computed separately in numpy on the host, so neither threads nor the
-batch change the sums.
+original logits. Each row is computed separately in numpy on the host, so the result does not depend
+on other rows or on the number of threads.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ import torch
 from tandem_kernels.edits import Edit, edited_logits, most_likely_after
 from tandem_kernels.philox import uniform
 
-_HEAD_TOKENS = 256  # tokens that are ranked at first; more are ranked only if the draw needs them
+_HEAD_TOKENS = 256  # number of tokens that are sorted at first; more are sorted if necessary
 _HEAD_GROWTH = 16
 
 Floats = npt.NDArray[np.float32]
@@ -34,8 +34,8 @@ Ids = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Sampling parameters of one row. Temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 each
-    disable their filter."""
+    """The sampling parameters of one row. With temperature 0 the most likely token is taken. top_k
+    0, top_p 1 and min_p 0 disable their filters."""
 
     temperature: float
     top_k: int
@@ -51,8 +51,8 @@ def sample(
 ) -> list[int]:
     """Samples a token id for each row of fp32 logits [n, vocab] on any device.
 
-    `most_likely` has the most likely token of each row, the one with the lowest id if several are
-    equally likely. None: the function computes it.
+    `most_likely` has the most likely token of each row, with the lowest id if several are equally
+    likely. If it is None, this function finds these tokens.
     """
     if most_likely is None:
         # numpy's argmax is vectorized; torch's takes twelve times as long.
@@ -90,7 +90,8 @@ def _draw(logits: Floats, draw: Draw) -> int:
     most = logits.max()
     if not np.isfinite(most):  # With NaN or infinities there is no distribution to sample from.
         return int(logits.argmax())
-    # The most likely token has weight 1. With a tiny temperature the others overflow to weight 0.
+    # The most likely token has weight 1. With a tiny temperature, the exponents of other tokens
+    # overflow to -infinity, which gives weight 0.
     with np.errstate(over="ignore"):
         weights = np.exp((logits - most) / np.float32(draw.temperature))
     left = weights >= np.float32(draw.min_p)
@@ -106,11 +107,11 @@ def _draw(logits: Floats, draw: Draw) -> int:
 def _token_at(
     u: float, logits: Floats, weights: Floats, num_left: int, mass: float, top_p: float
 ) -> int:
-    """Returns the token that the uniform number `u` selects among the first `num_left` ranks, after
-    top_p has truncated them. `mass` is the total weight of the first `num_left` ranks.
+    """Applies top_p to the `num_left` most likely tokens, whose total weight is `mass`. Returns the
+    token that the uniform number `u` selects among the kept tokens.
 
-    Only as many tokens are ranked as needed, because sorting the whole vocabulary takes
-    milliseconds.
+    Sorting the whole vocabulary takes milliseconds, so only the first 256 tokens are sorted at
+    first, and more if the selected token is not among them.
     """
     size = min(_HEAD_TOKENS, num_left)
     while True:
@@ -122,7 +123,7 @@ def _token_at(
         if top_p < 1:
             cut = int(np.searchsorted(cumulative, top_p * mass))
             kept = float(cumulative[cut]) if cut < size else mass
-        # Without this limit, a product that is rounded up to `kept` would select no token.
+        # `u` is less than 1, but the product may be rounded up to `kept`, beyond the last token.
         target = min(u * kept, float(np.nextafter(kept, 0)))
         index = int(np.searchsorted(cumulative, target, side="right"))
         if index < size and (top_p >= 1 or cut < size):
@@ -131,8 +132,8 @@ def _token_at(
 
 
 def _rank(logits: Floats, count: int) -> Ids:
-    """Returns the ids of the `count` most likely tokens in descending order of likelihood. Of
-    equally likely tokens, the one with the lower id is first."""
+    """Returns the ids of the `count` most likely tokens, the most likely one first. Of equally
+    likely tokens, the one with the lower id comes first."""
     if count < len(logits):
         threshold = np.partition(logits, -count)[-count]
         above = np.flatnonzero(logits > threshold)

@@ -21,6 +21,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("tandem-llm")
     if name in __all__:
         return getattr(import_module("tandem.llm"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,6 @@
 # isort: skip_file
+__version__: str
+
 from tandem.llm import (
     LLM as LLM,
     AsyncLLM as AsyncLLM,

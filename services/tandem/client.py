@@ -5,8 +5,9 @@
       for response in InferenceStub(channel).Generate(inference.GenerateRequest(chat=chat)):
           print(response.text, end="")
 
-The modules are generated from proto/tandem/v1. A process cannot load a second generated copy:
-protobuf registers each message once and raises TypeError for the second one.
+The modules are generated from proto/tandem/v1. A program must not load a second copy that it
+generates itself: protobuf registers each message once per process, and raises TypeError for the
+second copy.
 """
 
 from tandem.net.rpc.tandem.v1 import cluster_pb2 as cluster

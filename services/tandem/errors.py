@@ -1,5 +1,6 @@
 """All errors that cross a component boundary, as one tree of exceptions.
 
+    error                   HTTP gRPC code            meaning
     TandemError
       BadRequest            400  INVALID_ARGUMENT     the client's input is not allowed
         ContextTooLong      400  INVALID_ARGUMENT
@@ -47,8 +48,9 @@
       OperateError          500  INTERNAL             an operator's command failed; never sent
       InternalError         500  INTERNAL             a bug in Tandem
 
-`code` is stable: it is sent between processes and in the field `code` of HTTP errors.
-gRPC codes are given by name, so that this module does not depend on gRPC.
+The string `code` of a class does not change between versions, because it is sent between processes
+and in the field `code` of HTTP errors. gRPC codes are given by name, so that this module does not
+depend on gRPC.
 """
 
 from __future__ import annotations
@@ -73,8 +75,8 @@ class TandemError(Exception):
     headers: Mapping[str, str] = MappingProxyType({})
 
     def __init_subclass__(cls, *, code: str, http: int = 0, grpc: str = "") -> None:
-        """Registers the error's code. HTTP status and gRPC code are inherited if they are not
-        given."""
+        """Registers the subclass under its `code`. An omitted HTTP status or gRPC code is that of
+        the base class."""
         cls.code, _BY_CODE[code] = code, cls
         cls.http_status, cls.grpc_code = http or cls.http_status, grpc or cls.grpc_code
 

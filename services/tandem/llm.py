@@ -1,12 +1,15 @@
 """A model in this process: `LLM` generates, chats and embeds without a server.
 
-    caller's thread                                   engine's thread
-    check, render, tokenize  ---SequenceSpec--------> Engine.add
-    detokenize, stop strings <--NewTokens, an error-- Engine.step, while there is work
+  1. The caller's thread checks, renders and tokenizes a prompt, and sends a SequenceSpec to the
+     engine's thread.
+  2. The engine's thread adds the sequence to the engine, and computes steps while there is work.
+     It sends NewTokens or an error to the caller's thread.
+  3. The caller's thread detokenizes the new tokens and looks for stop strings.
 
-The functions that check, prepare and read requests are those of the HTTP API, so equal requests get
-equal answers. Methods and arguments with the names of vLLM's `LLM` mean the same as there. Several
-threads may use one `LLM`: the engine computes their requests together.
+The functions that check, prepare and read requests are those of the HTTP API, so a request gets the
+same answer from `LLM` as over HTTP. Methods and arguments that vLLM's `LLM` also has mean the same
+as in vLLM. Several threads may use one `LLM` at the same time: the engine computes their requests
+in common batches.
 """
 
 import asyncio
@@ -70,13 +73,16 @@ from tandem.worker.convert import sequence_spec
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-# A text, its token ids, or vLLM's {"prompt": text} and {"prompt_token_ids": token ids}.
+# a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": token ids}
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
 Message: TypeAlias = Mapping[str, Any]
 
-_QUEUE_MAX = 2**31 - 1  # number of sequences that may wait for running ones; practically unlimited
-_TICK_S = 0.002  # pause between two checks of a grammar or an adapter that a thread prepares
-# longest wait for the running step, and for tiers to write blocks that have no other copy
+_QUEUE_MAX = 2**31 - 1  # maximum number of sequences that wait to run; in practice no limit
+# A grammar or an adapter is prepared in another thread. This is the interval at which the engine's
+# thread checks whether it is done.
+_TICK_S = 0.002
+# maximum seconds that `close` waits for the running step, and for KV tiers to write blocks of which
+# no other copy exists
 _CLOSE_MAX_S = 30.0
 # vLLM's name of an engine option -> Tandem's name
 _VLLM_OPTIONS = {
@@ -95,35 +101,36 @@ class LoRARequest:
     """A LoRA adapter in PEFT's format that a request uses."""
 
     lora_name: str
-    lora_int_id: int  # has no effect, because adapters are distinguished by their files
+    lora_int_id: int  # has no effect: adapters are told apart by the content of their files
     lora_path: str
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The natural log probability of a token before temperature, filters and penalties."""
+    """The natural log probability of a token, before temperature, filters and penalties are
+    applied."""
 
     logprob: float
-    rank: int  # rank among all tokens; 1: no token is more likely
+    rank: int  # rank of the token in the whole vocabulary; 1: the most likely token
     decoded_token: str
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. `text` does not contain the reasoning and the tool calls of a chat's
-    answer."""
+    """One completion. In a chat, `reasoning` and `tool_calls` are separate from `text`."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    # for each token, its own log probability and those of the most likely tokens
+    # one dict for each generated token: log probabilities of this token and of the most likely ones
     logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None  # stop, length or tool_calls; None while tokens are generated
-    stop_reason: int | str | None = None  # the stop string or stop token that ended the completion
+    finish_reason: str | None = None  # stop, length or tool_calls; None: more tokens follow
+    # the stop string or stop token id that ended the completion
+    stop_reason: int | str | None = None
     lora_request: LoRARequest | None = None
     reasoning: str = ""
-    # in the form that a chat message has
+    # tool calls in the form that OpenAI's chat messages have
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
     def finished(self) -> bool:
@@ -132,22 +139,23 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The completions of one prompt. In a stream, they contain everything generated so far."""
+    """The completions of one prompt. In a stream, each output contains everything generated so
+    far."""
 
     request_id: str
     prompt: str | None  # None: the prompt was sent as token ids or as a chat
     prompt_token_ids: list[int]
-    # for each prompt token, as in `logprobs`; None for the first one
+    # one dict for each prompt token, as in CompletionOutput.logprobs; None for the first token
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     outputs: list[CompletionOutput]
     finished: bool
     lora_request: LoRARequest | None
-    num_cached_tokens: int  # number of the prompt's tokens whose KV was cached before
+    num_cached_tokens: int  # number of prompt tokens whose KV came from the cache
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    embedding: list[float]  # vector, scaled to length 1
+    embedding: list[float]  # embedding, scaled to length 1
 
     @property
     def hidden_size(self) -> int:
@@ -172,8 +180,8 @@ Chats: TypeAlias = Sequence[Message] | Sequence[Sequence[Message]]
 
 
 class LLM:
-    """One model on this machine. `close` or the end of a `with` statement frees the model's memory
-    and threads. The garbage collector frees them, too."""
+    """One model on this machine. `close`, the end of a `with` statement or the garbage collector
+    frees the model's memory and ends its threads."""
 
     def __init__(
         self,
@@ -184,9 +192,9 @@ class LLM:
         **options: Any,
     ) -> None:
         """`model` is a Hugging Face folder, a GGUF file, a name on the hub or `smollm2`. `seed`
-        seeds the requests that have no seed of their own. `options` are the options of an engine
-        (EngineOptions) with vLLM's names where vLLM has them, and `generation_config`,
-        `tool_parser` and `reasoning_parser`. Raises ConfigError."""
+        makes the results of requests without a seed reproducible. `options` are fields of
+        EngineOptions (under vLLM's name if vLLM has the option), `generation_config`, `tool_parser`
+        and `reasoning_parser`. Raises ConfigError."""
         answers = {name: options.pop(name) for name in _ANSWER_OPTIONS if name in options}
         config = _engine_config(str(model), enable_lora, options)
         self._answer_config = AnswerConfig(**answers)
@@ -206,7 +214,7 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        """Largest number of tokens of a prompt and its completion together."""
+        """Maximum number of tokens of a prompt and its completion together."""
         return self._engine.max_model_len
 
     def __enter__(self) -> Self:
@@ -221,7 +229,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Ends the engine. Requests that still run in other threads raise NotNow."""
+        """Ends the engine. If other threads still wait for requests, NotNow is raised there."""
         self._finalizer()
 
     def generate(
@@ -231,9 +239,10 @@ class LLM:
         *,
         lora_request: Adapters = None,
     ) -> list[RequestOutput]:
-        """Returns an output for each prompt, in the order of the prompts. If one is invalid,
-        nothing is computed. Without `sampling_params`, the model's own defaults apply, with at most
-        16 new tokens. Raises BadRequest, also for a prompt that the KV pool cannot hold."""
+        """Returns one output for each prompt, in the order of the prompts. Without
+        `sampling_params`, the model's own defaults and at most 16 new tokens apply. Raises
+        BadRequest if a prompt is invalid or does not fit into the KV pool; nothing is computed
+        then."""
         return self._outputs(self._completions(prompts, sampling_params, lora_request))
 
     def generate_stream(
@@ -243,8 +252,8 @@ class LLM:
         *,
         lora_request: Adapters = None,
     ) -> Generator[RequestOutput, None, None]:
-        """Yields the output of a prompt so far whenever it has new tokens. Closing the generator
-        ends the requests. The errors of `generate` are raised before the first output."""
+        """Whenever a prompt gets new tokens, yields the prompt's output so far. Closing the
+        generator ends the requests. The errors of `generate` are raised before the first output."""
         return self._stream(self._completions(prompts, sampling_params, lora_request))
 
     def chat(
@@ -255,9 +264,9 @@ class LLM:
         lora_request: Adapters = None,
         **fields: Any,
     ) -> list[RequestOutput]:
-        """Returns an output for each conversation. `messages` is a list of messages, which is one
-        conversation, or a list of such lists. `fields` are fields of a chat request of the HTTP
-        API: tools, tool_choice, parallel_tool_calls, reasoning_effort, chat_template_kwargs,
+        """Returns one output for each conversation. `messages` is one conversation (a list of
+        messages) or a list of conversations. `fields` may be these fields of the HTTP API's chat
+        requests: tools, tool_choice, parallel_tool_calls, reasoning_effort, chat_template_kwargs,
         add_generation_prompt and continue_final_message."""
         return self._outputs(self._chats(messages, sampling_params, lora_request, fields))
 
@@ -269,8 +278,8 @@ class LLM:
         lora_request: Adapters = None,
         **fields: Any,
     ) -> Generator[RequestOutput, None, None]:
-        """Yields the output of a conversation so far whenever it has new tokens, as
-        `generate_stream` does for prompts."""
+        """Whenever a conversation gets new tokens, yields the conversation's output so far.
+        Arguments are those of `chat`."""
         return self._stream(self._chats(messages, sampling_params, lora_request, fields))
 
     def embed(
@@ -298,7 +307,7 @@ class LLM:
                 yield request.output()
 
     def _follow(self, requests: "list[_Request]") -> "Generator[_Request, None, None]":
-        """Runs requests to their end; yields a request whenever it has new tokens."""
+        """Runs requests to their end. Yields a request whenever it has new tokens."""
         news: SimpleQueue[_News] = SimpleQueue()
         with closing(_Batch(self._engine, requests, news.put)) as batch:
             while batch.is_open:
@@ -399,7 +408,8 @@ class LLM:
         return self._tokenizer.token_bytes(token_id).decode(errors="replace")
 
     def _read_defaults(self) -> Mapping[str, float]:
-        """Returns the model's own sampling defaults; empty if they are switched off."""
+        """Returns the sampling defaults from the model's `generation_config.json`, or {} if they
+        are switched off."""
         if self._answer_config.generation_config == "none":
             return {}
         file = self._folder.path / "generation_config.json"
@@ -407,8 +417,9 @@ class LLM:
             return read_model_defaults(read_json_if_any(file))
 
     def _adapter(self, lora: LoRARequest) -> Adapter:
-        """Returns the description of an adapter. Its folder is read only once. Raises BadRequest,
-        or ConfigError for a folder that cannot be used."""
+        """Returns the engine's description of an adapter. The adapter's folder is read only at the
+        first use. Raises BadRequest if adapters are switched off, and ConfigError if the folder
+        cannot be used."""
         if not self._config.max_loras:
             raise BadRequest("lora_request needs LLM(..., enable_lora=True)", param="lora_request")
         key = lora.lora_name, lora.lora_path
@@ -422,8 +433,8 @@ class LLM:
 
 
 class AsyncLLM:
-    """`LLM` for programs with an event loop. Its methods never block the loop. The constructor
-    loads the model and does block: call it as `await asyncio.to_thread(AsyncLLM, model)`."""
+    """`LLM` for programs with an event loop. Methods do not block the loop. The constructor blocks,
+    because it loads the model: create the object by `await asyncio.to_thread(AsyncLLM, model)`."""
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         """Takes the arguments of `LLM`. Raises ConfigError."""
@@ -451,7 +462,7 @@ class AsyncLLM:
         *,
         lora_request: Adapters = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields the output of a prompt so far whenever it has new tokens, as
+        """Whenever a prompt gets new tokens, yields the prompt's output so far, as
         `LLM.generate_stream` does. Closing the generator ends the requests."""
         make = partial(self._llm._completions, prompts, sampling_params, lora_request)
         async with aclosing(self._stream(await asyncio.to_thread(make))) as outputs:
@@ -466,21 +477,22 @@ class AsyncLLM:
         lora_request: Adapters = None,
         **fields: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields the output of a conversation so far, as `LLM.chat_stream` does."""
+        """Whenever a conversation gets new tokens, yields the output so far, as `LLM.chat_stream`
+        does."""
         make = partial(self._llm._chats, messages, sampling_params, lora_request, fields)
         async with aclosing(self._stream(await asyncio.to_thread(make))) as outputs:
             async for output in outputs:
                 yield output
 
     async def embed(self, prompts: Prompts, **arguments: Any) -> list[EmbeddingRequestOutput]:
-        """Returns the result of `LLM.embed` for these arguments."""
+        """Runs `LLM.embed` with these arguments in a thread and returns the result."""
         return await asyncio.to_thread(partial(self._llm.embed, prompts, **arguments))
 
     async def _stream(self, requests: "list[_Request]") -> AsyncGenerator[RequestOutput, None]:
         loop, news = asyncio.get_running_loop(), asyncio.Queue[_News]()
 
         def listen(told: _News) -> None:
-            with suppress(RuntimeError):  # the loop is closed, so no caller waits
+            with suppress(RuntimeError):  # The loop is closed, so nothing waits for the news.
                 loop.call_soon_threadsafe(news.put_nowait, told)
 
         with closing(_Batch(self._llm._engine, requests, listen)) as batch:
@@ -490,7 +502,7 @@ class AsyncLLM:
 
 
 class _Completion:
-    """One completion that is being generated: the spec of its sequence, and the output so far."""
+    """One completion that is being generated: the engine's sequence, and the output so far."""
 
     def __init__(self, index: int, spec: SequenceSpec, text: TextStream) -> None:
         self.spec = spec
@@ -501,7 +513,8 @@ class _Completion:
     def take(
         self, news: NewTokens, read: "Callable[[int, TokenLogprobs], dict[int, Logprob]]"
     ) -> None:
-        """Adds new tokens. A stop string may end the completion before its sequence ends."""
+        """Adds new tokens to the output. If they contain a stop string, the completion ends,
+        although the engine may still compute the sequence."""
         output = self.output
         if self.spec.embed:
             output.finish_reason = news.finish_reason or None
@@ -555,7 +568,7 @@ class _Request:
             self.completions.append(_Completion(index, spec, texts(own)))
 
     def take(self, completion: _Completion, news: NewTokens) -> None:
-        """Adds new tokens to one of the request's completions."""
+        """Adds new tokens to one completion of the request."""
         if completion is self.completions[0] and not completion.output.token_ids:
             self._num_cached_tokens = news.num_cached_tokens
             self._embedding = news.embedding
@@ -565,7 +578,7 @@ class _Request:
         completion.take(news, self._read)
 
     def output(self) -> RequestOutput:
-        """Returns a copy of the output so far, which later tokens do not change."""
+        """Returns a copy of the output so far. Tokens that arrive later do not change the copy."""
         outputs = [
             replace(
                 each.output,
@@ -595,8 +608,8 @@ class _Request:
         )
 
     def _read(self, token_id: int, measured: TokenLogprobs) -> dict[int, Logprob]:
-        """Returns the log probabilities at one position, by token id. That of the chosen token is
-        first."""
+        """Returns a dict for one position: token id -> log probability. The chosen token is first,
+        then come the most likely tokens."""
         top = zip(measured.top_ids, measured.top_logprobs, strict=True)
         ranked = [(one, logprob, rank) for rank, (one, logprob) in enumerate(top, start=1)]
         own = token_id, measured.logprob, measured.rank
@@ -606,12 +619,12 @@ class _Request:
         }
 
 
-# sequence id, and its new tokens or the error that ended it
+# (sequence id, new tokens of the sequence or the error that ended it)
 _News: TypeAlias = tuple[str, NewTokens | TandemError]
 
 
 class _Batch:
-    """Requests that run together. `close` ends those that still run."""
+    """Requests that run at the same time. `close` ends the requests that still run."""
 
     def __init__(
         self,
@@ -619,8 +632,8 @@ class _Batch:
         requests: Sequence[_Request],
         listener: Callable[[_News], object],
     ) -> None:
-        """Begins the first completion of each request. `listener` is called with news in the
-        engine's thread. The caller must pass the news to `take`."""
+        """Begins the first completion of each request. The engine's thread calls `listener` with
+        news of the sequences, and the caller passes the news to `take`."""
         self._engine = engine
         self._listener = listener
         self._running: dict[str, tuple[_Request, _Completion]] = {}
@@ -636,16 +649,17 @@ class _Batch:
         return bool(self._running)
 
     def take(self, news: _News) -> _Request | None:
-        """Adds new tokens to their request and returns it. Returns None if the completion has ended
-        already. Raises the error that ended a sequence."""
+        """Adds new tokens to the request to which they belong, and returns the request. Returns
+        None if the completion has already ended. If a sequence ended with an error, raises the
+        error."""
         sequence_id, told = news
         if sequence_id not in self._running:
             return None
         request, completion = self._running[sequence_id]
         if isinstance(told, TandemError):
             raise told
-        # The other completions begin after the first token, so that the prompt's KV is computed
-        # once and shared.
+        # The other completions of a request begin when the first one has a token. By then the
+        # prompt's KV is computed, and all completions share it.
         is_first = completion is request.completions[0] and not completion.output.token_ids
         request.take(completion, told)
         if is_first:
@@ -667,28 +681,29 @@ class _Batch:
 
 
 class _EngineThread:
-    """The engine, and the only thread that calls it. The public methods may be called in any
-    thread."""
+    """The engine and its thread. Only this thread calls the engine, and any thread may call the
+    public methods."""
 
     def __init__(
         self, folder: ModelFolder, config: EngineConfig, compiler: GrammarCompiler
     ) -> None:
-        """Returns once the model is loaded. Raises ConfigError."""
+        """Starts the thread, and waits until the model is loaded. Raises ConfigError."""
         self._calls: SimpleQueue[Callable[[Engine], object] | None] = SimpleQueue()
         self._listeners: dict[str, Callable[[_News], object]] = {}
         self._lock = Lock()
-        self._end_reason = ""  # once this is set, no sequence can begin
+        # reason why the engine has ended; "": it runs and takes new sequences
+        self._end_reason = ""
         started: Future[tuple[int, int]] = Future()
         work = partial(self._run, folder, config, compiler, started)
         self._thread = Thread(target=work, name="engine", daemon=True)
         self._thread.start()
         self.max_model_len, pool_tokens = started.result()
-        # number of tokens of the longest sequence that fits; None: no limit
+        # maximum number of tokens of a sequence for which the KV pool has room; None: no limit
         self.pool_tokens = pool_tokens or None
 
     def add(self, spec: SequenceSpec, listener: Callable[[_News], object]) -> None:
-        """Begins a sequence. `listener` gets its tokens or its error. Raises NotNow after the end
-        of the engine."""
+        """Begins a sequence. `listener` is called with the new tokens of the sequence or the error
+        that ended it. Raises NotNow if the engine has ended."""
         with self._lock:
             if self._end_reason:
                 raise NotNow(self._end_reason)
@@ -696,18 +711,18 @@ class _EngineThread:
             self._calls.put(partial(self._begin, spec))
 
     def remove(self, sequence_id: str) -> None:
-        """Ends a sequence, whose listener is then not called any more. Does nothing if it has
-        ended."""
+        """Ends a sequence, if it has not ended yet. The sequence's listener is not called any
+        more."""
         if self._listeners.pop(sequence_id, None) is not None:
             self._calls.put(lambda engine: engine.remove(sequence_id))
 
     def close(self) -> None:
-        """Ends the engine and its thread. Sequences that run end with NotNow."""
+        """Ends the engine and its thread. Sequences that still run end with the error NotNow."""
         self._calls.put(None)
         if current_thread() is not self._thread:
             self._thread.join(_CLOSE_MAX_S)
-            # The engine's objects refer to each other, and some end their threads only when they
-            # are collected.
+            # The engine's objects refer to each other, so only the garbage collector frees them.
+            # Some end their threads when they are freed.
             gc.collect()
 
     def _run(
@@ -720,7 +735,7 @@ class _EngineThread:
         try:
             start_thread = partial(
                 IoThread, on_job_end=lambda: self._calls.put(Engine.has_work)
-            )  # this wakes the engine's thread
+            )  # any call wakes the engine's thread, which may wait for calls
             runner = ModelRunner(folder, config)
             engine = Engine(config, runner, folder.fingerprint, compiler, start_thread)
             pool_tokens = engine.load().longest_sequence * config.block_size
@@ -744,8 +759,8 @@ class _EngineThread:
             engine.close()
 
     def _apply_calls(self, engine: Engine) -> bool:
-        """Applies all queued calls. Waits for a call first if there is no work. Returns False once
-        the engine is to end."""
+        """Runs all queued calls of other threads. If the engine has no work, waits for a call
+        first. Returns False when `close` was called."""
         wait_s = None
         if engine.has_work():
             wait_s = 0.0
@@ -780,7 +795,8 @@ class _EngineThread:
 
 
 def _engine_config(model: str, enable_lora: bool, options: Mapping[str, Any]) -> EngineConfig:
-    """Returns the settings of the engine. Raises ConfigError for an unknown option."""
+    """Converts the options of `LLM` to an EngineConfig. Raises ConfigError for an unknown
+    option."""
     named = {_VLLM_OPTIONS.get(name, name): value for name, value in options.items()}
     allowed = _ENGINE_OPTIONS | {"model_revision"}
     if unknown := [name for name in options if _VLLM_OPTIONS.get(name, name) not in allowed]:
@@ -796,7 +812,7 @@ def _engine_config(model: str, enable_lora: bool, options: Mapping[str, Any]) ->
 
 
 def _single_prompt(prompt: Any) -> str | tuple[int, ...]:
-    """Returns the text or the token ids of a prompt. Raises BadRequest."""
+    """Returns the text or the token ids of a prompt, which may be in a dict. Raises BadRequest."""
     if isinstance(prompt, Mapping):
         if len(prompt) != 1 or not {"prompt", "prompt_token_ids"} & prompt.keys():
             raise BadRequest(
@@ -828,8 +844,8 @@ def _chat(
 
 
 def _sampling_fields(params: SamplingParams | None) -> dict[str, Any]:
-    """Returns the fields of a request that control its sampling. Without parameters the model's
-    defaults apply."""
+    """Returns the arguments of ClientRequest that control sampling. If `params` is None, the
+    model's defaults apply."""
     if params is None:
         return {"sampling": SamplingParams(), "omitted": MODEL_DEFAULTS}
     form = params.structured_outputs
@@ -838,15 +854,16 @@ def _sampling_fields(params: SamplingParams | None) -> dict[str, Any]:
 
 
 def _prompts(prompts: Any) -> Sequence[Any]:
-    """Returns the prompts as a sequence. A text, a dict or a list of token ids is a single
-    prompt."""
+    """Returns the prompts as a sequence. A single prompt (a text, a dict or a list of token ids)
+    becomes a sequence of one."""
     is_many = isinstance(prompts, list | tuple) and not isinstance(next(iter(prompts), ""), int)
     return prompts if is_many else [prompts]
 
 
 def _each(given: _T | Sequence[_T] | None, number: int, name: str) -> Sequence[_T | None]:
-    """Returns one value for each of `number` prompts: the given one for all, or those of the given
-    list. Raises BadRequest if the list has another length."""
+    """Returns one value for each of `number` prompts. If `given` is a list, it must have `number`
+    values. A single value is repeated for all prompts. Raises BadRequest if the list has another
+    length."""
     if not isinstance(given, list | tuple):
         return [given] * number  # type: ignore[list-item]
     if len(given) != number:

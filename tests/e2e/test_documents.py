@@ -78,7 +78,7 @@ class Documented:
             text = text.replace('"max_tokens": 2000, "kv_budget": {"tokens": 1024', BOUNDED)
             return text.replace("curl ", "curl -sS --fail-with-body ", 1)
         if command.needs_cluster:
-            return f"{text} --url {self.admin_url}"
+            return f"{text} --url {self.url if command.words[1] == 'chat' else self.admin_url}"
         return text.replace("--day 50000", "--day 500")
 
 

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 SHELL = "sh"
 PYTHON = "python"
 OUTPUT = "text"
-_OF_CLUSTER = ("status", "scale", "drain", "reset-prefix-cache", "index")
+_OF_CLUSTER = ("chat", "status", "scale", "drain", "reset-prefix-cache", "index")
 _SOURCES = ("services", "kernels", "benchmarks", "tests")
 
 

@@ -113,11 +113,11 @@ class Process:
     def _on_event(self, event: Event) -> None:
         if not isinstance(event, Report):
             return
-        self.load = event.report.load
-        self.stats = event.report.stats
+        self.load = event.step.load
+        self.stats = event.step.stats
         self._reports.put_nowait(self.stats)
-        assert not event.report.failed
-        for new in event.report.new_tokens:
+        assert not event.step.failed
+        for new in event.step.new_tokens:
             self._token_ids[new.sequence_id] += new.token_ids
             end = self._ends[new.sequence_id]
             if new.finish_reason and not end.done():

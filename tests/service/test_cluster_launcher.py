@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def started(folder: Path, *options: str) -> Iterator[Up]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=out,
-            env={**os.environ, "TMPDIR": str(deep)},
+            env={**os.environ, "TMPDIR": str(deep), "XDG_STATE_HOME": str(folder)},
             start_new_session=True,
         )
     assert parent.stdout is not None
@@ -192,6 +193,17 @@ def test_the_screen_has_what_a_person_needs(up: Up) -> None:
     assert f"curl {up.url}/v1/chat/completions" in text
     assert "where the start went" in text
     assert up.complete()
+
+
+def test_commands_find_the_cluster_and_a_model_talks(up: Up) -> None:
+    tandem = [sys.executable, "-m", "tandem"]
+    environment = {**os.environ, "NO_COLOR": "1", "XDG_STATE_HOME": str(up.screen.parent)}
+    environment.pop("TANDEM_ADMIN_URL", None)
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=60, env=environment)
+    state = json.loads(run([*tandem, "status", "--json"]).stdout)
+    assert state["cluster_id"] == up.cluster_id
+    answer = run([*tandem, "chat", "--temperature", "0", "--max-tokens", "8", "Say hello."])
+    assert answer.stdout.strip(), answer.stderr
 
 
 def test_secrets_are_in_no_command_line_and_no_file(up: Up) -> None:
@@ -402,6 +414,19 @@ def test_a_worker_that_dies_before_ray_is_up_is_started_again(tmp_path: Path) ->
 
         wait_until(lambda: [a["state"] for a in agents()] == ["running"])
         assert [a["pid"] for a in agents()] == [decode], "Ray started one more"
+
+
+@pytest.mark.slow
+def test_a_head_that_starts_slowly_is_awaited(tmp_path: Path) -> None:
+    """Ray itself would give up after 30 s."""
+    with started(tmp_path, "--prefill", "0", "--no-grpc") as up:
+        (raylet,) = wait_until(lambda: up.pids("raylet/raylet"))
+        os.kill(raylet, signal.SIGSTOP)
+        time.sleep(40)
+        os.kill(raylet, signal.SIGCONT)
+        wait_until(lambda: RAY_IS_UP in _screen(up), START_DEADLINE_S)
+        assert "Ray is not up after 30 s" in _screen(up)
+        assert up.pids("raylet/raylet") == [raylet]
 
 
 def test_nothing_is_left_when_the_parent_is_killed(up: Up) -> None:

@@ -109,7 +109,7 @@ class Consumer:
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, Report):
-            for reserved in event.report.reserved:
+            for reserved in event.step.reserved:
                 self._on_reserved(reserved)
 
     def _on_reserved(self, reserved: Reserved) -> None:

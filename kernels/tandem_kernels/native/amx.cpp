@@ -15,8 +15,6 @@
 
 #ifdef TANDEM_KNOWS_BF16
 #include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 // The pragma follows the standard headers, because their inline functions are shared by all files
 // and must run on any processor.
@@ -50,17 +48,6 @@
 #include "logprobs.h"
 
 namespace tandem {
-
-// See https://docs.kernel.org/arch/x86/xstate.html.
-bool amx_permitted() {
-#ifdef __linux__
-    constexpr int kRequestPermission = 0x1023, kTileData = 18;
-    static const bool permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-    return permitted;
-#else
-    return false;
-#endif
-}
 
 const Entry amx = {amx_code::to_last_kv, amx_code::to_logits, BF16_PAIRS,
                      amx_code::product_gflops, amx_code::read_gb_per_s, amx_code::measure};

@@ -16,10 +16,11 @@ struct alignas(64) TileShapes {
     uint8_t rows[16] = {};
 };
 
-// number of rows that the tiles are configured for; 0: not configured
+// The rows for which this thread's tiles are configured; 0: not configured.
 inline thread_local int tiles_shaped = 0;
 
-// Configures the tiles. If their shapes change, this takes about 100 ns and sets the tiles to zero.
+// Configures the tiles for these numbers of rows. If the numbers differ from the current ones, this
+// takes about 100 ns and sets all tiles to zero.
 inline void shape_tiles(int rows, int more_rows) {
     const int wanted = rows * 32 + more_rows;
     if (tiles_shaped == wanted) return;
@@ -30,8 +31,8 @@ inline void shape_tiles(int rows, int more_rows) {
     asm volatile("ldtilecfg %0" ::"m"(shapes));
 }
 
-// Scope in which a thread uses tiles. The tiles are released at its end, because a context switch
-// would otherwise have to save their 8 KiB.
+// An object that exists while a thread uses tiles. Its destructor releases the tiles, because a
+// context switch would otherwise have to save their 8 KiB.
 struct TilesInUse {
     TilesInUse() { tiles_shaped = 0; }
     TilesInUse(const TilesInUse&) = delete;
@@ -53,7 +54,7 @@ inline void load_tile(const void* from, size_t stride_bytes) {
                  : "memory");
 }
 
-// Loads data that is read once, without evicting reused data from the L1 cache.
+// Loads a tile that is used only once, so it should not evict other data from the L1 cache.
 template <int kTile>
 inline void load_tile_once(const void* from, size_t stride_bytes) {
     asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride_bytes), "i"(kTile)
@@ -66,7 +67,8 @@ inline void store_tile(void* to, size_t stride_bytes) {
                  : "memory");
 }
 
-// sums += inputs (bf16) * weights (bf16, in pairs of rows)
+// Adds the product of two bf16 tiles to the fp32 sums. The weights are in pairs of inputs
+// (decoder.h).
 template <int kSumsTile, int kInputsTile, int kWeightsTile>
 inline void multiply_tiles() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSumsTile), "i"(kInputsTile),

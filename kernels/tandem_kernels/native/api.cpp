@@ -1,7 +1,8 @@
-// The functions that ctypes calls. They throw no exceptions. A status of 0 means success, and 1
-// means that there is not enough memory.
+// The C functions that Python calls with ctypes (library.py). They throw no exceptions. A returned
+// status of 0 means success, and 1 means that there is not enough memory.
 
 #include <cmath>
+#include <cstring>
 #include <new>
 
 #include "blocks.h"
@@ -18,34 +19,34 @@ struct Choice {
     const tandem::Entry* entry;
 };
 
+// The instruction sets with which the kernels were built, best first.
+const Choice kBuilt[] = {
+#if defined(TANDEM_HAS_AMX) && defined(TANDEM_KNOWS_BF16)
+    {"amx", &tandem::amx},
+#endif
+#if defined(TANDEM_HAS_AVX512_BF16) && defined(TANDEM_KNOWS_BF16)
+    {"avx512_bf16", &tandem::avx512_bf16},
+#endif
+#if defined(TANDEM_HAS_AVX512) && defined(__x86_64__)
+    {"avx512", &tandem::avx512},
+#endif
+#if defined(TANDEM_HAS_AVX2) && defined(__x86_64__)
+    {"avx2", &tandem::avx2},
+#endif
+#ifdef TANDEM_HAS_PLAIN
+    {"plain", &tandem::plain},
+#endif
+    {nullptr, nullptr},
+};
+
 // Returns the decoder for the instruction set `wanted`. If `wanted` is null, returns the best
 // decoder for this processor.
 Choice choose(const char* wanted) {
-    const auto is = [wanted](const char* name) {
-        if (wanted == nullptr) return true;
-        const char* w = wanted;
-        for (; *w && *w == *name; ++w, ++name) {
-        }
-        return *w == *name;
-    };
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                          __builtin_cpu_supports("f16c");
-    const bool has_avx512 =
-        has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-#ifdef TANDEM_KNOWS_BF16
-    const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16") &&
-                          __builtin_cpu_supports("avx512vnni");
-    if (has_bf16 && __builtin_cpu_supports("amx-bf16") && is("amx") && tandem::amx_permitted())
-        return {"amx", &tandem::amx};
-    if (has_bf16 && is("avx512_bf16")) return {"avx512_bf16", &tandem::avx512_bf16};
-#endif
-    if (has_avx512 && is("avx512")) return {"avx512", &tandem::avx512};
-    if (has_avx2 && is("avx2")) return {"avx2", &tandem::avx2};
-#endif
-    if (is("plain")) return {"plain", &tandem::plain};
+    for (const Choice& built : kBuilt) {
+        if (built.name == nullptr) break;
+        const bool is_wanted = wanted == nullptr || !std::strcmp(wanted, built.name);
+        if (is_wanted && tandem::cpu_has(built.name)) return built;
+    }
     return {nullptr, nullptr};
 }
 
@@ -69,11 +70,11 @@ int guarded(Work work) {
 
 extern "C" {
 
-// Returns the instruction set for `wanted`: null stands for the best. Returns null if the processor
-// does not support `wanted`.
+// Returns the instruction set for `wanted`: null stands for the best that was built. Returns null if
+// the processor does not support `wanted`, or it was not built.
 const char* tandem_instructions(const char* wanted) { return choose(wanted).name; }
 
-// Returns the kind in which weights of `kind` are packed for an instruction set.
+// Returns the kind to which weights of `kind` are packed for the instruction set `wanted`.
 int32_t tandem_packed_kind(const char* wanted, int32_t kind) {
     const Choice choice = choose(wanted);
     if (choice.entry == nullptr || choice.entry->kind_of_bf16 == tandem::BF16) return kind;
@@ -86,7 +87,7 @@ void tandem_pack(const void* weights, int32_t weights_kind, int64_t out, int64_t
     tandem::pack(weights, weights_kind, out, in, kind, panels, scales);
 }
 
-// Returns 0 if a number is NaN.
+// Packs fp8 weights. Returns 0 if one of them is NaN, otherwise 1.
 int32_t tandem_pack_fp8(const uint8_t* numbers, int64_t out, int64_t in, int32_t kind,
                         uint8_t* panels) {
     return tandem::pack_fp8(numbers, out, in, kind, panels);
@@ -101,7 +102,7 @@ int32_t tandem_widen_blocks(const void* blocks, int32_t type, int64_t rows, int6
     return tandem::widen_blocks(blocks, type, rows, in, to);
 }
 
-// Returns the kind in which blocks of a type are packed; -1 if the type is not supported.
+// Returns the kind to which blocks of a type are packed; -1 if the type is not supported.
 int32_t tandem_kind_of_blocks(int32_t type) {
     const tandem::BlockType* known = tandem::block_type(type);
     return known == nullptr ? -1 : known->kind;
@@ -111,8 +112,8 @@ int64_t tandem_unit_bytes(int32_t kind) {
     return tandem::by_format(kind, [](auto format) -> int64_t { return decltype(format)::kUnitBytes; });
 }
 
-// Creates a decoder. `model` is copied, but not the memory to which it points. Returns null if
-// there is not enough memory or the processor does not support the instruction set.
+// Creates a decoder. The struct `model` is copied, but the arrays to which it points are not.
+// Returns null if there is not enough memory or the processor does not support the instruction set.
 void* tandem_create(const tandem::Model* model, const char* wanted) {
     const Choice choice = choose(wanted);
     if (choice.entry == nullptr) return nullptr;
@@ -147,8 +148,8 @@ void tandem_measure(void* decoder, const float* logits, const tandem::Measure* m
     d.entry.measure(logits, d.model.vocab, *measure, d.model.num_threads);
 }
 
-// Writes hidden states of the last step after the final norm, [num_rows, hidden]. Rows are computed
-// one at a time in one order, so the bits do not depend on the batch.
+// Writes the hidden states after the final norm for `rows` of the last step, [num_rows, hidden].
+// Each row is computed separately, so the bits do not depend on the batch.
 void tandem_final_hidden(void* decoder, const int32_t* rows, int32_t num_rows, float* to) {
     Decoder& d = *static_cast<Decoder*>(decoder);
     const int hidden = d.model.hidden;
@@ -162,12 +163,12 @@ void tandem_final_hidden(void* decoder, const int32_t* rows, int32_t num_rows, f
     }
 }
 
-// Writes the seconds of each Stage since the last call.
+// Writes the seconds that steps spent in each Stage since the last call.
 void tandem_take_stages(void* decoder, double* seconds) {
     static_cast<Decoder*>(decoder)->scratch.laps.take(seconds);
 }
 
-// `kind` is a kind of packed weights.
+// Returns the rate of matrix products with packed weights of `kind`, in GFLOP/s.
 double tandem_product_gflops(int32_t num_threads, int32_t kind) {
     return choose(nullptr).entry->product_gflops(num_threads, static_cast<tandem::Kind>(kind));
 }

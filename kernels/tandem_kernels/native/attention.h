@@ -1,23 +1,28 @@
-// Causal grouped-query attention directly over the KV blocks.
+// Causal grouped-query attention that reads the KV blocks in place.
 //
-// A work item is a few rows of one span and one KV head. A row is a query and a head of the KV
-// head's group. Keys are processed in tiles of 64, aligned to position 0, with online softmax
-// (arXiv:2205.14135). A tile without visible keys leaves a row's sums bitwise unchanged. The result
-// of a row therefore does not depend on the other rows of its item, on chunk boundaries or on the
-// block size. With a window, the first tile is the one with the first key of the first row's
-// window. With a KV budget (docs/kv_budgets.md), a span's first keys are read too, and the tiles
-// between them and the window are skipped.
+// The work of a layer is divided into items. An item is a few rows of one sequence for one KV head.
+// A row is a pair of a query and one of the heads that share the KV head. Keys are processed in
+// tiles of 64 with online softmax (arXiv:2205.14135). The first key of a tile has a position that
+// is a multiple of 64.
+//
+// A tile to whose keys a row does not attend leaves all bits of the row's sums unchanged. So the
+// result of a row does not depend on the other rows of the item, on chunk boundaries or on the
+// block size.
+//
+// With a window, tiles before the window of the item's first row are skipped. With a KV budget
+// (docs/kv_budgets.md), a row attends to the first and the last keys of its context, and the tiles
+// between them are skipped.
 
 #include "block_sums.h"
 
 namespace tandem::TANDEM_ISA {
 
 constexpr int kKeys = 64;        // keys in a tile
-constexpr int kKeysMax = 128;    // largest number of keys in a tile, also in attention_dot.h
-constexpr int kRowsMax = 48;     // rows in a work item
+constexpr int kKeysMax = 128;    // largest number of keys in a tile; attention_dot.h has 128
+constexpr int kRowsMax = 48;     // largest number of rows in an item
 constexpr int kPanels = kKeys / kPanel;
 
-// Keys are transposed in 4-byte words: one fp32 number or two adjacent bf16 numbers.
+// The words in which keys are transposed: 4 bytes with one fp32 number or two adjacent bf16 ones.
 template <class T>
 constexpr int kOfWord = sizeof(uint32_t) / sizeof(T);
 
@@ -29,8 +34,8 @@ inline Floats number_of(const uint32_t* words, int i, Bf16) { return load_of_wor
 
 typedef uint32_t Eight __attribute__((vector_size(32)));
 
-// Transposes [num_keys][dim] to [words of dim][64 keys] in blocks of 8 x 8. It also prefetches the
-// values, which are `run` elements after the keys: four cache lines of eight rows each time.
+// Transposes keys [num_keys][dim] to [words of dim][64 keys] in blocks of 8 x 8. Also prefetches
+// the values, each of which is `run` elements after its key.
 template <class T>
 inline void transpose(const T* const* rows, size_t run, int num_keys, int dim, uint32_t* to) {
     const int num_words = dim / kOfWord<T>;
@@ -71,8 +76,8 @@ inline void transpose(const T* const* rows, size_t run, int num_keys, int dim, u
     }
 }
 
-// sums[p][v][m] += numbers[m] * vector(p, v), for NP panels and MR rows. The smaller operand stays
-// in registers; both would not fit beside the sums.
+// sums[p][v][m] += numbers[m] * vector(p, v), for NP panels and MR rows. Besides the sums, only the
+// smaller operand fits in registers.
 template <int MR, int NP, class Number, class Vector>
 inline __attribute__((always_inline)) void add_products(Floats (&sums)[NP][kVectors][MR],
                                                         Number number, Vector vector) {
@@ -128,7 +133,7 @@ inline void score(const float* q, const uint32_t* keys, int dim, float* scores) 
 
 template <class T, int MR>
 inline void score_rows(const float* q, const uint32_t* keys, int dim, int num_keys, float* scores) {
-    // a divisor of the number of panels in a tile
+    // NP must divide the number of panels in a tile, which 3 does not.
     constexpr int most = panels_at_once(MR), NP = most == 3 ? 2 : most;
     for (int key = 0; key < num_keys; key += NP * kPanel)
         score<T, MR, NP>(q, keys + key, dim, scores + key);
@@ -138,16 +143,16 @@ inline void score_rows(const float* q, const uint32_t* keys, int dim, int num_ke
 template <class T>
 struct Tile {
     const uint32_t* keys;   // transposed
-    const T* const* rows;   // address of each key; its value is `run` elements after it
-    const T* const* ahead;  // keys of the next tile, to prefetch
+    const T* const* rows;   // address of each key
+    const T* const* ahead;  // addresses of the next tile's keys, to prefetch
     const float* widened;   // all values in fp32, if many rows use them; else null
-    size_t run;
+    size_t run;             // distance from a key to its value, in elements
     int dim;
     float cap;  // soft cap of scores; 0: none
     int first;  // position of the first key
 };
 
-// Expands values [num_keys][dim] to fp32, in the lane order of lanes_again().
+// Converts values [num_keys][dim] to fp32, in the order of elements of lanes_again().
 template <class T>
 inline void widen_values(const Tile<T>& tile, int num_keys, float* to) {
     constexpr int kLine = 64 / sizeof(T);
@@ -162,8 +167,8 @@ inline void widen_values(const Tile<T>& tile, int num_keys, float* to) {
 }
 
 // Computes out[m] = out[m] * factors[m] + weights[m][num_keys] . values[num_keys] for MR rows and
-// NP panels of a head, from panel `first` on. `value_of(key)` is the address of a value. Within a
-// panel, `out` has the lane order of lanes_again().
+// NP panels of a head, from panel `first` on. `value_of(key)` returns the address of a value. The
+// elements of a panel of `out` are in the order of lanes_again().
 template <int MR, int NP, class ValueOf>
 inline void gather(const float* weights, ValueOf value_of, int num_keys, int dim, int first,
                    const float* factors, float* out) {
@@ -202,7 +207,7 @@ inline void gather_rows(const float* weights, ValueOf value_of, int num_keys, in
         gather<MR, 1>(weights, value_of, num_keys, dim, first, factors, out);
 }
 
-// The index in a head of number i in the lane order of lanes_again().
+// Returns which element of a head is element i in the order of lanes_again().
 inline int in_head(int i, float) { return i; }
 
 inline int in_head(int i, Bf16) {
@@ -210,23 +215,23 @@ inline int in_head(int i, Bf16) {
     return kLanes == kPanel ? i : panel + lane % (kPanel / 2) * 2 + lane / (kPanel / 2);
 }
 
-// The keys that a row attends to: those before `start`, and those from `first` to before `end`. If
-// `start` is not 0, it is less than `first`. `in(tile)` gives positions relative to the tile's
-// first key; these may be outside of the tile.
+// The keys to which a row attends: keys 0 to `start` - 1 and keys `first` to `end` - 1. `start` is
+// 0 unless the sequence has a KV budget; then it is less than `first`. `in(tile)` returns the same
+// keys, numbered from the first key of a tile.
 struct Seen {
     int start, first, end;
 
     Seen in(int tile) const { return {start - tile, first - tile, end - tile}; }
     bool any(int num_keys) const { return start > 0 || (end > 0 && first < num_keys); }
 
-    // Calls hide(first, end) for the hidden keys of a tile that precede visible ones.
+    // Calls hide(first, end) with the range of hidden keys between `start` and `first` in a tile.
     template <class Hide>
     void before(int num_keys, Hide hide) const {
         hide(std::max(start, 0), std::min(first, num_keys));
     }
 };
 
-// Returns the visible keys of a query. `window` is the window of the layer; 0: none.
+// Returns the keys to which a query attends. `window` is the window of the layer; 0: no window.
 inline Seen keys_seen(const Span& span, int query, int window) {
     const int end = span.context_len - span.num_queries + query + 1;
     if (window > 0) return {0, end > window ? end - window : 0, end};
@@ -243,9 +248,9 @@ inline void cap_scores(float* scores, int num_keys, float cap) {
     }
 }
 
-// Converts a row's scores to softmax weights. `scores` has `num_keys` keys (whole panels), and the
-// row attends to the keys in `seen`. Returns the factor by which the row's earlier sums must be
-// multiplied.
+// Replaces a row's scores for a tile of `num_keys` keys by softmax weights relative to the highest
+// score so far. The row attends to the keys in `seen`. Returns the factor by which the row's
+// earlier sums must be multiplied, because the highest score may have changed.
 inline float weigh(float* scores, Seen seen, int num_keys, float& highest, float& mass) {
     if (!seen.any(num_keys)) {
         std::memset(scores, 0, num_keys * sizeof(float));
@@ -273,7 +278,7 @@ inline float weigh(float* scores, Seen seen, int num_keys, float& highest, float
     return factor;
 }
 
-// The softmax weight of a head's attention sink, relative to the highest score of the keys.
+// Returns the softmax weight of a head's attention sink, relative to the highest score of the keys.
 inline float mass_of_sink(const Model& model, int layer, int head, float highest) {
     const float* const sinks = model.layers[layer].sinks;
     return sinks == nullptr ? 0.0f : std::exp(sinks[head] - highest);
@@ -314,12 +319,12 @@ void attend_rows(int num_rows, const float* q, const Tile<T>& tile, const Seen* 
 }
 
 struct Item {
-    // rows of the span; row = query * group size + head of the group
+    // Rows of the span. If G heads share a KV head, row r is query r / G and head r % G.
     int span, kv_head, first_row, num_rows;
-    int window;                              // window of the layer; 0: none
+    int window;                              // window of the layer; 0: no window
 };
 
-// The keys that any row of the item attends to.
+// Returns the keys to which at least one row of the item attends.
 inline Seen keys_of(const Model& model, const Span& span, const Item& item) {
     const int group = model.num_heads / model.num_kv_heads;
     const int last_query = (item.first_row + item.num_rows - 1) / group;
@@ -344,7 +349,8 @@ struct HeadKv {
     size_t of_key, of_value;  // elements of a row of K and of V
     bool has_values;
     KeyChannels channels;
-    int start, first_key, num_keys;  // keys before `start` and from `first_key` on are read
+    // Keys 0 to `start` - 1 and keys `first_key` to `num_keys` - 1 are read.
+    int start, first_key, num_keys;
 
     HeadKv(const Model& model, const Step& step, int layer, const Item& item)
         : HeadKv(model, step, model.layers[layer], step.group_of(model.layers[layer]), item) {}
@@ -365,10 +371,12 @@ struct HeadKv {
           first_key(keys_of(model, step.spans[item.span], item).first),
           num_keys(keys_of(model, step.spans[item.span], item).end) {}
 
-    // Distance from a block's keys to its values, in elements; 0 if values are keys.
+    // Returns the distance from the keys of a block to the values, in elements. With latent
+    // attention it is 0, because values are a part of the keys.
     size_t run() const { return has_values ? block_size * of_key : 0; }
 
-    // Converts a query to the form in which it is multiplied with keys.
+    // Converts a query to the form in which it is multiplied by the stored keys. In an int4 pool,
+    // the key channels have another order and static scales.
     void put_query(const float* from, float* to) const {
         if constexpr (!std::is_same_v<T, Int4>) {
             std::memcpy(to, from, dim * sizeof(float));
@@ -377,7 +385,7 @@ struct HeadKv {
         for (int i = 0; i < dim; ++i) to[i] = from[channels.order[i]] * channels.multiplier(i, dim);
     }
 
-    // Returns the first key from `key` on that is read.
+    // Returns `key` if that key is read, otherwise the next key that is read.
     int next_key(int key) const { return key < start || key >= first_key ? key : first_key; }
 
     // Returns the first tile that has keys to read.
@@ -388,9 +396,10 @@ struct HeadKv {
         return reinterpret_cast<const T*>(first + table[key / block_size] * block_bytes);
     }
 
-    // Calls work(index of the key in the tile, address of the block's KV, index of the key in the
-    // block, number of keys in this run) for each run of keys of a tile that are read and lie in
-    // one block. Returns the range of these keys.
+    // Calls work(i, part, offset, here) for each run of keys of a tile that are read and are in one
+    // block. The first key of the run is key i of the tile and key `offset` of the block, `part` is
+    // the address of the block's KV, and `here` is the number of keys. Returns which keys of the
+    // tile are read.
     template <class Work>
     Seen by_blocks(int tile, int most, Work work) const {
         const auto of_tile = [&](int key) { return std::clamp(key - tile, 0, most); };
@@ -407,8 +416,9 @@ struct HeadKv {
         return read;
     }
 
-    // Writes the addresses of the `most` keys of a tile to `rows`. A key before the first one that
-    // is read gets the address of a key that is read. Keys after the last one get `nothing`.
+    // Writes the addresses of the `most` keys of a tile to `rows`. Keys that are not read get an
+    // address too: `nothing` after the last key that is read, the address of any key that is read
+    // elsewhere.
     void tile(int first, int most, const T* nothing, const T** rows) const {
         const Seen read = by_blocks(first, most, [&](int i, const T* part, int offset, int here) {
             for (int j = 0; j < here; ++j) rows[i + j] = part + (offset + j) * of_key;
@@ -417,15 +427,15 @@ struct HeadKv {
         std::fill(rows + read.start, rows + read.first, rows[read.start > 0 ? 0 : read.first]);
     }
 
-    // Writes the scales of the same keys and of their values in a quantized pool. Keys that are not
-    // read have scale 0.
+    // Writes the scales of a tile's keys and values in a quantized pool. Keys that are not read get
+    // the scale 0.
     void scales(int first, int most, float* of_keys, float* of_values) const {
         uint16_t halves[2][kKeysMax] = {};
         const size_t after_runs = run() + block_size * of_value;
         by_blocks(first, most, [&](int i, const T* part, int offset, int here) {
             const uint16_t* from = reinterpret_cast<const uint16_t*>(part + after_runs) + offset;
             for (int of_value = 0; of_value < 2; ++of_value, from += block_size) {
-                if (here == kPanel)  // the usual block size, copied without a call
+                if (here == kPanel)  // the usual case: a copy of a fixed size needs no function call
                     std::memcpy(halves[of_value] + i, from, kPanel * sizeof *from);
                 else
                     std::memcpy(halves[of_value] + i, from, here * sizeof *from);
@@ -437,9 +447,10 @@ struct HeadKv {
         }
     }
 
-    // Unpacks the same keys and values from a packed pool, [most][dim] each. Latents are
-    // dequantized; keys that are not read become zeros. The function also prefetches the KV of
-    // another tile, `then`.
+    // Unpacks the keys and values of a tile from a pool with less than a byte per number, [most]
+    // [dim] each. If the pool has int8 latents, dequantizes them, and writes zeros for keys that
+    // are not read. Also prefetches the KV of the next tile, the one with key `then_first` of
+    // `then`.
     void unpack(int first, int most, const HeadKv& then, int then_first, RowOf<T>* keys,
                 RowOf<T>* values) const {
         const size_t bytes = block_size * (of_key + of_value + 2 * sizeof(uint16_t));
@@ -472,8 +483,8 @@ struct HeadKv {
     }
 };
 
-// Dequantizes a tile of keys and values to fp32, [64][dim] each. Values are `run` elements after
-// their keys.
+// Dequantizes a tile of keys and values to fp32, [64][dim] each. A value is `run` elements after
+// its key.
 template <class Kept>
 inline void widen_tile(const HeadKv<Kept>& kv, int first, const RowOf<Kept>* const* rows,
                        size_t run, const RowOf<Kept>* const* ahead, float* keys, float* values) {
@@ -494,9 +505,9 @@ inline void widen_tile(const HeadKv<Kept>& kv, int first, const RowOf<Kept>* con
     std::memset(keys, 0, static_cast<size_t>(kKeys - num) * dim * sizeof(float));
 }
 
-// The addresses, as T, of the keys of a tile and of the next tile. If the pool's rows cannot be
-// read directly, each tile is unpacked into `unpacked`, [2][most][dim], or [most][dim] without
-// values.
+// The addresses of the keys of the current tile and of the next tile, as elements of type T. If the
+// pool has less than a byte per number, each tile is unpacked into `unpacked` first: [2][most][dim]
+// for keys and values, or [most][dim] for latents.
 template <class T, class Kept, int kMost>
 class TilesOf {
 public:
@@ -514,7 +525,7 @@ public:
         return kIsPacked<Kept> ? static_cast<size_t>(kMost) * kv_.dim : kv_.run();
     }
 
-    // Must be called before the rows of each tile are used.
+    // Moves on to the tile that begins with key `first`.
     void go_to(int first) {
         const int after = kv_.tile_after(first, kMost);
         const bool is_last = after >= kv_.num_keys;
@@ -541,10 +552,10 @@ private:
     int now_ = 1;
 };
 
-// Computes a work item. `queries` [rows, stride] are rotated and scaled. The result is written in
-// the form that the next product reads. The first keys of the item `next` are prefetched, because
-// hardware prefetchers cannot predict scattered blocks. The pool has rows of type Kept. If these
-// cannot be read as T, each tile is converted to T first.
+// Computes an item. `queries` [rows, stride] are rotated and multiplied by the scale. The result is
+// written in the format that the next product reads. Kept is the type of the pool's rows, and T the
+// type with which this function computes. If they differ, each tile is converted first. The first
+// keys of the item `next` are prefetched, because the hardware cannot predict scattered blocks.
 template <class T, class Kept = T>
 void attend(const Model& model, const Step& step, int layer, const Item& item, const Item& next,
             const float* queries, size_t stride, const Inputs& attended, const BlockSums& sums,
@@ -560,8 +571,8 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
     float* scores = out + static_cast<size_t>(kRowsMax) * dim;
     float* highest = scores + kRowsMax * kKeys;
     float* mass = highest + kRowsMax;
-    float* nothing = mass + kRowsMax;  // a key and a value of zeros
-    float* wide = nothing + dim;  // converted keys, or unpacked latents
+    float* nothing = mass + kRowsMax;  // zeros, read in place of a key and a value
+    float* wide = nothing + dim;  // keys converted to fp32, or dequantized latents
     std::memset(nothing, 0, dim * sizeof(float));
     const HeadKv<Kept> kv(model, step, layer, item);
     Seen sees[kRowsMax];
@@ -637,8 +648,8 @@ void attend(const Model& model, const Step& step, int layer, const Item& item, c
 
 namespace tandem::TANDEM_ISA {
 
-// Returns whether attention_dot.h computes the attention. bf16 KV is multiplied in bf16 if the
-// processor supports this, and so is integer KV if the model is bf16.
+// Returns whether attention_dot.h computes the attention, which multiplies in bf16. It does so if
+// the processor multiplies bf16 directly and the KV is bf16, or integers of a bf16 model.
 inline bool is_dot([[maybe_unused]] const Model& model, [[maybe_unused]] const Step& step) {
 #ifdef TANDEM_PAIRS
     const bool is_integers = step.kv_kind == I8 || step.kv_kind == I8_I4 || step.kv_kind == I4;

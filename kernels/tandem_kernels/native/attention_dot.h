@@ -3,12 +3,13 @@
 // exact in bf16: the scale of a key is applied to its score, and the scale of a value to its
 // weight.
 //
-// Work items are as in attention.h, with more rows: the keys and values of a tile of 128 tokens are
-// packed once for the products of all rows. Every row takes the same steps over the keys, 32 keys
-// at a time from position 0, and a hidden key has weight exactly 0. So the bits of a row depend on
-// that row only. A row may take more steps because other rows need them, but all its weights in
-// these steps are zeros. Adding zeros does not change a sum: sums are never denormal, because both
-// instructions treat denormal numbers as zeros and produce none, whatever MXCSR says.
+// The work is divided into items as in attention.h, with more rows per item: the keys and values of
+// a tile of 128 tokens are packed once for the products of all rows.
+//
+// The bits of a row depend on that row only. Every row processes the keys in steps of 32 from
+// position 0 on, and a hidden key has a weight of exactly 0. A row may take more steps because
+// other rows of the item need them. All its weights are then 0, and adding zeros changes no sum.
+// (The instructions treat denormal numbers as zeros, whatever MXCSR says, but no sum is denormal.)
 
 namespace tandem::TANDEM_ISA {
 
@@ -18,17 +19,17 @@ constexpr int kDotRowsMax = 384; // rows in a work item
 constexpr int kDotRows = 32;     // rows whose scores are computed together
 constexpr int kStep = kStepInputs;
 
-// Smallest number of rows in an item, if the span has as many. With fewer rows, reading keys and
-// values takes most of the time. With AMX, packing takes most of the time, so packed data must
-// serve more rows.
+// An item has at least this number of rows, if its span has as many. With fewer rows, reading keys
+// and values would take most of the time. With AMX the products are so fast that packing would take
+// most of the time, so an item has more rows.
 #ifdef TANDEM_AMX
 constexpr int kDotRowsMin = 64, kDotFewRows = 32;
 #else
 constexpr int kDotRowsMin = 32, kDotFewRows = 12;
 #endif
 
-// A right operand [depth][columns] in panels of 16 columns. A panel is [depth / 2][16] words; a
-// word holds two numbers that are in consecutive rows of the operand.
+// The right operand of a product, [depth][columns], in panels of 16 columns. A panel is [depth / 2]
+// [16] words. A word has the numbers of two consecutive rows in one column.
 struct Panels {
     uint32_t* words;
     int depth;
@@ -40,7 +41,7 @@ struct Panels {
     Panels from_depth(int k) const { return {words + k / 2 * kPanel, depth}; }
 };
 
-// A left operand or a result, in row-major order.
+// The left operand or the result of a product, in row-major order.
 template <class T>
 struct Plane {
     T* numbers;
@@ -54,9 +55,9 @@ struct Plane {
 
 #ifdef TANDEM_AMX
 
-// Computes result = left . right or result += left . right, for up to 16 rows, or up to 32 if kTwo.
-// `depth` is a multiple of 32, and the number of panels is even. With more than 16 rows, 32 are
-// computed, so the operands need room for them.
+// Computes result = left . right, or result += left . right if kAdds. The product has up to 16
+// rows, or up to 32 if kTwo. `depth` is a multiple of 32, and the number of panels is even. With
+// more than 16 rows, 32 rows are read and written, so the memory must have room for them.
 template <bool kTwo, bool kAdds>
 inline void multiply_some(Plane<const Bf16> left, Panels right, int depth, int num_panels,
                           Plane<float> result) {
@@ -117,9 +118,9 @@ inline void multiply_rows(int num_rows, Plane<const Bf16> left, Panels right, in
 
 #else
 
-// Computes result = left . right or result += left . right, for MR rows and NP panels. The function
-// is not inlined, because in a large function it would lack registers. Prompt attention would then
-// take 11% longer.
+// Computes result = left . right, or result += left . right if kAdds, for MR rows and NP panels. If
+// this function were inlined into a large function, registers would not suffice, and the attention
+// of a prompt would take 11% longer.
 template <int MR, int NP, bool kAdds>
 __attribute__((noinline)) void multiply_panels(Plane<const Bf16> left, Panels right, int depth, int panel,
                             Plane<float> result) {
@@ -176,19 +177,20 @@ inline void multiply_rows(int num_rows, Plane<const Bf16> left, Panels right, in
 
 #endif
 
-// Loads 32 numbers, with zeros from `num` on.
+// Loads the first `num` of 32 numbers, and zeros in place of the others.
 inline __m512i load_step(const Bf16* from, int num) {
     if (num >= kStep) return _mm512_loadu_si512(from);
     return _mm512_maskz_loadu_epi32((1u << num / 2) - 1, from);
 }
 
-// Loads 64 numbers, with zeros from `num` on.
+// Loads the first `num` of 64 numbers, and zeros in place of the others.
 inline __m512i load_words(const int8_t* from, int num) {
     if (num >= 64) return _mm512_loadu_si512(from);
     return _mm512_maskz_loadu_epi8((1ull << num) - 1, from);
 }
 
-// Converts 8-bit integers times a power of two to bf16, two per word.
+// Converts words with an 8-bit integer times a power of two to bf16. Each word of the result has
+// the numbers of one word of `low` and one of `high`.
 inline __m512i pair(__m512i low, __m512i high) {
     const __m512i of_low = (__m512i)_mm512_cvtepi32_ps(low);
     const __m512i of_high = (__m512i)_mm512_cvtepi32_ps(high);
@@ -196,8 +198,9 @@ inline __m512i pair(__m512i low, __m512i high) {
     return _mm512_ternarylogic_epi32(_mm512_srli_epi32(of_low, 16), of_high, upper, 0xf8);
 }
 
-// Converts words of four int8 numbers to two words of two bf16 numbers each, times kByteToWord. A
-// byte that is shifted to the upper end of a word keeps its sign.
+// Converts words of four int8 numbers to two words of two bf16 numbers each. The results are
+// multiplied by kByteToWord = 2^24, because each byte is shifted to the upper end of its word,
+// where it keeps its sign.
 constexpr float kByteToWord = 0x1p24f;
 
 inline void widen_words(__m512i words, __m512i& first_two, __m512i& last_two) {
@@ -222,12 +225,12 @@ inline void prefetch(const T* row, int dim) {
 // A tile of keys and values.
 template <class T>
 struct DotTile {
-    const T* const* rows;   // address of each key; its value is `run` elements after it
-    const T* const* ahead;  // keys of the next tile, to prefetch
-    size_t run;
-    int first, num_keys;  // positions
+    const T* const* rows;   // address of each key
+    const T* const* ahead;  // addresses of the next tile's keys, to prefetch
+    size_t run;             // distance from a key to its value, in elements
+    int first, num_keys;    // position of the first key, and number of keys in the context
     const float *key_scales, *value_scales;  // for int8 KV
-    float cap;                               // soft cap of scores; 0: none
+    float cap;                               // soft cap of scores; 0: no cap
 };
 
 // Transposes 16 rows of 16 words. `put` is called with each column's index and its words.
@@ -263,9 +266,10 @@ inline void turn(__m512i (&r)[16], const Put& put) {
     }
 }
 
-// Packs `num_keys` keys from `first` on as the right operand [dim][keys] of the scores. A panel is
-// 16 keys, transposed in words. int8 keys are transposed four numbers at a time and then converted,
-// because shuffles are slower than arithmetic. These keys are packed with the factor kByteToWord.
+// Packs `num_keys` keys from `first` on as the right operand [dim][keys] of the product that
+// computes scores. A panel has 16 keys, transposed in words. int8 keys are transposed four numbers
+// at a time and then converted to bf16, because shuffles are slower than arithmetic. The packed
+// numbers of int8 keys are multiplied by kByteToWord.
 template <class T>
 inline void pack_keys(const DotTile<T>& tile, int first, int num_keys, int dim, Panels to) {
     for (int key = first; key < first + num_keys; key += kPanel) {
@@ -299,9 +303,10 @@ inline void pack_keys(const DotTile<T>& tile, int first, int num_keys, int dim, 
     }
 }
 
-// Packs `num_keys` values from `first` on as the right operand [keys][dim], with the numbers of two
-// tokens in a word and zeros after the last token. A panel of bf16 does not have 16 consecutive
-// numbers, but numbers in the order that the cheapest shuffle gives (in_order_of()).
+// Packs `num_keys` values from `first` on as the right operand [keys][dim] of the product that
+// computes the output. A word has the numbers of two tokens, with zeros after the last token. The
+// 16 columns of a bf16 panel are not consecutive, but in the order that the cheapest shuffle gives.
+// in_order_of() restores the order.
 template <class T>
 inline void pack_values(const DotTile<T>& tile, int first, int num_keys, int dim, Panels to) {
     const T *const *rows = tile.rows, *const *ahead = tile.ahead;
@@ -332,8 +337,8 @@ inline void pack_values(const DotTile<T>& tile, int first, int num_keys, int dim
     }
 }
 
-// Returns part i (0 or 1) of 32 numbers of a head, 16 numbers in order, from the two panels made by
-// pack_values().
+// Returns elements 16 i to 16 i + 15 of 32 elements of a head, for i = 0 or 1. The two panels have
+// them in the order of pack_values().
 template <class T>
 inline Floats in_order_of(const float* panels, int i) {
     if constexpr (std::is_same_v<T, int8_t>) return load(panels + i * kPanel);
@@ -355,8 +360,8 @@ inline Floats rough_exp2(Floats x) {
     return _mm512_scalef_ps(p, x);
 }
 
-// The running softmax of a row. Weights are 2^(score * log2 e - base). The base changes only when a
-// score exceeds it by more than kSlack, so sums are rarely rescaled.
+// The running softmax of a row. A weight is 2^(score * log2 e - base). The base is raised only when
+// a score exceeds it by more than kSlack, so sums are rarely rescaled.
 struct Sums {
     float mass[kPanel];  // partial sums, added up at the end
     float base;
@@ -365,8 +370,8 @@ struct Sums {
 constexpr float kSlack = 8.0f;
 constexpr float kLog2E = 1.44269504088896341f;
 
-// Replaces a row's scores by its softmax weights. `scores` has `num_keys` keys (whole steps), of
-// which the row attends to some. The row's mass grows by the sum of the rounded weights.
+// Replaces a row's scores for `num_keys` keys by softmax weights, rounded to bf16. Keys to which
+// the row does not attend get the weight 0. Adds the rounded weights to the row's mass.
 template <class T>
 inline void weigh(float* scores, Seen seen, int num_keys, Bf16* weights, Sums& sums, float* out,
                   int dim, const DotTile<T>& tile, const BlockShares& shares) {
@@ -429,13 +434,13 @@ inline void weigh(float* scores, Seen seen, int num_keys, Bf16* weights, Sums& s
     store(sums.mass, mass);
 }
 
-// The parts of a thread's buffer.
+// A thread's buffer, divided into the arrays that an item needs.
 struct DotBuffer {
     Panels keys, values;
     Plane<Bf16> queries, weights;  // A row's weights replace its scores.
     Plane<float> out, scores;
     Sums* sums;
-    Bf16* nothing;     // a key of zeros, for keys that are not read
+    Bf16* nothing;     // zeros, read in place of keys that are not read
     int8_t* unpacked;  // unpacked keys and values of a tile, or its latents in bf16
     size_t num_bytes;
 
@@ -469,8 +474,8 @@ inline size_t attention_dot_floats(int dim) {
     return DotBuffer(nullptr, dim).num_bytes / sizeof(float);
 }
 
-// Returns the largest number of rows in an item. It is large, because the rows share the packed
-// data, but small enough to give each thread several items.
+// Returns the largest number of rows in an item. All rows of an item share the packed keys and
+// values, so it should be large. It must be small enough to give each thread several items.
 inline int dot_rows_of_item(const Model& model, const Step& step) {
     const int64_t all = static_cast<int64_t>(step.num_rows) * model.num_heads;
     const int64_t each = all / (8 * model.num_threads) / kDotRows * kDotRows;
@@ -480,13 +485,13 @@ inline int dot_rows_of_item(const Model& model, const Step& step) {
 // Up to kDotRows rows of a work item.
 struct DotRows {
     const DotBuffer& at;
-    const Seen* sees;  // visible keys of each row of the item
-    const BlockShares* shares;  // the shares of each row; null: not needed
+    const Seen* sees;  // the keys to which each row of the item attends
+    const BlockShares* shares;  // for each row, where its weights are summed; null: not summed
     int dim;          // rounded up to whole steps
     int first_row, num_rows;
 
-    // Returns the number of keys of the tile up to the last one that a row sees, rounded up to
-    // whole steps.
+    // Returns the number of keys of the tile up to the last one to which a row attends, rounded up
+    // to whole steps.
     template <class T>
     int num_keys(const DotTile<T>& tile) const {
         const int most = sees[first_row + num_rows - 1].end - tile.first;

@@ -2,19 +2,20 @@
 //
 //     block_sums[j] += sum of the weights of the keys in block j, over queries, layers and heads
 //
-// Attention writes sums [blocks] for each query and head of a layer. These are added to the query's
-// sums in the order of heads and layers. At the end of the step, the queries' sums are added to the
-// span's sums in the order of the queries. The result does not depend on chunk boundaries, threads
-// or other spans.
+// Attention computes one sum per block for each query and head of a layer. These sums are added to
+// the sums of the query, in the order of heads and layers. At the end of the step, the sums of all
+// queries of a span are added to the sums of the span, in the order of the queries. The result does
+// not depend on chunk boundaries, threads or other spans.
 
 namespace tandem::TANDEM_ISA {
 
-// The sums of one row of attention, by block. `blocks` is null if the sums are not needed.
+// The sums of one row of attention, one per block. `blocks` is null if they are not needed.
 struct BlockShares {
     float* blocks;
     int block_size;
 
-    // Rescales the sums of the blocks before a tile, which were computed with another maximum.
+    // Multiplies the sums of the blocks before a tile by `factor`, because the maximum score to
+    // which weights are relative has changed.
     void scale(float factor, int tile) const {
         if (factor == 1.0f) return;
         for (int block = 0; block * block_size < tile; ++block) blocks[block] *= factor;
@@ -48,7 +49,7 @@ struct BlockSums {
 
     bool any(int index) const { return step != nullptr && step->spans[index].first_sum >= 0; }
 
-    // Returns the sums of a query and a head, set to zero; null if the span needs none.
+    // Sets the sums of a query and a head to zero and returns them; null if the span needs no sums.
     BlockShares shares(int index, int query, int head) const {
         const int num = num_blocks(step->spans[index]);
         float* const blocks = heads + first[index] * num_heads +
@@ -91,7 +92,7 @@ struct BlockSums {
     }
 };
 
-// Starts or continues the sums of a step.
+// Returns the sums of a step. Sets the sums of the queries to zero at the start of the step.
 inline BlockSums block_sums_of(const Model& model, const Step& step, Scratch& scratch,
                                bool begins) {
     if (step.block_sums == nullptr) return {};

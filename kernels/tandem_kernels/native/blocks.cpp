@@ -58,7 +58,8 @@ void q8_0(const uint8_t* block, Group* groups) {
     for (int i = 0; i < kGroup; ++i) groups->numbers[i] = block[2 + i] ^ 0x80;
 }
 
-// Returns half of 2^(e - 127). The decoded numbers are twice the values, so the scale is halved.
+// Returns half of 2^(e - 127). MXFP4 numbers are decoded to twice their values, so the scale is
+// halved.
 float half_of_power(uint8_t e) {
     const uint32_t bits = e < 2 ? 0x00200000u << e : static_cast<uint32_t>(e - 1) << 23;
     float power;

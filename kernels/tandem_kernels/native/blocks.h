@@ -22,16 +22,16 @@ struct Group {
     int zero;
 };
 
-// Block types with a zero point, which do not exist in GGUF files: a float16 scale, a byte for the
-// zero point, and the nibbles of 32 or 64 inputs.
+// Two block types that GGUF does not have. A block has a float16 scale, a byte for the zero point,
+// and 4 bits for each of 32 or 64 inputs.
 constexpr int32_t kZeroedBy32 = 1032, kZeroedBy64 = 1064;
 
 struct BlockType {
     int32_t type;  // GGUF's type number, or kZeroedBy32 or kZeroedBy64
-    Kind kind;     // format after packing
+    Kind kind;     // kind to which blocks are packed
     int inputs, bytes;
-    int zero;      // zero point of all groups, unless `decode` sets it
-    // decodes a block into inputs / kGroup groups
+    int zero;      // zero point of all groups, unless `decode` sets the zero point of each group
+    // Decodes a block to inputs / kGroup groups.
     void (*decode)(const uint8_t* block, Group* groups);
 };
 

@@ -1,29 +1,33 @@
 // The structs that Python passes (library.py mirrors them with ctypes), and the entry points.
 //
-// Activations are fp32 in row-major order. Weights are packed once (pack.cpp). Each block of inputs
-// is stored in panels of 16 outputs, in the order in which a product reads the weights:
+// Activations are fp32 in row-major order. Weights W [outputs][inputs] are packed once (pack.cpp),
+// in the order in which a product reads them. The outputs are divided into panels of 16, and the
+// inputs into blocks of at most kInputs. A block is stored panel after panel, a panel input after
+// input, and an input has the weights of 16 outputs. So in a block of `num` inputs from input
+// `first` on, the weight of input k and output 16 p + n is the element
 //
-//     inputs from `first` on of a block of `num`, panel p, lane n:
-//     element first * (outputs rounded up) + (p * num + k - first) * 16 + n = W[16 p + n][k]
+//     first * (outputs rounded up to 16) + (p * num + k - first) * 16 + n
 //
 // The lanes of a vector are therefore outputs, and every output is summed over its inputs in one
 // order. The bits of an output do not depend on the batch, the threads or the vector width. In
 // bf16, outputs n and n + 8 of a panel are adjacent.
 //
 // If the processor multiplies bf16 directly (AMX, AVX512_BF16), bf16 weights are packed in pairs of
-// inputs instead, padded with zeros to a multiple of 32 inputs:
+// inputs instead (BF16_PAIRS), because the instructions multiply two inputs at a time. Inputs are
+// padded with zeros to a multiple of 32. The weight of input k and output 16 p + n is the element
 //
-//     panel p, lane n:
-//     element (p * (inputs rounded up) + k - k % 2) * 16 + 2 n + k % 2 = W[16 p + n][k]
+//     (p * (inputs rounded up to 32) + k - k % 2) * 16 + 2 n + k % 2
 //
-// In this format, the even panels of gate_up are gates and the odd ones ups (each padded to a
-// multiple of 16 outputs). A product rounds its inputs to bf16 and sums in fp32 in the order of the
-// instruction. A row's bits then also depend on the instruction (AMX or AVX512_BF16).
+// In this format, the even panels of gate_up are gates and the odd panels are ups, each padded to a
+// multiple of 16 outputs. A product rounds its inputs to bf16 and sums in fp32 in the order of the
+// instruction. The bits of a row then also depend on the instruction (AMX or AVX512_BF16).
 
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+
+#include "cpu.h"
 
 namespace tandem {
 
@@ -61,9 +65,9 @@ struct Gating {
     float alpha, limit;  // for CLAMPED_GATE
 };
 
-constexpr int kStepInputs = 32;  // inputs in one step of a product with pairs
+constexpr int kStepInputs = 32;  // inputs in one step of a product with weights in pairs
 
-// largest number of inputs in a block: the weights of one panel's block fit in the L1 cache
+// Largest number of inputs in a block, so that the weights of one panel fit in the L1 cache.
 constexpr int kInputs = 384;
 
 inline int num_input_blocks(int in) { return (in + kInputs - 1) / kInputs; }
@@ -74,15 +78,15 @@ inline int first_input(int in, int block) {
 
 struct Matrix {
     const void* panels;
-    const float* scales;  // I8: one per output; fp8: see fp8.h; else null
+    const float* scales;  // I8: one per output; fp8: see fp8.h; other kinds: null
     const float* bias;    // one per output, or null
     int32_t in, out;
     int32_t kind;
     int32_t scale_inputs;  // fp8: inputs that share a scale, a multiple of kStepInputs
     Gating gating;  // activation, for gates and ups
-    // further outputs of a quantized matrix, of another kind or order; null: none
+    // The further outputs of a quantized matrix, if they have another kind or order; else null.
     const Matrix* rest;
-    // [in], quantized weights: the input that belongs to each position; null: inputs are in order
+    // [in], quantized weights: order[i] is the input whose weights are at position i; null: i.
     const int32_t* order;
 };
 
@@ -90,14 +94,15 @@ struct Mlp {
     Matrix gate_up, down;
 };
 
-struct Experts {  // MLPs of one shape; each row uses some of them
+struct Experts {  // the experts of a layer, which all have one shape, and their router
     const Mlp* mlps;  // [num]
     Matrix router;    // one logit per expert
-    // [num], added to the sigmoids of the logits for ranking; null: scores are a softmax
+    // [num], added to the sigmoids of the router's logits to rank experts. null: experts are ranked
+    // by the logits, and their weights are a softmax.
     const float* correction;
     int32_t num, top_k;
-    int32_t is_normalized;  // true: a row's weights sum to 1 before `scale` is applied
-    int32_t num_groups, top_groups;  // experts come from the `top_groups` best groups; 0: no groups
+    int32_t is_normalized;  // true: the weights of a row's experts sum to 1, before `scale`
+    int32_t num_groups, top_groups;  // experts are chosen in the `top_groups` best groups; 0: all
     float scale;                     // factor on the weights
 };
 
@@ -124,53 +129,56 @@ struct Layer {  // Norms that the model does not have are null.
     const Experts* experts;  // null: a dense MLP
     // null: grouped-query attention; all layers have the same form of attention
     const Latent* latent;
-    int32_t rope;    // index of the layer's table of angles
-    int32_t window;  // keys that a query attends to, including its own; 0: all before it
-    int32_t group;   // index of the KV group that holds the layer's keys and values
-    int32_t place;   // index of the layer among the layers of its KV group
+    int32_t rope;    // index of the layer's table of cosines and sines
+    int32_t window;  // keys to which a query attends, including its own; 0: no limit
+    int32_t group;   // index of the layer's KV group
+    int32_t place;   // index of the layer among the layers of this KV group
 };
 
 struct Model {
     const Layer* layers;
     const float* final_norm;
-    // [vocab, hidden]: F32 or BF16, or panels of a quantized kind; null: the output matrix
+    // [vocab, hidden]: F32 or BF16, or panels of a quantized kind. null: embeddings are read from
+    // the output matrix.
     const void* embedding;
     Matrix output;
     int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, inner, vocab;
-    // computed_kind: F32 or BF16, the kind of norms and biases
+    // computed_kind: F32 or BF16, the compute dtype of the model
     int32_t embedding_kind, computed_kind;
     float norm_eps;
     int32_t num_threads;
     int32_t norms_all_heads;  // true: q_norm and k_norm are over all heads together
     float attention_scale;    // factor on scores
     float embedding_multiplier, residual_multiplier, logits_multiplier;
-    float logit_cap;      // 0: none
-    float attention_cap;  // soft cap of scores; 0: none
+    float logit_cap;      // soft cap of logits; 0: no cap
+    float attention_cap;  // soft cap of scores; 0: no cap
 };
 
-struct Span {  // the query rows of a sequence: the last `num_queries` tokens of its context
+struct Span {  // the tokens that a step computes for a sequence: the last ones of its context
     int32_t first_row, num_queries, context_len, first_table_entry;
-    // Numbers of first keys and of last keys (including the query's own) that a query attends to in
-    // layers without a window. num_last 0: it attends to all keys. Table entries between the two
-    // are not read.
+    // Under a KV budget, in layers without a window: a query attends to the first `num_first` and
+    // the last `num_last` keys of its context, including its own. Blocks between them are not read.
+    // num_last 0: a query attends to all keys.
     int32_t num_first, num_last;
-    int32_t first_sum;  // index in Step::block_sums; -1: the span needs no sums
+    int32_t first_sum;  // index of the span's first sum in Step::block_sums; -1: no sums
 };
 
-struct KvGroup {  // layers whose KV is in one pool with its own block ids
+struct KvGroup {  // the pool of some layers, and the slots and block tables in this pool
     void* kv;             // [num_blocks][kv heads][layers] parts: see kv_part.h
     const int32_t* slots;         // [rows]: block id * block size + offset in the block
-    // the block tables of all spans, one after the other; entries before a window are not read
+    // The block tables of all spans, one after the other. Entries before a window are not read.
     const int32_t* block_tables;
     int64_t block_bytes, head_bytes, layer_bytes;  // strides between blocks, heads and layers
-    const int32_t* key_order;  // I4: channels [layers][kv heads][head_dim]; else null
-    const float* key_scales;   // I4: scales of the channels, in that order
-    // F8: static scales, float16 [layers][K, V]; null: each token has its own scales
+    // I4: order and static scales of the key channels, [layers][kv heads][head_dim]; else null.
+    const int32_t* key_order;
+    const float* key_scales;
+    // F8: static scales, float16 [layers][K, V]; null: each token has its own scales.
     const uint16_t* fixed_scales;
 };
 
-// The LoRA delta of a product: (x A^T) B^T. `a` stacks the A matrices of all parts. `b` includes
-// the adapter's scale. No matrix is packed in pairs.
+// The LoRA delta of a product is (x A^T) B^T. A product of fused matrices has a part for each
+// matrix. `a` has the A matrices of all parts, one below the other. `b` is already multiplied by
+// the adapter's scale. These matrices are not packed in pairs.
 struct LoraPart {
     Matrix b;                           // [outputs of the part, rank of the part]
     int32_t first_output, first_rank;
@@ -182,7 +190,8 @@ struct LoraProduct {
     int32_t num_parts;  // 0: no delta
 };
 
-struct LoraLayer {  // In a layer with experts, gate, up and down are those of the shared MLP.
+// The LoRA products of a layer. If it has experts, gate_up and down belong to the shared MLP.
+struct LoraLayer {
     LoraProduct qkv, attention_out, gate_up, down;
     LoraProduct q_out;                    // `q_out`, `keys` and `values` are for latent attention
     const LoraProduct *keys, *values;     // one for each head; null: no delta
@@ -202,21 +211,22 @@ struct Step {
     const int32_t* logit_rows;
     const KvGroup* groups;
     float* logits;         // [num_logit_rows, vocab]
-    int32_t* most_likely;  // [num_logit_rows]: token ids; the lowest id if logits are equal
-      // Sums of softmax weights per block, for the spans that need them. The step adds its own
-      // weights.
+    // [num_logit_rows]: the most likely token of each row, with the lowest id if logits are equal
+    int32_t* most_likely;
+    // Sums of softmax weights per block, for the spans that need them. The step adds to these sums.
     float* block_sums;
     int32_t num_rows, num_spans, num_logit_rows, block_size;
     int32_t kv_kind;       // F32, BF16, I8, I8_I4 (keys and values), I4, F8, I8_F32 or I8_BF16
-    int64_t table_floats;  // stride between tables of angles
-    const LoraRows* adapted;  // the adapters' rows, which come before all rows without an adapter
+    int64_t table_floats;  // distance between two tables of cosines, or of sines, in floats
+    const LoraRows* adapted;  // the rows of each adapter; rows without an adapter come last
     int32_t num_adapted;
     int32_t lora_rank;  // largest rank of a LoraProduct
 
     const KvGroup& group_of(const Layer& layer) const { return groups[layer.group]; }
 };
 
-// Rows of logits with one token each, and the results for them (logprobs.h).
+// The arguments and results of measuring log probabilities (logprobs.h): rows of logits, and one
+// chosen token for each.
 struct Measure {
     const int32_t* rows;       // [num_rows]: indices into the step's logits
     const int32_t* token_ids;  // [num_rows]
@@ -227,14 +237,14 @@ struct Measure {
     int32_t num_rows, num_top;  // num_top: at most the vocabulary
 };
 
-struct Scratch;  // buffers of one decoder, kept from step to step
+struct Scratch;  // buffers of one decoder, which are kept from step to step
 
-// The functions of one instruction set. One function computes a step up to the last layer's KV, and
-// another from there to the logits.
+// The functions of one instruction set. A step is computed by two calls: the first ends when the
+// last layer's KV is stored, the second computes the rest up to the logits.
 struct Entry {
     void (*to_last_kv)(const Model&, const Step&, Scratch&);
     void (*to_logits)(const Model&, const Step&, Scratch&);
-    Kind kind_of_bf16;  // format in which bf16 weights are packed
+    Kind kind_of_bf16;  // kind to which bf16 weights are packed
     double (*product_gflops)(int num_threads, Kind kind);
     double (*read_gb_per_s)(const float* data, size_t num, int num_threads);
     void (*measure)(const float* logits, int vocab, const Measure&, int num_threads);
@@ -242,11 +252,8 @@ struct Entry {
 
 #if defined(__x86_64__)
 extern const Entry avx512, avx2;
-#if __GNUC__ >= 11  // Older versions do not support these instructions.
-#define TANDEM_KNOWS_BF16
+#ifdef TANDEM_KNOWS_BF16
 extern const Entry amx, avx512_bf16;
-// Requests permission from the kernel; must be called before any function of `amx`.
-bool amx_permitted();
 #endif
 #endif
 extern const Entry plain;

@@ -1,21 +1,22 @@
-// The experts of a layer: MLPs from which a router chooses a few for each row.
+// The experts of a layer: MLPs from which a router chooses a few for each row. Computed in four
+// steps:
 //
-// The rows of an expert are gathered in the order of the step and computed by one product, so the
-// bits of a row depend on that row only. A row sums its experts in the order of their numbers.
+// 1. Logits of each row: router . norm(row). They determine the row's experts and their weights.
+// 2. Sort all pairs of a row and one of its experts by expert. A pair's number in this order is its
+//    place. So the inputs of one expert have consecutive places.
+// 3. Outputs of each place: down . (activation(gate) * up), one product per expert.
+// 4. Each row += the sum of weight * output over its experts + the shared MLP.
 //
-//     result      computation                                 computed for
-//     logits      router . norm(row)                          each row
-//     places      numbers of the (row, expert) pairs          each pair, sorted by expert
-//     part        down . (activation(gate) * up)              each place
-//     row         += sum of share * part + shared MLP         each row
+// The bits of a row depend on that row only. A row's experts are summed in the order of their
+// numbers.
 
 namespace tandem::TANDEM_ISA {
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
-// Removes experts outside of the best groups from the ranking. A group is ranked by its best
-// expert, or with a correction by the sum of its two best experts. `of_groups` has room for one
-// number per group.
+// Keeps only the experts of the best groups in the ranking. The rank of a group is the rank of its
+// best expert, or with a correction the sum of the ranks of its two best experts. `of_groups` has
+// room for one number per group.
 inline void rank_groups(const Experts& experts, float* ranks, float* of_groups) {
     const int size = experts.num / experts.num_groups;
     for (int g = 0; g < experts.num_groups; ++g) {
@@ -49,10 +50,13 @@ inline void share_sigmoids(const Experts& experts, const float* logits, Chosen* 
     for (int i = 0; i < experts.top_k; ++i) chosen[i].share *= factor;
 }
 
-// Chooses the best experts and lists them in the order of their numbers. Of equally ranked experts,
-// the one with the lowest number is chosen. Experts are ranked by logit, and their weights are the
-// softmax over all logits or over the chosen ones. With a correction, ranks and weights use
-// sigmoids instead. `ranks` has room for two numbers per expert.
+// Chooses the best experts of a row, and lists them in the order of their numbers. Of equally
+// ranked experts, the one with the lowest number is chosen. `ranks` has room for two numbers per
+// expert.
+//
+//                           rank                              weight
+//     without correction    logit                             softmax over all or chosen logits
+//     with correction       sigmoid of the logit + correction sigmoid of the logit
 inline void choose(const Experts& experts, const float* logits, float* ranks, Chosen* chosen) {
     for (int e = 0; e < experts.num; ++e)
         ranks[e] = experts.correction == nullptr ? logits[e]
@@ -101,7 +105,7 @@ inline void place_all(const Experts& experts, int num_rows, Routing& routing) {
     routing.first[0] = 0;
 }
 
-// The inputs of the rows of an expert, inside the buffers of all experts.
+// Returns the inputs of one expert, a part of the buffers that have the inputs of all experts.
 inline Inputs inputs_of_expert(const Matrix& matrix, float* buffer, const Rows& rows, int expert) {
     const int first = rows.routing->first[expert];
     const size_t before = is_quantized(matrix.kind) ? quantized_input_floats(first, matrix.in) : 0;
@@ -109,10 +113,10 @@ inline Inputs inputs_of_expert(const Matrix& matrix, float* buffer, const Rows& 
                      rows.routing->first[expert + 1] - first, rows.rounded + before);
 }
 
-// The outputs of one kind in a matrix that has outputs of several kinds (`rest`), and the number of
-// outputs before them.
+// One matrix of a chain of matrices with different kinds (Matrix::rest), and the number of outputs
+// of the matrices before it.
 struct Part {
-    const Matrix* matrix;  // null: the matrix has no such part
+    const Matrix* matrix;  // null: the chain has fewer matrices
     int first_output;
 };
 
@@ -130,9 +134,9 @@ inline int most_parts(const Experts& experts, Matrix Mlp::*which) {
     return most;
 }
 
-// Computes one product for each expert, with inputs in `buffer`. A quantized matrix may have
-// outputs of several kinds. These are then the same for all experts, so the threads synchronize
-// once per kind.
+// Computes one product for each expert, with inputs in `buffer`. If a quantized matrix has several
+// kinds (Matrix::rest), the matrices of all experts have the same kinds, so the threads synchronize
+// only once per kind.
 inline void multiply_experts(const Experts& experts, Matrix Mlp::*which, float* buffer,
                              const Rows& rows, Output out, int thread, int threads) {
     const auto for_each = [&](int number, auto work) {
@@ -165,7 +169,7 @@ inline void multiply_experts(const Experts& experts, Matrix Mlp::*which, float* 
     }
 }
 
-// Computes the inputs of the experts' last products, for all places.
+// Computes activation(gate) * up for all places. The result is the input of the down products.
 inline float* gate_experts(const Experts& experts, const Rows& rows, int num_places, int thread,
                            int threads) {
     const Routing& routing = *rows.routing;

@@ -1,10 +1,10 @@
-// Computes a step from token ids to logits, for one instruction set. Each call is one parallel
-// region, with barriers between dependent operations.
+// Computes a step from token ids to logits, for one instruction set. All threads run the whole
+// computation together, and wait for each other where an operation needs the results of another.
 
 namespace tandem::TANDEM_ISA {
 
 #ifndef TANDEM_AMX
-struct TilesInUse {  // amx.h has the version for AMX.
+struct TilesInUse {  // does nothing without AMX; amx.h has the version for AMX
     TilesInUse() {}
 };
 #endif
@@ -23,7 +23,7 @@ inline float norm_scale(const float* x, int num, float eps) {
     return 1.0f / std::sqrt(total / num + eps);
 }
 
-// Normalizes a row. Without weights, copies the row.
+// Normalizes a row. If `weight` is null, copies the row.
 inline void norm_row(const float* x, const float* weight, float eps, const InputRow& to) {
     if (weight == nullptr) {
         int at = 0;
@@ -39,7 +39,7 @@ inline void norm_row(const float* x, const float* weight, float eps, const Input
         to.put(at, load_some(x + at, rest) * scale * load_some(weight + at, rest), rest);
 }
 
-// Rotates the halves of a head (RoPE), and writes it to its destination.
+// Rotates a head (RoPE) and writes the result to `to`.
 template <class T>
 inline void rotate(const float* head, const float* cosines, const float* sines, int dim,
                    float scale, T* to) {
@@ -62,7 +62,7 @@ inline void norm_head(float* head, const float* weight, int dim, float eps) {
     for (int i = 0; i < dim; ++i) head[i] = head[i] * scale * weight[i];
 }
 
-// x += delta * multiplier; delta is normalized first if the layer has a post-norm.
+// Computes x += delta * multiplier. If the layer has a post-norm, delta is normalized first.
 inline void add_row(const float* delta, const float* norm, const Model& model, float* x) {
     const int num = model.hidden;
     float scale = model.residual_multiplier;
@@ -157,8 +157,8 @@ inline void embed(const Model& model, int token, float* to) {
         for (int i = 0; i < model.hidden; ++i) to[i] *= model.embedding_multiplier;
 }
 
-// Creates the work items of attention. The longest are first, so that no thread ends with a long
-// one.
+// Divides the attention of a step into items (attention.h). The longest items come first, so that
+// no thread begins a long one when the others are almost done.
 inline std::vector<Item> items_of(const Model& model, const Step& step, int window) {
     const int group = model.num_heads / model.num_kv_heads;
     const int most = rows_of_item(model, step);
@@ -172,7 +172,7 @@ inline std::vector<Item> items_of(const Model& model, const Step& step, int wind
                 items.push_back({s, h, first, end - first, window});
         }
     }
-    // Reading a key takes as long as multiplying it by this many rows.
+    // To estimate how long an item takes: reading a key takes as long as multiplying 4 rows by it.
     constexpr int kFetching = 4;
     const auto work = [&](const Item& item) {
         const Seen keys = keys_of(model, step.spans[item.span], item);
@@ -184,7 +184,7 @@ inline std::vector<Item> items_of(const Model& model, const Step& step, int wind
     return items;
 }
 
-// The work items of each layer. Layers with the same window share them.
+// The attention items of each layer. Layers with the same window have the same items.
 struct LayerItems {
     std::vector<std::vector<Item>> of_windows;
     std::vector<int> windows;
@@ -218,14 +218,14 @@ struct Rows {  // buffers of a step, shared by all threads
 
 namespace tandem::TANDEM_ISA {
 
-// Size of a row in `projected`.
+// Returns the size of a row in `projected`.
 inline size_t projected_width(const Model& model, const Layer& layer) {
     if (layer.latent != nullptr) return layer.qkv.out;
     return static_cast<size_t>(model.num_heads + 2 * model.num_kv_heads) * model.head_dim;
 }
 
-// Normalizes, projects and rotates, and stores K and V. Queries are left in `projected` or
-// `queries`.
+// Computes a layer up to attention: normalizes the rows, projects them, rotates Q and K, and stores
+// K and V. The queries are then in `projected`, or with latent attention in `queries`.
 inline void store_kv(const Model& model, const Step& step, int index, const Rows& rows, int thread,
                      int threads) {
     const Layer& layer = model.layers[index];
@@ -260,7 +260,7 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
     rows.laps->end(PLACE, thread);
 }
 
-// Computes the input of the MLP's last product.
+// Computes activation(gate) * up, the input of the MLP's down product.
 inline Inputs gate_all(const Model& model, int index, const Step& step, const Inputs& normed,
                        const Rows& rows, int thread, int threads) {
     const Mlp& mlp = model.layers[index].mlp;
@@ -288,8 +288,9 @@ inline Inputs gate_all(const Model& model, int index, const Step& step, const In
     return gated;
 }
 
-// Returns whether a product writes complete sums. If it writes partial sums, these are accumulated
-// in a separate buffer. Adding each of them to the larger residual stream would lose precision.
+// Returns whether a product adds up an output completely before it writes the output. Other
+// products write partial sums. These are added up in a separate buffer, because adding each of them
+// to the larger residual stream would lose precision.
 inline bool is_one_sum(const Matrix& matrix) {
     return num_input_blocks(matrix.in) == 1 || kind_of_inputs(matrix.kind) == BF16_PAIRS ||
            is_quantized(matrix.kind);
@@ -321,7 +322,7 @@ inline void add_product(const Model& model, const Matrix& matrix, const Inputs& 
 inline void add_experts(const Model& model, int index, const Step& step, const Rows& rows,
                         int thread, int threads);
 
-// Computes the same as gate_all(), after normalizing the input rows.
+// Normalizes the input rows, and then computes the same as gate_all().
 inline Inputs gate_normed(const Model& model, int index, const Step& step, const Rows& rows,
                           int thread, int threads) {
     const Layer& layer = model.layers[index];
@@ -370,8 +371,8 @@ inline void finish_layer(const Model& model, const Step& step, int index, const 
         add_mlp(model, index, step, rows, thread, threads);
 }
 
-// Returns the experts of the first layer that has experts; null if no layer has. The experts of all
-// layers have one shape.
+// Returns the experts of the first layer that has experts; null if there is none. The experts of
+// all layers have the same shape.
 inline const Experts* experts_of(const Model& model) {
     for (int index = 0; index < model.num_layers; ++index)
         if (model.layers[index].experts != nullptr) return model.layers[index].experts;
@@ -444,8 +445,8 @@ inline void to_last_kv(const Model& model, const Step& step, Scratch& scratch) {
     }
 }
 
-// Finds the largest of some logits: first the maximum of groups of vectors, then the first logit
-// equal to it.
+// Finds the largest of the logits from `first` to before `end`, and its lowest token id. Computes
+// the maximum first, and then searches the first logit that equals the maximum.
 inline Largest largest_of(const float* logits, int first, int end) {
     constexpr int kAtOnce = 32 * kPanel;
     Largest best{-INFINITY, first};
@@ -465,7 +466,8 @@ inline Largest largest_of(const float* logits, int first, int end) {
     return {best.logit, found < logits + end ? static_cast<int32_t>(found - logits) : first};
 }
 
-// Combines the threads' results into the most likely token of each row.
+// Each thread has found the largest logit of its part of the vocabulary. Combines these results to
+// the most likely token of each row.
 inline void find_most_likely(const Step& step, const std::vector<Largest>& of_threads) {
     for (int row = 0; row < step.num_logit_rows; ++row) {
         Largest best = of_threads[row];
@@ -475,7 +477,7 @@ inline void find_most_likely(const Step& step, const std::vector<Largest>& of_th
     }
 }
 
-// Multiplies and caps some logits: cap * tanh(logit / cap).
+// Applies the model's multiplier and cap, cap * tanh(logit / cap), to some logits.
 inline void finish_logits(const Model& model, float* logits, int first, int end) {
     if (model.logits_multiplier != 1.0f)
         for (int i = first; i < end; ++i) logits[i] *= model.logits_multiplier;

@@ -1,13 +1,18 @@
-// The packed format of fp8 (e4m3) weights: panels of 16 outputs with all their inputs, padded with
-// zeros to a multiple of 32, in the order in which a product reads the expanded weights:
+// The packed format of fp8 (e4m3) weights. A product first expands the weights, that is, converts
+// them to fp32 or bf16.
 //
-//     F8_F32, F8_BF16    byte k * 16 + n is input k of output n; expanded to fp32 (for
-//                        F8_BF16 after rounding to bf16)
-//     F8_PAIRS           byte (k - k % 2) * 16 + 2 n + k % 2; expanded to pairs of bf16 (decoder.h)
-//     scales             fp32 [panels][blocks of scale_inputs inputs][16]
+// A panel has 16 outputs with all their inputs, padded with zeros to a multiple of 32 inputs. A
+// weight is one byte. The weight of input k and output n of a panel is at this byte:
 //
-// A weight is number * scale, rounded to the expanded type. Products are therefore bit-identical to
-// those with weights stored in that type.
+//     kind       byte                              expanded to
+//     F8_F32     k * 16 + n                        fp32
+//     F8_BF16    k * 16 + n                        bf16, and then fp32
+//     F8_PAIRS   (k - k % 2) * 16 + 2 n + k % 2    pairs of bf16 (decoder.h)
+//
+// The scales are fp32 [panels][blocks of scale_inputs inputs][16].
+//
+// An expanded weight is number * scale, rounded to the type. Products are therefore bit-identical
+// to products with a matrix that was stored in this type.
 
 #pragma once
 
@@ -19,13 +24,14 @@
 
 namespace tandem {
 
-// bytes of the panels that are expanded at a time, which fit in the L2 cache
+// Bytes of expanded panels that fit in the L2 cache.
 constexpr int kExpandedBytes = 256 << 10;
 constexpr int kExpandedPanelsMost = 16;
 
 inline bool is_fp8(int32_t kind) { return kind >= F8_F32 && kind <= F8_PAIRS; }
 
-// Returns the kind whose input format is used by products with weights of `kind`.
+// Returns the kind to which weights of `kind` are expanded. The inputs of a product have the format
+// for that kind.
 inline int32_t kind_of_inputs(int32_t kind) {
     if (kind == F8_PAIRS) return BF16_PAIRS;
     return is_fp8(kind) ? F32 : kind;
@@ -35,8 +41,8 @@ inline size_t panel_numbers(int in) {
     return static_cast<size_t>(in + kStepInputs - 1) / kStepInputs * kStepInputs * 16;
 }
 
-// Returns the number of panels expanded at a time. It is even, because gates are multiplied
-// together with their ups.
+// Returns the number of panels expanded at a time. It is even, because a panel of gates is followed
+// by the panel of the same ups.
 inline int panels_expanded(int in) {
     const auto most = static_cast<int>(kExpandedBytes / sizeof(uint16_t) / panel_numbers(in));
     return std::clamp(most / 2 * 2, 2, kExpandedPanelsMost);
@@ -52,7 +58,7 @@ inline size_t expanded_floats(const Mlp& mlp) {
     return most;
 }
 
-// Returns the largest such size over all products of a model; 0 if no weights are in fp8.
+// Returns the largest size of this buffer that a product of the model needs; 0 without fp8 weights.
 inline size_t expanded_floats(const Model& model) {
     size_t most = is_fp8(model.output.kind) ? expanded_floats(model.output.in) : 0;
     for (int i = 0; i < model.num_layers; ++i) {

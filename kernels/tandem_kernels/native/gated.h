@@ -1,8 +1,11 @@
-// activation(gate) * up, with an activation x / (1 + exp(-f(x))):
+// Computes activation(gate) * up. All activations have the form x / (1 + exp(-f(x))):
 //
 //     silu         f(x) = x
-//     gelu_tanh    f(x) = 2 sqrt(2 / pi) (x + 0.044715 x^3), as (1 + tanh(f / 2)) / 2 = 1 / (1 + e^-f)
-//     clamped      f(x) = alpha x; gates are at most `limit`, ups within [-limit, limit], plus 1
+//     gelu_tanh    f(x) = 2 sqrt(2 / pi) (x + 0.044715 x^3)
+//     clamped      f(x) = alpha x
+//
+// With `clamped`, gates are first limited to at most `limit`, and ups to [-limit, limit]. Then 1 is
+// added to the ups.
 
 namespace tandem::TANDEM_ISA {
 
@@ -25,8 +28,8 @@ inline Floats gated(Floats gate, Floats up, const Gating& gating) {
 }
 
 #ifdef TANDEM_PAIRS
-// Computes the same with 14 bits of precision, for results that are rounded to the 8 bits of bf16.
-// This is faster, because exp is shorter and there is no division.
+// Computes the same with 14 bits of precision, which is enough if the result is rounded to bf16.
+// This is faster, because exp has fewer terms and there is no division.
 inline Floats gated_for_bf16(Floats gate, Floats up, const Gating& gating) {
     clamp_gate(gate, up, gating);
     const __m512 power = (__m512)(gate_power(gate, gating) * -1.44269504088896341f);

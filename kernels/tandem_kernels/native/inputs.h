@@ -1,14 +1,13 @@
-// The inputs of products: rows in tiles, in one of three formats.
+// The inputs of products. The rows are divided into tiles, and a product reads each weight once for
+// all rows of a tile. There are three formats:
 //
-//     fp32    the fewest tiles of at most kTileRows rows, of about equal size:
-//             [tile][inputs][rows of the tile]
-//     pairs   bf16, for weights in pairs of inputs (decoder.h): tiles of at most kPairRows rows,
-//             [tile][steps of 32 inputs][rows of the tile][32], zeros after the last input
-//     rows    fp32, for quantized weights: [rows][inputs], quantized when all rows are complete
-//             (linear_quantized.h)
-//
-// The format `pairs` exists only if TANDEM_PAIRS is defined: the processor multiplies bf16
-// directly.
+// - `fp32`: [tile][inputs][rows of the tile]. There are as few tiles of at most kTileRows rows as
+//   possible, of about equal size.
+// - `pairs`, in bf16, for weights in pairs of inputs (decoder.h): [tile][steps of 32 inputs]
+//   [rows of the tile][32], with zeros after the last input. Tiles have at most kPairRows rows. The
+//   macro TANDEM_PAIRS is defined if the processor has the instructions for this format.
+// - `rows`, in fp32, for quantized weights: [rows][inputs]. The inputs are quantized to int8 when
+//   all rows are complete (linear_quantized.h).
 
 namespace tandem::TANDEM_ISA {
 
@@ -27,7 +26,8 @@ using Tiles = RowTiles<kTileRows>;
 #ifdef TANDEM_AMX
 constexpr int kPairRows = 16;
 
-// Full tiles come first, because other sizes need a new configuration of AMX tiles.
+// The tiles of the format `pairs`. Full tiles come first, because AMX tiles must be configured
+// again for another number of rows.
 struct PairTiles {
     int num_rows;
     int num() const { return (num_rows + kPairRows - 1) / kPairRows; }
@@ -39,7 +39,7 @@ using PairTiles = Tiles;
 #endif
 
 template <class T>
-struct Strided {  // a row: its address, and the stride of its inputs or steps of inputs
+struct Strided {  // a row: address of the first input or step of inputs, and stride to the next one
     T* first;
     size_t stride;
 };
@@ -55,16 +55,17 @@ inline Strided<T> row_in_tiles(T* buffer, int row, int num_rows, int in, int sid
 
 inline int whole_steps(int in) { return (in + kStepInputs - 1) / kStepInputs * kStepInputs; }
 
-// The destination of one row. The row is written from its first number to its last, in runs of
-// kLanes numbers. The last run may be shorter.
+// The destination of one row. A row is written from its first number to its last, kLanes numbers at
+// a time; the last time there may be fewer.
 struct InputRow {
     int in;
     Strided<float> numbers;
-    size_t next_row;  // distance to the next row of the tile
+    size_t next_row;  // distance to the next row of the tile, in numbers
 #ifdef TANDEM_PAIRS
     Strided<Bf16> steps;  // the destination in the format `pairs`; null: `pairs` is not used
 
-    // Denormal numbers become zeros. Products treat them as zeros anyway.
+    // Writes numbers in the format `pairs`. Denormal numbers become zeros, as products treat them
+    // as zeros anyway.
     void put_pairs(int at, Floats run, int num) const {
         Bf16* to = steps.first + at / kStepInputs * steps.stride + at % kStepInputs;
         const auto mask = static_cast<__mmask16>((1 << num) - 1);
@@ -75,7 +76,7 @@ struct InputRow {
     }
 #endif
 
-    // Returns the row that is `rows` rows below in the same tile.
+    // Returns the destination of the row that is `rows` rows further in the same tile.
     InputRow below(int rows) const {
         InputRow row = *this;
 #ifdef TANDEM_PAIRS
@@ -88,7 +89,7 @@ struct InputRow {
         return row;
     }
 
-    // Writes the numbers in the format that the product reads, `stride` apart.
+    // Copies the row to `to`. Consecutive numbers are `stride` apart there.
     void copy_to(float* to, size_t stride) const {
 #ifdef TANDEM_PAIRS
         if (steps.first != nullptr) {
@@ -114,8 +115,8 @@ struct InputRow {
     }
 };
 
-// LoRA deltas that are added to gates and ups before these are multiplied: [rows, stride] for the
-// first rows, with ups after gates.
+// LoRA deltas to add to gates and ups before the activation: [rows, stride]. In a row, the deltas
+// of all gates come before those of all ups. Only the first rows of a step have deltas.
 struct AddedGates {
     const float* rows = nullptr;
     int num_rows = 0;
@@ -127,7 +128,8 @@ struct Inputs {
     float* buffer;  // at least input_floats() floats
     int32_t kind;
     int num_rows, in;
-    // quantized weights: the quantized inputs; fp8 weights: each thread's expanded panels
+    // Memory for the quantized inputs, if weights are quantized, or for each thread's expanded
+    // panels, if weights are fp8.
     float* rounded;
     AddedGates added = {};  // LoRA deltas for gate_up products
 

@@ -1,11 +1,11 @@
-"""The C++ decoder's constants for number formats, stages and activations (decoder.h, stages.h), and
+"""The C++ decoder's numbers for number formats, stages and activations (decoder.h, stages.h), and
 the sizes of packed weights.
 """
 
 from enum import IntEnum
 
-PANEL = 16  # Outputs per panel of packed weights; head sizes are a multiple of it.
-_STEP_INPUTS = 32  # In pair and fp8 formats, the number of inputs is padded to a multiple of this.
+PANEL = 16  # number of outputs in a panel of packed weights; head sizes are multiples of 16
+_STEP_INPUTS = 32  # in the kinds *_PAIRS and F8_*, the inputs are padded to a multiple of 32
 
 
 class Kind(IntEnum):
@@ -14,25 +14,25 @@ class Kind(IntEnum):
     F32 = 0
     BF16 = 1
     I8 = 2
-    BF16_PAIRS = 3  # interleaved pairs of inputs, for AMX and AVX512_BF16
+    BF16_PAIRS = 3  # bf16 weights in the order that AMX and AVX512_BF16 need (decoder.h)
     I8_I4 = 4  # KV: int8 keys, 4-bit values
     I4 = 5  # KV: 4-bit keys and values
     F8 = 6  # KV: e4m3
-    # KV of latent attention: int8 latents; the rotated keys are fp32, or bf16 in I8_BF16
+    # KV of latent attention: int8 latents and fp32 rotated keys (in I8_BF16: bf16 rotated keys)
     I8_F32 = 7
     I8_BF16 = 15
-    Q8_0 = 8  # this kind and the following ones are for weights; groups of inputs share a scale
+    Q8_0 = 8  # from here on, kinds of weights in which a group of inputs shares a scale
     Q4_0 = 9
     Q4_1 = 10
     Q5_0 = 11
     Q5_1 = 12
     Q6 = 13
     MXFP4 = 14  # E2M1 numbers with power-of-2 scales
-    Q4_Z32 = 19  # 4-bit numbers; each group of 32 inputs (Q4_Z64: 64) has a zero point
+    Q4_Z32 = 19  # 4-bit numbers, with a zero point per group of 32 inputs (in Q4_Z64: 64)
     Q4_Z64 = 20
-    F8_F32 = 16  # e4m3 weights with scales; expanded to fp32 in products
-    F8_BF16 = 17  # e4m3 weights with scales; expanded to bf16, then multiplied in fp32
-    F8_PAIRS = 18  # e4m3 weights with scales; expanded to BF16_PAIRS in products
+    F8_F32 = 16  # e4m3 weights with scales; a product first converts them to fp32
+    F8_BF16 = 17  # the same; a product first rounds them to bf16 and then multiplies in fp32
+    F8_PAIRS = 18  # the same; a product first converts them to BF16_PAIRS
 
 
 class Stage(IntEnum):
@@ -51,20 +51,21 @@ class Stage(IntEnum):
 
 
 class Activation(IntEnum):
-    """The activation function of an MLP. CLAMPED is the form of gpt-oss."""
+    """The activation function of an MLP. CLAMPED is the one of gpt-oss (triton/activation.py)."""
 
     SILU = 0
     GELU_TANH = 1
     CLAMPED = 2
 
 
-# bytes per weight; 1 for all other kinds
+# Bytes per weight. Kinds that are not listed have 1.
 _WEIGHT_BYTES = {Kind.F32: 4, Kind.BF16: 2, Kind.BF16_PAIRS: 2}
 _BY_STEPS = (Kind.BF16_PAIRS, Kind.F8_F32, Kind.F8_BF16, Kind.F8_PAIRS)
 
 
 def packed_bytes(shape: tuple[int, int], kind: Kind) -> int:
-    """Returns the size in bytes of packed weights [out, in] for kinds without groups."""
+    """Returns the size in bytes of packed weights [out, in], for kinds in which weights do not
+    share scales in groups."""
     num_out, num_in = shape
     if kind in _BY_STEPS:
         num_in = whole_steps(num_in)
@@ -72,5 +73,5 @@ def packed_bytes(shape: tuple[int, int], kind: Kind) -> int:
 
 
 def whole_steps(num_in: int) -> int:
-    """Rounds a number of inputs up to the padded size of the pair and fp8 formats."""
+    """Rounds a number of inputs up to a multiple of 32, as the kinds *_PAIRS and F8_* require."""
     return -(-num_in // _STEP_INPUTS) * _STEP_INPUTS

@@ -11,8 +11,8 @@ inline Bytes e4m3_of(Floats x) {
     return __builtin_convertvector(number | ((Words)x >> 24 & 0x80u), Bytes);
 }
 
-// Stores a row of `dim` numbers (a multiple of 16), and returns its scale. `fixed` is a static
-// scale; 0: the row has its own.
+// Quantizes a row of `dim` numbers (a multiple of 16) and returns the row's scale. `fixed` is the
+// static scale; 0: the row has its own scale.
 inline uint16_t quantize(const float* row, int dim, Fp8* to, uint16_t fixed) {
     const int32_t most = largest_bits(row, dim);
     if (most >= kInfinityBits || (most == 0 && fixed == 0)) {

@@ -5,12 +5,12 @@ namespace tandem::TANDEM_ISA {
 
 constexpr int kHeadMax = 512;  // maximum numbers in a row
 
-struct Int4Pair {  // two numbers plus 8, or the lower bits of four numbers
+struct Int4Pair {  // a byte with two numbers from -8 to 7, plus 8, or the lower 2 bits of 4 numbers
     uint8_t bits;
 };
 
-// Returns the scale for which the number with the largest absolute value becomes -8. `most` has the
-// bits of that absolute value.
+// Returns the scale with which the element with the largest absolute value becomes -8. `most` has
+// the bits of this absolute value.
 inline uint16_t scale_of_4_bits(const float* row, int dim, int32_t most) {
     Ints lowest = {};  // nonzero where a number is -largest
     for (int i = 0; i < dim; i += kLanes) lowest |= (Ints)load(row + i) == (most | INT32_MIN);
@@ -24,14 +24,15 @@ inline void store_pairs(const uint8_t* numbers, int dim, Int4Pair* to) {
         to[i].bits = static_cast<uint8_t>(numbers[i] | numbers[i + dim / 2] << 4);
 }
 
-// Stores a row of zeros or with infinities or NaN, and returns its scale.
+// Stores zeros, for a row of zeros or a row with infinities or NaN. Returns the row's scale: 0 for
+// zeros, otherwise NaN.
 inline uint16_t store_zeros(int32_t most, int dim, Int4Pair* to) {
     constexpr int kZeros = 0x88;
     std::memset(to, kZeros, static_cast<unsigned>(dim) / 2);
     return most == 0 ? 0 : kHalfNan;
 }
 
-// Stores a row of `dim` numbers (a multiple of 16), and returns its scale.
+// Quantizes a row of `dim` numbers (a multiple of 16) and returns the row's scale.
 inline uint16_t quantize(const float* row, int dim, Int4Pair* to) {
     const int32_t most = largest_bits(row, dim);
     if (most == 0 || most >= kInfinityBits) return store_zeros(most, dim, to);
@@ -52,11 +53,11 @@ struct KeyChannels {
     const int32_t* order;
     const float* scales;
 
-    // The factor of channel `i` for dequantization, without the token's scale.
+    // The factor by which number `i` is multiplied in dequantization, besides the token's scale.
     float multiplier(int i, int dim) const { return i < dim / 4 ? scales[i] * 0.25f : scales[i]; }
 };
 
-// Stores a key, and returns its scale.
+// Quantizes a key and returns the token's scale.
 inline uint16_t quantize_key(const float* row, int dim, const KeyChannels& channels,
                              Int4Pair* to) {
     alignas(64) float scaled[kHeadMax];
@@ -112,7 +113,7 @@ inline void unpack(const Int4Pair* from, int dim, int8_t* to) {
     for (; i < half; i += 8) unpack_some<Some>(from + i, half, to + i);
 }
 
-// Combines the upper 4 and lower 2 bits to 6-bit numbers, for four words.
+// Combines the upper 4 bits and the lower 2 bits of numbers to 6-bit numbers, for four words.
 template <class Word>
 inline void add_lower(const Int4Pair* lower, int8_t* to) {
     typedef Word Four __attribute__((vector_size(4 * sizeof(Word))));

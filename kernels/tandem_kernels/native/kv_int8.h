@@ -19,7 +19,7 @@ inline Floats of_halves(const uint16_t* from) {
 #endif
 }
 
-// Rounds x, from 0 to 65504, up to float16.
+// Rounds x, which is from 0 to 65504, up to float16.
 inline uint16_t half_not_below(float x) {
     if (x < 0x1p-14f) return static_cast<uint16_t>(std::ceil(x * 0x1p24f));
     uint32_t bits;
@@ -43,14 +43,15 @@ inline int32_t largest_bits(const float* row, int dim) {
 // Divides, rounds to the nearest integer, and clamps to `lowest` .. `highest`.
 inline Ints rounded(Floats x, Floats divisor, Floats lowest, Floats highest) {
     const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-      // Division and addition round separately, as in torch: compilers cannot fuse them.
+      // Division and addition round separately, as in torch, because compilers cannot fuse them.
     x = x / divisor;
     x = x > highest ? highest : x;
     x = x < lowest ? lowest : x;
     return __builtin_convertvector((x + to_integer) - to_integer, Ints);
 }
 
-// Rounds `largest` / `steps` up to float16; `largest` must be finite.
+// Returns the scale largest / steps, rounded up to float16. `largest_bits` has the bits of the
+// largest |x|, which must be finite.
 inline uint16_t scale_of_steps(int32_t largest_bits, float steps) {
     constexpr float kScaleMax = 65504.0f;
     float largest;
@@ -67,7 +68,7 @@ inline Floats all_of_half(uint16_t half) {
 constexpr int32_t kInfinityBits = 0x7f800000;
 constexpr uint16_t kHalfNan = 0x7e00;
 
-// Stores a row of `dim` numbers (a multiple of 16), and returns its scale.
+// Quantizes a row of `dim` numbers (a multiple of 16) and returns the row's scale.
 inline uint16_t quantize(const float* row, int dim, int8_t* to) {
     const int32_t most = largest_bits(row, dim);
     if (most == 0 || most >= kInfinityBits) {

@@ -8,8 +8,8 @@
 //
 //     latents [tokens][rank] of int8 | rotated keys [tokens][rope], unquantized | scales [tokens]
 //
-// A C++ type stands for the format of the rows. Before computation, rows with less than a byte per
-// number are unpacked to int8, and rows of Int8Latent are dequantized.
+// The C++ type of a part's elements determines the format of the rows. Attention first unpacks rows
+// with less than a byte per number to int8, and dequantizes rows of Int8Latent.
 
 namespace tandem::TANDEM_ISA {
 
@@ -41,7 +41,7 @@ template <class T>
 constexpr bool kHasScales =
     std::is_same_v<T, int8_t> || std::is_same_v<T, Fp8> || kIsPacked<T>;
 
-// The type as which rows of the format T are read.
+// The type to which attention converts rows of the format T before it uses them.
 template <class T>
 struct ReadAs {
     typedef std::conditional_t<kIsPacked<T>, int8_t, T> Row;
@@ -55,7 +55,7 @@ struct ReadAs<Int8Latent<R>> {
 template <class T>
 using RowOf = typename ReadAs<T>::Row;
 
-// Sizes of a token's K, and of its V or rotated key, in elements.
+// The size of a token's K in elements. Below: the size of the token's V or rotated key.
 template <class T>
 inline size_t key_row(const Model& model) {
     const int dim = model.head_dim;
@@ -69,7 +69,7 @@ inline size_t value_row(const Model& model) {
     return kIsPacked<T> ? model.head_dim / 2 : model.head_dim;
 }
 
-// The key channels of an int4 pool; other pools have none.
+// Returns the order and scales of the key channels in an int4 pool; empty for other pools.
 inline KeyChannels key_channels(const Model& model, const KvGroup& group, const Layer& layer,
                                 int head) {
     if (group.key_order == nullptr) return {nullptr, nullptr};
@@ -78,13 +78,13 @@ inline KeyChannels key_channels(const Model& model, const KvGroup& group, const 
     return {group.key_order + first, group.key_scales + first};
 }
 
-// The destination of a row's K and V of one head.
+// The place in the pool where the K and V of one token and one head are stored.
 template <class T>
 struct Place {
     T *key, *value;   // in a pool of int8 latents, `value` is the rotated key
-    uint16_t* scale;  // scale of the key; the scale of the value is block_size elements after it
+    uint16_t* scale;  // scale of the key; the scale of the value is block_size elements further
     KeyChannels channels;
-    // static scales of fp8 K and V; 0: each row has its own scale
+    // static scales of K and V in an fp8 pool; 0: each row has its own scale
     uint16_t fixed_scales[2] = {0, 0};
 
     Place(const Model& model, const Step& step, int index, int row, int head) {
@@ -104,7 +104,7 @@ struct Place {
             std::copy_n(group.fixed_scales + 2 * layer.place, 2, fixed_scales);
     }
 
-    // Prefetches the destination, because the rows of a decode step are in different blocks.
+    // Prefetches this place, because the tokens of a decode step are stored in different blocks.
     void fetch(const Model& model) const {
         constexpr size_t kLine = 64 / sizeof(T);
         for (size_t i = 0; i < key_row<T>(model); i += kLine) __builtin_prefetch(key + i, 1, 2);

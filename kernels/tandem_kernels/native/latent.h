@@ -1,6 +1,6 @@
-// Latent attention (tandem/models/config/latent.py). attention.h computes it with one KV head whose
-// values are its keys. This file projects queries into the latent space, and the output out of it.
-// The buffers are used in this order:
+// Latent attention (tandem/models/config/latent.py). attention.h computes the attention itself, as
+// for one KV head in which a token's value is its latent. This file multiplies queries by the key
+// matrix before, and the output by the value matrix after. The buffers are used in this order:
 //
 //     buffer      shape                                       content
 //     projected   [rows][queries or their latent | KV]        KV: latent and key of the token
@@ -9,8 +9,8 @@
 //     attended    [rows][heads][latent, then unused]          output of attention
 //     heads       [rows][heads][value]                        W_v attended
 //
-// One thread computes all products of a head. The inputs of these products are in `of_heads`, head
-// by head.
+// The products of one head are computed by one thread. The inputs of these products are in the
+// buffer `of_heads`, head after head.
 
 namespace tandem::TANDEM_ISA {
 
@@ -61,7 +61,7 @@ void place_token(const Model& model, const Step& step, int index, int row, const
             store_some(to.key + i, load(token + i), kLanes);
 }
 
-// Converts the projections to queries in the latent space, and stores the tokens' KV in the pool.
+// Computes the queries that are compared with latents, and stores the tokens' KV in the pool.
 inline void place_latent(const Model& model, const Step& step, int index, const Rows& rows,
                          int thread, int threads) {
     const Layer& layer = model.layers[index];
@@ -106,13 +106,13 @@ inline void place_latent(const Model& model, const Step& step, int index, const 
     rows.laps->end(QKV, thread);
 }
 
-// The fp32 buffer to which attention writes the output of the heads.
+// Returns the fp32 buffer to which attention writes its output.
 inline Inputs attended_latents(const Model& model, const Step& step, const Rows& rows) {
     return {rows.attended, F32, step.num_rows, model.num_heads * model.head_dim, nullptr};
 }
 
-// Computes the inputs of attention's output product from the attention output. `buffer` has room
-// for one head.
+// Multiplies the attention output by the value matrices. The result is the input of the product
+// with attention_out. `buffer` has room for one head.
 inline Inputs values_of_heads(const Model& model, int index, const Step& step, const Rows& rows,
                               float* buffer, int thread) {
     const Layer& layer = model.layers[index];

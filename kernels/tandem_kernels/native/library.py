@@ -1,8 +1,7 @@
 """ctypes bindings of the compiled decoder: the structs of decoder.h and the functions of api.cpp.
 
-`load` returns None if the decoder was not built (no compiler at install); the engine then uses
-torch. Arrays are passed as addresses. The caller must keep the memory that a struct points to
-alive.
+`load` returns None if the decoder was not built. Arrays are passed as addresses. The caller must
+keep the memory that a struct points to alive.
 """
 
 import functools
@@ -34,7 +33,7 @@ from tandem_kernels.native.kinds import Stage as Stage
 from tandem_kernels.native.kinds import packed_bytes as packed_bytes
 from tandem_kernels.native.kinds import whole_steps as whole_steps
 
-_UNIT_INPUTS = 64  # With quantized weights, the number of inputs is padded to a multiple of this.
+_UNIT_INPUTS = 64  # quantized weights: the number of inputs is padded to a multiple of 64
 
 
 class Gating(Structure):
@@ -220,6 +219,7 @@ class Library:
         self._library = CDLL(str(path))
         signatures: dict[str, tuple[Any, list[Any]]] = {
             "tandem_instructions": (c_char_p, [c_char_p]),
+            "tandem_best_instructions": (c_char_p, []),
             "tandem_packed_kind": (c_int32, [c_char_p, c_int32]),
             "tandem_pack": (
                 None,
@@ -236,13 +236,20 @@ class Library:
             self._function(name, result, arguments)
 
     def instructions(self, wanted: str | None = None) -> str | None:
-        """Returns `wanted`, or None if the processor does not support it. Without `wanted`, returns
-        the best instruction set of this processor: amx, avx512_bf16, avx512, avx2 or plain."""
+        """Returns `wanted`, or None if the processor does not support it or it was not built.
+        Without `wanted`, returns the best instruction set that was built and that the processor
+        supports: amx, avx512_bf16, avx512, avx2 or plain."""
         name = self._library.tandem_instructions(wanted.encode() if wanted else None)
         return name.decode() if name else None
 
+    @property
+    def best_instructions(self) -> str:
+        """The best instruction set of this processor, whether it was built or not."""
+        return bytes(self._library.tandem_best_instructions()).decode()
+
     def packed_kind(self, kind: Kind, wanted: str | None = None) -> Kind:
-        """Returns the kind in which weights of `kind` are packed for an instruction set."""
+        """Returns the kind to which weights of `kind` are packed for the instruction set `wanted`.
+        If `wanted` is None, this is the best instruction set of the processor."""
         return Kind(self._library.tandem_packed_kind(wanted.encode() if wanted else None, kind))
 
     def pack(
@@ -253,8 +260,8 @@ class Library:
         kind: Kind,
         panels: npt.NDArray[np.uint8],
     ) -> npt.NDArray[np.float32] | None:
-        """Packs the weights [out, in] at an address into `panels`. Returns the scale of each output
-        if `kind` is I8, otherwise None."""
+        """Packs weights of `shape` [out, in] at the address `weights` into `panels`, as `kind`.
+        Returns the scale of each output if `kind` is I8, otherwise None."""
         assert panels.size == packed_bytes(shape, kind)
         num_out, num_in = shape
         scales = np.empty(num_out, np.float32) if kind is Kind.I8 else None
@@ -276,21 +283,22 @@ class Library:
         kind: Kind,
         panels: npt.NDArray[np.uint8],
     ) -> bool:
-        """Packs the fp8 numbers [out, in] at an address into `panels`. Returns False if one of the
-        numbers is NaN."""
+        """Packs fp8 weights of `shape` [out, in] at the address `numbers` into `panels`, without
+        their scales. Returns False if one of the weights is NaN."""
         assert panels.size == packed_bytes(shape, kind)
         arguments = [c_void_p, c_int64, c_int64, c_int32, c_void_p]
         function = self._function("tandem_pack_fp8", c_int32, arguments)
         return bool(function(numbers, *shape, kind, panels.ctypes.data))
 
     def kind_of_blocks(self, block_type: int) -> Kind | None:
-        """Returns the kind in which blocks of a GGUF type are packed; None if the type is not
-        supported."""
+        """Returns the kind to which blocks of a GGUF type are packed; None if the type cannot be
+        packed."""
         kind = self._function("tandem_kind_of_blocks", c_int32, [c_int32])(block_type)
         return None if kind < 0 else Kind(kind)
 
     def quantized_bytes(self, shape: tuple[int, int], kind: Kind) -> int:
-        """Returns the size in bytes of packed weights [out, in] for kinds with groups."""
+        """Returns the size in bytes of packed weights [out, in], for kinds in which a group of
+        inputs shares a scale."""
         num_out, num_in = shape
         unit_bytes: int = self._function("tandem_unit_bytes", c_int64, [c_int32])(kind)
         return -(-num_out // PANEL) * -(-num_in // _UNIT_INPUTS) * unit_bytes
@@ -303,22 +311,23 @@ class Library:
         first_output: int,
         panels: npt.NDArray[np.uint8],
     ) -> None:
-        """Packs rows of blocks [out, in] at an address into `panels`. The first row becomes output
-        `first_output`. The panels must be zero-initialized."""
+        """Packs a quantized matrix of `shape` [out, in] at the address `blocks` into `panels`,
+        which must be zeros at first. Row 0 becomes output `first_output`, so that several matrices
+        can be packed as one."""
         function = self._function("tandem_pack_blocks", c_int32, _BLOCK_ARGUMENTS)
         known = function(blocks, block_type, *shape, first_output, panels.ctypes.data)
         assert known, f"blocks of type {block_type} cannot be packed"
 
     def widen_blocks(self, blocks: int, block_type: int, shape: tuple[int, int], to: int) -> bool:
-        """Dequantizes rows of blocks [out, in] at an address to float32 at the address `to`.
-        Returns False if the type is not supported."""
+        """Dequantizes a quantized matrix of `shape` [out, in] at the address `blocks` to float32 at
+        the address `to`. Returns False if the type is not supported."""
         arguments = [c_void_p, c_int32, c_int64, c_int64, c_void_p]
         function = self._function("tandem_widen_blocks", c_int32, arguments)
         return bool(function(blocks, block_type, *shape, to))
 
     def create(self, model: Model, instructions: str | None = None) -> int:
-        """Creates a decoder and returns its handle, which the caller must pass to `destroy`. Raises
-        MemoryError."""
+        """Creates a decoder and returns its handle. The caller must destroy the decoder with
+        `destroy`. Raises MemoryError."""
         wanted = instructions.encode() if instructions else None
         decoder: int | None = self._library.tandem_create(byref(model), wanted)
         if decoder is None:
@@ -329,11 +338,13 @@ class Library:
         self._library.tandem_destroy(decoder)
 
     def to_last_kv(self, decoder: int, step: Step) -> None:
-        """Computes a step until the KV of all its rows is in the pool. Raises MemoryError."""
+        """Computes the first part of a step, until the KV of all tokens is in the pool. Raises
+        MemoryError."""
         self._check(self._library.tandem_to_last_kv(decoder, byref(step)))
 
     def to_logits(self, decoder: int, step: Step) -> None:
-        """Computes the rest of the step that `to_last_kv` began. Raises MemoryError."""
+        """Computes the second part of a step, after `to_last_kv`, up to the logits. Raises
+        MemoryError."""
         self._check(self._library.tandem_to_logits(decoder, byref(step)))
 
     def measure(
@@ -344,8 +355,9 @@ class Library:
         token_ids: npt.NDArray[np.int32],
         num_top: int,
     ) -> Logprobs:
-        """Computes the log probability of a token in each of `rows` of fp32 logits at an address,
-        and of the `num_top` most likely tokens."""
+        """Computes, for each of `rows` of the fp32 logits at the address `logits`, the log
+        probabilities of one token and of the `num_top` most likely tokens. `token_ids` has the one
+        token of each row."""
         num_rows = len(rows)
         found = Logprobs(
             np.empty(num_rows, np.float32),
@@ -361,27 +373,28 @@ class Library:
     def final_hidden(
         self, decoder: int, rows: npt.NDArray[np.int32], hidden_size: int
     ) -> npt.NDArray[np.float32]:
-        """Returns the hidden states after the final norm for `rows` of the decoder's last step,
-        [rows, hidden_size]."""
+        """Returns the hidden states after the final norm, [rows, hidden_size]. `rows` are rows of
+        tokens in the decoder's last step."""
         found = np.empty((len(rows), hidden_size), np.float32)
         self._library.tandem_final_hidden(decoder, address(rows), len(rows), address(found))
         return found
 
     def take_stages(self, decoder: int) -> dict[Stage, float]:
-        """Returns the seconds spent in each stage since the last call."""
+        """Returns the seconds that steps spent in each stage since the last call of this
+        method."""
         seconds = (c_double * len(Stage))()
         self._function("tandem_take_stages", None, [c_void_p, POINTER(c_double)])(decoder, seconds)
         return dict(zip(Stage, seconds, strict=True))
 
     def product_gflops(self, num_threads: int, kind: Kind) -> float:
-        """Measures matrix products with packed weights of `kind` that fit the L1 cache, in GFLOP/s.
-        It takes about 0.3 s."""
+        """Measures the rate of matrix products in GFLOP/s, for packed weights of `kind` that fit in
+        the L1 cache. The measurement takes about 0.3 s."""
         measure = self._function("tandem_product_gflops", c_double, [c_int32, c_int32])
         return float(measure(num_threads, kind))
 
     def read_gb_per_s(self, data: npt.NDArray[np.float32], num_threads: int) -> float:
-        """Measures the read bandwidth of `data` in GB/s. `data` should be larger than all
-        caches."""
+        """Measures the memory read bandwidth in GB/s by reading `data`, which should be larger than
+        all caches."""
         read = self._function("tandem_read_gb_per_s", c_double, [c_void_p, c_int64, c_int32])
         return float(read(data.ctypes.data, data.size, num_threads))
 
@@ -403,6 +416,18 @@ def load() -> Library | None:
         if path.exists():
             return Library(path)
     return None
+
+
+def why_unusable() -> str:
+    """Returns why the compiled kernels cannot compute fast on this processor; "" if they can."""
+    if (library := load()) is None:
+        return "the CPU kernels are not built"
+    best = library.best_instructions
+    if library.instructions() == best:
+        return ""
+    return (
+        f"the CPU kernels were built for another processor: they lack {best}, the best of this one"
+    )
 
 
 def address(array: npt.NDArray[np.generic] | None) -> int | None:

@@ -1,5 +1,5 @@
-// Measures the limits of the processor, as a reference for the stages: the rate of products whose
-// operands are in the L1 cache, and the memory read bandwidth.
+// Measures what the processor can do at most, to compare the times of a step's stages with: the
+// rate of products whose operands are in the L1 cache, and the memory read bandwidth.
 
 namespace tandem::TANDEM_ISA {
 

@@ -1,21 +1,22 @@
 // Products y = x W^T of rows in tiles (inputs.h) with a packed matrix.
 //
-// Inputs are summed in one order: by block (decoder.h), in a block by chain, and in a chain from
-// first to last. A chain is kChain products that are added to one sum. The order is the same for a
-// row alone and in a tile. Chains are short, because rounding errors grow with their length.
+// Every output is summed over its inputs in one order. The inputs are divided into blocks
+// (decoder.h), and a block into runs of kChain = 64 inputs. The products of a run are added one
+// after another to one sum, and then the sums of the runs are added. Runs are short, because
+// rounding errors grow with their length. The order does not depend on the other rows of a tile.
 
 namespace tandem::TANDEM_ISA {
 
 constexpr int kTilesAtOnce = 60 / kTileRows;  // tiles whose inputs fit in the L2 cache
 constexpr int kSums = TANDEM_SUMS;            // vectors of sums that fit in registers
 constexpr int kLine = 64;                     // bytes in a cache line
-constexpr int kChain = 64;                    // products added to one sum
+constexpr int kChain = 64;                    // number of products added to one sum
 
 enum class Into { kSet, kAdd };
 
-// Computes the sums of a chain of `num` products, for NV vectors of outputs in adjacent panels and
-// MR rows. `x` and `w` point to the chain's first input; panels are `panel_stride` weights apart.
-// The function also prefetches from `ahead` on, `step` bytes for every two inputs.
+// Computes the sums of a run of `num` inputs, for NV vectors of outputs in adjacent panels and MR
+// rows. `x` and `w` point to the run's first input; panels are `panel_stride` weights apart. Also
+// prefetches from `ahead` on, `step` bytes for every two inputs.
 template <class W, int MR, int NV>
 inline __attribute__((always_inline)) void multiply_chain(const float* x, const W* w, int num,
                                                           size_t panel_stride, const char*& ahead,
@@ -67,7 +68,7 @@ inline __attribute__((always_inline)) void multiply_chain(const float* x, const 
     for (; k < num; ++k) add(k);
 }
 
-// Computes the sums of `num` inputs, chain by chain.
+// Computes the sums of `num` inputs, one run of kChain inputs after the other.
 template <class W, int MR, int NV>
 inline __attribute__((always_inline)) void multiply(const float* x, const W* w, int num,
                                                     const char* ahead, int step,
@@ -95,7 +96,7 @@ struct Output {
     Into into;
 };
 
-// Writes one vector of sums. `num` is the number of outputs (default: a full vector).
+// Writes one vector of sums, or only its first `num` elements.
 inline __attribute__((always_inline)) void put_vector(const Matrix& matrix, int output,
                                                       bool first_inputs, bool adds, float* to,
                                                       Floats sums, int num = kLanes) {
@@ -108,7 +109,8 @@ inline __attribute__((always_inline)) void put_vector(const Matrix& matrix, int 
     std::memcpy(to, &sums, num * sizeof(float));
 }
 
-// Writes the sums of a tile of which the last outputs may not exist. This is the slow path.
+// Writes the sums of a tile. This is the slow path, for tiles that reach beyond the last output and
+// for matrices with scales or biases.
 __attribute__((noinline)) inline void put_any(const Matrix& matrix, int first_output,
                                               bool first_inputs, bool adds, float* to,
                                               size_t stride, int vectors, int rows,
@@ -129,7 +131,7 @@ inline __attribute__((always_inline)) void put(const Matrix& matrix, int first_o
     const bool adds = out.into == Into::kAdd || !first_inputs;
     float* to = out.rows + first_row * out.stride + first_output;
     if (first_output + NV * kLanes > matrix.out || matrix.scales || matrix.bias) {
-        Floats kept[NV * MR];  // A copy, so that `sums` needs no address and stays in registers.
+        Floats kept[NV * MR];  // a copy in memory, so that `sums` itself can stay in registers
 #pragma GCC unroll 16
         for (int v = 0; v < NV; ++v)
 #pragma GCC unroll 16
@@ -158,7 +160,7 @@ struct Share {
     int first_input, num_inputs;
 };
 
-// The next panel is prefetched by all tiles of a block in turn, each a part of it.
+// Each tile prefetches a part of the next panel: tile number `tile` of `tiles`.
 struct Turn {
     int tile, tiles;
 };
@@ -172,7 +174,7 @@ void tile(const Share<W>& share, const float* x, int panel, int first_row, Turn 
     if (turn.tiles > 1) {
         ahead += panel_size + static_cast<size_t>(panel_size) * turn.tile / turn.tiles;
         step /= turn.tiles;
-    } else {  // A single short tile: panels are too short for the hardware prefetcher.
+    } else {  // With a single short tile, panels are too short for the hardware prefetcher.
         ahead += static_cast<size_t>(panel_size) * (NV / kVectors);
         step *= NV / kVectors;
     }
@@ -185,8 +187,8 @@ void tile(const Share<W>& share, const float* x, int panel, int first_row, Turn 
     put<MR, NV>(share.matrix, panel * kPanel, share.first_input == 0, share.out, first_row, sums);
 }
 
-// The number of panels that are computed at a time. It keeps the multipliers busy, and the sums
-// still fit in registers.
+// Returns the number of panels to compute at a time: enough to keep the multipliers busy, but few
+// enough for the sums to fit in registers.
 constexpr int panels_at_once(int rows) {
     const int most = kSums / (rows * kVectors);
     return most < 1 ? 1 : (most > 4 ? 4 : most);
@@ -244,8 +246,8 @@ inline void linear_of_pairs(const Matrix& matrix, const Inputs& inputs, int firs
 inline void gate_of_pairs(const Matrix& matrix, const Inputs& inputs, int first_panel,
                           int end_panel, const Inputs& gated);
 
-// Combines the gates of a panel with the ups of the next panel, for one tile. The results are the
-// input of the next product.
+// Computes activation(gate) * up for one tile, with the gates of a panel and the ups of the next
+// panel. Writes the results as input of the next product.
 inline void put_gated(const Matrix& matrix, const Inputs& gated, int panel, int first_row,
                       int num_rows, const Floats* gates, const Floats* ups) {
     const int at = panel / 2 * kPanel;
@@ -278,7 +280,7 @@ inline void put_gated(const Matrix& matrix, const Inputs& gated, int panel, int 
 inline void gate_of_fp8(const Matrix& matrix, const Inputs& inputs, int first_panel, int end_panel,
                         const Inputs& gated, int thread);
 
-// Computes this thread's share of silu(gate) * up. Panels of gates and ups alternate.
+// Computes activation(gate) * up for the panels of this thread. Panels of gates and ups alternate.
 inline void gate(const Matrix& gate_up, const Inputs& inputs, const Inputs& gated, int thread,
                  int num_threads) {
     const int64_t num = gate_up.out / (2 * kPanel);
@@ -307,8 +309,8 @@ inline Range share_of(const Matrix& matrix, int thread, int num_threads) {
             static_cast<int>(static_cast<int64_t>(num_panels) * (thread + 1) / num_threads)};
 }
 
-// Computes this thread's share of a product with quantized weights. Threads synchronize after the
-// inputs are quantized.
+// Computes this thread's panels of a product with quantized weights. The threads first quantize the
+// inputs together, and wait for each other.
 inline void linear_by_rounding(const Matrix& matrix, const Inputs& inputs, Output out, int thread,
                                int num_threads) {
     for (const Matrix* part = &matrix; part != nullptr; part = part->rest) {
@@ -323,7 +325,7 @@ inline void linear_by_rounding(const Matrix& matrix, const Inputs& inputs, Outpu
     }
 }
 
-// Computes this thread's share of a product. All threads of the parallel region must call it.
+// Computes this thread's panels of a product. All threads of a step must call this function.
 inline void linear(const Matrix& matrix, const Inputs& inputs, const Output& out, int thread,
                    int num_threads) {
     const float* x = inputs.buffer;

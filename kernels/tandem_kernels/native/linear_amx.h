@@ -1,23 +1,24 @@
-// Products with bf16 pairs by AMX. Two tiles of rows are multiplied by two panels at a time, or one
-// tile by up to four. An output is summed over its inputs from first to last, starting from its
-// previous sum, in any tile. The bits of an output therefore depend on nothing else.
+// Products with bf16 weights in pairs, computed with AMX. Two tiles of rows are multiplied by two
+// panels at a time, or one tile of rows by up to four panels. In both cases an output is summed
+// over its inputs from first to last. So the bits of an output do not depend on other rows.
 
 namespace tandem::TANDEM_ISA {
 
 constexpr int kRowBytes = 64;                           // bytes in a row of a tile
 constexpr int kTile = kPanel * kStepInputs;             // weights of a panel in one step
-// bytes of inputs that fit in the L2 cache together with two panels
+// Bytes of inputs that fit in the L2 cache together with two panels.
 constexpr int kInputsBytesAtOnce = 1536 << 10;
-// number of steps for which two panels fit in the L1 cache
+// Number of steps of 32 inputs for which the weights of two panels fit in the L1 cache.
 constexpr int kStepsAtOnce = 20;
-// prefetch distance, in tiles, for weights that are read once
+// Weights that are read once are prefetched this number of tiles ahead.
 constexpr int kTilesAhead = 2;
 constexpr int kTilesAtOnceMost = 64;
-// number of panels that are computed before the tiles are reconfigured for the last rows
+// Number of panels computed for the full tiles of rows, before the AMX tiles are configured again
+// for the last rows.
 constexpr int kPanelsOfShape = 8;
 
-// Prefetches during a product. If several tiles use the same weights, `lines` cache lines from
-// `from` on are prefetched per step. If `from` is null, the next weights are prefetched.
+// What to prefetch during a product: `lines` cache lines from `from` on in each step, a part of the
+// next panels. If `from` is null, the weights of the same panels are prefetched kTilesAhead ahead.
 struct Ahead {
     const char* from;
     int lines;
@@ -30,8 +31,8 @@ struct TileOfRows {
     int first_row, num_rows;
 };
 
-// Adds `num_steps` steps to the sums of NT tiles of rows and NP panels, which are `panel` weights
-// apart. The tiles must be configured.
+// Adds the products of `num_steps` steps of 32 inputs to the sums, for NT tiles of rows and NP
+// panels, which are `panel` weights apart. The AMX tiles must be configured.
 template <int NT, int NP>
 inline __attribute__((always_inline)) void multiply_steps(const Bf16* x, const Bf16* more_x,
                                                           int rows, int more_rows, const Bf16* w,
@@ -76,8 +77,7 @@ inline __attribute__((always_inline)) void multiply_steps(const Bf16* x, const B
     }
 }
 
-// Loads the initial sums and stores the results, for two adjacent tiles of a panel and of the next
-// panel.
+// Loads the initial sums and stores the results of a product whose output is rows of floats.
 struct IntoRows {
     static constexpr bool kOddPanels = true;
     const Matrix& matrix;
@@ -135,17 +135,19 @@ struct IntoGated {
     }
 };
 
-// A range of steps of a product, and the buffer that keeps the sums until the next range.
+// A range of the steps of a product. After all ranges but the last, the sums of two tiles of rows
+// and two panels are kept in a buffer.
 struct Steps {
     int first, end, of;
-    float* sums;  // sums of two tiles of rows and two panels
+    float* sums;  // this buffer
 
     bool begins() const { return first == 0; }
     bool ends() const { return end == of; }
 };
 
-// Computes NP panels of a tile of rows. The sums are in the AMX tiles from kSumsTile on. They start
-// anew or continue, and are written to the result or to the buffer.
+// Loads the sums of a tile of rows and NP panels into the AMX tiles from kSumsTile on: the initial
+// sums before the first step, otherwise the sums of the previous range of steps. end() below stores
+// the sums again.
 template <int kSumsTile, int NP, class To>
 inline void begin(const To& to, const Steps& steps, int panel, const TileOfRows& rows) {
     if (steps.begins()) {
@@ -187,8 +189,7 @@ void tiles_of(const Matrix& matrix, const To& to, const Steps& steps, int panel,
     if constexpr (NT == 1 && NP > 2) end<2, NP>(to, steps, panel + 2, tile);
 }
 
-// Computes the panels from first_panel on for the rows in tiles from first_tile on. Each pair of
-// tiles prefetches a part of the next panels.
+// Computes a range of panels of a product for all rows.
 template <class To>
 class ProductOfPairs {
 public:
@@ -231,7 +232,7 @@ private:
             if (panel < end) tiles_of<1, 1>(matrix_, to_, all, panel, rows, {}, kOwn);
     }
 
-    // Full pairs of tiles, then the rest: an incomplete pair or a single tile.
+    // Computes first the pairs of full tiles of rows, then the last pair or the last single tile.
     void many_tiles(int first, int end, int panel, int end_panel) const {
         const bool all_full = (end - first) % 2 == 0 && tile(end - 1).num_rows == kPairRows;
         const int end_full = all_full ? end : first + (end - 1 - first) / 2 * 2;
@@ -290,8 +291,8 @@ inline void gate_of_pairs(const Matrix& matrix, const Inputs& inputs, int first_
     ProductOfPairs<IntoGated>(matrix, inputs, to).panels(first_panel, end_panel);
 }
 
-// Runs the product of the largest tile `times` times with operands in the L1 cache. Returns the
-// number of operations.
+// Computes a product with operands in the L1 cache `times` times, to measure the rate (limits.h).
+// Returns the number of operations.
 inline double busy_pairs(int times) {
     constexpr int kSteps = 8;
     alignas(64) static const Bf16 ones[4 * kSteps * kTile] = {};

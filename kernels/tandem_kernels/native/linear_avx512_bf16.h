@@ -1,13 +1,13 @@
-// Products with bf16 pairs by AVX512_BF16: a tile of rows times a few panels, with all sums in
-// registers. An output is summed over its inputs from first to last. Denormal bf16 numbers and
-// denormal sums are treated as zeros.
+// Products with bf16 weights in pairs, computed with AVX512_BF16. A tile of rows is multiplied by a
+// few panels at a time, with all sums in registers. An output is summed over its inputs from first
+// to last. Denormal bf16 numbers and denormal sums are treated as zeros.
 
 namespace tandem::TANDEM_ISA {
 
-constexpr int kPairSums = 24;  // number of registers for sums, of the 32 registers
+constexpr int kPairSums = 24;  // number of the 32 vector registers that are used for sums
 constexpr int kPairPanels = 4; // largest number of panels at a time
-constexpr int kStreamRows = 3; // Tiles with at most this many rows read one panel at a time.
-constexpr int kInputsBytesAtOnce = 256 << 10;  // inputs that fit in the L2 cache
+constexpr int kStreamRows = 3; // tiles with at most 3 rows read one panel at a time
+constexpr int kInputsBytesAtOnce = 256 << 10;  // bytes of inputs that fit in the L2 cache
 
 constexpr int pair_panels_at_once(int rows) {
     if (rows <= kStreamRows) return 2;
@@ -21,10 +21,9 @@ inline __attribute__((always_inline)) __m512bh all_pairs(const Bf16* pair) {
     return (__m512bh)_mm512_set1_epi32(both);
 }
 
-// Computes NP panels times MR rows. If `ahead` is not null, also prefetches `step` bytes from there
-// per pair of inputs. If it is null, prefetches the next NP panels completely, in memory order, one
-// line for each line that is read. The hardware prefetcher cannot follow that many streams of data
-// that is read once.
+// Computes NP panels for MR rows. If `ahead` is not null, also prefetches `step` bytes from `ahead`
+// on for each pair of inputs. If it is null, prefetches the next NP panels, one cache line for each
+// line that is read, because the hardware prefetcher cannot follow several panels at once.
 template <int MR, int NP>
 inline __attribute__((always_inline)) void multiply_pairs(const Bf16* x, const Bf16* w, int in,
                                                           const char* ahead, int step,
@@ -57,9 +56,9 @@ inline __attribute__((always_inline)) void multiply_pairs(const Bf16* x, const B
         }
 }
 
-// Computes one panel times MR rows. With few rows, reading takes most of the time, and the hardware
-// prefetcher handles a single stream better than software can. The function is not inlined, because
-// a compiler would interleave two panels.
+// Computes one panel for MR rows. With few rows, reading weights takes most of the time, and the
+// hardware prefetches a single panel better than software can. This function is not inlined,
+// because a compiler would then interleave two panels.
 template <int MR>
 __attribute__((noinline)) void multiply_stream(const Bf16* x, const Bf16* w, int in,
                                                Floats (&sums)[MR]) {
@@ -91,8 +90,8 @@ inline __attribute__((always_inline)) void put_pairs(const Matrix& matrix, int p
             put_gated(matrix, gated, panel + p, first_row, MR, sums[p], sums[p + 1]);
 }
 
-// Prefetches a tile's results while the tile is computed. With many rows, the results have left the
-// caches.
+// Prefetches the memory for a tile's results while the tile is computed. With many rows, this
+// memory is no longer in the caches.
 inline void fetch_results(const Output& out, int panel, int num_panels, int first_row, int num_rows) {
     const float* to = out.rows + first_row * out.stride + panel * kPanel;
     for (int m = 0; m < num_rows; ++m, to += out.stride)
@@ -171,8 +170,8 @@ inline void gate_of_pairs(const Matrix& matrix, const Inputs& inputs, int first_
     product_of_pairs(matrix, inputs, first_panel, end_panel, gated);
 }
 
-// Runs the product of the largest tile `times` times with operands in the L1 cache. Returns the
-// number of operations.
+// Computes a product with operands in the L1 cache `times` times, to measure the rate (limits.h).
+// Returns the number of operations.
 inline double busy_pairs(int times) {
     constexpr int kIn = 256, kPanels = pair_panels_at_once(kTileRows);
     alignas(64) static const Bf16 zeros[kIn * (kTileRows + kPanels * kPanel)] = {};

@@ -1,10 +1,11 @@
-// Products with fp8 weights (fp8.h). A thread expands a few panels at a time to fp32 or pairs of
-// bf16, and multiplies all rows by the expanded panels. Up to three rows are instead multiplied by
-// weights that are expanded to pairs in registers.
+// Products with fp8 weights (fp8.h). A thread expands a few panels at a time in memory, to fp32 or
+// to pairs of bf16, and multiplies all rows by the expanded panels. A product with at most three
+// rows expands weights to pairs in registers instead.
 
 namespace tandem::TANDEM_ISA {
 
-// Returns the scales of a panel's outputs for the run of inputs to which `input` belongs.
+// Returns the scales of a panel's 16 outputs for `input`. The inputs that share these scales are
+// called a run of inputs in this file.
 inline const float* scales_at(const Matrix& matrix, int panel, int input) {
     const int num_blocks = (matrix.in + matrix.scale_inputs - 1) / matrix.scale_inputs;
     return matrix.scales +
@@ -79,9 +80,9 @@ inline void expand_to_pairs(const Matrix& matrix, int panel, Bf16* to) {
 #endif
 
 #if defined(TANDEM_PAIRS) && !defined(TANDEM_AMX)
-// For few rows, weights are expanded to pairs in registers. If all outputs of a panel share a
-// scale, which is common, codes are looked up in a table with the bf16 values of the 128 unsigned
-// codes.
+// Products with at most three rows follow. If all outputs of a panel share a scale, which is
+// common, a table has the bf16 value of each of the 128 unsigned codes times the scale. Weights are
+// then looked up in the table.
 
 constexpr int kCodes = 128;
 
@@ -185,7 +186,7 @@ inline bool is_one_scale(const float* scales) {
     return _mm512_cmp_ps_mask((__m512)load(scales), first, _CMP_EQ_OQ) == 0xffff;
 }
 
-// Computes NP panels times MR rows, summing in the order of multiply_stream().
+// Computes NP panels for MR rows. Sums have the same order as in multiply_stream().
 template <int MR, int NP>
 void multiply_fp8(const Matrix& matrix, const Bf16* x, int panel, CodeTables& tables,
                   Floats (&sums)[NP][MR]) {
@@ -240,7 +241,7 @@ void few_rows_of_fp8(const Matrix& matrix, const Inputs& inputs, int panel, int 
 #endif
 
 #ifdef TANDEM_PAIRS
-// Expands ranges of panels, and calls `work` with each as a matrix of pairs.
+// Expands a range of panels at a time, and calls `work` with a matrix that has only these panels.
 template <class Work>
 void by_expanded_pairs(const Matrix& matrix, float* buffer, int panel, int end_panel, Work work) {
     auto* const pairs = reinterpret_cast<Bf16*>(buffer);

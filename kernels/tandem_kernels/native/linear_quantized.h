@@ -1,21 +1,27 @@
 // Products with group-quantized weights (quantized.h), by integer dot products.
 //
-// The inputs of a row are first quantized to int8, with one scale for each half of a group. The
-// integer sum of a half is exact and is multiplied by the inputs' scale. The sum of a group is
-// multiplied by the weights' scale, and groups are added in fp32 in order. The bits of a row
-// therefore depend on that row only, and are equal on all processors with fused multiply-add.
+// A group has 32 inputs. The inputs of a row are first quantized to int8, with one scale for each
+// half of a group. Then, for each output:
+//
+// 1. The integer dot product of a half, which is exact, is multiplied by the inputs' scale.
+// 2. The halves of a group are added, and the sum is multiplied by the scale of the weights.
+// 3. The groups are added in fp32, in order.
+//
+// The bits of a row therefore depend on that row only, and are equal on all processors with fused
+// multiply-add.
 
 namespace tandem::TANDEM_ISA {
 
-// rows in a tile
+// Largest number of rows in a tile.
 constexpr int kQuantizedRows = TANDEM_LANES == 16 ? 9 : TANDEM_LANES == 8 ? 3 : 2;
-constexpr int kTileBytesAtOnce = 256 << 10;  // bytes of the inputs that fit in the L2 cache
+constexpr int kTileBytesAtOnce = 256 << 10;  // bytes of quantized inputs that fit in the L2 cache
 constexpr int kStreamedRows = 3;  // largest number of rows for which the weights are streamed
 constexpr int kBytesAhead = 1152;            // prefetch distance with AVX2
 
 using QuantizedTiles = RowTiles<kQuantizedRows>;
 
-// Adds the dot product of four inputs of a row with those of each output (AVX2: see dot_half).
+// Adds the dot product of four inputs of a row and four weights of each output. AVX2 has no such
+// instruction; see dot_half.
 #if TANDEM_LANES == 8
 #elif TANDEM_LANES == 16 && defined(TANDEM_VNNI)
 inline __attribute__((always_inline)) Ints dot4(Ints sums, Ints weights, int32_t inputs) {
@@ -38,15 +44,18 @@ inline Ints dot4(Ints sums, Ints weights, int32_t inputs) {
 }
 #endif
 
-// The quantized inputs of a row for one unit. Products read them as [tile][unit][row of the tile].
+// The quantized inputs of a row for one unit of 64 inputs. In memory they are in the order
+// [tile][unit][row of the tile].
 struct InputUnit {
     int8_t numbers[kUnitInputs];
 #if TANDEM_LANES == 8
     int32_t offsets[kUnitInputs / kHalf];  // for 8-bit weights; see dot_half
 #endif
     float scales[kUnitInputs / kHalf];
-    // Sums of the quantized inputs that share a scale of weights. For weights with a constant zero
-    // point, they are multiplied by -zero. For weights with zero points, they are multiplied by -1.
+    // For each scale of weights in the unit: the sum of the inputs that this scale concerns. Zero
+    // points and minimums are applied with these sums, because sum(x (w - zero)) is
+    // sum(x w) - zero sum(x). If the zero point is constant, the sums are already multiplied by
+    // -zero; if the weights have zero points, by -1.
     float sums[kUnitInputs / kHalf];
 };
 
@@ -107,8 +116,8 @@ inline Rounded round_half(const float* x, int8_t* numbers) {
     return {scale, static_cast<float>(sum_of(sums))};
 }
 
-// Quantizes a row for weights of one format. `order` is the order of the weights' inputs; null: the
-// order is unchanged.
+// Quantizes a row for weights of one format. `order` is the order of the inputs in the weights;
+// null: the normal order.
 template <class F>
 void round_row(const float* x, const int32_t* order, int in, InputUnit* to, int rows_of_tile) {
     constexpr float kFactor = F::kHasMins ? 1.0f : F::kHasZeros ? -1.0f : -F::kZero;
@@ -141,7 +150,7 @@ void round_row(const float* x, const int32_t* order, int in, InputUnit* to, int 
                 to->sums[2 * g + 1] = kFactor * (second.scale * second.sum);
                 continue;
             }
-            // An explicit FMA, because compilers differ in which product they fuse with the sum.
+            // Compilers differ in which product they fuse with the sum, so this FMA is explicit.
             const float sum = std::fma(first.scale, first.sum, second.scale * second.sum);
             if (F::kNumScales == 2)
                 to->sums[g] = kFactor * sum;
@@ -150,7 +159,8 @@ void round_row(const float* x, const int32_t* order, int in, InputUnit* to, int 
         }
 }
 
-// Quantizes all rows of a product. All threads call it, and must synchronize afterwards.
+// Quantizes the rows of a product. All threads call this function, and must wait for each other
+// afterwards.
 inline void round_inputs(const Matrix& matrix, const Inputs& inputs, int thread, int num_threads) {
     const QuantizedTiles tiles{inputs.num_rows};
     const int first = static_cast<int64_t>(inputs.num_rows) * thread / num_threads;
@@ -191,7 +201,7 @@ inline __attribute__((always_inline)) Floats scales_of(const char* from, int v) 
     return of_signed_halves(reinterpret_cast<const uint16_t*>(from) + v * kLanes);
 }
 
-// Loads vector `at` of a group: 4 inputs of some outputs, as stored numbers.
+// Loads the stored numbers of 4 inputs, those of vector `at` of a group, for some outputs.
 template <class F>
 inline __attribute__((always_inline)) Ints numbers_of(const char* unit, int group, int at, int v) {
     const auto load_ints = [v](const char* from) __attribute__((always_inline)) {
@@ -230,10 +240,11 @@ template <class F, int MR, int NV>
 inline __attribute__((always_inline)) void dot_half(const InputUnit* x, const char* unit, int half,
                                                     int v, Ints (&sums)[NV][MR]) {
 #if TANDEM_LANES == 8
-    // AVX2 adds two byte products in 16 bits. The products of a half fit for up to 5 bits (31 * 127
-    // * 8 = 31,496), and those of a quarter for 6 bits. For 8 bits, two products fit after the zero
-    // point is subtracted (128 * 127 * 2 = 32,512): the signs of the weights are moved to the
-    // inputs, which are multiplied with absolute values. `offsets` adds the zero point's part.
+    // AVX2 adds two products of bytes in 16 bits, where at most 32,767 fits. With weights of up to
+    // 5 bits, 8 products fit (31 * 127 * 8 = 31,496), and with 6 bits 4 products. With 8 bits, two
+    // products fit only if the zero point 128 is subtracted before (128 * 127 * 2 = 32,512). The
+    // instruction needs unsigned weights, so the sign of a weight is moved to the input. `offsets`
+    // corrects for the subtraction.
     constexpr int kAtOnce = F::kBits == 8 ? 1 : F::kBits == 6 ? 2 : 4;
     __m256i words[NV][MR];
 #endif
@@ -276,8 +287,8 @@ inline __attribute__((always_inline)) void dot_half(const InputUnit* x, const ch
     }
 }
 
-// Computes the dot products of the inputs that share a scale of weights, for MR rows and NV vectors
-// of outputs.
+// Computes the dot products over the inputs that share a scale of the weights, without this scale,
+// for MR rows and NV vectors of outputs.
 template <class F, int MR, int NV>
 inline __attribute__((always_inline)) void dot_part(const InputUnit* x, const char* unit, int part,
                                                     int v, Floats (&scaled)[NV][MR]) {
@@ -299,7 +310,7 @@ inline __attribute__((always_inline)) void dot_part(const InputUnit* x, const ch
     }
 }
 
-// Adds the results of `dot_part`, multiplied by the scale of the weights.
+// Multiplies the results of `dot_part` by the scale of the weights and adds them to `sums`.
 template <class F, int MR, int NV>
 inline __attribute__((always_inline)) void add_part(const InputUnit* x, const char* unit, int part,
                                                     int v, Floats (&scaled)[NV][MR],
@@ -309,8 +320,8 @@ inline __attribute__((always_inline)) void add_part(const InputUnit* x, const ch
         const auto of_outputs = [&](const char* from) __attribute__((always_inline)) {
             return scales_of<F>(from + part * kScaleBytes, v + n);
         };
-        // This is a separate operation at the end, because a sum of two products can be fused in
-        // two ways.
+        // Zero points are applied in a separate addition at the end. A sum of two products in one
+        // expression could be fused in two ways, with different bits.
         if constexpr (F::kHasZeros) {
             const Floats zeros = of_outputs(unit + F::kZeros);
 #pragma GCC unroll 16
@@ -327,7 +338,7 @@ inline __attribute__((always_inline)) void add_part(const InputUnit* x, const ch
     }
 }
 
-// Adds the products of a unit for MR rows and NV vectors of outputs of a panel.
+// Adds the products of one unit of inputs, for MR rows and NV vectors of outputs of a panel.
 template <class F, int MR, int NV>
 inline __attribute__((always_inline)) void multiply_unit(const InputUnit* x, const char* unit, int v,
                                                          Floats (&sums)[kVectors][MR]) {
@@ -351,14 +362,14 @@ inline __attribute__((always_inline)) void multiply_units(const InputUnit* x, co
                                                           int units,
                                                           Floats (&sums)[kVectors][MR]) {
     for (int u = 0; u < units; ++u, x += MR, unit += F::kUnitBytes) {
-        // With few rows, weights are streamed. The hardware prefetcher is too slow if a line takes
-        // many instructions, so lines are prefetched.
+        // With few rows, each weight is read only once. Software prefetches the cache lines,
+        // because the hardware prefetcher is too slow if a line takes many instructions.
         if constexpr (TANDEM_LANES == 8 && MR <= kStreamedRows)
             for (int line = 0; line < F::kUnitBytes; line += kLine)
                 __builtin_prefetch(unit + kBytesAhead + line, 0, 3);
-        // Two vectors at a time are computed for one row, which then reads lines in order. They are
-        // also used for 8-bit weights, which share broadcast inputs. In other cases registers would
-        // not suffice, and a compiler would keep the inputs for the next vector.
+        // Two vectors of outputs at a time are computed for a single row, so that cache lines are
+        // read in order, and for 8-bit weights, so that a broadcast input is used twice. In other
+        // cases registers would not suffice.
         constexpr int kAtOnce =
             TANDEM_LANES == 8 && (MR == 1 || F::kBits == 8) ? kVectors : 1;
 #pragma GCC unroll 4

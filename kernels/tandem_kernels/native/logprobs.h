@@ -1,10 +1,10 @@
-// Log probabilities of tokens and of the most likely tokens (tandem_kernels/logprobs.py), for one
-// instruction set. One thread makes one pass over a row, so the bits depend on that row only.
+// Computes the log probabilities of tandem_kernels/logprobs.py for one instruction set. A row is
+// computed by one thread in one pass, so the bits depend on that row only.
 
 namespace tandem::TANDEM_ISA {
 
-// The most likely tokens so far, in descending order. Of tokens with equal logits, the one with the
-// lowest id is first.
+// The most likely tokens that were found so far, the most likely one first. Of tokens with equal
+// logits, the one with the lowest id comes first.
 class Top {
 public:
     Top(int32_t* ids, float* logits, int size) : ids_(ids), logits_(logits), size_(size) {}
@@ -29,7 +29,7 @@ private:
     int size_, num_ = 0;
 };
 
-constexpr int kMeasured = 32 * kPanel;  // logits whose maximum is computed before their sum
+constexpr int kMeasured = 32 * kPanel;  // number of logits that are processed at a time
 
 // Returns the largest of `num` logits.
 inline float largest_in(const float* logits, int num) {

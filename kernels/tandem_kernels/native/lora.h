@@ -1,7 +1,8 @@
 // Adds LoRA deltas, (x A^T) B^T, to a product, for the rows of each adapter.
 //
-// A work item is a tile of one adapter's rows. One thread gathers the rows from the product's
-// inputs and computes both multiplications. The bits of a row do not depend on its tile or thread.
+// The work is divided into tiles of rows with the same adapter. One thread copies the rows of a
+// tile from the product's inputs and computes both multiplications. The bits of a row do not depend
+// on the other rows of the tile.
 
 namespace tandem::TANDEM_ISA {
 
@@ -10,7 +11,8 @@ struct LoraItem {
     int first_row, num_rows;
 };
 
-// The work items of a step, and a buffer for each thread; empty in a step without adapters.
+// The tiles of a step's rows that use adapters, and a buffer for each thread. Empty in a step
+// without adapters.
 struct StepLora {
     std::vector<LoraItem> items;
     std::vector<float*> buffers;
@@ -18,8 +20,8 @@ struct StepLora {
     int num_rows = 0;        // rows with adapters
 };
 
-// The size of a thread's buffer in floats. The buffer holds the inputs of a tile, their products
-// with A, and the inputs of B for one part.
+// Returns the size of a thread's buffer in floats. The buffer has room for the inputs of a tile,
+// for the products of the inputs and A, and for the inputs of one B.
 inline size_t lora_floats(const Model& model, const Step& step) {
     int in = std::max({model.hidden, model.inner, model.num_heads * model.head_dim});
     if (const Latent* const latent = model.layers[0].latent)
@@ -41,7 +43,7 @@ inline StepLora lora_of(const Model& model, const Step& step, Scratch& scratch) 
     }
     if (lora.items.empty()) return lora;
     for (Buffer& buffer : scratch.lora) lora.buffers.push_back(buffer.of(lora_floats(model, step)));
-#ifdef TANDEM_PAIRS  // Gates of some layers may be packed in pairs.
+#ifdef TANDEM_PAIRS  // gate_up may be packed in pairs, and then needs added_gates()
     lora.gates = scratch.gates.of(2 * static_cast<size_t>(lora.num_rows) * model.inner);
 #endif
     return lora;
@@ -73,8 +75,8 @@ inline void add_item(const LoraItem& item, const LoraProduct& product, const Inp
     }
 }
 
-// Adds the deltas to a product. All threads must have finished the product, and all threads must
-// call this function.
+// Adds the deltas to a product. All threads must call this function, after all of them have
+// finished the product.
 inline void add_lora(const StepLora& lora, int index, LoraProduct LoraLayer::*product,
                      const Inputs& inputs, const Output& out, int thread) {
     if (lora.items.empty()) return;
@@ -86,7 +88,7 @@ inline void add_lora(const StepLora& lora, int index, LoraProduct LoraLayer::*pr
     }
 }
 
-// Adds the deltas to the product of one head. Called by the thread that computes the head.
+// Adds the deltas to the product of one head. The thread that computes the head calls this.
 inline void add_lora_of_head(const StepLora& lora, int index,
                              const LoraProduct* LoraLayer::*products, int head,
                              const Inputs& inputs, const Output& out, int thread) {
@@ -96,8 +98,8 @@ inline void add_lora_of_head(const StepLora& lora, int index,
     }
 }
 
-// Computes the deltas for gates and ups. They are computed before the gate_up product, because this
-// product combines gates and ups immediately.
+// Computes the deltas for gates and ups before the gate_up product, because this product applies
+// the activation immediately and never writes gates and ups to memory.
 inline AddedGates added_gates(const Model& model, const StepLora& lora, int index,
                               const Inputs& normed, int thread) {
     if (lora.items.empty()) return {};

@@ -26,7 +26,7 @@ void in_order(int64_t out, int64_t in, bool in_pairs, Write write) {
                     write(first + (in_pairs ? lane / 2 + lane % 2 * (kPanel / 2) : lane), k);
 }
 
-// Copies elements of one size to their packed positions.
+// Copies weights of type T to their packed positions.
 template <class T>
 void reorder(const T* weights, int64_t out, int64_t in, bool in_pairs, T* panels) {
     in_order(out, in, in_pairs, [&](int64_t n, int64_t k) {
@@ -34,7 +34,7 @@ void reorder(const T* weights, int64_t out, int64_t in, bool in_pairs, T* panels
     });
 }
 
-// Packs panel by panel with kSide adjacent inputs, padded with zeros.
+// Packs weights so that kSide consecutive inputs of an output are adjacent. Pads with zeros.
 template <int kSide, class T>
 void put_side_by_side(const T* weights, int64_t out, int64_t in, T* panels) {
     const int64_t padded = (in + kStepInputs - 1) / kStepInputs * kStepInputs;

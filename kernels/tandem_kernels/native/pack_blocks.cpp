@@ -32,8 +32,7 @@ void put_half(uint8_t* to, float x) {
     std::memcpy(to, &half, sizeof half);
 }
 
-// Writes the upper half of a float, which is its bfloat16. This is exact if the float is a power of
-// 2.
+// Converts a power of 2 to bfloat16, which is the upper half of the float, and writes it.
 void put_power(uint8_t* to, float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
@@ -41,7 +40,7 @@ void put_power(uint8_t* to, float x) {
     std::memcpy(to, &upper, sizeof upper);
 }
 
-// The MXFP4 code of each number; the lower code if two codes mean the same number.
+// For each decoded MXFP4 number, its code. Two codes mean 0; the lower one is used.
 struct Codes {
     uint8_t of[25] = {};
 
@@ -52,7 +51,8 @@ struct Codes {
 
 constexpr Codes kCodes;
 
-// Writes a group of an output to the output's lane of the panel, which must contain zeros.
+// Writes the weights of one output for a group of 32 inputs to the packed panel. The output's bits
+// in the panel must be zeros before.
 template <class F>
 void put_group(const Group& group, int index, int lane, uint8_t* unit) {
     for (int i = 0; i < kGroup; ++i) {

@@ -1,20 +1,21 @@
-// The packed format of quantized weights: panels of 16 outputs, each a sequence of units of 64
-// inputs (padded with zeros), in the order in which a product reads them:
+// The packed format of quantized weights. A weight is scale * (number - zero) + min.
 //
-//     numbers    two groups of 32 inputs, each of eight vectors; vector v has inputs 4 v .. 4 v + 3
-//                of its group, and byte 4 n + i is input 4 v + i of output n
-//                    8 bits: vector after vector
-//                    fewer: the lower 4 bits of vectors v and v + 4 share bytes; v has the low nibble
-//     high bits  5 bits: a byte for both groups; bit v belongs to vector v
-//                6 bits: two vectors of bytes per group; bits 2 i, 2 i + 1 of the first belong to
-//                vector i, those of the second to vector 4 + i
-//     scales     float16 of 16 outputs, group after group; for 6 bits two per group (16 inputs each);
-//                for MXFP4 bfloat16, which represents all powers of 2
-//     mins       float16 in the same order, if the kind has minimums; or its zero points (integers)
+// A panel has 16 outputs. It is a sequence of units of 64 inputs, padded with zeros. A unit has two
+// groups of 32 inputs. It is stored in whole cache lines, in the order in which a product reads it:
 //
-// A weight is scale * (number - zero) + min. Units are whole cache lines. MXFP4 stores 4-bit codes
-// (E2M1), which are decoded to twice the value plus 12. In Q4_Z64, all inputs of a unit share a scale
-// and a zero point.
+// 1. Numbers. A group is eight vectors of 64 bytes. Vector v has inputs 4 v to 4 v + 3 of the
+//    group: byte 4 n + i belongs to input 4 v + i of output n. A kind with 8 bits stores vector
+//    after vector. A kind with fewer bits stores the lower 4 bits of vectors v and v + 4 in the
+//    same bytes, v in the low nibbles.
+// 2. High bits. A kind with 5 bits has one vector per group, and bit v of its bytes belongs to
+//    vector v. A kind with 6 bits has two vectors per group. Bits 2 i and 2 i + 1 of the first
+//    belong to vector i, those of the second to vector 4 + i.
+// 3. Scales of the 16 outputs in float16, one per group. A kind with 6 bits has two per group, for
+//    16 inputs each. MXFP4 has bfloat16 scales, because these can represent all powers of 2. In
+//    Q4_Z64, both groups of a unit share a scale and a zero point.
+// 4. The minimums in float16, or the zero points, if the kind has them, in the order of the scales.
+//
+// MXFP4 stores 4-bit codes (E2M1), which are decoded to twice their value plus 12.
 
 #pragma once
 
@@ -31,8 +32,8 @@ constexpr int kScaleBytes = 2 * 16;  // scales of 16 outputs
 
 constexpr uint8_t kMxNumbers[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-// `kZeroInputs` is the number of inputs that share a scale and a zero point; 0: the kind has a
-// constant zero point.
+// The properties of a quantized kind. `kZeroInputs` is the number of inputs that share a scale and
+// a zero point; 0: the zero point is the same for all weights of the kind.
 template <int kBitsOf, bool kHasMinsOf, bool kHasCodesOf = false, int kZeroInputs = 0>
 struct Format {
     static constexpr int kBits = kBitsOf;

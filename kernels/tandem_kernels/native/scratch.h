@@ -1,5 +1,5 @@
-// The buffers of one decoder. They only grow, so a step that is no larger than an earlier one
-// allocates nothing.
+// The buffers of one decoder. Steps reuse them. A buffer never becomes smaller, so memory is
+// allocated only when a step is larger than all before.
 
 #pragma once
 
@@ -29,7 +29,7 @@ public:
             std::free(data_);
             data_ = nullptr;
             size_ = 0;
-            // Whole cache lines, plus one because the last vector may read past the end.
+            // Rounded up to cache lines, plus one line, because a vector may read past the end.
             const std::size_t bytes =
                 (num_floats * sizeof(float) / kAlignment + 2) * kAlignment;
             data_ = allocated(bytes);
@@ -45,7 +45,8 @@ private:
         void* data = std::aligned_alloc(huge ? kHugePage : kAlignment, bytes);
         if (data == nullptr) throw std::bad_alloc();
 #ifdef MADV_HUGEPAGE
-        if (huge) madvise(data, bytes, MADV_HUGEPAGE);  // Products access many rows at a time.
+        // With huge pages, fewer address translations are needed when a product reads many rows.
+        if (huge) madvise(data, bytes, MADV_HUGEPAGE);
 #endif
         return static_cast<float*>(data);
     }
@@ -54,12 +55,12 @@ private:
     std::size_t size_ = 0;
 };
 
-struct Largest {  // the largest of some logits and its lowest token id
+struct Largest {  // the largest logit of a part of the vocabulary, and its lowest token id
     float logit;
     int32_t token;
 };
 
-// an expert of a row, its weight, and the pair's place among the rows of all experts
+// An expert that a row has chosen, the expert's weight, and the place of the pair (experts.h).
 struct Chosen {
     int32_t expert, place;
     float share;
@@ -76,14 +77,15 @@ struct Scratch {
     Buffer input;     // rows in tiles, the input of a product
     Buffer projected; // [rows, q, k and v side by side], or [rows, gate and up]
     Buffer attended;  // [rows, heads * head_dim], in tiles
-    // [rows, hidden]: products that cannot be added to `hidden` directly
+    // [rows, hidden]: output of a product that cannot be added to `hidden` directly
     Buffer delta;
-    // the int8 inputs of a quantized product, or each thread's expanded panels (fp8.h)
+    // The int8 inputs of a product with quantized weights, or each thread's panels of fp8 weights
+    // after expansion (fp8.h).
     Buffer rounded;
     std::size_t expanded_floats = 0;  // size of a thread's expanded panels
     Buffer last;      // [logit rows, hidden]
     Buffer gates;     // [rows with adapters, gate and up]: LoRA deltas of gates and ups
-    Buffer routed;    // rows of experts in tiles, sorted by expert
+    Buffer routed;    // the inputs of all experts in tiles, sorted by expert
     Buffer logits;    // router logits [rows, experts], and ranks [rows, 2 * experts]
     Buffer heads, queries, of_heads;  // see latent.h
     Buffer block_shares;              // see block_sums.h

@@ -1,5 +1,5 @@
-// Vectors of the instruction set for which this file is compiled. The including file defines their
-// width (TANDEM_LANES floats) and the namespace (TANDEM_ISA).
+// Vector types and functions for one instruction set. The file that includes this header defines
+// the width of a vector (TANDEM_LANES floats) and the namespace (TANDEM_ISA).
 
 namespace tandem::TANDEM_ISA {
 
@@ -23,7 +23,7 @@ inline Floats load(const float* from) {
     return v;
 }
 
-// An intrinsic is used, because GCC 12 would convert in two halves.
+// This is an intrinsic, because GCC 12 would otherwise convert the two halves separately.
 inline Floats load(const Bf16* from) {
 #if TANDEM_LANES == 16
     const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
@@ -87,8 +87,8 @@ inline Floats load(const int8_t* from) {
 }
 
 #if TANDEM_LANES == 8
-// Inline asm with a memory operand is used, because a compiler would use a register that the sums
-// need.
+// The constant is read from memory by inline asm. A compiler would keep it in a register, and a
+// product needs all registers for its sums.
 alignas(32) constexpr uint32_t kUpper[8] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
                                             0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
 #endif
@@ -104,8 +104,8 @@ inline __attribute__((always_inline)) Floats of_words(Words words, int i) {
 #endif
 }
 
-// Converts words from memory. They are loaded each time, because keeping them would need another
-// register.
+// Converts words from memory as of_words() does. The words are loaded in each call, because keeping
+// them would need another register.
 inline __attribute__((always_inline)) Floats load_of_words(const void* from, int i) {
     Words words;
 #if TANDEM_LANES == 8
@@ -119,8 +119,8 @@ inline __attribute__((always_inline)) Floats load_of_words(const void* from, int
     return of_words(words, i);
 }
 
-// Loads a vector of a panel with its outputs in order. bf16 weights are in pairs (decoder.h): half
-// of the words are used directly, and the other half after one shift.
+// Loads vector v of a panel, with its outputs in order. In bf16 panels, outputs n and n + 8 share a
+// word (decoder.h), so a vector consists of the lower or of the upper halves of words.
 inline Floats lanes(const float* panel, int v) { return load(panel + v * kLanes); }
 
 inline Floats lanes(const int8_t* panel, int v) { return load(panel + v * kLanes); }
@@ -137,7 +137,8 @@ inline Floats lanes(const Bf16* panel, int v) {
 #endif
 }
 
-// Loads the same vector as lanes(), with fewer registers.
+// Loads vector v of a panel as lanes() does, but with fewer registers and possibly with the outputs
+// in another order.
 inline Floats lanes_again(const float* panel, int v) { return load(panel + v * kLanes); }
 
 inline Floats lanes_again(const Bf16* panel, int v) {
@@ -179,8 +180,8 @@ inline float widen(Bf16 x) {
     return wide;
 }
 
-// Rounds to nearest, ties to even; NaN stays NaN. With a hardware instruction, denormal numbers
-// become zeros.
+// Rounds floats to bf16: to nearest, ties to even; NaN stays NaN. If the processor has an
+// instruction for this, denormal numbers become zeros.
 inline Halves narrow(Floats v) {
 #ifdef TANDEM_PAIRS
     return (Halves)_mm512_cvtneps_pbh((__m512)v);
@@ -198,13 +199,14 @@ inline void store_some(Bf16* to, Floats v, int num) {
     std::memcpy(to, &halves, num * sizeof *to);
 }
 
-// Subtracts zero to make a vector of x. Compilers remove the subtraction, but would keep an
-// addition of zero, because it changes -0.
+// Returns a vector in which all elements are x. The vector extension needs an operation of x and a
+// vector: compilers remove the subtraction of zero, but not an addition, which would change -0.
 inline Floats all(float x) { return x - Floats{}; }
 
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
-// exp with an error of 2 ulp, by Cephes' polynomial; exactly 1 at 0, and exactly 0 below -87.
+// Computes exp with an error of 2 ulp, with the polynomial of the Cephes library. The result is
+// exactly 1 for x = 0, and exactly 0 for x below -87.
 inline Floats exp(Floats x) {
     const Ints below = x < -87.0f;
     x = max(x, all(-87.0f));
@@ -228,7 +230,8 @@ inline Floats exp(Floats x) {
 typedef float Four __attribute__((vector_size(16)));
 typedef int32_t FourInts __attribute__((vector_size(16)));
 
-// Adds 16 partial sums in one order for every vector width: i and i + 8, then i and i + 4, ...
+// Adds 16 partial sums in the same order for every vector width: i and i + 8, then i and i + 4,
+// then i and i + 2, and so on.
 inline float sum(const Floats (&parts)[kVectors]) {
     Four fours[4];
     std::memcpy(fours, parts, sizeof fours);

@@ -1,5 +1,6 @@
-"""Triton kernels for CUDA devices, one operation per file with the host function first.
+"""Triton kernels for CUDA devices. Each file has one operation: first the function that launches
+the kernels, then the kernels.
 
-With TRITON_INTERPRET=1 (set before the first import) they run slowly on CPU tensors, which tests
-without a GPU use. Triton 3.6 (torch 2.11) or later is required.
+If the environment variable TRITON_INTERPRET is 1 before the first import, the kernels run on CPU
+tensors. This is slow and is for tests without a GPU. Triton 3.6 (torch 2.11) or later is required.
 """

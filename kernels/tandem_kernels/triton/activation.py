@@ -2,10 +2,11 @@
 
     silu         silu(gate) * up
     gelu_tanh    gelu_tanh(gate) * up
-    clamped      gate * sigmoid(alpha * gate) * (up + 1), with gate <= limit and |up| <= limit
+    clamped      gate * sigmoid(alpha * gate) * (up + 1)
 
-The clamped form is gpt-oss's. gelu_tanh(x) is x (1 + tanh(f(x))) / 2 with f(x) = sqrt(2 / pi) (x +
-0.044715 x^3), which is x sigmoid(2 f(x)).
+gpt-oss uses the clamped form, in which gates are first limited to at most `limit`, and ups to
+[-limit, limit]. gelu_tanh(x) is x (1 + tanh(f(x))) / 2, which equals
+x sigmoid(2 f(x)), with f(x) = sqrt(2 / pi) (x + 0.044715 x^3).
 """
 
 import torch
@@ -18,8 +19,8 @@ _COLUMNS = 1024
 def gated_mul(
     gate_up: torch.Tensor, activation: str = "silu", clamp: tuple[float, float] | None = None
 ) -> torch.Tensor:
-    """Applies the activation to [T, 2 * inner], with gate and up side by side. Returns [T, inner]
-    in the same dtype, computed in fp32.
+    """Applies the activation to `gate_up` [T, 2 * inner], which has gates and ups side by side.
+    Returns [T, inner] in the same dtype. Computes in fp32.
 
     activation  silu or gelu_tanh
     clamp       (alpha, limit) of the clamped form, which replaces `activation`
@@ -68,6 +69,6 @@ def _gated_mul(
         power = gate
     else:
         power = gate * (gate * gate * 0.0713548162726 + 1.5957691216057308)
-    # rounded as in the torch reference
+    # Rounds before the multiplication by `up`, as the torch code does.
     active = (gate * tl.sigmoid(power)).to(dtype).to(tl.float32)
     tl.store(out + row * INNER + columns, (active * up).to(dtype), mask=is_column)

@@ -1,11 +1,16 @@
-"""The inner loop of decode and prefill attention: a tile of query rows over a range of paged keys.
+"""The inner loop of decode and prefill attention: computes the attention of a tile of rows to a
+range of paged keys, KEYS keys per iteration.
 
-The loop uses online softmax (arXiv:2205.14135): each row has a running maximum and sum, in base 2,
-and an accumulator that is rescaled when the maximum grows. Rows are (query, head) pairs of one KV
-head's group, so the group shares each read of K and V.
+A row is a pair of a query and a head. All rows of a tile have the same KV head, so K and V are read
+once for all of them. The loop uses online softmax (arXiv:2205.14135): each row has a running
+maximum and sum of its scores, in base 2, and an accumulator that is rescaled when the maximum
+grows.
 
-    queries  [ROWS, BLOCK_D]     BLOCK_D: HEAD_DIM, padded with zeros to a power of 2, at least 16
-    keys     [BLOCK_D, KEYS]     KEYS keys per iteration, gathered with the block table
+    tensor of an iteration    shape
+    queries                   [ROWS, BLOCK_D]
+    keys                      [BLOCK_D, KEYS]; their blocks are found with the block table
+
+BLOCK_D is HEAD_DIM, padded with zeros to a power of 2 that is at least 16.
 """
 
 import triton
@@ -33,19 +38,20 @@ def attend(
     CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Attends to the keys `first` to `end` of one KV head; returns the new (accumulator, sums,
-    maxima).
+    """Continues the online softmax of a tile of rows with the keys from `first` to `end` - 1.
+    `state` and the result are (accumulator, sums, maxima).
 
-    `tile` is (queries, last_keys). A row attends to the keys up to the row's entry in `last_keys`.
-    If WINDOW is not 0, it attends only to the last WINDOW of these keys. If MASKED is false, every
-    row must attend to all keys from `first` to `end`, and their number must be a multiple of KEYS.
-    Without a window, each row must attend to a key in its first iteration, because a maximum of
-    -inf gives NaN. Keys before the first row's window are not read.
+    tile      (queries, last_keys): a row attends to the keys up to its entry in `last_keys`
+    paged     (address of the head's K in block 0, address of the scales of this K, block table of
+              the sequence, stride of a block, stride from K to V, scale of scores in base 2)
+    WINDOW    not 0: a row attends only to the last WINDOW of its keys
+    CAP       not 0: scores become CAP * tanh(score / CAP); in base 2
+    MASKED    false: every row attends to all keys of the range, and their number is a multiple of
+              KEYS, so no mask is needed
 
-    `paged` is (address of the head's K in block 0, address of the scales of that K, block table of
-    the sequence, stride of a block, stride from K to V, scale of scores in base 2). In a quantized
-    pool, a key's scale is applied to its score, and a value's scale to its weight. If CAP, which is
-    in base 2, is not 0, scores become CAP * tanh(score / CAP).
+    Without a window, each row must attend to a key in the first iteration, because a maximum of
+    -inf gives NaN. In a quantized pool, the scale of a key is applied to the key's score, and the
+    scale of a value to the value's softmax weight.
     """
     accumulator, sums, maxima = state
     queries, last_keys = tile
@@ -104,20 +110,20 @@ def attend(
 
 @triton.jit
 def weigh(scores, scale, accumulator, sums, maxima, WINDOW: tl.constexpr):
-    """Computes the softmax weights of one iteration's scores. Also returns the rescaled
-    accumulator, and the sums and maxima that include these scores."""
+    """Computes the softmax weights of one iteration's scores. Returns the weights, the rescaled
+    accumulator, and the sums and maxima updated with these scores."""
     new_maxima = tl.maximum(maxima, tl.max(scores, 1) * scale)
     base = new_maxima
-    if WINDOW:  # avoids NaN in rows that have not seen a key yet
+    if WINDOW:  # a row may not have attended to any key yet; avoids NaN
         base = tl.where(base == float("-inf"), 0.0, base)
-    weights = tl.exp2(scores * scale - base[:, None])  # fused multiply-add: one rounding
+    weights = tl.exp2(scores * scale - base[:, None])  # rounds once, as a fused multiply-add
     shrink = tl.exp2(maxima - base)
     return weights, accumulator * shrink[:, None], sums * shrink + tl.sum(weights, 1), new_maxima
 
 
 @triton.jit
 def start_state(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Returns the initial (accumulator, sums, maxima)."""
+    """Returns the state before the first key: (accumulator, sums, maxima)."""
     return (
         tl.zeros((ROWS, BLOCK_D), tl.float32),
         tl.zeros((ROWS,), tl.float32),
@@ -127,8 +133,8 @@ def start_state(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def product(a, b):
-    """Multiplies matrices with fp32 sums. In the interpreter, inputs are converted first, because
-    the interpreter would multiply bfloat16 bits as integers."""
+    """Multiplies matrices with fp32 sums. In the interpreter, the inputs are first converted to
+    fp32, because the interpreter would multiply the bits of bfloat16 as integers."""
     if _INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     return tl.dot(a, b, input_precision="ieee")

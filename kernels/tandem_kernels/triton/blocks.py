@@ -1,11 +1,12 @@
-"""Moves whole KV blocks: gathers them before a transfer, scatters them after one, and copies them
-within a pool.
+"""Copies whole KV blocks on the device:
 
-    pool [num_blocks, ...]   -- pack -->     staging [n, ...], block after block
-    pool [num_blocks, ...]   <-- unpack --   staging [n, ...]
+    pack          blocks of a pool -> a contiguous staging tensor, before a transfer
+    unpack        a staging tensor -> blocks of a pool, after a transfer
+    copy          blocks of a pool -> other blocks of the same pool
+    pack_spans    like `pack`, for a layer-major pool
 
-In a block-major pool, a block with all its layers is one contiguous span. In a layer-major pool, a
-block has one span per layer; `pack_spans` packs such a pool.
+In a block-major pool, a block with all its layers is one contiguous span of memory. In a
+layer-major pool, a block has one span in each layer.
 """
 
 import math
@@ -14,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-_WORDS = 2048  # 4-byte words per program: 8 KiB, 16 bytes per load of a thread with 4 warps
+_WORDS = 2048  # 4-byte words that a program copies: with 4 warps, 4 loads of 16 bytes per thread
 
 
 def pack(pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
@@ -26,15 +27,16 @@ def pack(pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(staging: torch.Tensor, pool: torch.Tensor, block_ids: torch.Tensor) -> None:
-    """Copies the blocks of `staging` [n, ...] into the pool's blocks `block_ids` [n] int64. The ids
-    must be distinct."""
+    """Copies `staging` [n, ...] to the blocks `block_ids` [n] int64 of the pool. The ids must be
+    distinct."""
     assert staging.dtype == pool.dtype
     assert len(staging) == len(block_ids)
     _move(_words(staging), _words(pool), None, block_ids)
 
 
 def copy(pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """Copies blocks within a pool; ids are [n] int64. No block may be both source and target."""
+    """Copies block sources[i] of a pool to block targets[i] of the same pool. The ids are [n]
+    int64. No block may be both a source and a target."""
     assert len(sources) == len(targets)
     _move(_words(pool), _words(pool), sources, targets)
 
@@ -51,7 +53,7 @@ def pack_spans(layers: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _words(blocks: torch.Tensor) -> torch.Tensor:
-    """Views blocks as int32 [n, 1, words]: one span per block."""
+    """Returns a view of blocks as int32 [n, 1, words], with one span per block."""
     assert blocks.is_contiguous()
     return blocks.view(blocks.shape[0], 1, math.prod(blocks.shape[1:])).view(torch.int32)
 
@@ -62,8 +64,8 @@ def _move(
     source_ids: torch.Tensor | None,
     target_ids: torch.Tensor | None,
 ) -> None:
-    """Copies block source_ids[i] of `source` to block target_ids[i] of `target`. If one of the
-    lists is None, its i-th id is i. Both tensors are [blocks, spans, words]."""
+    """Copies block source_ids[i] of `source` to block target_ids[i] of `target`. Ids that are None
+    stand for 0, 1, 2, and so on. Both tensors are [blocks, spans, words]."""
     ids = source_ids if source_ids is not None else target_ids
     assert ids is not None
     num_spans, num_words = target.shape[1:]

@@ -1,15 +1,13 @@
-"""Decode attention: one query per sequence over paged KV, with each context split into ranges.
+"""Decode attention: one query per sequence over paged KV.
 
-Flash-decoding (Dao et al., "Flash-Decoding for long-context inference", 2023). A few sequences
-would leave most of a GPU idle, so each context is split into `num_splits` ranges of keys. Two
-kernels run:
+A few sequences would leave most of a GPU idle, so each context is split into `num_splits` ranges of
+keys (Dao et al., "Flash-Decoding for long-context inference", 2023). Two kernels run:
 
-    kernel           one program per               result of the program
-    _attend_split    sequence, KV head, range      attention of the group's queries to the range
-    _weigh_splits    sequence, head                the ranges' results, combined
-
-The first kernel also returns the logarithm of each range's softmax sum. The second weighs a range's
-result by 2^(log sum - largest log sum) and divides by the sum of these weights.
+1. `_attend_split` has one program for each sequence, KV head and range. The program computes the
+   attention of the heads that share the KV head to the keys of the range. It also returns the
+   logarithm of the softmax sum of the range.
+2. `_weigh_splits` has one program for each sequence and head. The program combines the results of
+   the ranges: the weighted mean with the weights 2^(log sum - largest log sum).
 """
 
 from collections.abc import Mapping
@@ -25,7 +23,7 @@ from tandem_kernels.triton.tuning import device_name, next_power_of_2, num_multi
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 _SPLITS_MAX = 64
-_TILE_PER_WARP_MAX = 4096  # elements of a key tile; with twice as many, registers spill
+_TILE_PER_WARP_MAX = 4096  # elements of a key tile per warp; with twice as many, registers spill
 
 
 def decode_attention(
@@ -47,8 +45,8 @@ def decode_attention(
     layer_kv      [num_blocks, KV heads, 2, block size, D]: `numbers` of KvPool.layer
     scales        [num_blocks, KV heads, 2, block size] float16: of KvPool.layer; None: unquantized
     block_tables  [B, M] int32
-    context_lens  [B] int32, including the query's own token; 0 gives zeros
-    window        number of last keys that are visible; None: all
+    context_lens  [B] int32, including the query's own token; if 0, the output is zeros
+    window        number of last keys to which the query attends; None: all
     scale         factor on q . k; None: 1 / sqrt(D)
     cap           scores become cap * tanh(score / cap); None: no cap
     sinks         [heads]: attention sinks; None: no sinks
@@ -61,7 +59,7 @@ def decode_attention(
     group_size = num_heads // num_kv_heads
     out = queries.new_empty(num_seqs, num_heads, head_dim)
     if num_splits == 1:
-        # with one split, the kernel does not write log_sums
+        # With one split the kernel does not write `log_sums`, so any tensor can be passed.
         partials, log_sums = out.unsqueeze(2), out
     else:
         shape = (num_seqs, num_heads, num_splits)
@@ -77,7 +75,7 @@ def decode_attention(
         context_lens,
         partials,
         log_sums,
-        # without sinks, a pointer that the kernel does not read
+        # Without sinks the kernel does not read this argument, so any tensor can be passed.
         queries if sinks is None else sinks,
         queries.stride(0),
         layer_kv.stride(0),
@@ -107,16 +105,17 @@ def join_splits(
     out: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Combines partial results [B, heads, splits, D] into `out` [B, heads, D].
+    """Combines the results of the ranges, `partials` [B, heads, splits, D], into `out` [B, heads,
+    D].
 
-    log_sums    [B, heads, splits], in base 2; -inf: the range is empty
+    log_sums    [B, heads, splits]: logarithm of the softmax sum, in base 2; -inf: an empty range
     """
     num_seqs, num_heads, num_splits, head_dim = partials.shape
     _weigh_splits[(num_seqs, num_heads)](
         partials,
         log_sums,
         out,
-        out if sinks is None else sinks,  # without sinks, a pointer that the kernel does not read
+        out if sinks is None else sinks,  # without sinks, the kernel does not read this argument
         num_splits,
         HEAD_DIM=head_dim,
         BLOCK_D=max(16, next_power_of_2(head_dim)),
@@ -132,11 +131,11 @@ def choose_num_splits(
     device: torch.device,
     programs: int = _PROGRAMS_PER_MULTIPROCESSOR,
 ) -> int:
-    """Returns the number of splits that gives each multiprocessor `programs` programs, as a power
-    of 2.
+    """Returns the number of ranges into which each context is split, a power of 2. It gives each
+    multiprocessor about `programs` programs.
 
-    A CUDA graph records the number, so it depends only on values that are the same in every step.
-    The length of the ranges depends on each context's length and is at least one iteration.
+    A CUDA graph records this number, so it must not depend on the actual context lengths of a step,
+    only on the largest possible one.
     """
     wanted = programs * num_multiprocessors(device) // (num_seqs * num_kv_heads)
     useful = max(1, context_len_max // 64)
@@ -144,7 +143,7 @@ def choose_num_splits(
 
 
 def _fits(config: triton.Config, arguments: Mapping[str, Any]) -> bool:
-    """Returns whether a tile of keys fits into registers."""
+    """Returns whether a tile of keys fits into registers with this config."""
     tile = config.kwargs["KEYS"] * arguments["BLOCK_D"]
     return bool(tile <= _TILE_PER_WARP_MAX * config.num_warps)
 
@@ -267,7 +266,7 @@ def _weigh_splits(
     is_split = splits < num_splits
     log_sum = tl.load(log_sums + row * num_splits + splits, mask=is_split, other=float("-inf"))
     largest = tl.max(log_sum, 0)
-    # a sequence without keys has only -inf
+    # If the sequence has no keys, all log sums are -inf. Subtracting 0 avoids NaN.
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     weights = tl.exp2(log_sum - largest)
     total = tl.sum(weights, 0)

@@ -1,14 +1,19 @@
 """Applies the logit edits of tandem_kernels/edits.py on the device, with one program per row.
 
-`numbers` is one int32 array for n rows and t tokens, so that a single copy transfers it to the
-device. Floats are stored by their bits. The array consists of:
+All edits of n rows, with t tokens in total, are in one int32 array `numbers`, so that a single copy
+moves them to the device. The array has seven parts in this order. Floats are stored by their bits:
 
-    parts in this order                       size      content
-    starts, ends of edited, ends of banned    n each    ranges of a row's edited and banned tokens
-    token ids, bias, scales, penalties        t each    one element per token, row after row
+    part          size    content
+    starts        n       index of each row's first edited token in the parts below
+    edited ends   n       end of the row's edited tokens, where its banned tokens begin
+    banned ends   n       end of the row's banned tokens
+    token ids     t       row after row
+    bias          t
+    scales        t       repetition penalties
+    penalties     t       sums of frequency and presence penalties
 
-Masks are transferred by a second copy, [rows with a mask, 1 + words]: the row number, then the
-row's mask. A program applies the mask to one tile of a row.
+A second copy moves the masks, [rows with a mask, 1 + words]: the number of the row, then the row's
+mask.
 """
 
 from collections.abc import Sequence
@@ -25,8 +30,8 @@ _MASK_TILE = 4096
 
 
 def edited(logits: torch.Tensor, edits: Sequence[Edit | None]) -> torch.Tensor:
-    """Returns a copy of fp32 logits [n, vocab] with each row's edit applied, or the same tensor if
-    there are no edits."""
+    """Returns a copy of fp32 logits [n, vocab] with the edits applied. If no row has an edit,
+    returns `logits` itself."""
     if not any(edits):
         return logits
     numbers, num_tokens = _packed(edits)
@@ -41,7 +46,7 @@ def edited(logits: torch.Tensor, edits: Sequence[Edit | None]) -> torch.Tensor:
         num_tokens,
         TILE=_TILE,
         num_warps=4,
-        enable_fp_fusion=False,  # rounds after each operation, as on the host
+        enable_fp_fusion=False,  # no fused multiply-add, so that results equal those on the host
     )
     masks = [(row, edit.mask) for row, edit in enumerate(edits) if edit and edit.mask is not None]
     if masks:

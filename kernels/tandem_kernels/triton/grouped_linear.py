@@ -1,9 +1,12 @@
 """Linear layers of mixture-of-experts: y[s] = x[s // d] W[e(s)]^T + b[e(s)].
 
-A slot s is a pair of a token and one of the token's chosen experts, e(s). d slots share a row of x.
-Slots are sorted by expert and grouped into tiles of one expert each. All sizes depend only on the
-numbers of tokens and experts, so the host does not wait for the device, and a CUDA graph can record
-the operation.
+A slot s is a pair of a token and one of the token's chosen experts, whose number is e(s). With
+top_k = 2, slots 0 and 1 belong to token 0, slots 2 and 3 to token 1, and so on. For the gate and up
+matrices d is top_k, because all slots of a token have the same input. For the down matrices d is 1.
+
+Slots are sorted by expert and grouped into tiles of one expert each. The number of tiles depends
+only on the numbers of tokens and experts, not on the choice. So the host does not wait for the
+device, and a CUDA graph can record the operation.
 """
 
 from dataclasses import dataclass
@@ -21,17 +24,17 @@ _COLUMNS, _INPUTS = 64, 64
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """Tiles of slots; all slots of a tile have the same expert."""
+    """The slots of a step, grouped into tiles. All slots of a tile have the same expert."""
 
     tile_rows: int
-    slots: torch.Tensor  # [tiles * tile_rows] int32; -1: padding
-    experts: torch.Tensor  # [tiles] int32; `num_experts` marks a tile without slots
+    slots: torch.Tensor  # [tiles * tile_rows] int32: slot numbers; -1: padding
+    experts: torch.Tensor  # [tiles] int32: expert of each tile; `num_experts`: a tile without slots
     num_slots: int
     num_experts: int
 
 
 def tile_by_expert(chosen: torch.Tensor, num_experts: int) -> ExpertTiles:
-    """Creates the tiles for the chosen experts [T, top_k]."""
+    """Groups the slots into tiles. `chosen` [T, top_k] has the experts of each token."""
     experts = chosen.flatten()
     num_slots, device = len(experts), chosen.device
     tile_rows = _ROWS if num_slots <= _ROWS * num_experts else _MANY_ROWS
@@ -53,8 +56,8 @@ def tile_by_expert(chosen: torch.Tensor, num_experts: int) -> ExpertTiles:
 def grouped_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: ExpertTiles
 ) -> torch.Tensor:
-    """Returns the products of all slots, [slots, out], for x [slots / d, in], weight [experts, out,
-    in] and bias [experts, out]. Sums are fp32."""
+    """Returns y of all slots, [slots, out]. `x` is [slots / d, in], `weight` [experts, out, in] and
+    `bias` [experts, out]. Sums are fp32."""
     num_out, num_in = weight.shape[1:]
     assert tiles.num_slots % len(x) == 0
     assert x.stride(1) == 1

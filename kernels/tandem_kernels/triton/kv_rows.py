@@ -1,8 +1,9 @@
-"""Quantizes and dequantizes KV rows in kernels, bit-identical to kv_int8.py and kv_fp8.py.
+"""Functions with which kernels quantize and dequantize KV rows. The results are bit-identical to
+those of kv_int8.py and kv_fp8.py.
 
-An int8 pool is read through an int8 pointer, an e4m3 pool through a uint8 pointer, because not all
-GPUs support Triton's fp8 types. The float16 scales of K follow the runs of K and V, and the scales
-of V follow those of K (`block_layout` in tandem.engine.cache).
+The type of the pool's pointer determines the format: int8 for an int8 pool, uint8 for an e4m3 pool.
+Triton's own fp8 types are not used, because not all GPUs support them. In the memory of a head in a
+block, the K rows come first, then the V rows, the float16 scales of K, and the float16 scales of V.
 """
 
 import torch
@@ -15,14 +16,14 @@ _INTERPRETED = tl.constexpr(is_interpreted())
 _INT8_LARGEST = tl.constexpr(127.0)
 _E4M3_LARGEST = tl.constexpr(448.0)
 _SCALE_MAX = tl.constexpr(65504.0)
-_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer
+_TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23; adding this number rounds to an integer
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _HALF_NAN = tl.constexpr(0x7E00)
 
 
 def check_scales(layer_kv: torch.Tensor, scales: torch.Tensor | None) -> None:
-    """Asserts that the scales have the layout that kernels expect. Kernels derive the strides of
-    the scales from the strides of the numbers."""
+    """Asserts that the strides of the scales are those that kernels expect. Kernels compute them
+    from the strides of `layer_kv`."""
     assert (scales is not None) == (layer_kv.dtype in (torch.int8, torch.uint8))
     if scales is not None:
         assert scales.dtype == torch.float16
@@ -32,14 +33,14 @@ def check_scales(layer_kv: torch.Tensor, scales: torch.Tensor | None) -> None:
 
 @triton.constexpr_function
 def has_scales(pointer_type):
-    """Returns whether a pool with this pointer type is quantized."""
+    """Returns whether a pool with pointers of this type is quantized."""
     return pointer_type.element_ty in (tl.int8, tl.uint8)
 
 
 @triton.jit
 def read(numbers, dtype: tl.constexpr):
-    """Converts numbers of a pool to `dtype`. The results for e4m3 are too small by the factor
-    `unit`, by which the caller multiplies the scales."""
+    """Converts numbers of a pool to `dtype`. For e4m3, the results are 1/256 of the numbers. The
+    caller must therefore multiply the scales by `unit`, which is 256."""
     if numbers.dtype == tl.uint8:
         bits = numbers.to(tl.uint16)
         halves = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
@@ -51,18 +52,18 @@ def read(numbers, dtype: tl.constexpr):
 
 @triton.constexpr_function
 def unit(pointer_type):
-    """Returns the factor by which the results of `read` are too small: 256 for e4m3, otherwise
+    """Returns the factor by which results of `read` must be multiplied: 256 for e4m3, otherwise
     1."""
     return 256.0 if pointer_type.element_ty == tl.uint8 else 1.0
 
 
 @triton.jit
 def scales_of(first, second, kv, fixed_scales, is_value, HAS_FIXED: tl.constexpr):
-    """Returns the float16 scales [ROWS, 1] of fp32 rows, and the fp32 divisors. A divisor is
-    infinite if all numbers of its row become 0. The two halves of the rows are separate tensors
-    [ROWS, PAIRS].
+    """Returns the float16 scales [ROWS, 1] of fp32 rows, and the fp32 divisors [ROWS, 1] by which
+    the rows are divided. The divisor is the scale, or infinity if all numbers must become 0.
+    `first` and `second` are the two halves of the rows, [ROWS, PAIRS] each.
 
-    HAS_FIXED: the static scales of K and V in `fixed_scales` replace the rows' own scales.
+    HAS_FIXED: the scales are the static scales of K and V in `fixed_scales`.
     """
     LARGEST: tl.constexpr = _E4M3_LARGEST if kv.dtype.element_ty == tl.uint8 else _INT8_LARGEST
     most = tl.max(tl.maximum(_size(first), _size(second)), 1)[:, None]
@@ -81,7 +82,7 @@ def scales_of(first, second, kv, fixed_scales, is_value, HAS_FIXED: tl.constexpr
 
 @triton.jit
 def numbers_of(x, divisors, kv):
-    """Quantizes rows to the number type of the pool `kv`."""
+    """Divides rows by the divisors of `scales_of`, and rounds to the number type of the pool."""
     is_zero = divisors == float("inf")
     quotients = tl.where(is_zero, 0.0, tl.div_rn(x, divisors))
     if kv.dtype.element_ty == tl.int8:
@@ -107,6 +108,6 @@ def _e4m3_of(x):
 
 @triton.jit
 def _size(x):
-    """Returns the bits of |x| as int32. As integers, the bits have the same order as |x|, and those
-    of NaN are the largest."""
+    """Returns the bits of |x| as an int32. A larger |x| gives a larger int32, and NaN gives the
+    largest."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF

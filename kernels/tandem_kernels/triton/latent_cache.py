@@ -1,11 +1,12 @@
-"""Fuses the operations between the projections of latent attention and the attention itself.
+"""Fuses the operations between the projections of latent attention and the attention itself into
+one kernel:
 
-    input                                  operation     destination
-    latent of a token                      normalize     pool
-    key of a token                         rotate        pool, after the latent
-    last elements of a head's query        rotate        returned
+                                           operation     result
+    latent of a token                      normalized    stored in the pool
+    key of a token                         rotated       stored in the pool, after the latent
+    last elements of a head's query        rotated       returned
 
-RoPE has the half-split layout (arXiv:2104.09864) of rope.py.
+RoPE (arXiv:2104.09864) rotates element i with element i + rope / 2, as in rope.py.
 """
 
 import torch
@@ -110,7 +111,8 @@ def _rotate_and_store_latents(
         latent = tl.load(kv + token * stride_kv + ranks, mask=is_rank, other=0.0).to(tl.float32)
         latent = latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)
         weights = tl.load(norm + ranks, mask=is_rank, other=0.0).to(tl.float32)
-        if norm.dtype.element_ty == dtype:  # rounded as in the torch reference
+        # With weights of the same dtype, the torch code rounds before it multiplies by them.
+        if norm.dtype.element_ty == dtype:
             latent = latent.to(dtype).to(tl.float32)
         latent = (latent * weights).to(dtype)
         tl.store(
@@ -134,7 +136,7 @@ def _rotate_and_store_latents(
 
 @triton.jit
 def _rotated(at, cos, sin, is_element, HALF: tl.constexpr):
-    """Loads rows and returns the two halves of the rotated rows in fp32."""
+    """Loads rows, rotates them, and returns the two halves of the result in fp32."""
     first = tl.load(at, mask=is_element, other=0.0).to(tl.float32)
     second = tl.load(at + HALF, mask=is_element, other=0.0).to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin

@@ -1,9 +1,8 @@
-"""Latent decode attention: one query per sequence over paged KV, with each context split into
-ranges.
+"""Latent decode attention: one query per sequence over the latents in paged KV.
 
-A program computes the attention of one sequence and one tile of heads to one range of latents. All
-heads share a token's row, so a tile has as many heads as a program has registers for. The second
-kernel of decode_attention.py combines the ranges.
+Each context is split into ranges of tokens. There is one program for each sequence, range and tile
+of heads. All heads attend to the same latents, so a tile has as many heads as the registers allow.
+The second kernel of decode_attention.py combines the results of the ranges.
 """
 
 from typing import Any
@@ -39,7 +38,7 @@ def latent_decode_attention(
     queries       one token per sequence
     layer_kv      [num_blocks, 1, 1, block size, rank + rope]: `numbers` of KvPool.layer
     block_tables  [B, M] int32
-    context_lens  [B] int32, including the query's own token; 0 gives zeros
+    context_lens  [B] int32, including the query's own token; if 0, the output is zeros
     scale         factor on scores
     """
     absorbed, rotated = queries
@@ -48,7 +47,7 @@ def latent_decode_attention(
     check_latents(queries, layer_kv)
     out = absorbed.new_empty(num_seqs, num_heads, rank)
     if num_splits == 1:
-        # with one split, the kernel does not write log_sums
+        # With one split the kernel does not write `log_sums`, so any tensor can be passed.
         partials, log_sums = out.unsqueeze(2), out
     else:
         shape = (num_seqs, num_heads, num_splits)
@@ -88,8 +87,8 @@ def latent_decode_attention(
 def choose_latent_splits(
     num_seqs: int, num_heads: int, context_len_max: int, device: torch.device
 ) -> int:
-    """Returns the number of splits as choose_num_splits does, but for one program per
-    multiprocessor. A program of latent attention uses all shared memory of a multiprocessor."""
+    """Returns the number of ranges as choose_num_splits does, for one program per multiprocessor,
+    because a program of latent attention uses all shared memory of a multiprocessor."""
     num_tiles = triton.cdiv(num_heads, _HEADS_MAX)
     return choose_num_splits(num_seqs, num_tiles, context_len_max, device, programs=1)
 

@@ -1,8 +1,10 @@
-"""The inner loop of latent attention: a tile of query rows over a range of a sequence's latents.
+"""The inner loop of latent attention: computes the attention of a tile of rows to a range of a
+sequence's latents. A row is a pair of a query and a head.
 
-A token has one row in the pool for all heads: its latent and one rotated key. The latent is also
-the token's value (arXiv:2405.04434). An iteration reads the rows of KEYS tokens once and uses the
-latents twice: with the queries for scores, and with the softmax weights for the output.
+All heads share one row of the pool per token: the token's latent and one rotated key. The latent is
+also the token's value (arXiv:2405.04434). An iteration reads the pool's rows of KEYS tokens once
+and uses the latents twice: with the queries for scores, and with the softmax weights for the
+output.
 
     tensor    shape                 content
     absorbed  [ROWS, BLOCK_RANK]    W_k^T q of (query, head) pairs
@@ -24,7 +26,7 @@ from tandem_kernels.triton.kv_rows import read
 
 
 class LatentQueries(NamedTuple):
-    """Queries in two parts: one is multiplied with latents, the other with rotated keys."""
+    """Queries in two parts. Scores are absorbed . latent + rotated . rotated key."""
 
     absorbed: torch.Tensor  # [T, heads, rank]; tokens and heads may be strided
     rotated: torch.Tensor  # [T, heads, rope], contiguous
@@ -60,7 +62,7 @@ def load_queries(
     ROPE: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
 ):
-    """Loads both parts of the queries of (token, head) rows."""
+    """Loads both parts of the queries for rows given by `tokens` and `heads`."""
     ranks = tl.arange(0, BLOCK_RANK)
     turns = tl.arange(0, BLOCK_ROPE)
     at = tokens * stride_token + heads.to(tl.int64) * stride_head
@@ -92,15 +94,17 @@ def attend_latents(
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Attends to the tokens `first` to `end` of a sequence; returns the new (accumulator, sums,
-    maxima).
+    """Continues the online softmax of a tile of rows with the tokens from `first` to `end` - 1.
+    `state` and the result are (accumulator, sums, maxima).
 
-    `tile` is (absorbed, rotated, last_keys); a row attends to the tokens up to the row's entry in
-    `last_keys`. If MASKED is false, every row must attend to all tokens from `first` to `end`, and
-    their number must be a multiple of KEYS. Each row must attend to a token in its first iteration.
+    tile      (absorbed, rotated, last_keys): a row attends to the tokens up to its entry in
+              `last_keys`
+    paged     (address of the layer in block 0, block table of the sequence, stride of a block,
+              scale of scores in base 2)
+    MASKED    false: every row attends to all tokens of the range, and their number is a multiple of
+              KEYS, so no mask is needed
 
-    `paged` is (address of the layer in block 0, block table of the sequence, stride of a block,
-    scale of scores in base 2).
+    Each row must attend to a token in the first iteration, because a maximum of -inf gives NaN.
     """
     accumulator, sums, maxima = state
     absorbed, rotated, last_keys = tile

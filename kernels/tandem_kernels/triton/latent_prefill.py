@@ -1,7 +1,7 @@
 """Latent prefill attention: causal attention for chunks of several sequences, in one launch.
 
-The tiles are those of prefill_attention.py with a single KV head. Rows are (query, head) pairs, and
-each latent is read once for all rows of a tile.
+The rows, pairs of a query and a head, are divided into tiles as in prefill_attention.py, with a
+single KV head. Each latent is read once for all rows of a tile.
 """
 
 from typing import Any

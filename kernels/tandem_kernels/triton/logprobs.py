@@ -1,8 +1,8 @@
 """Computes the log probabilities of tandem_kernels/logprobs.py on the device.
 
-A program reads one tile of a row once and writes four results: the largest logit, the sum of
-exponentials relative to it, the number of logits above the chosen token's, and the tile's most
-likely tokens. torch combines the results of all tiles, which are small.
+A program reads one tile of a row and writes four results: the largest logit m, the sum of
+exp(logit - m), the number of logits above the chosen token's logit, and the most likely tokens of
+the tile. torch then combines the few results of all tiles.
 """
 
 from collections.abc import Sequence
@@ -95,7 +95,7 @@ def _measure(
         tl.store(chosen + index, own)
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    ranked = (keys << 32) + (0xFFFFFFFF - ids.to(tl.int64))  # the keys of logprobs.pack
+    ranked = (keys << 32) + (0xFFFFFFFF - ids.to(tl.int64))  # as in logprobs.pack
     none = tl.full((TILE,), -(1 << 63), tl.int64)
     ranked = tl.where(is_token, ranked, none)
     for nth in range(num_top):

@@ -1,11 +1,13 @@
-"""Adds LoRA deltas to the output of a linear layer, for all adapters of a step in two launches.
+"""Adds LoRA deltas to the output of a linear layer, for all adapters of a step in two launches:
 
-    shrink    middle[row, part] = x[row] A^T             A [rank, in] of the row's adapter
-    expand    out[row, columns of part] += middle B^T    B [columns, rank], multiplied by the scale
+    kernel    computes                                     with
+    shrink    middle[row, part] = x[row] A^T               A [rank, in] of the row's adapter
+    expand    out[row, columns of part] += middle B^T      B [columns, rank] times the scale
 
-Rows are grouped into tiles of one adapter each (arXiv:2310.18547). Rows without an adapter are in
-no tile and do not change. Kernels find matrices by address, so adapters may have different ranks
-and need not be copied.
+A linear layer with fused matrices, such as q, k and v, has one part for each matrix. Rows are
+grouped into tiles that use one adapter each (arXiv:2310.18547). Rows without an adapter are in no
+tile and do not change. Kernels get the addresses of the matrices, so adapters may have different
+ranks and are not copied.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +23,7 @@ from tandem_kernels.triton.tuning import next_power_of_2
 
 _ROWS = 16  # rows of a tile, required by tensor cores
 _INPUTS, _COLUMNS = 128, 64
-_RANKS_MAX = 64  # ranks per iteration
+_RANKS_MAX = 64  # largest number of ranks that an iteration of a kernel processes
 # Number of fields of a part: address of A, address of B, rank, first column, number of columns.
 _FIELDS = tl.constexpr(5)
 
@@ -29,12 +31,12 @@ _FIELDS = tl.constexpr(5)
 class LoraTiles(NamedTuple):
     """The rows of a step, grouped by adapter."""
 
-    rows: torch.Tensor  # [tiles * _ROWS] int32; -1: padding
+    rows: torch.Tensor  # [tiles * _ROWS] int32: row numbers; -1: padding
     adapters: torch.Tensor  # [tiles] int32: number of each tile's adapter
 
     @classmethod
     def of(cls, rows: Mapping[int, Sequence[int]], device: torch.device) -> Self:
-        """Creates the tiles. `rows` has the rows of each adapter by the adapter's number."""
+        """Groups rows into tiles. `rows` has the rows of each adapter, by the adapter's number."""
         padded: list[int] = []
         adapters: list[int] = []
         for adapter, of_one in rows.items():
@@ -45,15 +47,15 @@ class LoraTiles(NamedTuple):
 
 
 def part_fields(part: LoraPart) -> list[int]:
-    """Returns the fields that describe a part to the kernels. The part's matrices must not be moved
-    or freed."""
+    """Returns the numbers that describe a part to the kernels. They include addresses, so the
+    part's matrices must not be moved or freed."""
     assert part.a.is_contiguous()
     assert part.b.is_contiguous()
     num_columns, rank = part.b.shape
     return [part.a.data_ptr(), part.b.data_ptr(), rank, part.first, num_columns]
 
 
-NO_PART = [0] * _FIELDS.value  # fields of a part with rank 0
+NO_PART = [0] * _FIELDS.value  # describes a part that an adapter does not change
 
 
 def add_lora(
@@ -66,9 +68,10 @@ def add_lora(
     columns_max: int,
 ) -> None:
     """Adds the adapters' deltas to `out` [T, columns], which is the output of a linear layer for
-    `x` [T, in]. All matrices have x's dtype.
+    `x` [T, in]. All matrices have the dtype of x.
 
-    parts        [adapters, parts, 5] int64: part_fields or NO_PART; adapters may be strided
+    parts        [adapters, parts, 5] int64: results of part_fields, or NO_PART; the stride of the
+                 first dimension may be larger
     rank_max     largest rank of a part
     columns_max  largest number of columns of a part
     """

@@ -11,16 +11,16 @@ from tandem_kernels.triton.tuning import next_power_of_2
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Returns the normalized rows of x [T, hidden] in x's dtype, computed in fp32. Rows may be
-    strided."""
+    """Returns the normalized rows of x [T, hidden] in the dtype of x. Computes in fp32. The rows of
+    x may be strided."""
     return _launch(x, None, weight, eps)
 
 
 def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Adds delta [T, hidden] to x in place, and returns the normalized rows of the sum in x's
-    dtype."""
+    """Adds `delta` [T, hidden] to x in place. Returns the normalized rows of the sum in the dtype
+    of x."""
     assert delta.shape == x.shape
     return _launch(x, delta, weight, eps)
 
@@ -75,6 +75,7 @@ def _add_rms_norm(
     factor = tl.rsqrt(tl.sum(values * values, 0) / HIDDEN + eps)
     weights = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
     normed = values * factor
-    if weight.dtype.element_ty == dtype:  # rounded as in the torch reference
+    # With weights of the same dtype as x, the torch code rounds before it multiplies by them.
+    if weight.dtype.element_ty == dtype:
         normed = normed.to(dtype).to(tl.float32)
     tl.store(out + row * HIDDEN + columns, (normed * weights).to(dtype), mask=is_column)

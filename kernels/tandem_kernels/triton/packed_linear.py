@@ -1,7 +1,9 @@
-"""Linear layers with group-quantized integer weights: y = x W^T + b, w = (number - zero) * scale +
-min.
+"""Linear layers with quantized integer weights:
 
-Weights are dequantized to x's dtype in registers, one tile at a time. Sums are fp32.
+    y = x W^T + b      w = (number - zero) * scale + min
+
+A group of consecutive inputs shares a scale, a zero and a min. Weights are dequantized to the dtype
+of x in registers, one tile at a time. Sums are fp32.
 """
 
 import torch
@@ -12,11 +14,11 @@ from tandem_kernels.triton.attention_loop import product
 
 _ROWS = 16  # minimum rows of a tile, required by tensor cores
 _MANY_ROWS = 64
-_INPUTS_MIN, _INPUTS_MAX = 32, 64  # limits of a tile's inputs, which all belong to one group
+_INPUTS_MIN, _INPUTS_MAX = 32, 64  # limits on the inputs of a tile, which are all in one group
 
 
 def can_multiply(num_in: int, num_groups: int) -> bool:
-    """Returns whether the kernel supports this group size."""
+    """Returns whether the kernel supports matrices with this number of inputs and of groups."""
     size = num_in // num_groups
     return num_groups == 1 or size % _INPUTS_MAX == 0 or size == _INPUTS_MIN
 
@@ -31,9 +33,9 @@ def packed_linear(
 ) -> torch.Tensor:
     """Returns x W^T + b, [rows, out], for x [rows, in].
 
-    numbers               int8 [out, in], or uint8 [out, in / 2] with input 2 i in the low
-                          nibble
-    scales, zeros, mins   [out, groups]; zeros and mins are optional
+    numbers               int8 [out, in], or uint8 [out, in / 2]: byte i has the numbers of input
+                          2 i in the low nibble and of input 2 i + 1 in the high nibble
+    scales, zeros, mins   [out, groups]; zeros and mins may be None, which means 0
     """
     num_rows, num_in = x.shape
     num_out, num_groups = scales.shape

@@ -1,17 +1,23 @@
 """Prefill attention: causal attention for chunks of several sequences over paged KV, in one launch.
 
-Chunks of any length are concatenated. A program computes a tile of ROWS rows for one sequence and
-one KV head. A row is a pair of a query and a head of the KV head's group, so a short chunk can fill
-a tile. Row r of a sequence is query r // group size and head r % group size.
+The algorithm is FlashAttention-2 (arXiv:2307.08691). Chunks of any length are concatenated. A
+program computes a tile of ROWS rows for one sequence and one KV head. A row is a pair of a query
+and one of the heads that share the KV head, so a short chunk can fill a tile. If G heads share a KV
+head, row r of a sequence is query r // G and head r % G.
 
-The keys of a tile form consecutive ranges. A mask is needed only where some rows do not see a key:
+Each row of a tile attends to a different range of keys, because a query attends only to keys up to
+its own position. A program processes the keys in two or three ranges. A mask is needed only in
+ranges where some rows do not attend to a key:
 
-    without a window    visible to all rows | then up to the last row's last key, masked
-    with a window       from the first row's window on, masked | visible to all rows | masked
+                        range 1           range 2             range 3
+    without a window    keys that all     other keys,
+                        rows attend to    masked
+    with a window       earlier keys,     keys that all       later keys,
+                        masked            rows attend to      masked
 
-The algorithm is FlashAttention-2 (arXiv:2307.08691). The tiles of sequence s begin with program
-(first row of s) // ROWS + s, and a program finds its sequence by bisection. A sequence gets enough
-programs in this way, and at most one too many, which returns immediately.
+The programs for sequence s begin with number (first row of s) // ROWS + s, and a program finds its
+sequence by bisection. With this formula a sequence has enough programs, and at most one too many.
+The surplus program returns immediately.
 """
 
 from collections.abc import Mapping
@@ -25,8 +31,9 @@ from tandem_kernels.triton.attention_loop import LOG2_E, attend, start_state
 from tandem_kernels.triton.kv_rows import check_scales
 from tandem_kernels.triton.tuning import device_name, next_power_of_2, tuned
 
-SMALL_TOKENS = 256  # Steps with at most this many tokens are tuned separately.
-_TILES_PER_WARP_MAX = 5120  # elements of accumulators and scores; with 20% more, registers spill
+SMALL_TOKENS = 256  # the kernel is tuned separately for steps with at most this many tokens
+# Largest number of elements of accumulators and scores per warp. With 20% more, registers spill.
+_TILES_PER_WARP_MAX = 5120
 
 
 def prefill_attention(
@@ -48,10 +55,10 @@ def prefill_attention(
     layer_kv      [num_blocks, KV heads, 2, block size, D]: `numbers` of KvPool.layer
     scales        [num_blocks, KV heads, 2, block size] float16: of KvPool.layer; None: unquantized
     block_tables  [S, M] int32
-    context_lens  [S] int32: tokens of prefix and chunk
-    query_starts  [S + 1] int32: sequence s has the rows query_starts[s] to query_starts[s + 1],
-                  which are the last tokens of its context; it may have no rows; the total is T
-    window        number of keys that a query attends to, including its own; None: all before it
+    context_lens  [S] int32: number of tokens of each sequence, including its chunk
+    query_starts  [S + 1] int32: the chunk of sequence s is in the rows from query_starts[s] to
+                  before query_starts[s + 1]; it may be empty; the last element is T
+    window        number of keys to which a query attends, including its own; None: no limit
     scale         factor on q . k; None: 1 / sqrt(D)
     cap           scores become cap * tanh(score / cap); None: no cap
     sinks         [heads]: attention sinks; None: no sinks
@@ -72,7 +79,7 @@ def prefill_attention(
     _attend_chunks[grid](
         queries,
         layer_kv,
-        # without scales, a pointer that the kernel does not read
+        # Without scales the kernel does not read this argument, so any tensor can be passed.
         layer_kv if scales is None else scales,
         block_tables,
         context_lens,
@@ -220,10 +227,8 @@ def _attend_chunks(
 
 @triton.jit
 def tile_of(program, query_starts, num_seqs, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr):
-    """Returns (sequence, its first query, its number of queries, the tile's first row) for a
-    program.
-
-    A negative row means that the program has no tile.
+    """Returns what a program has to compute: (sequence, row of its first query, its number of
+    queries, first row of the tile). A negative first row means that the program has no tile.
     """
     seq = _sequence_of(program, query_starts, num_seqs, GROUP_SIZE, ROWS)
     start = tl.load(query_starts + seq)
@@ -236,7 +241,8 @@ def tile_of(program, query_starts, num_seqs, GROUP_SIZE: tl.constexpr, ROWS: tl.
 
 @triton.jit
 def _sequence_of(program, query_starts, num_seqs, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr):
-    """Returns the last sequence whose first tile is not after `program`."""
+    """Returns the sequence to which a program belongs: the last one whose programs do not begin
+    after `program`."""
     low = 0
     high = num_seqs - 1
     while low < high:

@@ -1,10 +1,11 @@
-"""Fuses the operations between the QKV projection and attention, in one pass over q, k and v.
+"""Fuses the operations between the QKV projection and attention into one kernel:
 
-    q  normalized per head (Qwen 3, Gemma 3), rotated    -> returned
-    k  normalized per head (Qwen 3, Gemma 3), rotated    -> pool
-    v                                                    -> pool
+         operations                                              result
+    q    normalized per head (only some models), then rotated    returned
+    k    normalized per head (only some models), then rotated    stored in the pool
+    v    none                                                    stored in the pool
 
-RoPE has the half-split layout (arXiv:2104.09864) of rope.py.
+RoPE (arXiv:2104.09864) rotates element i of a head with element i + D / 2, as in rope.py.
 """
 
 import torch
@@ -146,7 +147,7 @@ def _rotate_and_store(
     kv_at = kv + span + is_value * stride_kv + (slot % BLOCK_SIZE) * HEAD_DIM + pairs
     if has_scales(kv.dtype):
         dtype: tl.constexpr = queries.dtype.element_ty
-        first = out_first.to(dtype).to(tl.float32)  # rounded as in the torch reference
+        first = out_first.to(dtype).to(tl.float32)  # rounded as the torch code does
         second = out_second.to(dtype).to(tl.float32)
         scales, divisors = scales_of(first, second, kv, fixed_scales, is_value, HAS_FIXED)
         scales_at = kv_scales + span // 2 + is_value * BLOCK_SIZE + slot % BLOCK_SIZE
@@ -160,8 +161,8 @@ def _rotate_and_store(
 
 @triton.jit
 def _apply_norm_weights(x, q_norm, k_norm, queries, is_query, pairs, is_pair):
-    """Multiplies x with the norm weights of queries or keys. The result is rounded before and
-    after, as in the torch reference."""
+    """Multiplies x by the norm weights of queries or keys. Like the torch code, rounds x to the
+    dtype before the multiplication, and the product after it."""
     dtype: tl.constexpr = queries.dtype.element_ty
     query_weights = tl.load(q_norm + pairs, mask=is_pair, other=0.0).to(tl.float32)
     key_weights = tl.load(k_norm + pairs, mask=is_pair, other=0.0).to(tl.float32)

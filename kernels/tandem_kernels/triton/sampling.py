@@ -1,21 +1,20 @@
 """Samples tokens as tandem_kernels/sampling.py does, on the device and without sorting the
 vocabulary.
 
-A uniform number of philox.uniform selects a token by the cumulative probability of the tokens,
-which are ordered by logit and truncated by min_p, top_k and top_p. Top_k, top_p and the selection
-itself each need one threshold. It is the largest logit for which the tokens with this logit or a
-larger one exceed a target: by their number for top_k, by their total weight for top_p and the
-selection. A program computes the thresholds of one row:
+Instead of sorting, a program finds thresholds. For top_k = 50, the threshold is the logit of the
+50th token: the largest logit such that at least 50 tokens have this logit or a larger one. The
+thresholds of top_p and of the sampled token are found in the same way, by the total weight of the
+tokens instead of their number. A program does this for one row of logits:
 
-    1  One pass finds the largest logit. Greedy rows end here.
-    2  One pass computes count and weight of the tokens above each of 8 levels, which are logits.
-    3  For each threshold, one pass lists the tokens between the two levels around it, which are
-       usually few. A search over the bits of the logit follows among the listed tokens.
+    1  Reads all logits and finds the largest. With temperature 0, this is the result.
+    2  Reads all logits again. For each of 8 levels, which are logits, counts the tokens at or above
+       the level and sums their weights. The threshold is then known to be between two levels.
+    3  For each threshold, reads all logits again and lists the tokens between these two levels,
+       which are usually few. Then searches the threshold among the listed tokens.
 
-Weights are summed as integers in units of 2^-40 of the most likely token's weight. Sums are exact,
-so the order of additions, the tile size and the batch do not change a token. The result differs
-from the host's only if the uniform number is within rounding (about 1e-7) of the boundary between
-two tokens.
+Weights are summed as integers in units of 2^-40 of the most likely token's weight. Such sums are
+exact, so neither the order of additions nor the batch changes a token. The result differs from that
+of the host only if the random number is within about 1e-7 of the boundary between two tokens.
 """
 
 from collections.abc import Sequence
@@ -31,19 +30,19 @@ from tandem_kernels.triton.tuning import next_power_of_2
 
 _UNIT = tl.constexpr(float(1 << 40))
 _LEVELS = tl.constexpr(8)
-_DEEPEST = tl.constexpr(28.0)  # -log of a weight that rounds to 0
+_DEEPEST = tl.constexpr(28.0)  # exp(-28) is so small a weight that it rounds to 0
 _TILE = 4096
 _LEVELS_TILE = 1024  # smaller than _TILE, because each token is compared with each level
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Samples token ids [n] int64, on the host, from fp32 logits [n, vocab] on the device. Rows may
-    be strided. This is the only device synchronization of a step."""
+    """Samples token ids [n] int64 from fp32 logits [n, vocab], whose rows may be strided. Waits for
+    the device, and returns the ids on the host."""
     return launch(logits, draws).cpu()
 
 
 def launch(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Samples as `sample` does, but does not wait for the device. The ids stay on the device."""
+    """Samples as `sample` does, but does not wait, and returns the ids on the device."""
     num_rows, vocab = logits.shape
     assert num_rows == len(draws)
     assert logits.dtype == torch.float32
@@ -73,8 +72,8 @@ def launch(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def _packed(draws: Sequence[Draw]) -> torch.Tensor:
-    """Packs the parameters as int64 [6, n]: fp64 bits of temperature, top_p and min_p; then top_k,
-    seed and position."""
+    """Packs the sampling parameters into one int64 tensor [6, n]. The six rows are the fp64 bits of
+    temperature, top_p and min_p, then top_k, seed and position."""
     floats = np.array([(d.temperature, d.top_p, d.min_p) for d in draws], np.float64)
     words = [(d.top_k, _signed(d.seed), _signed(d.position)) for d in draws]
     integers = np.array(words, np.int64)
@@ -150,14 +149,15 @@ def _uniform(seed, position):
 
 @triton.jit
 def _key(logits):
-    """Returns int32 keys that have the order of the logits; -0.0 and 0.0 have the same key."""
+    """Converts logits to int32 keys: a larger logit has a larger key. -0.0 and 0.0 have the same
+    key."""
     bits = (logits + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _weight(logits, largest, temperature):
-    """Returns the weights of tokens as integers; the most likely token has 2^40."""
+    """Returns the weights of tokens as integers. The most likely token has the weight 2^40."""
     return (tl.exp(tl.div_rn(logits - largest, temperature)) * _UNIT).to(tl.int64)
 
 
@@ -169,7 +169,7 @@ def _weight_of_key(key, largest, temperature):
 
 @triton.jit
 def _largest(logits, vocab, TILE: tl.constexpr):
-    """Returns the largest logit and the first token that has it."""
+    """Returns the largest logit of a row, and the lowest id of the tokens with this logit."""
     largest = float("-inf")
     token = 0
     for start in range(0, vocab, TILE):
@@ -186,8 +186,8 @@ def _largest(logits, vocab, TILE: tl.constexpr):
 
 @triton.jit
 def _level_keys(largest, temperature):
-    """Returns the keys of 8 levels in descending order. The levels are denser near the largest
-    logit, and the last key is below the keys of all logits."""
+    """Returns the keys of the 8 levels in descending order. Levels are closer together near the
+    largest logit. The last level is below all logits."""
     levels = tl.arange(0, _LEVELS)
     depth = (levels + 1).to(tl.float32) / _LEVELS
     keys = _key(largest - temperature * _DEEPEST * depth * depth)
@@ -196,8 +196,8 @@ def _level_keys(largest, temperature):
 
 @triton.jit
 def _measure_levels(logits, vocab, largest, temperature, min_p, levels, TILE: tl.constexpr):
-    """Returns, for each level, the count and total weight of the tokens at or above it. Also
-    returns the count and total weight of the tokens that min_p keeps."""
+    """Returns, for each level, the number and the total weight of the tokens at or above the level.
+    Also returns the number and the total weight of the tokens that min_p keeps."""
     counts = tl.zeros((_LEVELS,), tl.int64)
     masses = tl.zeros((_LEVELS,), tl.int64)
     num_left = tl.zeros((), tl.int64)
@@ -217,11 +217,13 @@ def _measure_levels(logits, vocab, largest, temperature, min_p, levels, TILE: tl
 
 @triton.jit
 def _find(row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr):
-    """Finds the largest key for which the tokens at or above it have a count (BY_COUNT) or a total
-    weight above `target`. The count or total weight of all tokens must be above the target.
+    """Finds a threshold. If BY_COUNT, it is the largest key that more than `target` tokens reach or
+    exceed: with `target` 49, the key of the 50th token. Otherwise it is the largest key for which
+    these tokens have a total weight of more than `target`.
 
-    Also returns the count and total weight of the tokens above the key, and the length of the list.
-    The list contains all tokens with the key.
+    Returns (key, number of tokens above the key, total weight of these tokens, number of listed
+    tokens). All tokens with the key are listed (`_list_keys`). The number or total weight of all
+    tokens must be above the target.
     """
     _logits, _listed_ids, listed_keys, _vocab, largest, temperature = row_of
     measures = counts if BY_COUNT else masses
@@ -235,8 +237,9 @@ def _find(row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: 
 
     num_listed = _list_keys(row_of, low, high, TILE)
 
-    # Finds two bits per iteration, from the top. Of four candidate keys, it takes the largest one
-    # for which the tokens at or above it exceed the target.
+    # Each iteration finds two more bits of the key, from the highest to the lowest. Of the four
+    # possible keys, it takes the largest one for which the tokens at or above are more than
+    # `target`.
     found = tl.zeros((), tl.int64)  # the key found so far, plus 2^31
     for turn in range(16):
         step = tl.full((), 1, tl.int64) << (30 - 2 * turn)
@@ -273,11 +276,11 @@ def _find(row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: 
 
 @triton.jit
 def _list_keys(row_of, low, high, TILE: tl.constexpr):
-    """Writes the tokens with keys from `low` up to but not including `high` to the list. Returns
-    the number of these tokens."""
+    """Lists the tokens whose keys are at least `low` and less than `high`: writes their ids and
+    keys to the row's buffers `listed_ids` and `listed_keys`. Returns their number."""
     logits, listed_ids, listed_keys, vocab, _largest, _temperature = row_of
     num_listed = 0
-    tl.debug_barrier()  # waits until all threads have read the previous list
+    tl.debug_barrier()  # waits until all threads have read the tokens listed by an earlier call
     for start in range(0, vocab, TILE):
         ids = start + tl.arange(0, TILE)
         keys = _key(tl.load(logits + ids, mask=ids < vocab, other=float("-inf")))
@@ -286,7 +289,7 @@ def _list_keys(row_of, low, high, TILE: tl.constexpr):
         tl.store(listed_ids + places, ids, mask=is_listed)
         tl.store(listed_keys + places, keys, mask=is_listed)
         num_listed += tl.sum(is_listed.to(tl.int32), 0)
-    tl.debug_barrier()  # makes the list visible to all threads
+    tl.debug_barrier()  # makes the listed tokens visible to all threads
     return num_listed
 
 
@@ -298,8 +301,8 @@ def _weight_of_listed(keys, largest, temperature):
 
 @triton.jit
 def _nth_with_key(listed_ids, listed_keys, num_listed, key, nth, TILE: tl.constexpr):
-    """Returns the id of the nth listed token with this key, counted from 0; the last one if there
-    are fewer."""
+    """Returns the id of the nth listed token with this key, counted from 0. If there are fewer,
+    returns the last one."""
     token = 0
     seen = tl.zeros((), tl.int64)
     for start in range(0, num_listed, TILE):

@@ -1,9 +1,9 @@
 """Tunes kernels' tile sizes, once for each device and class of shapes.
 
-Triton's autotuner measures the configs and stores results in its cache folder (TRITON_CACHE_DIR).
-The autotuner's cache key has the GPU's architecture but not its model, so each tuned kernel has an
-argument DEVICE with the name of the GPU model. The interpreter measures nothing and uses the first
-config.
+Triton's autotuner measures each config, such as a tile size, and stores the fastest in Triton's
+cache folder (TRITON_CACHE_DIR). The key of a stored result includes the GPU's architecture but not
+the GPU's model, so each tuned kernel has an argument DEVICE with the name of the model. The
+interpreter measures nothing and uses the first config.
 
 Triton also recompiles a kernel if an integer argument becomes 1 or a multiple of 16, or if the
 alignment of an address changes, which would delay a step by seconds. Arguments that change from
@@ -24,10 +24,10 @@ def tuned(
     key: Sequence[str],
     fits: Callable[[triton.Config, Mapping[str, Any]], bool] = lambda config, arguments: True,
 ) -> Callable[[Any], Any]:
-    """Returns a decorator that tunes a jitted kernel. `key` has the names of the arguments that
-    define a class of shapes.
+    """Returns a decorator that tunes a jitted kernel. `key` has the names of arguments: for each
+    combination of their values, the kernel is tuned once.
 
-    `fits` selects the configs that are tried for given arguments. If it selects none, the first
+    `fits` returns whether a config should be tried for given arguments. If none should, the first
     config is used. Tuning runs a kernel many times, so the kernel must not read its own output.
     """
 

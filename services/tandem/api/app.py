@@ -2,8 +2,8 @@
 request records and health.
 
 This package only translates between HTTP and the router's own types: `router/request` validates
-requests, and `Generator` runs them. Each API has classes of its own for request bodies and replies.
-The steps from a body to a reply are common to all APIs (`routes/generation.py`).
+requests, and `Generator` runs them. Each API has its own classes for request bodies and replies.
+The steps from a request body to a reply are the same for all APIs (`routes/generation.py`).
 """
 
 from collections.abc import Callable

@@ -1,7 +1,9 @@
-"""The public listener of a router: the HTTP API and the gRPC API, each on its own port.
+"""The public listener of a router: the ports for clients.
 
-With `--api http` there is no gRPC port. With `--api grpc` there are both, and the HTTP port serves
-only probes and calls from other routers.
+--api   HTTP port                                     gRPC port
+http    the HTTP API                                  none
+grpc    only probes and calls from other routers      the gRPC API
+both    the HTTP API                                  the gRPC API
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class PublicListener:
-    """Serves the public ports. The caller uses `bind`, then `start` and `serve`, and at the end
+    """Serves the public ports. The caller calls `bind`, then `start` and `serve`, and at the end
     `stop`."""
 
     def __init__(
@@ -39,8 +41,8 @@ class PublicListener:
         live: Collection[Peer],
         files: CertificateFiles | None = None,
     ) -> None:
-        """Prepares both ports. With `files` the ports use TLS. `live` contains the peers that have
-        an open gRPC call."""
+        """Prepares both ports. With `files` (certificates) the ports use TLS. `live` has the gRPC
+        clients with an authorized call."""
         self._config = config
         self._clients = clients
         self._files = files
@@ -60,7 +62,8 @@ class PublicListener:
         self.grpc_port = 0
 
     def not_ready_reason(self) -> str:
-        """Returns the reason why this listener cannot serve. There is none, so it returns ""."""
+        """Returns "", because this listener can always serve. Other listeners return a reason
+        here."""
         return ""
 
     @property
@@ -105,8 +108,8 @@ class PublicListener:
     async def stop(
         self, deadline_s: float, serving: asyncio.Task[None], *, cuts_idle: bool = False
     ) -> None:
-        """Refuses new requests and waits at most `deadline_s` seconds for open ones. With
-        `cuts_idle` it also closes gRPC connections that have no open call."""
+        """Refuses new requests, and waits at most `deadline_s` seconds until open requests end.
+        `cuts_idle`: True if gRPC connections without an authorized call are closed meanwhile."""
         if self._http is not None:
             self._http.begin_stop()
         ends: list[Awaitable[None]] = [serving]
@@ -118,13 +121,14 @@ class PublicListener:
 
 
 def _own_host(config: RouterConfig) -> str:
-    """Returns the host at which other routers reach this router, in the form that a URL needs. If
-    the router listens on all addresses, this is the local address of the route to Redis."""
+    """Returns the host for URLs that other routers use to reach this router. If the router listens
+    on all addresses, this is the local address from which the machine reaches Redis."""
     host = config.host
     if host in ("0.0.0.0", "::"):
         nodes = parse(config.cluster.redis_url).nodes or (("127.0.0.1", 1),)
         family, _, _, _, address = socket.getaddrinfo(*nodes[0], type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # On a UDP socket this sends nothing and only selects a route.
+            # On a UDP socket, `connect` sends nothing: it only selects the local address.
+            probe.connect(address)
             host = probe.getsockname()[0]
     return f"[{host}]" if ":" in host else host

@@ -1,16 +1,18 @@
-"""Runs one router: binds its ports, loads the model, serves, and drains.
+"""Runs one router: opens the ports, loads the model, serves requests, and drains.
 
-  state      entered                                     /ready   requests
-  binding    at the start                                -        the ports are closed
-  listening  when the ports are open                     503      refused until the model is loaded;
-                                                                  then they wait for a worker
-  ready      when the model and workers are available    200      served
-  leaving    on `LEAVE_SIGNAL`                           503      served
-  draining   on SIGTERM or SIGINT                        503      only open requests are served
-  closed     after all requests, or after the deadline   -        the ports are closed
+  state      begins                                    /ready   requests
+  binding    at the start                               -       cannot arrive: the ports are closed
+  listening  when the ports are open                    503     refused until the model is loaded;
+                                                                then they wait for a worker
+  ready      when the model and workers are available   200     served
+  leaving    on `LEAVE_SIGNAL`                          503     served
+  draining   on SIGTERM or SIGINT                       503     new requests are refused, open ones
+                                                                are served
+  closed     when the open requests have ended, or at    -      cannot arrive: the ports are closed
+             the drain deadline
 
-A leaving router answers 503 at /ready so that load balancers choose other routers. The ports are
-open before the model is loaded, so that probes can report the progress.
+A leaving router still serves, but answers 503 at /ready, so that load balancers choose other
+routers. The ports are open before the model is loaded, so that probes can report the progress.
 """
 
 import asyncio
@@ -79,7 +81,7 @@ from tandem.router.workers.pool_watch import PoolWatch
 log = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 1.0
-_SERVICE = "tandem-router"  # service name in OpenTelemetry traces and metrics
+_SERVICE = "tandem-router"  # name of the service in OpenTelemetry traces and metrics
 
 
 class Router:
@@ -160,8 +162,8 @@ class Router:
 
     @property
     def grpc_port(self) -> int:
-        """Port of the public gRPC API or of the endpoint picker. The value is 0 if there is no such
-        port, or before the port is bound."""
+        """Port of the public gRPC API, or of the endpoint picker. The value is 0 until the port is
+        bound, and if there is no such port."""
         return self._public.grpc_port
 
     def _num_held(self) -> int:
@@ -198,7 +200,7 @@ class Router:
         )
 
     def stop(self) -> None:
-        """Ends `run`. New requests are refused, and open requests may finish until the drain
+        """Ends `run`. New requests are refused, and open requests may continue until the drain
         deadline."""
         self._stopping.set()
 
@@ -210,17 +212,17 @@ class Router:
         self.stop()
 
     def announce_end(self) -> None:
-        """Makes the readiness probe fail, while the router continues to serve requests. The caller
+        """Makes the readiness probe fail, although the router still serves requests. The caller
         calls `stop` later."""
         log.info("leaving: requests are still served")
         self.generator.end_reason = "this router will leave"
         self.view.notify_change()
 
     async def run(self) -> None:
-        """Serves until `stop`. Raises ConfigError if a port is taken or the model cannot be
-        loaded."""
-        # All ports are bound before any is served. So a router that cannot bind one of its ports
-        # serves no request at all.
+        """Serves until `stop` is called. Raises ConfigError if a port is in use or the model cannot
+        be loaded."""
+        # A router that cannot bind one of its ports must serve no request. So all ports are bound
+        # first.
         self._public.bind()
         self.admin.bind()
         own_url = self._public.own_url
@@ -264,8 +266,8 @@ class Router:
             await self._drain(work)
 
     def _start_router_tasks(self) -> set[asyncio.Task[Any]]:
-        """Starts the tasks that serving requests needs. An endpoint picker serves no requests, so
-        it starts none of them."""
+        """Starts the tasks that only a router that serves requests needs. An endpoint picker serves
+        no requests, so it has none of these tasks."""
         if not isinstance(self._public, PublicListener):
             return set()
         work = {
@@ -282,8 +284,8 @@ class Router:
 
     def _make_apps(self) -> tuple[FastAPI, FastAPI]:
         """Builds the public and the admin HTTP app."""
-        # If a port is 0 in the config, the system chose the port. The apps need the chosen port for
-        # their messages.
+        # If a port is 0 in the config, the operating system has chosen a port. The apps need the
+        # chosen port for their messages.
         own = replace(self._config.admin, port=self.admin.http_port)
         config = replace(self._config, admin=own, http_port=self.http_port)
         self.page.config = config
@@ -312,7 +314,7 @@ class Router:
         self.generator.end_reason = "this router is draining"
         named = {task.get_name(): task for task in work}
         if (front := named.pop("front", None)) is not None:
-            # The front is removed first, so that the gateway sends no more requests.
+            # The front is removed from Redis first, so that gateways send no more requests to it.
             await cancel(front)
         cuts_idle = self.memory_error is not None
         await self._public.stop(deadline_s, named.pop("public"), cuts_idle=cuts_idle)
@@ -328,7 +330,7 @@ class Router:
     async def _load_and_watch(self) -> None:
         loading = asyncio.to_thread(_load, self._config)
         model, _ = await asyncio.gather(loading, self._open_prefix_tree())
-        # The view needs the model's fingerprint to find out which workers are compatible.
+        # With the fingerprint, the view can tell which workers run the same model.
         self.view.model_fingerprint = model.folder.fingerprint
         self.generator.model = model
         self.view.notify_change()
@@ -337,8 +339,8 @@ class Router:
             self._memory.rebase()
         log.info("model %s is loaded", self.generator.served_name)
         jobs = [self._watch_readiness()]
-        # `check` starts a process that tokenizes long prompts. With `--api grpc` the process is not
-        # started in advance: long prompts are rare over gRPC, and this saves memory.
+        # `check` starts a process that tokenizes long prompts. Long prompts are rare over gRPC, so
+        # with `--api grpc` the process starts only when needed, which saves memory.
         if self._config.api != "grpc":
             jobs.append(model.preparer.check())
         await asyncio.gather(*jobs)
@@ -369,8 +371,8 @@ class Router:
 
 
 def serve(config: RouterConfig) -> TandemError | None:
-    """Runs a router until SIGTERM or SIGINT. If the router ends earlier, returns the error, for
-    example because a port is in use.
+    """Runs a router until SIGTERM or SIGINT. If an error ends the router earlier, such as a port
+    that is in use, returns this error.
 
     Raises ConfigError for invalid settings.
     """
@@ -396,7 +398,7 @@ def _public_certificate(config: RouterConfig) -> CertificateFiles | None:
 
 
 def _access(config: RouterConfig, ring: KeyRing, host: str, bodies: BodyBudget) -> Access:
-    """Builds the access rules of the listener on `host`."""
+    """Builds the rules for API keys and client limits of the listener on `host`."""
     return Access(
         ring,
         is_loopback=is_loopback(host),
@@ -419,7 +421,8 @@ def _load(config: RouterConfig) -> LoadedModel:
 
 
 def _sampling_defaults(config: RouterConfig, file: Path) -> Mapping[str, float]:
-    """Reads the model's own sampling defaults. Raises ConfigError if a value is out of range."""
+    """Reads the sampling defaults from the model's `generation_config.json`. Raises ConfigError if
+    a value is out of range."""
     if config.answers.generation_config == "none":
         return {}
     with naming(file):

@@ -4,11 +4,12 @@ from typing import Any
 
 import msgspec
 
-DONE = b"data: [DONE]\n\n"  # the last event of OpenAI's streams; not JSON
+DONE = b"data: [DONE]\n\n"  # the last event of OpenAI's streams, which is not JSON
 _encode = msgspec.json.Encoder().encode
 
 
 def event(data: Any, name: str = "") -> bytes:
-    """Encodes one event with `data` as JSON, and the event name if it is not empty."""
+    """Encodes one event. `data` is encoded as JSON. `name` is the event's name; "": the event has
+    none."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + _encode(data) + b"\n\n"

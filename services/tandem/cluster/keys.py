@@ -28,7 +28,7 @@ def create_key(url: str, tenant: str, role: str, expires: str, limits: dict[str,
 
 
 def add_key(file: Path, tenant: str, role: Role, expires: str, limits: dict[str, int]) -> None:
-    """Creates a key, adds its record to a file of records, and prints the key. Raises
+    """Creates a key, appends its record to the JSON file of key records, and prints the key. Raises
     OperateError."""
     lifetime_s = parse_duration(expires)
     now = time.time()
@@ -79,7 +79,8 @@ def show_usage(url: str, window: str, last: int, tenant: str | None) -> None:
 
 
 def rotate_key(url: str, key_id: str, grace: str) -> None:
-    """Gives a key a new secret and prints the key. Raises OperateError."""
+    """Gives a key a new secret and prints the key. The old secret stays valid for `grace`. Raises
+    OperateError."""
     body = {"grace_s": parse_duration(grace)}
     print(call_with_progress(url, "POST", body, path=f"{_PATH}/{key_id}/rotate")["key"])
 
@@ -95,7 +96,7 @@ def revoke_key(url: str, key_id: str) -> bool:
 
 
 def parse_duration(text: str) -> float:
-    """Parses a duration such as 30d, 12h, 15m or 90s to seconds; "0" means never. Raises
+    """Parses a duration such as 30d, 12h, 15m or 90s. Returns seconds; 0 for "0". Raises
     OperateError."""
     number = text[:-1]
     unit = text[-1:]

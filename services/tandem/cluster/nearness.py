@@ -1,25 +1,28 @@
 """Finds hosts with a slow network path to the workers that a new worker would exchange KV with.
+These workers are its peers: a decode worker's peers are the prefill workers, and vice versa.
 
-The bandwidth of two hosts is the median of the bandwidths that their workers measured when they
-pulled blocks from each other. Two workers on one host measure the bandwidth within that host. The
-bandwidth of a host to the peers is the harmonic mean of its bandwidths to their hosts.
+Workers measure the bandwidth when they pull blocks from each other. The bandwidth between two hosts
+is the median of what their workers measured, and a host also has a bandwidth to itself. The
+bandwidth of a host to several peers is the harmonic mean of its bandwidths to the peers' hosts.
 
-A host is far if another suitable host has more than `FAR_TIMES` its bandwidth to the peers. Smaller
-differences are ignored, because balancing the load matters more. This module does no I/O.
+A host is far if another suitable host has more than `FAR_TIMES` its bandwidth to the peers.
+Example: if A has 9 MB/s and B has 800 MB/s, A is far; with 500 MB/s instead of 9, A would not be
+far. Such smaller differences are ignored, because balancing the load matters more. This module does
+no I/O.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from statistics import harmonic_mean, median
 
 FAR_TIMES = 2.0
-_NAMED_MAX = 3  # number of far hosts that a reason names at most
+_NAMED_MAX = 3  # largest number of far hosts that `far_reason` names
 
 PairBandwidths = Mapping[str, Mapping[str, float]]  # worker id -> peer's worker id -> bytes/s
 HostBandwidths = Mapping[tuple[str, str], float]  # two host ids in alphabetical order -> bytes/s
 
 
 def host_bandwidths(pairs: PairBandwidths, host_of: Mapping[str, str]) -> HostBandwidths:
-    """Computes the median of the bandwidths between the workers of each two hosts, in bytes/s.
+    """Computes the bandwidth between each two hosts, in bytes/s: the median over their workers.
 
     `host_of` maps worker ids to host ids; workers that are not in it are ignored.
     """
@@ -35,8 +38,8 @@ def host_bandwidths(pairs: PairBandwidths, host_of: Mapping[str, str]) -> HostBa
 def bandwidths_to(
     peer_hosts: Sequence[str], host_ids: Collection[str], between: HostBandwidths
 ) -> dict[str, float]:
-    """Computes the bandwidth of each host to the peers, in bytes/s, if it pulls an equal share from
-    each peer.
+    """Computes the bandwidth of each host to the peers, in bytes/s. It is the rate at which the
+    host can pull the same number of bytes from each peer, one peer after another.
 
     `peer_hosts` has the host of each peer. A host is included only if its bandwidth to all of them
     is known, because means over different peers cannot be compared.
@@ -58,8 +61,8 @@ def far_hosts(bandwidths: Mapping[str, float]) -> list[str]:
 
 
 def far_reason(far: Sequence[str], bandwidths: Mapping[str, float], peers: str) -> str:
-    """Explains why hosts are left out, such as "host-b has 9.2 MB/s to the decode workers, another
-    host 812.0 MB/s". `peers` names the pool of the peers."""
+    """Explains why hosts were not chosen, such as "host-b has 9.2 MB/s to the decode workers,
+    another host 812.0 MB/s". `peers` is the pool of the peers."""
     named = [f"{host_id} has {_shown(bandwidths[host_id])}" for host_id in far[:_NAMED_MAX]]
     more = [f"{len(far) - _NAMED_MAX} more are far"] if len(far) > _NAMED_MAX else []
     fastest = _shown(max(bandwidths.values()))

@@ -32,10 +32,11 @@ from tandem.errors import OperateError
 
 _REPLY_DEADLINE_S = 5.0
 _SET_ROLE_DEADLINE_S = 15.0
+_WATCH_INTERVAL_S = 2.0
 _SET_SIZES_DEADLINE_S = 75.0  # a router waits for the pool controller if Ray is still starting
 _POLL_INTERVAL_S = 0.25
 _MEMORY_LOW_SHARE = 0.05
-# time from the deadline of a worker's drain until its process and its record are gone
+# largest time from the deadline of a drain until the worker's process and record are gone
 _END_MARGIN_S = 15.0
 _OWN_DEADLINE_MAX_S = 3600.0  # longest wait for a worker that drains with its own deadline
 _PIPE_COLUMNS = 200
@@ -46,11 +47,29 @@ _ALL_DEADLINE_S = 900.0
 _LATER_STAGES = ("transfer_exposed", "first_decode", "move")  # stages after the first token
 
 
-def show_status(url: str) -> None:
-    """Prints pools and workers. Raises OperateError."""
+def watch_status(url: str) -> None:
+    """Prints pools and workers again and again, each time on an empty screen, until Ctrl-C. Raises
+    OperateError only if the first call fails."""
+    screen = console()
+    show_status(url)
+    with suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(_WATCH_INTERVAL_S)
+            screen.clear()
+            try:
+                show_status(url)
+            except OperateError as error:
+                screen.print(error.message, markup=False)
+
+
+def show_status(url: str, *, as_json: bool = False) -> None:
+    """Prints pools and workers, or the router's whole state as JSON. Raises OperateError."""
     state = call_with_progress(url, "GET")
     if not isinstance(state, dict) or "router" not in state:
         raise OperateError(f"what answers at {url} is no router")
+    if as_json:
+        print(json.dumps(state, indent=2))
+        return
     screen = console()
     router = state["router"]
     ready = ("ready", "green") if router["ready"] else ("not ready", "yellow")
@@ -75,7 +94,7 @@ def show_status(url: str) -> None:
 
 
 def _show_recent_events(url: str, screen: Console) -> None:
-    """Prints the events of the last _RECENT_S."""
+    """Prints the events of the last _RECENT_S seconds."""
     with suppress(OperateError):
         path = f"/v1/cluster/events?limit={_RECENT_MAX}"
         events = call_with_progress(url, "GET", path=path)["events"]
@@ -109,8 +128,8 @@ def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
 
 
 def set_role(url: str, worker_id: str, role: str) -> None:
-    """Moves a worker to the pool of this role, or to the other pool if it is empty. Raises
-    OperateError."""
+    """Moves a worker to the pool of this role. If `role` is empty, moves it to the other pool.
+    Raises OperateError."""
     path = _path(worker_id, "role")
     body = {"role": role} if role else {}
     with Waiting(ProgressRow(worker_id, "changes its pool")):
@@ -137,7 +156,8 @@ def drain_worker(url: str, worker_id: str, *, deadline_s: float, force: bool = F
 
 
 def reset_prefix_cache(url: str, worker_id: str) -> None:
-    """Makes workers drop their cached blocks, and prints how many. Raises OperateError."""
+    """Makes a worker drop its cached blocks, or all workers if `worker_id` is empty. Prints the
+    number of dropped blocks. Raises OperateError."""
     body = {"worker_id": worker_id} if worker_id else {}
     with Waiting(ProgressRow(worker_id or "all workers", "drop their cached blocks")):
         answer = call_router(
@@ -148,7 +168,8 @@ def reset_prefix_cache(url: str, worker_id: str) -> None:
 
 
 def verify_index(url: str, *, everything: bool) -> bool:
-    """Prints the result for each worker. Returns True if all are correct. Raises OperateError."""
+    """Compares each worker's blocks with the prefix tree and prints the result for each worker.
+    Returns True if the prefix tree is correct for all workers. Raises OperateError."""
     deadline_s = _ALL_DEADLINE_S if everything else _SAMPLE_DEADLINE_S
     path = "/v1/cluster/index/verify"
     with Waiting(ProgressRow("all workers", "their blocks are compared with the prefix tree")):
@@ -246,8 +267,9 @@ def _worker(state: Mapping[str, Any], worker_id: str) -> Mapping[str, Any] | Non
 
 
 def _process(state: Mapping[str, Any], worker_id: str) -> tuple[Any, ...]:
-    """Returns what identifies a worker's process; () if the process has ended. The worker's id is
-    not enough, because a successor reuses the id."""
+    """Returns (host, pid, start time) of a worker's process; () if the process has ended. The
+    worker's id does not identify the process, because a worker that replaces another one has the
+    same id."""
     worker = _worker(state, worker_id)
     return () if worker is None else (worker["host"], worker["pid"], worker["started_at"])
 
@@ -255,8 +277,8 @@ def _process(state: Mapping[str, Any], worker_id: str) -> tuple[Any, ...]:
 def scale_steps(
     initial: Mapping[str, Any], state: Mapping[str, Any], wanted: Mapping[str, int]
 ) -> list[ProgressRow]:
-    """Builds progress rows: one for each pool that has not reached its size, then one for each of
-    their workers that starts or leaves."""
+    """Builds progress rows: one for each pool that has not reached its wanted size, then one for
+    each starting or leaving worker of these pools."""
     steps = []
     for pool, size in wanted.items():
         if missing := differences(state["pools"], {pool: size}):
@@ -277,8 +299,8 @@ def _distance(pool: Mapping[str, Any], size: int) -> int:
 
 
 def drain_step(initial: Mapping[str, Any], state: Mapping[str, Any], worker_id: str) -> ProgressRow:
-    """Builds the progress row of a draining worker: the number of sequences and leases that it
-    still has."""
+    """Builds the progress row of a draining worker: how many of its sequences and leases have
+    ended."""
     rows = {row["worker_id"]: row for row in state.get("known_workers", ())}
     total, left = (_num_held(_worker(s, worker_id)) for s in (initial, state))
     note = _state_text(rows[worker_id]) if worker_id in rows else "draining"
@@ -311,11 +333,11 @@ def parse_sizes(sizes: Sequence[str]) -> dict[str, int]:
 
 
 def differences(pools: dict[str, Any], wanted: dict[str, int]) -> list[str]:
-    """Describes each pool whose running processes or ready workers differ from `wanted`.
+    """Returns one line for each pool that has not reached its size in `wanted`.
 
-    Without a pool controller, as on Kubernetes, the state has no processes. Then the registered and
-    ready workers are compared. Routers are not counted in that case, so the router pool is assumed
-    to have its size.
+    A pool has reached its size if this is the number of running processes and of ready workers.
+    Without a pool controller, as on Kubernetes, the state has no processes. Then registered workers
+    are counted instead, and the router pool is never listed, because routers are not counted.
     """
     found = []
     has_processes = not pools or any("agents" in state for state in pools.values())
@@ -377,7 +399,8 @@ def call_with_progress(
     path: str = "/v1/cluster",
     deadline_s: float = _REPLY_DEADLINE_S,
 ) -> Any:
-    """Calls a router like `call_router` and shows meanwhile that it waits. Raises OperateError."""
+    """Calls a router like `call_router`, and shows a progress row until the router answers. Raises
+    OperateError."""
     with Waiting(ProgressRow(url, "is asked")):
         return call_router(url, method, body, path=path, deadline_s=deadline_s)
 

@@ -1,4 +1,5 @@
-"""The state of the pools as shown to operators: processes, and why a pool is smaller than wanted.
+"""Describes the pools for operators: the processes of each pool, and why a pool is smaller than
+wanted.
 
 Like pools.py, this module does no I/O.
 """
@@ -23,7 +24,7 @@ def describe(
     the reasons why pools are smaller than wanted."""
     return {
         pool: {
-            # The number of gRPC replicas cannot be set: it follows the routers.
+            # Operators cannot set the number of gRPC replicas: each host with a router has one.
             **(
                 {"replicas": len(router_hosts(members))}
                 if pool == "grpc"
@@ -62,8 +63,8 @@ def gpu_waits(
     hosts: Sequence[Host],
     leaving: Mapping[str, Leave] = MappingProxyType({}),
 ) -> dict[Pool, str]:
-    """Finds the pools that wait for a GPU. Returns the reason for each. Takes the arguments of
-    `plan`."""
+    """Finds the pools that are smaller than wanted because no GPU is free. Returns pool -> reason.
+    The arguments are those of `plan`."""
     waits: dict[Pool, str] = {}
     for pool in spec.pools:
         current = [m for m in members if m.pool == pool and not m.leaves and m.host not in leaving]

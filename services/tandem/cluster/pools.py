@@ -1,16 +1,26 @@
-"""Decisions of the pool controller: functions of the wanted sizes and the current members.
+"""Decides which processes the pool controller starts and drains.
 
-    states of a member, as its agent reports them: pending -> running <-> restarting
-    the pool shrinks: any of these -> draining -> gone; then the member is removed
-    the member's host is lost: any state -> lost -> pending, if that host comes back
+A member is one process of a pool, such as decode-0. An agent keeps the process running and reports
+the state of the member. The controller itself sets the states "draining" and "lost".
 
-A lost member keeps its name, because its process may still run. Its successor gets another name.
+    state        meaning                                            next state
+    pending      the agent has not reported yet                     running or restarting
+    running      the process runs                                   restarting, if the process ends
+    restarting   the process has ended; the agent starts it again   running
+    draining     the process finishes its requests, then ends       gone
+    gone         the process has ended                              none: the member is removed
+    lost         the member's host does not answer                  pending, if the host is back
+
+If a pool shrinks, members become draining. If a host is lost, all its members become lost. A lost
+member keeps its name, because its process may still run: if decode-0 is lost, the member that
+replaces it gets another name, such as decode-1.
 
 A worker on a GPU is placed on a host whose GPUs have the fewest workers (gpus.py). Among equally
-suitable hosts, one with a fast network path to its peers is chosen (nearness.py).
+suitable hosts, one with a fast network path to the worker's peers is chosen (nearness.py).
 
-With `ClusterSpec.on_nodes`, Ray itself starts and ends the nodes, and a member takes resources of
-its node. Members are packed on as few nodes as possible, so that other nodes become idle.
+With `ClusterSpec.on_nodes`, the hosts are nodes that Ray itself starts and ends, and a member takes
+resources of its node. Members are packed on as few nodes as possible, so that other nodes become
+idle and Ray can end them.
 
 This module does not depend on Ray, processes or the clock.
 """
@@ -34,26 +44,27 @@ from tandem.cluster.nearness import (
 )
 from tandem.common.config.cluster import Pool
 
-# leaves: the members of the host are replaced; drains: they are also drained
+# leaves: the members of the host are replaced on other hosts and keep running. drains: the members
+# of the host are drained.
 Leave = Literal["leaves", "drains"]
 MemberState = Literal["pending", "running", "restarting", "draining", "gone", "lost"]
-# `grpc` is missing because the number of gRPC replicas follows the routers.
+# `grpc` is missing, because each host with a router has one gRPC replica.
 _IN_TURN: tuple[Pool, ...] = ("router", "decode", "prefill")
 _PEERS: Mapping[Pool, Pool] = {"prefill": "decode", "decode": "prefill"}
 
 
 class PoolCommand(msgspec.Struct, frozen=True):
-    """The command line of a pool's processes. It has the placeholders `{id}`, `{core}` and, for
-    each port, `{NAME}`."""
+    """The command line of a pool's processes. `filled` replaces its placeholders: {id}, {core} and
+    {NAME} for each name in `ports`, such as {http_port}."""
 
     command: list[str]
-    # Ports, by name, of one process on each host. Further processes on a host get port 0, so that
-    # the system chooses.
+    # Port name -> port of the pool's first process on a host. For further processes on that host,
+    # all ports are 0, which means that the system chooses.
     ports: dict[str, int] = {}
     pinned: bool = False  # True if each process is pinned to a core
-    # cuda: the pool needs a GPU; auto: it uses one if the host has any
+    # cuda: each process needs a GPU. auto: each process uses a GPU if the host has one.
     device: Literal["cpu", "auto", "cuda"] = "cpu"
-    # with `on_nodes`: resources of the node that one process takes
+    # With `on_nodes`: Ray resources that one process takes, such as {"CPU": 4}.
     resources: dict[str, float] = {}
 
     def filled(self, member: Member) -> list[str]:
@@ -77,10 +88,10 @@ class Host(msgspec.Struct, frozen=True):
 
 
 class ClusterSpec(msgspec.Struct, frozen=True):
-    """The pools of a cluster and the machine that starts them. Secrets are passed in the
-    environment.
+    """What the pool controller and the agents must know: the pools, and the cores, labels and GPUs
+    of one host. Each host has a spec of its own. Secrets are passed in the environment instead.
 
-    With `on_nodes` the machines are nodes of a Ray cluster whose lifetime Tandem does not control.
+    With `on_nodes`, the hosts are nodes of a Ray cluster whose lifetime Tandem does not control.
     """
 
     cluster_id: str
@@ -88,12 +99,13 @@ class ClusterSpec(msgspec.Struct, frozen=True):
     pools: dict[Pool, PoolCommand]
     wanted: dict[Pool, int]  # sizes at the start
     cores: list[int]  # cores to which engines may be pinned
-    drain_deadline_s: float = 45.0  # limit for a drain; longer than a worker or a router takes
+    # limit for a drain, longer than the drain deadline of a worker or router
+    drain_deadline_s: float = 45.0
     # time that a leaving router keeps serving, so that its clients notice that it leaves
     leave_notice_s: float = 5.0
     host_id: str = ""
     labels: dict[str, str] = {}
-    number: int = 0  # fencing number of this head; 0 if no machine can join
+    number: int = 0  # fencing number of the Ray head on this host; 0 if no machine can join
     host_before: str = ""  # host of the previous head, whose lease expired
     selectors: dict[Pool, dict[str, str]] = {}  # labels that a host must have, by pool
     on_nodes: bool = False
@@ -106,32 +118,36 @@ class ClusterSpec(msgspec.Struct, frozen=True):
         return Host(self.host_id, self.cores, self.labels, num_gpus=self.num_gpus)
 
     def resources(self, pool: Pool) -> dict[str, float]:
-        """The resources of a node that one process of a pool takes: by default one unit of a
-        resource with the pool's name."""
+        """The Ray resources that one process of a pool takes. By default, this is one unit of a
+        resource with the pool's name: {"decode": 1.0}."""
         return self.pools[pool].resources or {pool: 1.0}
 
 
 class Member(msgspec.Struct, frozen=True):
     """One process of a pool, kept running by its agent."""
 
-    member_id: str  # for example decode-0; uses the lowest free number
+    member_id: str  # the pool and the lowest free number, such as decode-0
     pool: Pool
     ordinal: int  # unique and increasing: the newest member has the highest
     core: int | None = None
     state: MemberState = "pending"
     pid: int = 0
     num_starts: int = 0  # number of restarts after the process ended
-    last_line: str = ""  # last line in the log of the process that ended
-    ending: str = ""  # how the process that ended last has ended; empty: none has
-    is_stopped: bool = False  # True if its process is stopped, for example by SIGSTOP
-    since: float = 0.0  # time when its agent reported this state, in seconds since the Unix epoch
+    # last log line of the previous process, which has ended; empty: none has ended
+    last_line: str = ""
+    # how the previous process ended, such as `exit status 1`; empty: none has ended
+    ending: str = ""
+    is_stopped: bool = False  # True if the process is stopped, for example by SIGSTOP
+    since: float = 0.0  # time when the agent first reported this state, in seconds since 1970
     host: str = ""
-    # True: it gets the ports that its pool's command names; False: the system chooses
+    # True: the process gets the ports in `PoolCommand.ports`. False: the system chooses.
     has_ports: bool = False
-    # number of times that its host was lost; each time it gets an agent with a new name
+    # Number of times that the member's host was lost. It is part of the agent's name, because the
+    # member gets a new agent each time.
     num_losses: int = 0
-    placed_why: str = ""  # names the hosts that were left out because they are far; empty: none
-    gpu: int | None = None  # index of its GPU on its host; None: it has no GPU
+    # text that names the hosts that were not chosen because they are far; empty: there are none
+    placed_why: str = ""
+    gpu: int | None = None  # index of the worker's GPU on the host; None: it has no GPU
 
     @property
     def agent_name(self) -> str:
@@ -144,7 +160,7 @@ class Member(msgspec.Struct, frozen=True):
 
     @property
     def is_coming_back(self) -> bool:
-        """True while its host is back and its new agent has not reported yet."""
+        """True while the member's host is back and the new agent has not reported yet."""
         return self.state == "pending" and self.num_losses > 0
 
 
@@ -160,12 +176,14 @@ def plan(
     sizes.
 
     `hosts` are the reachable hosts, by default the machine of the spec. A pool remains smaller than
-    wanted while no host fits. Members on a `leaving` host are replaced. They keep running until the
-    value of the host in `leaving` is "drains".
+    wanted while no host fits.
 
-    To balance hosts, a member moves to a host that has at least two fewer members of its pool.
-    Until the new member runs, the pool has one member too many. `measured` affects only the choice
-    of hosts.
+    `leaving` has the hosts that want to leave. Their members are replaced on other hosts. They are
+    drained once the value of their host is "drains".
+
+    To balance hosts, a member moves if another host has at least two fewer members of its pool:
+    with 3 and 1 members one moves, with 2 and 1 none does. Until the new member runs, the pool has
+    one member too many. `measured` affects only the choice of hosts.
 
     New members are added in turns of one router, one decode worker and one prefill worker. The
     order matters because Ray starts agents one by one and hosts may have too few GPUs. Decode comes
@@ -202,18 +220,19 @@ def plan(
 
 
 def router_hosts(members: Sequence[Member]) -> set[str]:
-    """Lists the hosts with a router that is not leaving. Each such host also gets one gRPC
-    replica."""
+    """Lists the hosts with a router that is not draining or lost. Each of these hosts also gets one
+    gRPC replica."""
     return {m.host for m in members if m.pool == "router" and not m.leaves}
 
 
 def node_bundles(
     spec: ClusterSpec, wanted: Mapping[Pool, int], members: Sequence[Member]
 ) -> list[tuple[dict[str, float], dict[str, str]]]:
-    """Lists the (resources, labels) of Ray nodes to request, one entry for each wanted process.
+    """Lists what to request from Ray's autoscaler: (resources, labels of the node) for each wanted
+    process.
 
-    The list is empty while every wanted process has a node. Otherwise Ray would assign the request
-    to arbitrary nodes and keep them although they are idle.
+    The list is empty once every wanted process has a node. If the request remained, Ray would count
+    arbitrary nodes for it and keep these nodes although they are idle.
     """
     placed = Counter(m.pool for m in members if not m.leaves and m.state != "pending")
     if all(placed[pool] >= wanted.get(pool, 0) for pool in spec.pools):
@@ -226,7 +245,8 @@ def node_bundles(
 
 
 def lose(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]:
-    """Marks the members on these hosts as "lost". Returns only the changed ones."""
+    """Changes the state of the members on these hosts to "lost". Returns only the changed
+    members."""
     return [
         msgspec.structs.replace(m, state="lost", pid=0, is_stopped=False)
         for m in members
@@ -235,8 +255,8 @@ def lose(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]:
 
 
 def revive(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]:
-    """Marks lost members whose host is back as "pending". Returns only the changed members, which
-    get new agents."""
+    """Changes the state of lost members to "pending" if their host is back. Returns only the
+    changed members. The caller creates new agents for them."""
     return [
         msgspec.structs.replace(m, state="pending", num_losses=m.num_losses + 1)
         for m in members
@@ -247,12 +267,13 @@ def revive(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]
 def with_free_gpu(
     spec: ClusterSpec, pool: Pool, members: Sequence[Member], hosts: list[Host]
 ) -> tuple[list[Host], str]:
-    """Filters the hosts to those whose least used GPU has the fewest workers. Also returns the
-    reason if no host is left.
+    """Returns the hosts whose least used GPU has the fewest workers. If each GPU of host A has a
+    worker and one GPU of host B has none, this is only B. Also returns the reason if there is no
+    such host.
 
-    If no host has a GPU, all hosts fit a pool that does not need one. In a cluster of one machine,
-    the machine fits even a pool that needs a GPU: the count may have missed a GPU, and the worker
-    itself reports a missing one.
+    If no host has a GPU, all hosts are returned for a pool that can do without one. In a cluster of
+    one machine, the machine is returned even if the pool needs a GPU: the count may have missed a
+    GPU, and a worker without a GPU reports that itself.
     """
     device = spec.pools[pool].device
     gpus = _least_used_gpus(hosts, members)
@@ -290,15 +311,15 @@ def _follow_routers(
 
 
 def _surplus(current: Sequence[Member], num_surplus: int) -> list[Member]:
-    """Selects the members of a pool that leave, one by one: the newest on the host with the most
-    members.
+    """Selects the members of a pool that leave. In each round, this is the newest member on the
+    host with the most members.
 
     A running member leaves only if enough other members run. Otherwise a member of that host that
-    is not running leaves instead. If there is none, no member leaves, because a new member on
-    another host is still starting.
+    is not running leaves instead. If there is none, no further member leaves for now, because a new
+    member on another host is still starting.
 
-    A member whose host is back stays until its agent reports, because its process may run, and
-    clients know its address.
+    A member that is coming back stays until its agent reports: its process may run, and clients
+    know its address.
     """
     left = list(current)
     for _ in range(num_surplus):
@@ -328,9 +349,9 @@ def _host_to_move_to(
     hosts: Sequence[Host],
     measured: PairBandwidths,
 ) -> tuple[Host, str] | None:
-    """Finds a host to which a member should move, if the pool has its size but is unbalanced. A
-    member on a GPU moves only to an unused GPU. Also returns the text of `_host_for` about far
-    hosts."""
+    """Finds a host to which a member of the pool should move (see `plan`). Returns None if the
+    members are balanced or one of them does not run. A member on a GPU moves only to an unused GPU.
+    Also returns the text of `_host_for` about far hosts."""
     current = [m for m in members if m.pool == pool and m.state != "lost"]
     if any(m.state != "running" for m in current):
         return None
@@ -350,10 +371,10 @@ def _host_for(
     measured: PairBandwidths,
 ) -> tuple[Host, str] | None:
     """Chooses a host for one more member of this pool; None if no host fits. Also returns a text
-    about the hosts that were left out because they are far.
+    about the hosts that were not chosen because they are far.
 
-    Among the remaining hosts, the one with the fewest members is chosen. With `on_nodes`, it is the
-    one with the most members.
+    If several hosts remain, the one with the fewest members of all pools is chosen. With
+    `on_nodes`, it is the one with the most members.
     """
     fits = _fits(spec, pool, members, hosts)
     fits, why = _without_far(pool, members, fits, measured)
@@ -369,12 +390,11 @@ def _host_for(
 def _fits(
     spec: ClusterSpec, pool: Pool, members: Sequence[Member], hosts: Sequence[Host]
 ) -> list[Host]:
-    """Filters the hosts to those that have the labels of the pool and, among these, the fewest
-    members of the pool. So the loss of one host does not take a whole pool.
+    """Returns the hosts that have the labels of the pool. Of these, it keeps only the hosts with
+    the fewest members of the pool, so that the loss of one host does not take a whole pool.
 
-    If machines can join, each one gets at most one process of a pool whose command names ports.
-    With `on_nodes`, a host needs the labels and free resources, and pools are not spread over
-    hosts.
+    If machines can join, each host gets at most one process of a pool with fixed ports. With
+    `on_nodes`, a host needs the labels and free resources, and pools are not spread over hosts.
     """
     needs = spec.selectors.get(pool, {}).items()
     fits = [host for host in hosts if needs <= host.labels.items()]
@@ -392,11 +412,9 @@ def _fits(
 def _without_far(
     pool: Pool, members: Sequence[Member], hosts: list[Host], measured: PairBandwidths
 ) -> tuple[list[Host], str]:
-    """Filters out the hosts that are far from the pool's peers. Also returns a text about the far
-    hosts.
+    """Returns the hosts that are not far from the pool's peers, and a text about those that are.
 
-    Prefill and decode workers are peers. A peer counts once it has a record, and so an entry in
-    `measured`.
+    Prefill and decode workers are peers. A peer without an entry in `measured` is ignored.
     """
     if len(hosts) < 2 or pool not in _PEERS:
         return hosts, ""

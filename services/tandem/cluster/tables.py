@@ -48,8 +48,8 @@ def pools_table(pools: Mapping[str, Any]) -> Table:
 
 
 def placed_whys(pools: Mapping[str, Any]) -> list[str]:
-    """Formats one line for each process whose placement left out far hosts; at most _WHYS_MAX
-    lines."""
+    """Formats one line for each process that was kept off far hosts (nearness.py); at most
+    _WHYS_MAX lines."""
     agents = [agent for pool in pools.values() for agent in pool.get("agents", ())]
     return [
         f"{agent['id']} is on {agent['host']}: {agent['placed_why']}"
@@ -59,7 +59,8 @@ def placed_whys(pools: Mapping[str, Any]) -> list[str]:
 
 
 def waiting_pools(state: Mapping[str, Any]) -> list[str]:
-    """Formats one line for each pool that waits for a GPU, unless the headline has the reason."""
+    """Formats one line for each pool that waits for a GPU, unless the headline of `state` already
+    has the reason."""
     headline = state.get("headline", "")
     whys = {name: pool.get("waits_why", "") for name, pool in state["pools"].items()}
     return [f"{name} waits: {why}" for name, why in whys.items() if why and why not in headline]
@@ -68,8 +69,8 @@ def waiting_pools(state: Mapping[str, Any]) -> list[str]:
 def worker_tables(
     workers: Sequence[Mapping[str, Any]], known: Sequence[Mapping[str, str]], screen: Console
 ) -> Iterator[RenderableType]:
-    """Yields the tables of the workers. `known` has a row for each worker, `workers` only those
-    that have a record."""
+    """Yields the tables of the workers. `workers` has the workers with a record. `known` has a row
+    for every worker."""
     rows = list(_rows(workers, known))
     more = (_TIERS, *_MORE_COLUMNS) if any(row.tiers for row in rows) else _MORE_COLUMNS
     wide = table(*_LOAD_COLUMNS, *more)
@@ -115,8 +116,8 @@ def audit_tables(entries: Sequence[Mapping[str, Any]], screen: Console) -> Itera
 
 
 def index_table(workers: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Builds the table of each worker's entries in the prefix tree, and whether they are
-    correct."""
+    """Builds the table of `tandem index verify`, which compares each worker's blocks with the
+    prefix tree."""
     made = table("worker")
     for name in ("checked", "missing", "stale"):
         made.add_column(name, justify="right")
@@ -144,8 +145,8 @@ def duration(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The cells of one worker's rows. A worker without a record has only the first three cells of
-    `loads`."""
+    """The cells of one worker in the tables. A worker without a record has only the first three
+    cells of `loads`: id, role and state."""
 
     loads: list[str]
     has_record: bool = False
@@ -154,8 +155,8 @@ class _Row:
     peers: list[str] = field(default_factory=list)
 
     def rest(self, columns: Sequence[str], between: str) -> list[str]:
-        """Formats the cells of the columns after the loads, with `between` as the separator of
-        tiers or peers."""
+        """Formats the cells of `columns`, which follow the load columns. `between` separates
+        several tiers or peers in one cell."""
         if not self.has_record:
             return ["-"]
         tiers, peers = (between.join(cell) or "-" for cell in (self.tiers, self.peers))
@@ -209,8 +210,8 @@ def _state_text(row: Mapping[str, str]) -> str:
 
 
 def _rates(rates: Mapping[str, float] | None) -> str:
-    """Formats the prefill rate and the duration of a decode step, which is a base plus a part for
-    each of n sequences."""
+    """Formats the prefill rate and the duration of a decode step. Example: "850 tok/s, 10+1.5n ms"
+    means that a decode step of n sequences takes 10 + 1.5 n ms."""
     if rates is None:
         return "-"
     step = f"{rates['decode_step_ms']:.3g}+{rates['decode_sequence_ms']:.2g}n ms"
@@ -218,8 +219,8 @@ def _rates(rates: Mapping[str, float] | None) -> str:
 
 
 def _tier(tier: Mapping[str, Any]) -> str:
-    """Formats how full a tier is. A tier that workers share has no size limit, so the number of
-    blocks that the worker remembers is shown."""
+    """Formats how full a tier is, such as "host 40% of 1000". A tier that workers share has no size
+    limit, so the number of blocks that this worker remembers is shown: "store 120 known"."""
     held = tier["blocks_held"]
     total = tier["blocks_total"]
     if tier["name"] in SHARED_TIERS:

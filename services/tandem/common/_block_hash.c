@@ -2,10 +2,11 @@
  *
  *     chain(root, token_ids, block_size, key) -> list of 16-byte hashes, one for each full block
  *
- * Keyed BLAKE2b with a digest of 16 bytes (RFC 7693) over parent || token ids as little-endian
- * uint32. Every hash begins with a block that contains the key. This block is always the same and
- * is compressed only once, so a KV block of up to 28 tokens costs one compression instead of two.
- * The GIL is released during hashing.
+ * Each hash is keyed BLAKE2b (RFC 7693) with a digest of 16 bytes, over the previous block's hash
+ * and the token ids as little-endian uint32. BLAKE2b compresses its input in pieces of 128 bytes,
+ * the first of which contains the key. This piece is always the same and is compressed only once,
+ * so a KV block of up to 28 tokens costs one compression instead of two. The GIL is released during
+ * hashing.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -92,7 +93,7 @@ static void compress(State *state, const uint8_t block[BLOCK_BYTES], uint64_t nu
         state->h[i] ^= v[i] ^ v[i + 8];
 }
 
-/* The state after the block that contains the key. */
+/* Sets `state` to the state after the piece of 128 bytes that contains the key. */
 static void keyed(State *state, const uint8_t *key, size_t key_bytes)
 {
     uint8_t block[BLOCK_BYTES] = {0};

@@ -21,5 +21,5 @@ NO_ADAPTER = ""  # digest of the base model
 
 
 def digest_of(adapter: Adapter | None) -> str:
-    """Returns the part of block hashes that identifies an adapter; None is the base model."""
+    """Returns the digest by which block hashes identify an adapter; "" for None, the base model."""
     return NO_ADAPTER if adapter is None else adapter.digest

@@ -1,4 +1,4 @@
-"""Growing delays for loops that retry. They use tenacity's rules."""
+"""Growing delays for loops that retry, built from the wait rules of the library tenacity."""
 
 from tenacity import RetryCallState, Retrying, wait_exponential, wait_random_exponential
 from tenacity.wait import wait_base
@@ -9,8 +9,8 @@ def doubling(first_s: float, longest_s: float) -> wait_base:
 
 
 def doubling_at_random(first_s: float, longest_s: float) -> wait_base:
-    """Returns a rule of doubling delays. Half of each delay is random, so that clients that failed
-    together do not retry together."""
+    """Returns a rule whose delays double up to `longest_s`. Half of each delay is random, so that
+    clients that failed together do not retry together."""
     half_s = first_s / 2
     longest_half_s = longest_s / 2
     return wait_exponential(half_s, longest_half_s) + wait_random_exponential(
@@ -19,7 +19,7 @@ def doubling_at_random(first_s: float, longest_s: float) -> wait_base:
 
 
 class Backoff:
-    """The delays of one retry loop, by the rule `wait`."""
+    """The delays of one retry loop. `wait` is the rule that gives them."""
 
     def __init__(self, wait: wait_base) -> None:
         self._wait = wait
@@ -30,7 +30,8 @@ class Backoff:
         self._state.attempt_number = 1
 
     def next_s(self) -> float:
-        """Returns the delay in seconds; the next one is longer."""
+        """Returns the next delay in seconds. The following call returns a longer one, up to the
+        rule's limit."""
         wait_s = self._wait(self._state)
         self._state.attempt_number += 1
         return wait_s

@@ -1,10 +1,12 @@
 """The chained hash that identifies a KV block by everything its contents depend on.
 
-A block's hash covers the block's tokens and the hash of its parent, the block before it. So it
-covers all tokens before the block too. The parent of a prompt's first block is the *root* of the
-chain of block hashes. The root covers everything else that determines the KV (model, dtypes, block
-size) and the tenant's salt. Two blocks with the same hash have the same KV on any worker. The hash
-is stable across processes, runs and machines.
+    hash of block 0 = H(root, tokens of block 0)
+    hash of block 1 = H(hash of block 0, tokens of block 1), and so on
+
+So the hash of a block covers all tokens from the start of the prompt to the end of the block. The
+*root* of this chain of block hashes is a hash of everything else that determines the KV (model,
+dtypes, block size, LoRA adapter) and of the tenant's salt. Two blocks with the same hash have the
+same KV on any worker. The hash is stable across processes, runs and machines.
 
 _block_hash.c hashes whole prompts (128K tokens in 2.7 ms, mostly without the GIL). If it could not
 be compiled, hashlib computes the hashes, seven times slower.
@@ -41,10 +43,10 @@ def chain_root(
     adapter: str = "",
     cache_salt: bytes = b"",
 ) -> bytes:
-    """Returns the root of a chain of block hashes, a hash of 16 bytes.
+    """Returns the root of a chain of block hashes: 16 bytes that take the place of a previous
+    block's hash for a prompt's first block.
 
-    It is computed from the properties that all blocks of the chain share, and is the parent hash of
-    the chain's first block.
+    The arguments are the properties that all blocks of the chain share.
     """
     fields = (model_fingerprint, compute_dtype, numerics, kv_dtype, str(block_size), adapter)
     digest = blake2b(digest_size=HASH_BYTES, key=_KEY)
@@ -62,13 +64,15 @@ class Chain(NamedTuple):
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Returns 16 bytes of keyed BLAKE2b over (parent, token ids as little-endian uint32)."""
+    """Returns the hash of a block: 16 bytes of keyed BLAKE2b over `parent`, which is the previous
+    block's hash or the root, and the token ids as little-endian uint32."""
     packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
     return blake2b(parent + packed, digest_size=HASH_BYTES, key=_KEY).digest()
 
 
 def hash_blocks(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Returns the hashes of the full blocks of `token_ids`, in order."""
+    """Returns the hashes of the full blocks of `token_ids`, in order. A last block that is not full
+    has no hash."""
     if _block_hash is not None:
         return _block_hash.chain(root, token_ids, block_size, _KEY)
     return _hash_blocks_plainly(root, token_ids, block_size)

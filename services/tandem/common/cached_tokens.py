@@ -1,4 +1,5 @@
-"""A prompt's cached tokens by the location of their KV: plain data that is encoded by msgspec."""
+"""Counts of a prompt's cached tokens, by where their KV was found: plain data, encoded by
+msgspec."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ import msgspec
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
-    """Numbers of a prompt's first tokens by the location of their KV.
+    """Counts of a prompt's cached tokens, by where their KV was found.
 
-    The fields are in the order of the tokens in the prompt: tokens in `device` come first, then
-    those in `host`, and so on: the tiers of the worker by speed, then other workers. The messages
-    of the same name in proto/ have the same fields under numbers of their own.
+    The cached tokens are the first tokens of the prompt, and the fields are in the order of the
+    prompt. With device=32 and host=16, the KV of tokens 0 to 31 was in the pool, and the KV of
+    tokens 32 to 47 in host memory. The Protobuf messages of this name have the same fields in
+    another order.
     """
 
     device: int = 0  # tokens in the KV pool of a worker that serves the request
@@ -35,7 +37,9 @@ class CachedTokens(msgspec.Struct, frozen=True):
     def then(self, other: CachedTokens) -> CachedTokens:
         """Returns these counts, and those of `other` for the tokens that follow.
 
-        The total is the larger of the two totals.
+        Example: these counts are device=32, and `other` has device=16 and host=48. The result is
+        device=32 for tokens 0 to 31 and host=32 for tokens 32 to 63. Its total is the larger of the
+        two totals.
         """
         return self + (other - other.first(self.total))
 

@@ -1,4 +1,5 @@
-"""The dtypes of computation and KV and their sizes, without a tensor library."""
+"""The dtypes of the computation and of KV, and the sizes of KV. This module imports no tensor
+library."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ if TYPE_CHECKING:
     from tandem.common.config.engine import EngineOptions
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Bits per number of K and of V. With fewer than 16 bits, each token also has one scale per head for
-# K and one for V.
+# KV dtype -> (bits per number of K, bits per number of V). With fewer than 16 bits, each token also
+# has one scale per head for K and one for V.
 KV_BITS = {
     "bfloat16": (16, 16),
     "float16": (16, 16),
@@ -17,17 +18,18 @@ KV_BITS = {
     "int8": (8, 8),
     "fp8_e4m3": (8, 8),
     "k8v4": (8, 4),
-    "int4": (4.5, 4),  # a quarter of a key's numbers have 6 bits (tandem_kernels.kv_int4_keys)
+    # average: a quarter of K's numbers have 6 bits, the others 4 (tandem_kernels.kv_int4_keys)
+    "int4": (4.5, 4),
 }
 _SCALE_BYTES = 2  # size of a float16 scale
-# K and V with scales are padded to a multiple of this, the bytes of a cache line
+# The K and V of one head in a block, with their scales, are padded to a multiple of a cache line.
 _PART_MULTIPLE = 64
-_BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 has two such flags, arm64 one
+_BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # two flags of x86, one of arm64
 
 
 class RotatedKey(NamedTuple):
-    """The rotated key in a quantized row of latent attention. It follows the latent and is not
-    quantized."""
+    """The rotated key (the part of K with rotary position encoding) of latent attention. In a
+    quantized row, it follows the quantized latent and is not quantized itself."""
 
     dim: int
     dtype: str  # a key of DTYPE_BYTES
@@ -65,9 +67,9 @@ def is_quantized(kv_dtype: str) -> bool:
 def kv_row_bytes(
     kv_dtype: str, head_dim: int, has_values: bool = True, rotated: RotatedKey | None = None
 ) -> tuple[int, int]:
-    """Returns the bytes of a token's K and of its V for one head in one layer, without scales.
+    """Returns (bytes of K, bytes of V) of one token for one head in one layer, without scales.
 
-    For quantized latents these are the bytes of the latent and of the rotated key.
+    For quantized latent attention, returns (bytes of the latent, bytes of the rotated key).
     """
     keys, values = KV_BITS[kv_dtype]
     if rotated is not None:

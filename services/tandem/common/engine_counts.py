@@ -12,8 +12,8 @@ from tandem.common.cached_tokens import CachedTokens
 # Upper bounds of the buckets for tokens per step, as in vLLM. One more bucket follows without a
 # bound.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# Upper bounds of the buckets for pulls over NIXL: their seconds, the seconds to start their reads,
-# their bytes and their blocks.
+# Upper bounds of the buckets for pulls over NIXL: seconds of a whole pull (PULL_S), seconds in
+# NIXL's calls that start its reads (POST_S), bytes of a pull, blocks of a pull.
 PULL_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 POST_S = (0.001, *PULL_S)
 PULL_BYTES = tuple(2**exponent for exponent in range(11, 34, 2))
@@ -24,8 +24,7 @@ class Observed(msgspec.Struct, frozen=True, array_like=True):
     """A histogram: the sum of the observations and the number in each bucket."""
 
     total: float = 0.0
-    # one for each bound and one above the last bound; empty by default
-    buckets: tuple[int, ...] = ()
+    buckets: tuple[int, ...] = ()  # one count for each bucket; the last bucket has no upper bound
 
 
 class NixlCounts(msgspec.Struct, frozen=True, array_like=True):
@@ -33,13 +32,13 @@ class NixlCounts(msgspec.Struct, frozen=True, array_like=True):
     consumer counts everything else."""
 
     seconds: Observed = Observed()  # durations of whole pulls, in the buckets of PULL_S
-    # durations of the start of the reads by NIXL, in the buckets of POST_S
+    # seconds that each pull spent in NIXL's calls that start reads, in the buckets of POST_S
     post_s: Observed = Observed()
     num_bytes: Observed = Observed()  # bytes of each pull, in the buckets of PULL_BYTES
     num_blocks: Observed = Observed()  # blocks of each pull, in the buckets of PULL_BLOCKS
     num_failed: int = 0  # number of failed pulls, without cancelled pulls
     num_unconfirmed: int = 0  # number of leases for which `release` was sent and not confirmed
-    # number of leases whose KV was complete and that ended without a release
+    # number of leases that ended without a release after their KV was complete
     num_expired: int = 0
 
 

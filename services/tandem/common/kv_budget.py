@@ -6,9 +6,11 @@ positions j with
 
     j < sinks  or  i - (tokens - sinks) < j <= i
 
-So a token sees at most `tokens` keys, including its own. Which keys it sees does not depend on
-chunks, blocks, workers or migrations. Layers that have their own sliding window use that window
-instead.
+So a token sees at most `tokens` keys, including its own. Example: with tokens = 8 and sinks = 4,
+the token at position 20 sees the keys 0 to 3 and 17 to 20.
+
+Which keys a token sees does not depend on chunks, blocks, workers or migrations. Layers that have
+their own sliding window use that window instead.
 """
 
 from typing import NamedTuple
@@ -24,15 +26,16 @@ BUDGET_TOKENS_MAX = 2**31 - 1
 
 
 class VisibleKeys(NamedTuple):
-    """The keys that each token sees."""
+    """The keys that a token sees: the first and the last keys of its context."""
 
-    num_first: int  # number of first keys of the context
-    num_last: int  # number of last keys, including the token's own
+    num_first: int  # number of visible keys at the start of the context
+    num_last: int  # number of visible keys at the end of the context, the token's own included
 
 
 class KvBudget(msgspec.Struct, frozen=True):
     tokens: int  # largest number of keys that a token sees
-    sinks: int = SINKS_DEFAULT  # number of first tokens, which all tokens see
+    # number of the first tokens of the context, whose keys all tokens see
+    sinks: int = SINKS_DEFAULT
     policy: str = SINKS_WINDOW
 
     @property

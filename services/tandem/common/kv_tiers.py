@@ -12,8 +12,8 @@ class KvTier:
     name: str  # name in metrics, in the prefix tree, and in the usage of requests
     option: str  # field of EngineOptions; the tier is used if this field is set
     bytes_per_s: float  # assumed speed of loads until the first load was measured
-    # True: all workers write to the tier. It has no size of its own, and a block that is missing
-    # because another worker deleted it is not damaged.
+    # True: all workers share the tier. The tier then has no size limit, and a missing block does
+    # not count as damaged, because another worker may have deleted it.
     is_shared: bool = False
     is_sealed: bool = False  # True: the tier's storage encrypts blocks with --kv-key-file
 
@@ -21,7 +21,6 @@ class KvTier:
 KV_TIERS = (
     KvTier(HOST, "kv_host_bytes", bytes_per_s=2e9),
     KvTier(DISK, "kv_disk_path", bytes_per_s=3e8, is_sealed=True),
-    # an object store
     KvTier(STORE, "kv_store_url", bytes_per_s=1e8, is_shared=True, is_sealed=True),
 )
 SHARED_TIERS = tuple(tier.name for tier in KV_TIERS if tier.is_shared)

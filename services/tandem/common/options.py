@@ -61,14 +61,14 @@ class Bounds:
 
 
 def option_name(field_name: str) -> str:
-    """Returns the name of a field's option. The name leaves out the unit, which is in the help
-    text."""
+    """Returns the name of a field's option, without the unit: `itl_target_s` gives itl-target. The
+    help text has the unit."""
     return field_name.removesuffix("_s").replace("_", "-")
 
 
 def by_comma(metavar: str, convert: Callable[[str], Any]) -> Parameter:
-    """Returns the parameter of an option with a comma-separated list. `convert` makes a tuple or a
-    mapping from the text."""
+    """Returns the cyclopts parameter of an option whose value is a comma-separated list. `convert`
+    makes a tuple or a mapping from the text."""
 
     def converter(_: object, tokens: Sequence[Token]) -> Any:
         return convert(tokens[-1].value)
@@ -113,7 +113,7 @@ Constant = Annotated[T, Parameter(parse=False)]  # a setting without an option
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Base of the settings. Each value is checked against its type at construction."""
+    """Base class of all settings. Each value is checked against its type at construction."""
 
     def __post_init__(self) -> None:
         for argument in arguments(type(self)):
@@ -122,7 +122,7 @@ class Options:
         self.check_together()
 
     def check_together(self) -> None:
-        """Raises ConfigError if values cannot be combined that are valid separately."""
+        """Raises ConfigError if values are valid separately but not together."""
 
 
 def read(made: type[T], program: str, argv: Sequence[str] | None = None) -> T:
@@ -244,7 +244,7 @@ def one_line(error: CycloptsError) -> str:
 
 
 def _shown_name(argument: Argument) -> str:
-    """Returns the name as the usage line shows it. An argument may be written there without its
-    option."""
+    """Returns the name as the usage line shows it: ADDRESS for an argument that may be given
+    without its option, otherwise --token-file."""
     is_positional = argument.index is not None
     return argument.name.lstrip("-").upper() if is_positional else argument.name

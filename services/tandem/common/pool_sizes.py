@@ -3,12 +3,13 @@
 from tandem.common.config.cluster import SIZED_POOLS, Pool
 from tandem.errors import BadRequest
 
-# largest number of processes of one pool on one machine; also the pool's capacity in Ray
+# Largest size of a pool. Each Ray node also offers this number of units of the pool's resource.
 POOL_SIZE_MAX = 64
 
 
 def check_sizes(sizes: object) -> dict[Pool, int]:
-    """Returns the sizes of a scale request. Raises BadRequest, which names the wrong pool."""
+    """Checks the sizes of a scale request and returns them. Raises BadRequest, which names the pool
+    at fault."""
     allowed = (
         f'an object of pool sizes, such as {{"prefill": 2}}; pools are {", ".join(SIZED_POOLS)}'
     )
@@ -17,7 +18,7 @@ def check_sizes(sizes: object) -> dict[Pool, int]:
     for pool, size in sizes.items():
         if pool not in SIZED_POOLS:
             raise BadRequest(f"there is no pool {pool[:80]!r}; send {allowed}", param=pool[:80])
-        # if there were no router, no further request could be made
+        # without a router, no further scale request could be sent
         least = 1 if pool == "router" else 0
         if type(size) is not int or not least <= size <= POOL_SIZE_MAX:
             raise BadRequest(

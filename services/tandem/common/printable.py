@@ -28,7 +28,7 @@ def printable_json(value: Any, *, keep: str = "") -> Any:
 
 
 def shorten(value: object) -> str:
-    """Formats a value for a message: at most 80 characters, quoted if it is the client's text."""
+    """Formats a value for a message: at most 80 characters, in quotes if it is a text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     text = str(value) if isinstance(value, int | float) else repr(value)

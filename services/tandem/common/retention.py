@@ -15,7 +15,7 @@ class Retention(msgspec.Struct, frozen=True):
 
     # True: the prompt is likely to be sent again, so tiers copy its KV at the first use.
     returns: bool = False
-    # seconds after the request's end for which its blocks are evicted last; 0: none
+    # the request's blocks are evicted last for this many seconds after its end; 0: they are not
     pin_s: float = 0.0
     # The weight of the request's tenant. It determines the tenant's share of the blocks that can be
     # pinned.

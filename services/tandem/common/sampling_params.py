@@ -1,11 +1,12 @@
-"""How the completions of a request are drawn, in one type from the API to the sampler.
+"""The sampling parameters of a request. The API, the routers and the engines use the same type.
 
-    API body        SamplingParams have the values of the client and are checked here.
-    router, LLM     `resolved` adds a seed, a limit, end tokens and the ids of bad words.
-    worker.proto    The message has the same values, by field name, except for `_PLACES` of
+    where           what happens to the parameters
+    API body        They have the values of the client and are checked here.
+    router, LLM     `resolved` adds a seed, a token limit, end tokens and the ids of bad words.
+    worker.proto    The message fields have the same names, except for `_PLACES` of
                     net/rpc/convert.py.
-    engine          SequenceSpec.sampling is used by scheduler/check_spec.py, sequence.py
-                    (`finish_reason`), logit_edits.py and executor/sampler.py.
+    engine          They are SequenceSpec.sampling, which scheduler/check_spec.py, sequence.py
+                    (`finish_reason`), logit_edits.py and executor/sampler.py use.
 
 services/README.md has the steps to add a field.
 """
@@ -88,7 +89,7 @@ _SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The form of a completion: exactly one of these is given."""
+    """The required form of a completion. Exactly one of the fields is given."""
 
     json: str | dict[str, Any] | None = None  # a JSON schema
     regex: str | None = None
@@ -98,13 +99,13 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The forms that are given, by name."""
+        """The fields that are given: field name -> value."""
         return {name: form for name, form in asdict(self).items() if form not in (None, False)}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How completions are drawn: fields of the HTTP API, with its bounds. Raises BadRequest naming
-    the field at fault and what is allowed."""
+    """The sampling parameters of a request: fields of the HTTP API. The constructor raises
+    BadRequest for a value that is not allowed, and names the field and the allowed values."""
 
     n: int = 1
     temperature: float = 1.0  # 0 is greedy
@@ -112,7 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None  # None: a random seed
-    max_tokens: int | None = 16  # None: as many as the context and the KV pool leave
+    max_tokens: int | None = 16  # None: as many as fit the context and the KV pool
     min_tokens: int = 0  # number of completion tokens before a stop token may come
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -130,7 +131,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     # Number of last prompt tokens to keep; -1: as many as fit.
     truncate_prompt_tokens: int | None = None
-    # `resolved` sets the following fields. The bounds of a client's values no longer apply then.
+    # `resolved` sets the following fields. The values are not checked again then.
     is_resolved: bool = False
     bad_words_token_ids: list[list[int]] = []  # sequences of tokens that no completion may contain
 
@@ -139,8 +140,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check(self)
 
     def resolved(self, **values: Any) -> Self:
-        """Returns the parameters in the form that an engine expects, with `values` for some
-        fields."""
+        """Returns a copy for an engine, with `values` for some fields. A `temperature` between 0
+        and 0.01 becomes 0.01, and a negative `top_k` (off) becomes 0."""
         temperature = max(self.temperature, _TEMPERATURE_MIN) if self.temperature else 0.0
         return replace(
             self,

@@ -1,4 +1,5 @@
-"""State machines: an enum of states and one table of allowed transitions."""
+"""Checks the transitions of state machines, each of which is an enum of states with one table of
+allowed transitions."""
 
 from collections.abc import Collection, Mapping
 from enum import Enum
@@ -13,7 +14,8 @@ class ForbiddenTransition(AssertionError):
 
 
 def transition(state: S, to: S, allowed: Mapping[S, Collection[S]]) -> S:
-    """Returns `to`. Raises ForbiddenTransition if the table does not allow it from `state`."""
+    """Returns the new state `to`. Raises ForbiddenTransition if `allowed` does not list it for the
+    current state."""
     if to not in allowed[state]:
         raise ForbiddenTransition(f"{state} -> {to}")
     return to

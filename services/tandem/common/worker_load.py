@@ -1,15 +1,15 @@
-"""A worker's load, in one type from the engine that measures it to the router's placement. Does no
-I/O.
+"""A worker's load. One type serves all places, from the engine that measures the load to the
+router's placement. Does no I/O.
 
-    1  The engine counts its sequences and blocks.
-    2  The worker adds the bound of its queue, its leases and its step.
-    3  The load goes to a record in Redis (net/store/registry.py) and in messages to routers
-       (net/rpc/convert.py).
-    4  A router adds the work that it has sent since (router/workers/known_worker.py).
+1. The engine counts its sequences and blocks.
+2. The worker's I/O process sets `queue_max`, `num_leases` and `step`.
+3. The load goes to a record in Redis (net/store/registry.py) and in messages to routers
+   (net/rpc/convert.py).
+4. A router adds the work that it has sent to the worker since (router/workers/known_worker.py).
 
-A model without windows has one pool, and `blocks_*` are the counts of this pool. With windows, each
-KV group has its own pool, and `blocks_*` are sums over the pools. A sum hides a full pool behind a
-pool with many free blocks, so the load then also contains the groups.
+A model without sliding-window attention has one KV pool, and `blocks_*` are the counts of this
+pool. Otherwise each group of layers has its own pool, and `blocks_*` are sums over the pools. A sum
+hides a full pool behind a pool with many free blocks, so the load then also contains the groups.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tandem.common.perf_model.rates import WorkerRates
 
 
 class GroupLoad(msgspec.Struct, frozen=True):
-    """The pool of one KV group."""
+    """The block counts of the KV pool of one group of layers."""
 
     blocks_total: int
     blocks_used: int = 0  # blocks that a live sequence references
@@ -46,7 +46,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
     blocks_used: int = 0  # blocks that a live sequence references
     blocks_cached: int = 0  # blocks that no sequence references and that can be reused
     blocks_quarantined: int = 0  # blocks into which an unfinished pull may still write
-    # leases for prefills of other workers; the engine counts those that it has begun
+    # Number of open leases, for which this worker computes or holds blocks for other workers. The
+    # engine counts only leases that it has begun. The worker's I/O process counts all open ones.
     num_leases: int = 0
     num_pulls: int = 0  # number of sequences that await KV
     step: int = 0
@@ -60,7 +61,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
 
     def queue_s(self, rates: WorkerRates) -> float:
         """Returns the seconds until the queued tokens are computed. If the worker does not report
-        them, they are estimated with `rates`."""
+        this time, it is estimated with `rates`."""
         return queue_seconds(rates, self.queued_tokens) if self.queued_s is None else self.queued_s
 
     @property
@@ -77,9 +78,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
     def kv_use(self) -> float:
         """The share of the pool that live sequences reference, 0 to 1.
 
-        With several pools, this is the pool of the layers with the longest window or none. The
-        other pools have room for all running slots or are as large
-        (engine/cache/layout/kv_groups.py), so this pool is full first.
+        With several pools, this is the share of one of them: the pool of the layers without a
+        window, or with the longest window. This pool is full first, because the other pools are as
+        large or have room for the windows of all running slots (engine/cache/layout/kv_groups.py).
         """
         pool: WorkerLoad | GroupLoad = self
         if self.groups:
@@ -87,10 +88,11 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
         return pool.blocks_used / pool.blocks_total if pool.blocks_total else 0.0
 
     def lacking_blocks(self, num_blocks: float, num_sequences: int = 1) -> float:
-        """Returns how many more free blocks new sequences need, in the pool that lacks most.
+        """Returns how many free blocks are missing for `num_sequences` new sequences, which need
+        `num_blocks` blocks together.
 
-        The `num_sequences` sequences have `num_blocks` blocks together. A result of 0 or less means
-        that none is missing or no pool is known.
+        With several pools, this is the number for the pool in which most are missing. The result is
+        0 or less if none is missing or no pool is known.
         """
         if not self.groups:
             free = self.blocks_total - self.blocks_used
@@ -103,8 +105,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
 
     @property
     def longest_sequence(self) -> int:
-        """The number of blocks of the longest sequence that fits empty pools; 0 if no bound is
-        known."""
+        """The number of blocks of the longest sequence that fits if all pools are empty; 0 if no
+        limit is known."""
         if not self.groups:
             return self.blocks_total
         return min(

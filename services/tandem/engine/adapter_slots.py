@@ -1,13 +1,19 @@
-"""The LoRA adapters in an engine's memory. An adapter is read when a sequence needs it. The number
-of adapters is limited by the number of slots.
+"""Keeps LoRA adapters in the memory of an engine, at most `num_slots` at a time. An adapter is read
+from its files when a sequence first needs it.
 
-    absent --needed, and a slot is free or idle--> loading --settle--> loaded
-      ^ ^                                             `--read error--> failed, for FAILED_S seconds
-      | '------ least recently used, and its slot is needed -----'
+The states of an adapter, and the event that moves it from one state to the next:
 
-A slot is in use while an admitted sequence needs the adapter in it; otherwise it is idle. Only
-adapters in idle slots are evicted. A thread reads the files of an adapter during the engine's
-steps, and `settle` installs the adapter between two steps. If reading hangs, the process ends.
+    absent     --a sequence needs the adapter, and there is room--> loading
+    loading    --`settle`, after the files were read-->             loaded
+    loading    --`settle`, after a read error-->                    failed
+    loaded     --evicted-->                                         absent
+    failed     --FAILED_S seconds are over-->                       absent
+
+There is room if fewer than `num_slots` adapters are loading or loaded, or if a loaded adapter can
+be evicted. The least recently used adapter that no admitted sequence needs is evicted.
+
+A thread reads the files during the engine's steps, and `settle` installs the adapter between two
+steps. If a read takes longer than READ_DEADLINE_S, the process ends.
 """
 
 from __future__ import annotations
@@ -27,12 +33,13 @@ from tandem.errors import AdapterUnavailable, TandemError
 
 log = logging.getLogger(__name__)
 
-READ_DEADLINE_S = 120.0  # a process whose read of an adapter takes longer ends itself
-FAILED_S = 30.0  # for this time, an adapter that could not be read is refused without another try
+READ_DEADLINE_S = 120.0  # the process ends if it takes longer to read an adapter
+FAILED_S = 30.0  # time after a failed read during which sequences with the adapter are refused
 
 
 class AdapterRunner(Protocol):
-    """Reads adapters and keeps them for the steps. Only `load_adapter` may run during a step."""
+    """The methods of a model runner that read, add and remove LoRA adapters. Only `load_adapter`
+    may be called during a step."""
 
     def load_adapter(self, adapter: Adapter) -> Any: ...
 
@@ -44,11 +51,11 @@ class AdapterRunner(Protocol):
 class AdapterSlotState(Enum):
     LOADED = "loaded"
     LOADING = "loading"  # the adapter's files are being read
-    NO_SLOT = "no_slot"  # all slots are in use
+    NO_SLOT = "no_slot"  # admitted sequences need the adapters in all slots
 
 
 class AdapterSlots:
-    """The slots for an engine's adapters. With `num_slots` 0, every adapter is refused."""
+    """The LoRA adapters that are in an engine's memory or are being read."""
 
     def __init__(
         self,
@@ -62,7 +69,7 @@ class AdapterSlots:
         self._num_slots = num_slots
         self._rank_max = rank_max
         self._clock = clock
-        # Digests, the most recently used last.
+        # Digests of the loaded adapters. The most recently used one is last.
         self._loaded: OrderedDict[str, None] = OrderedDict()
         self._reading: dict[str, tuple[Adapter, Future[Any]]] = {}
         self._failed: dict[str, tuple[float, AdapterUnavailable]] = {}
@@ -104,7 +111,8 @@ class AdapterSlots:
             raise failed[1]
 
     def request(self, adapter: Adapter, in_use: Callable[[], Collection[str]]) -> AdapterSlotState:
-        """Returns the state of an adapter, and starts to read it if a slot is free or idle.
+        """Returns whether an adapter is loaded. If not, starts to read the adapter's files, and
+        evicts another adapter if all slots are taken.
 
         `in_use` returns the digests of the adapters that must not be evicted.
         """
@@ -124,8 +132,8 @@ class AdapterSlots:
             return self._runner.load_adapter(adapter)
 
     def settle(self) -> dict[str, AdapterUnavailable]:
-        """Installs the adapters that were read. Returns the errors of adapters that could not be
-        read, by digest."""
+        """Installs the adapters whose files were read. Returns the errors of the adapters that
+        could not be loaded, by the adapter's digest."""
         errors = {}
         for digest, (adapter, future) in list(self._reading.items()):
             if not future.done():
@@ -139,7 +147,7 @@ class AdapterSlots:
                 log.warning(
                     "the adapter %s of %s cannot be loaded: %s", adapter.name, adapter.path, why
                 )
-                # The client gets the error without a path of this machine.
+                # The error is sent to the client, which must not learn paths of this machine.
                 why = why.replace(str(Path(adapter.path).expanduser()), "its folder")
                 failed = AdapterUnavailable(f"the adapter {adapter.name!r} cannot be loaded: {why}")
                 self._failed[digest] = self._clock() + FAILED_S, failed
@@ -147,7 +155,8 @@ class AdapterSlots:
         return errors
 
     def _evict(self, in_use: Collection[str]) -> bool:
-        """Evicts the least recently used idle adapter. Returns False if all are in use."""
+        """Evicts the least recently used adapter that is not in use. Returns False if all loaded
+        adapters are in use."""
         idle = next((digest for digest in self._loaded if digest not in in_use), None)
         if idle is None:
             return False

@@ -1,10 +1,10 @@
 """The engine: one model, its KV pool and its sequences. Each call of `step` schedules, runs the
 model once and processes the results.
 
-The engine is synchronous. It knows no network, no asyncio, no Redis and no Ray. Every event, also
-one between two steps, is in the next `StepReport`. `has_work` becomes True only by a call to the
-engine or by the result of one of its threads. sequence.py lists the states of a sequence, and
-cache/pool/block_pool.py those of a block.
+The engine is synchronous. It knows no network, no asyncio, no Redis and no Ray. The `StepReport` of
+a step has all events since the report before, including events between the two steps. While
+`has_work` is False, only a call to the engine or the result of one of the engine's threads can turn
+it True. sequence.py lists the states of a sequence, and cache/pool/block_pool.py those of a block.
 """
 
 import time
@@ -48,10 +48,10 @@ class Engine:
         compiler: GrammarCompiler | None = None,
         start_thread: Callable[[str], JobThread] = IoThread,
     ) -> None:
-        """Allocates the KV pool.
+        """Allocates the KV pool. Raises ConfigError.
 
         Without `compiler`, sequences with a grammar are refused. `start_thread` starts the threads
-        of the tiers below the pool. Raises ConfigError.
+        that copy blocks between the pool and the tiers below it (host memory, disk, object store).
         """
         self.max_model_len = runner.max_model_len
         self.max_tokens_per_step = config.max_tokens_per_step or runner.tokens_per_step
@@ -74,8 +74,8 @@ class Engine:
         self.kept = KeptChains(self._kv, self._tiers, config.kv_pin_share)
         limits_s = [s for s in (config.itl_target_s, STEP_SHARE * config.itl_limit_s) if s]
         self._step_time = StepTimeModel(min(limits_s, default=0.0))
-        # Each running sequence decodes one token per step; one token of the budget is left for a
-        # prompt.
+        # Each running sequence decodes one token per step. If all of them decode, at least one
+        # token of the step's budget is left for a prompt.
         max_num_seqs = min(config.max_num_seqs, max(1, self.max_tokens_per_step - 1))
         self._scheduler = Scheduler(
             self._kv,
@@ -95,8 +95,9 @@ class Engine:
     def step(self, on_final: OnFinal | None = None) -> StepReport:
         """Runs the model once and returns all events since the last step.
 
-        `on_final` receives the blocks that consumers wait for as soon as these blocks are final,
-        before the step's tokens are reported. Without `on_final`, they are in the report.
+        Peers wait for the blocks that this engine prefills for them. `on_final` is called with such
+        blocks as soon as their KV is final, before this step samples tokens. If `on_final` is None,
+        the blocks are listed in the report.
         """
         started = time.perf_counter()
         work = StepWork()
@@ -111,13 +112,14 @@ class Engine:
         self._runner.copy_blocks(schedule.copies)
         self._kv.end_copies(schedule.copies)
         for sequence in (*loaded, *schedule.admitted):
-            # The uses must count before the tiers choose among the sequence's cached blocks below.
+            # `write` below chooses the blocks to copy to the tiers by the number of their uses, so
+            # the uses by this sequence must be recorded first.
             self._scheduler.loads.use(sequence)
             self._pending.admitted(sequence)
         self._tiers.write()
         self._pending.report_final(on_final)
-        # If peers wait for reserved or final blocks, this step only reports them, without delay.
-        # The next step computes the chunks.
+        # If a peer waits for the report of reserved or final blocks, this step ends here, so that
+        # the report is sent at once. The next step computes the chunks.
         if schedule.chunks and not self._pending.starts_a_transfer:
             self._run(schedule, on_final)
             work = schedule.work
@@ -128,8 +130,8 @@ class Engine:
     def add(self, spec: SequenceSpec) -> None:
         """Queues a sequence. Raises BadRequest, ContextTooLong, NeverFits, QueueFull or Overloaded.
 
-        A sequence whose last token already ends it, such as a migrated one, is reported as
-        finished.
+        A sequence that was migrated to this engine may already be complete. It is not queued but
+        reported as finished.
         """
         self._check_new(spec.sequence_id)
         self._new_sequences.check(spec)
@@ -139,17 +141,17 @@ class Engine:
         self._enter(sequence)
 
     def start_local_prefill(self, sequence_id: str) -> None:
-        """Lets this engine compute a WAITING_FOR_REMOTE_KV sequence of which no block was
-        filled."""
+        """Starts to compute a WAITING_FOR_REMOTE_KV sequence on this engine. A pull must not have
+        filled any of the sequence's blocks."""
         self._scheduler.start_local(self._sequences.awaiting_all(sequence_id))
 
     def restart(self, spec: SequenceSpec, unsafe_blocks: Collection[int] = ()) -> None:
-        """Discards the pulled KV of a sequence and queues it again with `spec`. It keeps its place
-        in the order of arrival.
+        """Discards the pulled KV of a sequence, and queues the sequence again with `spec`, in the
+        order of its first arrival.
 
-        `unsafe_blocks` are blocks of the sequence that a read may still write; they are
-        quarantined. Raises the errors of `add` except QueueFull. After an error the sequence is
-        removed.
+        A pull that was given up may still write to `unsafe_blocks` of the sequence. These blocks
+        are quarantined, that is, not reused until `unquarantine`. Raises the errors of `add` except
+        QueueFull. After an error the sequence is removed.
         """
         old = self._sequences.find(spec.sequence_id)
         if Mode.PREFILL_ONLY in (old.mode, spec.mode):
@@ -165,9 +167,9 @@ class Engine:
     def commit(self, sequence_id: str, first_token_id: int, sums: Iterable[float] = ()) -> None:
         """Starts to decode a WAITING_FOR_REMOTE_KV sequence, whose KV is complete and trusted.
 
-        `first_token_id` and `sums`, the attention sums of the blocks, come from the producer's
-        `Prefilled`. The client already has the first token, so this engine does not report it. If
-        the first token ends the sequence, the engine reports the end.
+        `first_token_id` and `sums` come from the producer's `Prefilled` event. `sums` has the
+        attention sum of each block. The client already has the first token, so this engine does not
+        report the token. If the token ends the sequence, the engine reports the end.
         """
         sequence = self._sequences.awaiting_all(sequence_id)
         sequence.advance(sequence.num_missing_tokens)
@@ -180,13 +182,14 @@ class Engine:
     def continue_prefill(
         self, sequence_id: str, num_blocks: int, unsafe_blocks: Collection[int] = ()
     ) -> None:
-        """Continues a sequence that awaits its prefix. The first `num_blocks` blocks are filled and
-        trusted, and this engine computes the rest. If `num_blocks` is the number of cached blocks,
-        no block was pulled.
+        """Continues a sequence that waited for its prefix from a peer. The KV of the first
+        `num_blocks` blocks, cached or pulled, is complete and trusted. This engine computes the
+        tokens after them.
 
-        `unsafe_blocks` are later blocks of the sequence that a read may still write; they are
-        quarantined and replaced. Raises QueueFull if no blocks are free to replace them, and
-        InternalError for blocks that cannot be trusted. After an error the sequence is removed.
+        The pull may still write to `unsafe_blocks`, which come after these blocks. The unsafe
+        blocks are quarantined, and the sequence gets other blocks instead. Raises QueueFull if
+        there are not enough other blocks, and InternalError if the arguments contradict the
+        sequence's block table. After an error the sequence is removed.
         """
         sequence = self._sequences.awaiting(sequence_id)
         if sequence.mode is Mode.WAITING_FOR_REMOTE_KV:
@@ -206,27 +209,28 @@ class Engine:
         if is_short:
             self._scheduler.restart_local(sequence, unsafe_blocks)
             return
-        # At least the last token is computed, even if all blocks are filled.
+        # The last token is computed even if its KV was pulled, because its logits are needed.
         sequence.take_prefix(min(num_blocks, len(sequence.reusable_hashes)))
         self._store_full_blocks(sequence)
         if sequence.mode is Mode.PREFILL_ONLY:
             self._pending.final_blocks(sequence)
         self._scheduler.start(sequence)
 
-    def pin_prefix(
+    def hold_prefix(
         self, sequence_id: str, block_hashes: list[bytes], first_wanted_block: int = 0
     ) -> None:
-        """Holds the cached blocks of a chain for a consumer until `remove`. The next report lists
-        these blocks, from `first_wanted_block` on."""
+        """Keeps blocks in the pool for a peer, until `remove`: the longest cached prefix of the
+        chain `block_hashes`. The next report lists the ids of these blocks from index
+        `first_wanted_block` on."""
         self._check_chain(sequence_id)
-        self._peer_blocks.pin_prefix(sequence_id, block_hashes, first_wanted_block)
+        self._peer_blocks.hold_prefix(sequence_id, block_hashes, first_wanted_block)
 
     def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> None:
-        """Reserves blocks for a chain whose KV comes from a peer, until `commit_import` or
-        `remove`.
+        """Reserves blocks for a chain whose KV will be pulled from a peer. The chain ends with
+        `commit_import` or `remove`.
 
-        No block is evicted for it. If the FREE blocks do not suffice, only the first blocks of the
-        chain are reserved.
+        Only FREE blocks, which are neither referenced nor cached, are reserved. If there are too
+        few, only the first blocks of the chain are reserved.
         """
         self._check_chain(sequence_id)
         self._peer_blocks.import_blocks(sequence_id, block_hashes)
@@ -234,13 +238,13 @@ class Engine:
     def commit_import(
         self, sequence_id: str, num_blocks: int, unsafe_blocks: Collection[int] = ()
     ) -> None:
-        """Caches the first `num_blocks` blocks of an imported chain, which are filled and trusted,
-        and removes the chain."""
+        """Caches the first `num_blocks` blocks of an imported chain, whose KV is complete and
+        trusted. Frees the other blocks and removes the chain."""
         self._peer_blocks.commit(sequence_id, num_blocks, unsafe_blocks)
 
     def hot_prefixes(self, blocks_max: int) -> list[list[bytes]]:
-        """Returns the hashes of the most recently used chains, each from its first block on. All
-        chains together have at most `blocks_max` distinct blocks."""
+        """Returns the block hashes of the most recently used cached chains. Each chain starts with
+        its first block. All chains together have at most `blocks_max` distinct blocks."""
         return self._kv.hot_prefixes(blocks_max)
 
     def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
@@ -249,20 +253,20 @@ class Engine:
         return self._kv.block_hashes(first, end)
 
     def tier_block_hashes(self, tier: str, first: bytes, end: bytes) -> list[bytes]:
-        """Returns the hashes that a tier can load, in the same range as `block_hashes`; empty if
-        there is no such tier."""
+        """Returns the hashes h of the blocks that a tier can load, with `first` <= h < `end` as in
+        `block_hashes`. Returns an empty list if there is no tier of this name."""
         return self._tiers.block_hashes(tier, first, end)
 
     def reset_prefix_cache(self) -> int:
-        """Drops all unreferenced cached blocks and all copies in tiers; returns the number of
-        blocks dropped from the pool."""
+        """Drops all cached blocks that no sequence references, and all copies in tiers. Returns the
+        number of blocks dropped from the pool."""
         self._tiers.reset()
         return self._kv.drop_cached()
 
     def remove(self, sequence_id: str, unsafe_blocks: Collection[int] = ()) -> None:
-        """Ends a sequence or chain in any state and frees its blocks. An unknown id is no error.
+        """Ends a sequence or chain in any state and frees its blocks. An unknown id is ignored.
 
-        No more events of the sequence are reported, not even those that happened before this call.
+        Events of the sequence that are not reported yet are dropped.
         """
         if sequence_id in self._sequences:
             self._drop(self._sequences[sequence_id], unsafe_blocks)
@@ -272,21 +276,21 @@ class Engine:
 
     def return_waiting(self, sequence_ids: Collection[str], count: int) -> None:
         """Ends at most `count` of these sequences, the oldest first, so that the router can place
-        them on another worker.
+        them on another worker. Reports each ended sequence as failed.
 
-        Only sequences that wait in the queue and have no computed tokens are ended
-        (`Scheduler.returnable`). Each of them is reported as failed.
+        Only sequences that are still in the queue and have no computed tokens are ended
+        (`Scheduler.returnable`).
         """
         for sequence in self._scheduler.returnable(sequence_ids)[:count]:
             self._fail(sequence, Returned("it would wait here for others"))
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
-        """Frees quarantined blocks that no read can write any more."""
+        """Frees quarantined blocks, because no pull can write to them any more."""
         self._kv.unquarantine(block_ids)
 
     def block_ids(self, sequence_id: str) -> list[int]:
-        """Returns the block ids of a sequence or chain. The ids do not change while it awaits a
-        peer's KV."""
+        """Returns the block ids of a sequence or chain. They do not change while the sequence or
+        chain waits for KV from a peer."""
         if sequence_id in self._peer_blocks:
             return self._peer_blocks.block_ids(sequence_id)
         return self._kv.global_ids(self._sequences.find(sequence_id).tables)
@@ -296,15 +300,17 @@ class Engine:
         return has_events or self._tiers.has_results or self._scheduler.has_work()
 
     def awaits_threads(self) -> bool:
-        """Returns True while threads compile a grammar, read an adapter or move blocks of a tier.
+        """Returns True while threads compile a grammar, read an adapter, or copy blocks from or to
+        a tier.
 
-        `has_work` may turn True when they finish. Only the threads of tiers wake the engine then.
+        `has_work` may turn True when such a thread finishes. The threads of tiers wake the engine
+        then. The caller must poll for the others (`awaits_silent_threads`).
         """
         return self.awaits_silent_threads() or self._tiers.is_busy
 
     def awaits_silent_threads(self) -> bool:
-        """Returns True while threads that do not wake the engine compile a grammar or read an
-        adapter."""
+        """Returns True while a thread compiles a grammar or reads an adapter. These threads do not
+        wake the engine when they finish."""
         return self._scheduler.awaits_threads()
 
     def load(self) -> WorkerLoad:
@@ -323,8 +329,8 @@ class Engine:
         self._tiers.check_integrity()
 
     def close(self) -> None:
-        """Ends the threads of the tiers. Before that, these threads write blocks that have no copy
-        yet, for a few seconds at most."""
+        """Ends the threads of the tiers. First, for at most a few seconds, they write copies of the
+        blocks that have no copy in a tier yet."""
         self._tiers.close()
 
     def _enter(self, sequence: Sequence) -> None:
@@ -335,8 +341,8 @@ class Engine:
     def _end_if_over(
         self, sequence: Sequence, *new_token_ids: int, logprobs: TokenLogprobs | None = None
     ) -> bool:
-        """Reports the new tokens, and drops the sequence if its last token ends it. Returns True if
-        it ended."""
+        """Reports the new tokens of a sequence. If the last token ends the sequence, drops the
+        sequence and returns True."""
         reason = finish_reason(sequence.spec, sequence.token_ids, self.max_model_len)
         if reason or new_token_ids:
             self._pending.tokens(sequence, list(new_token_ids), reason, logprobs)
@@ -345,8 +351,8 @@ class Engine:
         return bool(reason)
 
     def _settle_loads(self) -> list[Sequence]:
-        """Handles finished and stalled loads. Returns the loaded sequences whose admission was not
-        reported before the load."""
+        """Handles the loads from tiers that have ended or that are too slow. Returns the loaded
+        sequences whose admission is still to be reported."""
         loaded = []
         for load in self._tiers.take_ended():
             sequence = self._sequences[load.sequence_id]
@@ -371,10 +377,11 @@ class Engine:
                 self._fail(sequence, errors[adapter.digest])
 
     def _settle_masks(self) -> list[GrammarMatcher]:
-        """Returns the matchers whose masks are late. Their sequences skip the next step.
+        """Returns the grammar matchers whose masks are still being computed. The sequences of these
+        matchers skip the next step.
 
-        It also starts to compute each mask that must be ready before the last token of its sequence
-        is computed.
+        Some sequences may compute their last token only once the mask of the next token is ready
+        (`needs_mask_first`). This method starts to compute the masks of these sequences.
         """
         late = []
         for sequence in list(self._scheduler.running):
@@ -398,14 +405,14 @@ class Engine:
         def on_kv_written() -> None:
             for chunk in schedule.chunks:
                 self._scheduler.computed(chunk)
-                # The last token of a sequence with a grammar is counted after sampling: if the mask
-                # is late, the token is computed again in a later step.
+                # If the grammar's mask is late, no token is sampled, and the last token is computed
+                # again in a later step. So the last token is not counted before sampling.
                 may_be_late = chunk.samples and chunk.sequence.grammar is not None
                 self._count(chunk.sequence, chunk.num_tokens - may_be_late)
             self._pending.report_final(on_final)
 
-        # `on_kv_written` runs before the step ends only if a peer waits for KV. Otherwise a single
-        # wait for the device, at the end of the step, is enough.
+        # To call `on_kv_written` early, the runner waits for the device once more. That is worth it
+        # only if a peer waits for the KV.
         is_awaited = any(chunk.sequence.mode is Mode.PREFILL_ONLY for chunk in schedule.chunks)
         sampler = StepSampler(schedule.chunks)
         wait_until = time.perf_counter() + MASK_WAIT_S
@@ -414,8 +421,8 @@ class Engine:
         self._grammars.wait(wait_until)
         sampler.skip_late()
         sampled = sampler.run(self._runner, logits)
-        # A peer may write to blocks that are freed below, so the device must have finished this
-        # step. If tokens were sampled, it has, because they are copied from the device last.
+        # Blocks freed below may be given to a peer's KV, so the device must have finished this step
+        # before. If tokens were sampled, it has: sampling waits until the tokens are on the host.
         if logits.is_cuda and not sampled:
             torch.cuda.current_stream(logits.device).synchronize()
         if not is_awaited:
@@ -431,8 +438,8 @@ class Engine:
         """Records that the KV of `num_tokens` more tokens is in the pool, and caches the blocks
         that are full now.
 
-        A block is cached before its consumer learns of it, because caching may replace it by an
-        equal cached block.
+        Caching may replace a block by an equal cached block. So a block is cached before its id is
+        reported to the peer.
         """
         sequence.advance(num_tokens)
         self._store_full_blocks(sequence)
@@ -440,7 +447,7 @@ class Engine:
             self._pending.final_blocks(sequence)
 
     def _advance(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Handles the token that a step sampled for a sequence."""
+        """Appends a sampled token to its sequence, or reports it if a peer will decode."""
         if sequence.grammar is not None and sequence.grammar.error:
             self._fail(sequence, _grammar_error(sequence.grammar.error))
         elif sequence.mode is Mode.PREFILL_ONLY:
@@ -513,15 +520,15 @@ class LiveSequences(dict[str, Sequence]):
         return self[sequence_id]
 
     def awaiting(self, sequence_id: str) -> Sequence:
-        """Returns the sequence if it awaits KV from a peer. Raises InternalError if it does not."""
+        """Returns the sequence if it awaits KV from a peer. Otherwise raises InternalError."""
         sequence = self.find(sequence_id)
         if sequence.status is not Status.WAITING_FOR_KV:
             raise InternalError(f"sequence {sequence_id} is {sequence.status.value}, not awaiting")
         return sequence
 
     def awaiting_all(self, sequence_id: str) -> Sequence:
-        """Returns the sequence if it awaits the KV of its whole prompt. Raises InternalError if it
-        does not."""
+        """Returns the sequence if it awaits the KV of its whole prompt from a peer. Otherwise
+        raises InternalError."""
         sequence = self.awaiting(sequence_id)
         if sequence.mode is not Mode.WAITING_FOR_REMOTE_KV:
             raise InternalError(f"sequence {sequence_id} awaits its prefix, not all its KV")

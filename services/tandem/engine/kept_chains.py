@@ -1,9 +1,8 @@
-"""Chains of blocks that clients want to reuse, pinned in the KV pools and in the tiers.
+"""Pins chains of blocks that clients want to reuse, so that these blocks are evicted last. Blocks
+are pinned when a sequence ends or a router requests it, until a given time (cache/pool/pins.py).
 
-    a sequence ends, or a router calls `keep` --> pinned (cache/pool/pins.py) --> expired
-
-In the KV pools only cached blocks can be pinned. In a tier all blocks of the chain are pinned, also
-those that the tier does not have yet, because writes of them may be in flight.
+In the KV pools only cached blocks can be pinned. In a tier all blocks of the chain are pinned, even
+blocks that the tier does not have yet, because copies of these blocks may be on their way.
 """
 
 import time
@@ -33,12 +32,14 @@ class KeptChains:
             pool.pins.capacity = int(share * pool.num_blocks)
 
     def keep(self, tenant: bytes, retention: Retention, block_hashes: Sequence[bytes]) -> Kept:
-        """Pins the blocks of a chain for `retention.pin_s` seconds, as far as the tenant's share
-        allows.
+        """Pins the blocks of a chain for `retention.pin_s` seconds. Pins fewer blocks if the tenant
+        would exceed its share of the pinned blocks.
 
         If `retention.num_tokens` is not 0, only the full blocks within the first `num_tokens`
-        tokens are pinned. `tenant` is the salt of the block hashes. Even if nothing is pinned,
-        tiers may copy the blocks that windows need to resume after the chain.
+        tokens are pinned. `tenant` is the salt of the block hashes.
+
+        In a model with windows, a request that continues the chain needs the last blocks of each
+        window. This method also marks these blocks to be copied to the tiers.
         """
         self._kv.want_copies(block_hashes)
         if retention.num_tokens:
@@ -75,8 +76,8 @@ class KeptChains:
             pool.expire_pins(now)
 
     def stats(self) -> list[PinStats]:
-        """Returns the pins of all KV pools together, and of each tier. Places that never had a pin
-        are left out."""
+        """Returns one item for all KV pools together, and one for each tier. Pools or tiers that
+        never had a pin are left out."""
         found = []
         for place, pools in self._pools.items():
             if any(pool.pins.fates for pool in pools):

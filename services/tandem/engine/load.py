@@ -20,10 +20,14 @@ def measure_load(
     kv: KvCache,
     tiers: Tiers,
 ) -> WorkerLoad:
-    """Counts each sequence once: as running, waiting, pulling KV or computed for a peer.
+    """Returns the load of an engine, as it is sent to the routers.
 
-    A chain that is held for a peer counts as a lease. An imported chain and a LOADING sequence
-    count as pulls.
+    Each sequence is counted in one of four numbers:
+
+        num_running    RUNNING sequences, except those that this engine prefills for a peer
+        num_waiting    WAITING sequences
+        num_pulls      sequences that wait for KV from a peer or a tier, and imported chains
+        num_leases     other sequences that this engine prefills for a peer, and held chains
     """
     num_running = sum(s.mode is not Mode.PREFILL_ONLY for s in scheduler.running)
     num_waiting = len(scheduler.waiting)

@@ -20,8 +20,8 @@ _CAPACITY_MIN = 64
 def logit_edits(
     spec: SequenceSpec, vocab_size: int, grammar: GrammarMatcher | None = None
 ) -> LogitEdits | None:
-    """Returns the edits of a sequence; None if its logits are not edited. `grammar` is the position
-    of the completion in the sequence's grammar."""
+    """Returns the logit edits of a sequence; None if the spec requests no edits. `grammar` is the
+    position of the completion in the sequence's grammar."""
     sampling = spec.sampling
     bans = sampling.min_tokens > 0 or bool(sampling.bad_words_token_ids)
     if not (grammar or bans or sampling.logit_bias or _has_penalties(sampling)):
@@ -30,8 +30,8 @@ def logit_edits(
 
 
 class LogitEdits:
-    """The edits of the logits from which a sequence's next token is sampled. `append` updates them
-    for the token after that."""
+    """The edits of the logits from which a sequence's next token is sampled. Each generated token
+    must be passed to `append`, because penalties and masks depend on it."""
 
     def __init__(
         self, spec: SequenceSpec, vocab_size: int, grammar: GrammarMatcher | None = None
@@ -43,14 +43,15 @@ class LogitEdits:
         self._bad_tokens = tuple(w[0] for w in spec.sampling.bad_words_token_ids if len(w) == 1)
         self._bad_runs = [w for w in spec.sampling.bad_words_token_ids if len(w) > 1]
         self._output: list[int] = []
-        self._places: dict[int, int] = {}  # index in the arrays below, by token id
+        self._places: dict[int, int] = {}  # index of each edited token id in the arrays below
         self._ids = np.zeros(_CAPACITY_MIN, np.int32)
         self._bias, self._scales, self._penalties = (
             np.full(_CAPACITY_MIN, value, np.float32) for value in (0.0, 1.0, 0.0)
         )
-        self._counts: dict[int, int] = {}  # occurrences in the completion, by token id
+        self._counts: dict[int, int] = {}  # number of occurrences of each token id in the output
         for token_id, bias in (spec.sampling.logit_bias or {}).items():
-            place = self._place(token_id)  # comes first, because it may replace the arrays
+            # `_place` may replace the array `_bias`, so its call is a statement of its own.
+            place = self._place(token_id)
             self._bias[place] = bias
         if spec.sampling.repetition_penalty != 1.0:
             for token_id in spec.token_ids[: spec.num_prompt_tokens]:
@@ -76,8 +77,8 @@ class LogitEdits:
         self._penalties[place] = sampling.frequency_penalty * count + sampling.presence_penalty
 
     def edit(self) -> Edit | None:
-        """Returns the edit of the next token's logits; None if they do not change. The result is
-        valid until the next call of `append`."""
+        """Returns the edit of the next token's logits; None if the edit would change no logit. The
+        result is valid until the next call of `append`."""
         banned = self._banned()
         mask = None
         if self.grammar is not None:
@@ -114,7 +115,8 @@ class LogitEdits:
         return banned
 
     def _place(self, token_id: int) -> int:
-        """Returns the token's index in the arrays, and assigns one if the token has none yet."""
+        """Returns the token's index in the arrays. A token that is not in the arrays yet is added
+        to them."""
         place = self._places.setdefault(token_id, len(self._places))
         if place == len(self._ids):
             self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))

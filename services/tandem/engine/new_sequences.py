@@ -1,5 +1,4 @@
-"""Checks specs and creates sequences from them, with their block hashes, grammars and logit
-edits."""
+"""Checks `SequenceSpec`s and creates the engine's sequences from them."""
 
 from functools import partial
 from itertools import count
@@ -17,8 +16,11 @@ from tandem.models.grammars.masks import GrammarMasks
 
 
 class NewSequences:
-    """Creates the sequences of one engine, and hashes the properties that the KV of all of them
-    depends on, such as the model and the data types."""
+    """Creates the sequences of one engine, with their block hashes, grammars and logit edits.
+
+    Every block hash includes the engine properties on which KV depends: model, data types, numerics
+    and block size. So two engines share blocks only if these properties are equal.
+    """
 
     def __init__(
         self,
@@ -51,15 +53,16 @@ class NewSequences:
 
     @property
     def identity(self) -> str:
-        """Hash of the properties that the KV of all sequences depends on, in hexadecimal digits."""
+        """Hash of the engine properties on which KV depends, in hexadecimal digits."""
         return self._root().hex()
 
     def make(self, spec: SequenceSpec, arrival: int | None = None) -> Sequence:
-        """Returns the sequence of a spec that passed `check`. Without `arrival`, the sequence is
-        the youngest one."""
+        """Creates the sequence for a spec that passed `check`. `arrival` is the number of the
+        sequence in the order of arrival; None: the next number."""
         arrival = next(self._arrivals) if arrival is None else arrival
         salt = spec.cache_salt
-        # Blocks under a KV budget are never shared, so their hashes must be unique.
+        # The blocks of a sequence with a KV budget are never shared. The arrival number in the salt
+        # makes their hashes unique.
         if spec.kv_budget is not None:
             salt += f"#{arrival}".encode()
         root = self._root(cache_salt=salt, adapter=digest_of(spec.adapter))

@@ -1,15 +1,16 @@
-"""Chains of blocks that are held for a peer or pulled from one. Only the block hashes of these
-chains are known; no sequence of this engine has their tokens, and no step computes them.
+"""Transfers cached blocks between workers without a sequence. The engine knows only the block
+hashes of the transferred chain of blocks, not the tokens.
 
-    pin_prefix    --> held: cached blocks of a chain, for a consumer     --remove--> removed
-    import_blocks --> imported: blocks of a chain, to be filled by pulls --commit--> removed
-                         `--remove--> removed
+    on the worker    call             effect
+    that sends       hold_prefix      the chain is held: its cached blocks stay in the pool
+                     remove           the chain is dropped; its blocks may be evicted again
+    that receives    import_blocks    the chain is imported: blocks are reserved for the pull
+                     commit           the pulled blocks are cached, and the chain is dropped
+                     remove           the chain is dropped, and the pulled blocks are freed
 
-`commit` caches the pulled blocks of an imported chain. Without it, `remove` frees these blocks.
-
-Neither `pin_prefix` nor `import_blocks` waits or evicts: both reference cached blocks, and
-`import_blocks` also takes FREE blocks. So workers cannot wait for each other's blocks in a cycle
-through these chains.
+Neither `hold_prefix` nor `import_blocks` waits for a block or evicts one. Both reference cached
+blocks, and `import_blocks` also takes FREE blocks. So these transfers never make two workers wait
+for each other.
 """
 
 from collections.abc import Collection
@@ -20,14 +21,14 @@ from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.report import PendingReport
 from tandem.errors import InternalError
 
-# The parent hash of a chain's first block. A peer does not send it, and no code looks it up.
+# Parent hash of the first block of a chain. A peer does not send the real hash, and none is needed.
 _ROOT_UNKNOWN = b""
 
 
 @dataclass(slots=True)
 class PeerChain:
-    """The blocks of a held or imported chain. In an imported chain, a pull fills the blocks from
-    `num_cached_blocks` on."""
+    """The blocks of a held or imported chain. The first `num_cached_blocks` blocks have KV. The
+    others, in an imported chain, are filled by a pull."""
 
     tables: BlockTables
     block_hashes: list[bytes]  # one hash for each block of the tables
@@ -36,10 +37,10 @@ class PeerChain:
 
 
 class PeerBlocks:
-    """All chains of one engine, by the sequence id that the peer uses."""
+    """All held and imported chains of one engine. A chain is named by a sequence id."""
 
     def __init__(self, kv: KvCache, pending: PendingReport) -> None:
-        """`pending` receives the blocks of each new chain."""
+        """The blocks of each new chain are reported to `pending`."""
         self._kv = kv
         self._pending = pending
         self._chains: dict[str, PeerChain] = {}
@@ -61,13 +62,15 @@ class PeerBlocks:
     def block_ids(self, sequence_id: str) -> list[int]:
         return self._kv.global_ids(self._chains[sequence_id].tables)
 
-    def pin_prefix(
+    def hold_prefix(
         self, sequence_id: str, block_hashes: list[bytes], first_wanted_block: int
     ) -> None:
-        """References the cached blocks of the chain until `remove`.
+        """References the longest cached prefix of the chain, so that these blocks are not evicted
+        before `remove`.
 
-        With windows it references either the whole chain or no block. A consumer resumes at one
-        depth, and the blocks that windows need at a smaller depth are of no use to it.
+        If the model has windows and a block of the chain is not cached, no block is referenced. The
+        consumer needs the blocks in the windows at the end of the chain, and the windows at an
+        earlier depth have other blocks.
         """
         depth = self._kv.match(block_hashes)
         if self._kv.has_windows and depth < len(block_hashes):
@@ -76,10 +79,9 @@ class PeerBlocks:
         self._pending.held(sequence_id, chain.tables, depth, first_wanted_block)
 
     def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> None:
-        """References the cached blocks of the chain, and takes FREE blocks for its other blocks as
-        long as there are any.
-
-        With windows it takes FREE blocks for the whole chain, or none.
+        """References the longest cached prefix of the chain, and reserves FREE blocks for the rest
+        of the chain. If there are too few FREE blocks, the end of the chain is left out. In a model
+        with windows, none is reserved in this case.
         """
         depth = self._kv.match(block_hashes)
         room = self._kv.room_for_import(block_hashes, depth)
@@ -99,9 +101,10 @@ class PeerBlocks:
         return chain
 
     def commit(self, sequence_id: str, num_blocks: int, unsafe_blocks: Collection[int]) -> None:
-        """Caches the first `num_blocks` blocks of an imported chain, which are filled and trusted.
+        """Caches the first `num_blocks` blocks of an imported chain, whose KV is complete and
+        trusted. Then removes the chain.
 
-        Raises InternalError if the blocks cannot be trusted. The chain is removed in any case.
+        Raises InternalError, after removing the chain, if the arguments contradict the chain.
         """
         chain = self._chains.get(sequence_id)
         if chain is None or not chain.is_imported:
@@ -111,7 +114,7 @@ class PeerBlocks:
         try:
             check_trusted(sequence_id, num_blocks, num_cached, num_held)
             if self._kv.has_windows and num_blocks < num_held:
-                num_blocks = num_cached  # with windows, only the complete chain is of use
+                num_blocks = num_cached  # with windows, an incomplete chain cannot be used
             check_own(sequence_id, self._kv.global_ids(chain.tables, num_blocks), unsafe_blocks)
             self._kv.store(
                 chain.tables,

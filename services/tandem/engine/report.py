@@ -31,7 +31,7 @@ class PendingReport:
 
     @property
     def has_events(self) -> bool:
-        """True if there is an event to report, even if the model has nothing to compute."""
+        """True if there is an event that must be reported even if no token is to be computed."""
         report = self._report
         ended = bool(report.new_tokens or report.prefilled or report.held or report.failed)
         return self.starts_a_transfer or ended
@@ -46,7 +46,7 @@ class PendingReport:
         )
         awaits = sequence.status is Status.WAITING_FOR_KV
         if awaits:
-            # With windows, the tables have no blocks after the prefix yet.
+            # If the model has windows, the tables do not reach beyond the prefix yet.
             prefix = sequence.num_prefix_blocks * self._layout.has_windows
             self.reserved(
                 sequence.sequence_id,
@@ -56,8 +56,8 @@ class PendingReport:
                 depth=prefix or sequence.last_depth,
                 cached=sequence.cached or NONE_CACHED,
             )
-        # With windows, a sequence that awaits its prefix may still have to release its blocks, so
-        # they are not final yet.
+        # If the model has windows, a sequence that awaits its prefix may have to release its blocks
+        # and start again. So its cached blocks are not final yet.
         if sequence.mode is Mode.PREFILL_ONLY and not (awaits and self._layout.has_windows):
             self.final_blocks(sequence)
 
@@ -71,10 +71,10 @@ class PendingReport:
         depth: int,
         cached: CachedTokens = NONE_CACHED,
     ) -> None:
-        """Reports the blocks that are to be filled from a peer: those of the first `num_blocks`
-        blocks that are not cached.
+        """Reports the blocks with index `num_cached` to `num_blocks` - 1, which a pull from a peer
+        has to fill. The blocks before them are cached.
 
-        The request resumes after `depth` blocks.
+        The sequence resumes after `depth` blocks.
         """
         missing = transfer_order(self._layout, tables, num_cached, num_blocks, depth=depth)
         num_cached_tokens = num_cached * self._layout.block_size
@@ -83,8 +83,8 @@ class PendingReport:
     def held(
         self, sequence_id: str, tables: BlockTables, num_blocks: int, first_wanted_block: int
     ) -> None:
-        """Reports that a chain of `num_blocks` blocks is held, and its blocks from
-        `first_wanted_block` on."""
+        """Reports that a chain of `num_blocks` blocks is held for a peer, and the ids of the blocks
+        from index `first_wanted_block` on."""
         wanted = transfer_order(
             self._layout, tables, first_wanted_block, num_blocks, depth=num_blocks
         )
@@ -93,8 +93,8 @@ class PendingReport:
         self._report.held.append(Held(sequence_id, num_blocks))
 
     def final_blocks(self, sequence: Sequence) -> None:
-        """Reports the blocks of a PREFILL_ONLY sequence that became final and that its consumer
-        wants."""
+        """Reports the blocks of a PREFILL_ONLY sequence that became final, except blocks that the
+        consumer does not want."""
         first = sequence.num_reported_blocks
         end = sequence.num_final_blocks
         if end <= first:
@@ -109,7 +109,7 @@ class PendingReport:
             self._report.final_blocks.append(FinalBlocks(sequence.sequence_id, number, block_ids))
 
     def report_final(self, on_final: OnFinal | None) -> None:
-        """Passes the blocks that became final to `on_final`, before the step's report is ready."""
+        """Passes the blocks that became final to `on_final` now, instead of with the report."""
         final_blocks = self._report.final_blocks
         if on_final is not None and final_blocks:
             self._report.final_blocks = []
@@ -138,8 +138,8 @@ class PendingReport:
         finish_reason: str,
         logprobs: TokenLogprobs | None = None,
     ) -> None:
-        """Reports new tokens. `logprobs`, if given, belongs to the only token in `token_ids`. The
-        prompt's log probabilities are reported with the first token."""
+        """Reports new tokens. If `logprobs` is given, `token_ids` has one token, which `logprobs`
+        describes. The prompt's log probabilities and embedding go with the first token."""
         self._report.new_tokens.append(
             NewTokens(
                 sequence_id=sequence.sequence_id,
@@ -170,7 +170,8 @@ class PendingReport:
         report.held = [held for held in report.held if held.sequence_id != sequence_id]
 
     def take(self, work: StepWork, seconds: float) -> StepReport:
-        """Returns the report of a step that did `work` in `seconds`, and starts a new one."""
+        """Returns the collected events as the report of a step, and starts an empty report. The
+        step computed the tokens in `work` and took `seconds`."""
         report, self._report = self._report, StepReport()
         report.step_ms = seconds * 1000
         report.num_prefill_tokens = work.prefill_tokens

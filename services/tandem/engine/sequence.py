@@ -1,40 +1,48 @@
 """One sequence of an engine: its tokens, the progress of its KV, and the blocks that it references.
 
-    WAITING ---admit---> RUNNING --last token--> removed                     (LOCAL)
-       |  ^                 |  `--prompt computed--> HELD --remove--> removed  (PREFILL_ONLY)
-       |  '----preempt------'
-       |---admit---> LOADING --load ended--> RUNNING, or WAITING_FOR_KV if a peer's KV is needed too
-       |                 `--load stalled--> WAITING; the sequence is never LOADING again
-       `---admit---> WAITING_FOR_KV --commit--> RUNNING                      (WAITING_FOR_REMOTE_KV)
-                          |---start_local_prefill--> RUNNING                 (WAITING_FOR_REMOTE_KV)
-                          |---continue_prefill--> RUNNING    (LOCAL, PREFILL_ONLY with a prefix)
-                          `---restart--> WAITING
+    state             event                                   next state
+    WAITING           admitted, no KV to wait for             RUNNING
+    WAITING           admitted, blocks are in a tier          LOADING
+    WAITING           admitted, a peer sends KV               WAITING_FOR_KV
+    LOADING           load ended                              RUNNING or WAITING_FOR_KV
+    LOADING           load stalled                            WAITING, and never LOADING again
+    WAITING_FOR_KV    commit, start_local_prefill             RUNNING, if the peer sends all KV
+    WAITING_FOR_KV    continue_prefill                        RUNNING, if the peer sends a prefix
+    WAITING_FOR_KV    restart                                 WAITING
+    RUNNING           preempted                               WAITING
+    RUNNING           last token generated                    removed
+    RUNNING           prompt computed, a peer will decode     HELD
+    HELD              remove                                  removed
 
-The names in parentheses are modes (`Mode`). The mode WAITING_FOR_REMOTE_KV becomes LOCAL when the
-sequence is RUNNING. A LOADING sequence may compute its first blocks during the load. If a model has
-windows, a sequence that did not get all the KV it awaited goes back to WAITING.
+The mode of a sequence (`Mode`, types.py) determines what a peer does. In the mode
+WAITING_FOR_REMOTE_KV, a peer sends all KV, and the mode becomes LOCAL when the sequence is RUNNING.
+In the mode PREFILL_ONLY, a peer decodes. In the modes LOCAL and PREFILL_ONLY, a peer may send a
+prefix. If the model has windows and less KV arrived than the sequence awaited, the sequence goes
+from WAITING_FOR_KV back to WAITING and computes everything itself.
 
 The scheduler moves sequences between WAITING and RUNNING; the engine makes all other transitions. A
 WAITING sequence references no block. Every other sequence references all blocks in its `tables`,
 until it returns to WAITING or is removed.
 
-Ranges of a running sequence (n tokens):
+The tokens and blocks of a running sequence with n tokens:
 
     tokens  [ cached | computed earlier | this step's chunk | missing ]   token n is sampled next
                                         ^ num_computed_tokens          ^ n
     blocks  [ stored: hashed, shared, never written | own: only this sequence writes them ]
 
-A fork shares its parent's stored blocks, as any sequence does, and gets a copy of the parent's next
-block. In this copy, all tokens of the fork except the last one are computed:
+A fork is a sequence that starts from the KV of a running sequence with the same first tokens, such
+as the second of several answers to one prompt. It shares the stored blocks of this parent, and gets
+a copy of the parent's next block. An example with blocks of 8 tokens, in which both have the same
+first 5 tokens after the stored blocks. The fork's last token is computed again for its logits:
 
     parent [ stored | own block: 5 of 8 tokens computed ]
     fork   [ shared | own copy: 4 of 5 tokens computed, 1 missing ]
 
-A sequence whose tokens differ from a cached chain of blocks in the middle of a block gets a copy of
-that block. It continues after the tokens that it has in common with the block:
+The tokens of a sequence may equal only the first tokens of a cached block. Then the sequence gets a
+copy of this block and computes the tokens after those that are equal:
 
-    cached chain [ stored | a b c d e f g h | ... ]
-    sequence     [ shared | a b c copied; u v w missing ]
+    cached blocks [ stored | a b c d e f g h | ... ]
+    sequence      [ shared | a b c copied; u v w missing ]
 """
 
 from __future__ import annotations
@@ -62,48 +70,54 @@ class Status(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class SequenceStart:
     """How a sequence starts: the blocks that it reuses, and the position at which it continues."""
 
     num_cached_blocks: int
     num_computed_tokens: int
-    # Once awaited KV has arrived, computation continues after this number of tokens, on this engine
-    # or (PREFILL_ONLY) on the consumer's. It determines the blocks that windows need.
+    # Number of tokens after which computation continues when all awaited KV has arrived. In the
+    # mode PREFILL_ONLY the consumer continues there. In a model with windows, this position
+    # determines which blocks are needed.
     resume: int
-    # The block to copy into the first own block, as one id per KV group. Empty: none.
+    # Ids of the blocks, one per KV group, that are copied into the first block that only this
+    # sequence writes. Empty: nothing is copied.
     sources: tuple[int, ...]
     is_fork: bool
 
 
 @dataclass(slots=True)
 class Loading:
-    """The load of one sequence's blocks from a tier below the pool.
+    """The load of one sequence's blocks from the tiers below the pool: host memory, disk, object
+    store.
 
-    Blocks are loaded from the last to the first, so a load that fails leaves a gap before the
-    loaded blocks. The sequence computes the blocks of the gap.
+    Blocks are loaded from the last to the first. Meanwhile the sequence may compute blocks from the
+    first to the last. An example of 10 blocks, of which the pool has 2 and the tiers have 6 more:
 
-    during the load      [ stored | computed meanwhile, or loaded | computed later ]
-                                  ^ num_stored_blocks             ^ end
-    after a failed load  [ stored or computed | gap | loaded | computed later ]
+        block     0 1       2 3 4       5 6 7     8 9
+        source    pool      computed    loaded    computed after the load
+                            ^ num_stored_blocks   ^ end
+
+    If block 5 cannot be loaded, the load ends with `loaded` = range(6, 8). The sequence then
+    computes block 5 too, and continues with block 8.
     """
 
     end: int = 0  # number of leading blocks that have KV when the load ends; 0: no load
     # True: the sequence computes its first missing blocks during the load. False: it only waits.
     computes: bool = False
-    num_spared: int = 0  # expected number of blocks that are computed instead of loaded
+    num_spared: int = 0  # expected number of blocks that are computed during the load
     # True: the blocks after `end` may come from a peer. False: this engine computes them.
     awaits: bool = True
-    loaded: range = range(0)  # indices of loaded blocks after a gap that is still to be computed
+    loaded: range = range(0)  # indices of loaded blocks, if blocks before them are still missing
 
     def take(self, first: int, end: int) -> None:
-        """Ends the load: blocks first..end - 1 are filled."""
+        """Records that the load has ended and has filled the blocks first..end - 1."""
         self.end = 0
         self.computes = False
         self.loaded = range(first, end)
 
     def skip(self, num_blocks: int) -> int:
-        """Returns the number of leading blocks that have KV when the first `num_blocks` blocks are
-        computed. It includes loaded blocks that directly follow the computed ones."""
+        """Returns the number of leading blocks that have KV, given that `num_blocks` are computed.
+        Loaded blocks count if they directly follow the computed blocks."""
         if self.loaded and num_blocks >= self.loaded.start:
             num_blocks = max(num_blocks, self.loaded.stop)
             self.loaded = range(0)
@@ -114,47 +128,50 @@ class Loading:
 class Sequence:
     sequence_id: str
     spec: SequenceSpec
-    # The spec's mode. WAITING_FOR_REMOTE_KV becomes LOCAL when the wait for a peer's KV ends.
+    # At first the spec's mode. WAITING_FOR_REMOTE_KV becomes LOCAL when the wait for KV ends.
     mode: Mode
     token_ids: list[int]
-    # Order of arrival. It survives preemption and restart, so the oldest sequence goes first.
+    # Number in the order of arrival, by which queues are sorted. Preemption and restart keep it.
     arrival: int
     block_size: int
     chain_root: bytes
     block_hashes: list[bytes]  # one hash for each full block of token_ids
-    # PREFILL_ONLY: leading blocks that were reported to the consumer, or that it does not want.
+    # PREFILL_ONLY: number of leading blocks that are not to be reported, because the consumer does
+    # not want them or they were reported already.
     num_reported_blocks: int
     next_in_transfer: int  # PREFILL_ONLY: index of the next block to report, in transfer order
     # LOCAL, PREFILL_ONLY: number of leading blocks to pull from a peer if they are not cached.
     num_prefix_blocks: int
     status: Status = Status.WAITING
     tables: BlockTables = field(default_factory=BlockTables)
-    num_computed_tokens: int = 0  # tokens whose KV is in the blocks
-    num_prefill_tokens: int = 0  # tokens at admission; decode starts after them
-    num_stored_blocks: int = 0  # leading blocks of the table that the pool finds by their hash
-    num_used_blocks: int = 0  # stored blocks that `take_used` has returned already
+    num_computed_tokens: int = 0  # number of leading tokens whose KV is in the sequence's blocks
+    num_prefill_tokens: int = 0  # number of tokens at admission; decode starts after these tokens
+    num_stored_blocks: int = 0  # number of leading blocks that are cached in the pool
+    num_used_blocks: int = 0  # number of leading blocks that `take_used` has returned already
     cached: CachedTokens | None = None  # tokens reused at the first admission; None: not admitted
     loading: Loading = field(default_factory=Loading)  # the load from a tier below the pool
-    # Models with windows: leading blocks whose full-attention KV was in the pool or a tier at
-    # admission. KV that windows need may be missing.
+    # Models with windows: number of leading blocks whose full-attention KV was in the pool or a
+    # tier at admission. The windows' KV for these blocks may have been missing.
     num_known_blocks: int = 0
-    # WAITING: leading blocks that were cached when the sequence was enqueued.
+    # WAITING: number of leading blocks that were cached when the sequence was enqueued.
     num_matched_blocks: int = 0
     is_begun: bool = False  # True once a step of this engine computes tokens of the sequence
     has_waited: bool = False  # True once a step was planned while the sequence was in a queue
-    may_load: bool = True  # loading from a tier is allowed; False after a load stalled
+    may_load: bool = True  # False: a load has stalled, so nothing is loaded from a tier again
     num_preemptions: int = 0
-    # WAITING: time at which the sequence began to wait for blocks of another one (early_reuse.py).
-    # 0: it has not waited since it was enqueued.
+    # WAITING: time at which the sequence began to wait for blocks that another sequence computes
+    # (early_reuse.py). 0: the sequence does not wait for such blocks.
     shared_since: float = 0.0
-    shared_wait_s: float = 0.0  # total time of waits for blocks of other sequences
+    shared_wait_s: float = 0.0  # total time of such waits that have ended
     is_forked: bool = False  # True: admitted as a fork, so only the last token is missing
-    # PREFILL_ONLY: predicted time by which the consumer's pulls lag behind the computation.
+    # PREFILL_ONLY: predicted seconds that the consumer still needs, after the last computed token,
+    # to pull the KV computed so far.
     pull_lag_s: float = 0.0
     edits: LogitEdits | None = None  # edits of the next token's logits; None: no edits
-    # Log probabilities of the prompt's tokens computed so far.
+    # Log probabilities of the prompt's tokens, as far as they are computed and not yet reported.
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    # Embedding of the prompt, until it is reported.
+    # Embedding of the prompt. Empty if none is requested, before it is computed and after its
+    # report.
     embedding: list[float] = field(default_factory=list)
 
     @classmethod
@@ -197,11 +214,11 @@ class Sequence:
 
     @property
     def needs_mask_first(self) -> bool:
-        """True if the sequence's last token may be computed only once the mask of the next token is
-        ready.
+        """True if the sequence's last token must not be computed before the grammar's mask for the
+        next token is ready.
 
-        If the mask were late, the last token would be computed a second time. Under a KV budget its
-        attention weights would then be counted twice.
+        If the mask were late, the last token would be computed a second time. With a KV budget, the
+        attention weights of the last token would then be counted twice.
         """
         if self.grammar is None or self.grammar.update_job is not None:
             return False
@@ -228,8 +245,8 @@ class Sequence:
 
     @property
     def num_next_tokens(self) -> int:
-        """Largest number of tokens in the next chunk. A chunk ends before a loaded block and at an
-        eviction point."""
+        """Largest number of tokens that the next chunk may have. A chunk must end before a block
+        that is already loaded, and where a KV budget evicts blocks."""
         if hitters := self.tables.hitters:
             return min(
                 self.num_missing_tokens, hitters.num_until_eviction(self.num_computed_tokens)
@@ -240,46 +257,46 @@ class Sequence:
 
     @property
     def num_final_blocks(self) -> int:
-        """Number of blocks that will not change any more. For a decoding sequence only full blocks
-        count."""
+        """Number of leading blocks that will not change any more. A partly filled last block counts
+        only if a PREFILL_ONLY sequence is completely computed."""
         if self.tables.hitters is not None and self.status is not Status.HELD:
-            return 0  # any block may still be evicted
+            return 0  # the KV budget may still evict any block
         if self.mode is Mode.PREFILL_ONLY and not self.num_missing_tokens:
             return self.tables.num_full(self.num_tokens)
         return self.num_computed_tokens // self.block_size
 
     @property
     def last_depth(self) -> int:
-        """Number of full blocks before the last token.
+        """Number of full blocks before the last token: 2 for 48 tokens and blocks of 16 tokens.
 
-        A sequence of the same tokens can reuse at most these blocks. A peer therefore resumes after
-        them, and needs the blocks that the next token sees.
+        A sequence with the same tokens can reuse at most these blocks, because it must compute the
+        last token. A peer that continues the sequence therefore resumes after these blocks.
         """
         return (len(self.token_ids) - 1) // self.block_size
 
     @property
     def earliest_next_token(self) -> int:
-        """Index of the earliest token that is still to be computed from this sequence's KV, on this
-        engine or the consumer's."""
+        """Index of the first token that will still attend to this sequence's KV, on this engine or
+        (PREFILL_ONLY) on the consumer. KV before the window of this token can be freed."""
         if self.mode is not Mode.PREFILL_ONLY:
             return self.num_computed_tokens
         return min(self.num_computed_tokens, self.last_depth * self.block_size)
 
     @property
     def reusable_hashes(self) -> list[bytes]:
-        """Hashes of the blocks to look for at admission.
+        """Hashes of the blocks that the sequence can reuse if they are cached at admission.
 
-        The block of the last token is not among them: the last token is computed, because its
-        logits are needed, and shared blocks are never written.
+        The block of the last token is left out. The last token must be computed, because its logits
+        are needed, and a cached block must not be written.
         """
         return [] if self.wants_prompt_logits else self.block_hashes[: self.last_depth]
 
     @property
     def wants_prompt_logits(self) -> bool:
-        """True while log probabilities of the prompt are still to be computed.
+        """True while log probabilities of the prompt are requested and not computed yet.
 
-        The log probabilities cover all tokens of the prompt but the first. They are computed once,
-        before the first output token.
+        They cover all tokens of the prompt but the first, and are computed once, before the first
+        output token.
         """
         return (
             self.spec.sampling.prompt_logprobs is not None
@@ -289,7 +306,8 @@ class Sequence:
 
     @property
     def wants_embedding(self) -> bool:
-        """True before the first output token of a sequence whose prompt is to be embedded."""
+        """True if an embedding of the prompt is requested and the first output token is not sampled
+        yet."""
         return self.spec.embed and len(self.token_ids) == self.spec.num_prompt_tokens
 
     @property
@@ -299,10 +317,10 @@ class Sequence:
 
     @property
     def lacks_kv(self) -> bool:
-        """True if the sequence, when it has its blocks, must still wait for a peer's KV.
+        """True if a sequence whose blocks are allocated must still wait for a peer's KV.
 
-        LOCAL and PREFILL_ONLY sequences wait if their prefix is not cached completely. A
-        WAITING_FOR_REMOTE_KV sequence waits if enough tokens are missing.
+        A WAITING_FOR_REMOTE_KV sequence waits if at least `remote_prefill_min_tokens` tokens are
+        missing. Other sequences wait if their first `num_prefix_blocks` blocks are not all cached.
         """
         if self.is_forked:
             return False
@@ -316,11 +334,8 @@ class Sequence:
 
     @property
     def missing_span(self) -> tuple[int, int]:
-        """The tokens that this engine must still prefill, as (number of these tokens, number of
-        tokens before them).
-
-        Before admission this is an estimate.
-        """
+        """The tokens that this engine must still prefill: (their number, number of tokens before
+        them in the sequence). Before admission this is an estimate."""
         awaits_prefix = (
             self.status is Status.WAITING_FOR_KV and self.mode is not Mode.WAITING_FOR_REMOTE_KV
         )
@@ -344,7 +359,8 @@ class Sequence:
             self.block_hashes.append(block_hash(parent, self.token_ids[-self.block_size :]))
 
     def append_drawn(self, token_id: int, max_model_len: int, forced_max: int) -> list[int]:
-        """Appends a sampled token and at most `forced_max` tokens that the grammar forces after it.
+        """Appends a sampled token. If the grammar then allows only one next token, appends this
+        token too, and so on, up to `forced_max` tokens.
 
         Returns all appended tokens. Nothing is appended after a token that ends the sequence.
         """
@@ -352,7 +368,7 @@ class Sequence:
         new = [token_id]
         edits = self.edits
         wants_logprobs = self.spec.sampling.logprobs is not None
-        # Each reported log probability needs the model's logits, and forced tokens have none.
+        # The log probability of a token needs the model's logits, which forced tokens do not have.
         if edits is None or wants_logprobs:
             return new
         while len(new) <= forced_max:
@@ -365,10 +381,10 @@ class Sequence:
         return new
 
     def reusable_part(self, num_blocks: int) -> tuple[bytes, list[int]]:
-        """Returns the hash of block `num_blocks` - 1, and the tokens after this block that may be
-        copied from a cached block.
+        """Returns what is needed to find a cached block whose first tokens the sequence can copy:
+        the hash of the parent, block `num_blocks` - 1, and the sequence's tokens after the parent.
 
-        The sequence's last token is not copied, because it must be computed.
+        The last token of the sequence is left out, because it must be computed.
         """
         if self.wants_prompt_logits:
             return b"", []
@@ -378,11 +394,12 @@ class Sequence:
 
     def plan(
         self, num_cached_blocks: int, parent: Sequence | None = None, part: BlockPart | None = None
-    ) -> Admission:
+    ) -> SequenceStart:
         """Returns how the sequence starts if its first `num_cached_blocks` blocks are cached.
 
-        It may fork `parent`, or copy `part`, the first tokens of a cached block. A sequence that
-        awaits KV from a peer copies nothing, because the peer sends whole blocks.
+        If possible, the sequence becomes a fork of `parent`. Otherwise it copies `part`, the first
+        tokens of a cached block. A sequence that awaits KV from a peer copies nothing, because the
+        peer sends whole blocks.
         """
         start = num_cached_blocks * self.block_size
         fork = parent and self.fork_part(parent, num_cached_blocks)
@@ -402,30 +419,32 @@ class Sequence:
         if awaits:
             num_computed = start
             part = NO_PART
-        return Admission(num_cached_blocks, num_computed, resume, part.sources, fork is not None)
+        return SequenceStart(
+            num_cached_blocks, num_computed, resume, part.sources, fork is not None
+        )
 
-    def hold(self, tables: BlockTables, admission: Admission) -> list[BlockCopy]:
-        """Assigns the block tables at admission. Returns the copies to make for the first own
-        blocks."""
+    def hold(self, tables: BlockTables, start: SequenceStart) -> list[BlockCopy]:
+        """Assigns the block tables at admission. Returns the copies from `start.sources` to the
+        sequence's first block after the cached blocks, at most one per KV group."""
         self.tables = tables
-        self.num_stored_blocks = num_blocks = admission.num_cached_blocks
-        self.num_computed_tokens = admission.num_computed_tokens
+        self.num_stored_blocks = num_blocks = start.num_cached_blocks
+        self.num_computed_tokens = start.num_computed_tokens
         self.num_prefill_tokens = len(self.token_ids)
-        self.is_forked = admission.is_fork
+        self.is_forked = start.is_fork
         if self.cached is None and not self.loading.end:
             self.cached = self._countable(CachedTokens(device=self.num_computed_tokens))
         return [
             BlockCopy(source, tables.ids[group][num_blocks], group)
-            for group, source in enumerate(admission.sources)
+            for group, source in enumerate(start.sources)
             if num_blocks >= tables.firsts[group]
         ]
 
     def fork_part(self, parent: Sequence, num_blocks: int) -> BlockPart | None:
-        """Returns the first tokens of the parent's block `num_blocks` that this sequence can copy
-        to become a fork; None if it cannot fork.
+        """Returns the first tokens of the parent's block `num_blocks`, which this sequence copies
+        to become a fork of the parent. Returns None if it cannot become a fork.
 
-        The copied tokens are all tokens after the first `num_blocks` blocks, which are shared,
-        except this sequence's last token.
+        This sequence shares the first `num_blocks` blocks with the parent. It copies the tokens
+        after these blocks, except its own last token.
         """
         start = num_blocks * self.block_size
         end = self.num_tokens - 1
@@ -444,7 +463,8 @@ class Sequence:
         return BlockPart(end - start, sources)
 
     def take_prefix(self, num_blocks: int) -> None:
-        """Records that the first `num_blocks` blocks have KV: cached blocks, then pulled ones."""
+        """Records that the first `num_blocks` blocks have KV. The blocks after the cached ones were
+        pulled from a peer."""
         num_stored_tokens = self.num_stored_blocks * self.block_size
         self.num_computed_tokens = num_blocks * self.block_size
         if self.num_computed_tokens > num_stored_tokens:
@@ -454,10 +474,10 @@ class Sequence:
         self.advance(0)
 
     def take_loaded(self, blocks: range, num_cached: int, by_tier: Mapping[str, int]) -> None:
-        """Records that the KV of `blocks` was loaded.
+        """Records that the KV of `blocks` was loaded from tiers.
 
-        `num_cached` blocks were cached at admission. `by_tier` has the number of blocks loaded from
-        each tier.
+        `num_cached` is the number of blocks that were in the pool before the load. `by_tier` has
+        the number of blocks loaded from each tier.
         """
         self.loading.take(blocks.start, blocks.stop)
         self.advance(0)
@@ -476,9 +496,11 @@ class Sequence:
                 self.num_computed_tokens = reached * self.block_size
 
     def store_full_blocks(self, kv: KvCache) -> None:
-        """Caches the blocks that became full, and releases blocks that windows have passed.
+        """Caches the blocks that became full. Releases blocks whose tokens are before the window of
+        all further tokens.
 
-        If the pool already has an equal block, the sequence uses that one instead of its own.
+        If the pool already has a block with the same hash, that block takes the place of the
+        sequence's own block.
         """
         num_full_blocks = self.num_computed_tokens // self.block_size
         if self.spec.kv_budget is None and num_full_blocks > self.num_stored_blocks:
@@ -509,8 +531,8 @@ class Sequence:
         self.num_prefix_blocks = 0
 
     def _countable(self, cached: CachedTokens) -> CachedTokens:
-        """Returns `cached` limited to the tokens that reports count: those of the prompt or, for a
-        PREFILL_ONLY sequence, all tokens."""
+        """Returns `cached` without the output tokens, because reports count cached prompt tokens.
+        For a PREFILL_ONLY sequence all tokens count."""
         counts_output = self.mode is Mode.PREFILL_ONLY
         return cached.first(self.num_tokens if counts_output else self.spec.num_prompt_tokens)
 
@@ -530,7 +552,7 @@ def finish_reason(spec: SequenceSpec, token_ids: list[int], max_model_len: int) 
     sampling = spec.sampling
     if num_output_tokens and token_ids[-1] in (sampling.stop_token_ids or ()):
         return "stop"
-    # None: only the context bounds the answer; a router always sets a number.
+    # None: only the context length limits the answer. A router always sets a number.
     max_tokens = max_model_len if sampling.max_tokens is None else sampling.max_tokens
     if num_output_tokens >= max_tokens or len(token_ids) >= max_model_len:
         return "length"

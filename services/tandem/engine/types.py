@@ -46,35 +46,40 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     token_ids: list[int]
     num_prompt_tokens: int
     mode: Mode
-    # The values of `SamplingParams.resolved`. `max_tokens` includes the output tokens that
-    # `token_ids` already has. A token in `stop_token_ids` ends the sequence as its last token.
+    # The result of `SamplingParams.resolved`. `max_tokens` counts all output tokens, also those
+    # that `token_ids` already has. A token in `stop_token_ids` ends the sequence as its last token.
     # With `prompt_logprobs` the whole prompt is computed, because cached blocks have no logits.
     sampling: SamplingParams
     cache_salt: bytes = b""
     adapter: Adapter | None = None  # the LoRA adapter; None: the base model alone
-    # WAITING_FOR_REMOTE_KV: if fewer tokens are missing, this engine prefills them without waiting.
+    # WAITING_FOR_REMOTE_KV: smallest number of missing tokens for which the sequence waits for a
+    # peer. Fewer missing tokens are prefilled by this engine.
     remote_prefill_min_tokens: int = 0
-    first_wanted_block: int = 0  # PREFILL_ONLY: blocks before this index are not reported
+    first_wanted_block: int = 0  # PREFILL_ONLY: index of the first block that the consumer needs
     # True: the hidden state of the prompt's last token is reported with the first token.
     embed: bool = False
     grammar: str = ""  # grammar of the completion, in the format of llguidance; empty: any text
-    # Id of a sequence on this engine that this sequence may fork. If only the last token is not in
-    # that sequence's blocks, its partly filled block is copied. Otherwise this field has no effect.
+    # Id of a sequence on this engine of which this sequence becomes a fork (sequence.py), if that
+    # sequence has the KV of all of this sequence's tokens but the last. Empty: none.
     fork_of: str = ""
     # LOCAL, PREFILL_ONLY: number of leading blocks to pull from a peer if they are not cached.
     prefix_blocks: int = 0
-    offer: Offer | None = None  # speed of the peer that has the prompt's first blocks, if known
-    # WAITING_FOR_REMOTE_KV: the producer, to compare its predicted time with other ways to get the
-    # KV. None: there is no prediction, and the sequence waits for a peer.
+    # How many of the prompt's first blocks a peer has, and how fast they can be pulled. None:
+    # unknown.
+    offer: Offer | None = None
+    # WAITING_FOR_REMOTE_KV: speed of the peer that prefills. The engine compares the peer's
+    # predicted time with other ways to get the KV (perf_model/soonest.py). None: there is no
+    # prediction, and the sequence waits for the peer.
     producer: Producer | None = None
     # PREFILL_ONLY: speed of the consumer's pulls as (latency in seconds, bytes per second).
     consumer_rate: tuple[float, float] | None = None
     retention: Retention = NO_RETENTION  # how the KV is kept after the sequence ends
-    # Limit on the KV that each token sees; None: all KV. Blocks under a budget are never shared.
+    # Limit on the KV that each token attends to; None: no limit. The blocks of a sequence with a
+    # limit are never shared.
     kv_budget: KvBudget | None = None
-    # Latest useful time of the first token, by time.monotonic(), which is the same clock in all
-    # processes of a machine. A sequence that would be later is refused before it is computed. 0: no
-    # limit.
+    # Deadline of the first token, as a value of time.monotonic(), which is the same clock in all
+    # processes of a machine. A sequence that is predicted to miss the deadline is refused before it
+    # is computed. 0: no deadline.
     first_token_by: float = 0.0
 
 
@@ -94,8 +99,8 @@ class Admitted(msgspec.Struct, frozen=True):
     """A sequence left the queue, because its blocks were allocated."""
 
     sequence_id: str
-    at: float  # time.monotonic(), the same clock in all processes of a machine
-    # seconds in the queue spent waiting for blocks that another sequence computed or pulled
+    at: float  # time of the admission by time.monotonic(), which all processes of a machine share
+    # seconds for which the sequence waited for blocks that another sequence computed or pulled
     shared_wait_s: float = 0.0
 
 
@@ -105,12 +110,12 @@ class Reserved(msgspec.Struct, frozen=True):
     sequence_id: str
     num_cached_tokens: int  # a multiple of the block size
     block_ids: list[int]  # the blocks to fill, in transfer order (transfer_order.py)
-    cached: CachedTokens = NONE_CACHED  # tokens that the sequence reused at its first admission
+    cached: CachedTokens = NONE_CACHED  # tokens whose KV the sequence reused at its first admission
 
 
 class FinalBlocks(msgspec.Struct, frozen=True):
-    """Consecutive blocks of a PREFILL_ONLY sequence or a held chain that will not change any
-    more."""
+    """Blocks of a PREFILL_ONLY sequence or of a held chain that will not change any more, so the
+    peer can pull them."""
 
     sequence_id: str
     first_block: int  # number of the first of these blocks in transfer order (transfer_order.py)
@@ -125,11 +130,11 @@ class Prefilled(msgspec.Struct, frozen=True):
 
     sequence_id: str
     first_token_id: int  # the sampled token
-    cached: CachedTokens = NONE_CACHED  # the reused ones of the sequence's tokens
+    cached: CachedTokens = NONE_CACHED  # tokens of the sequence whose KV was reused
     logprobs: TokenLogprobs | None = None  # log probabilities for `first_token_id`
     prompt_logprobs: list[TokenLogprobs] = []  # one item per prompt token after the first
     embedding: list[float] = []  # embedding of the prompt, if the spec has `embed`
-    # attention sum of each block, if the KV budget keeps heavy hitters
+    # attention sum of each block, if the spec has a KV budget that keeps heavy hitters
     block_sums: list[float] = []
 
     @property
@@ -146,17 +151,17 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class NewTokens(msgspec.Struct, frozen=True):
-    """New output tokens of a decoding sequence, and the reason why it ended, if it did."""
+    """New output tokens of a decoding sequence. If the sequence ended, also says why."""
 
     sequence_id: str
     token_ids: list[int]
     finish_reason: str = ""  # "", "stop" or "length"
-    cached: CachedTokens = NONE_CACHED  # the reused ones of the prompt's tokens
+    cached: CachedTokens = NONE_CACHED  # tokens of the prompt whose KV was reused
     num_preemptions: int = 0
     logprobs: list[TokenLogprobs] = []  # one item for each of `token_ids`, if requested
-    # one item per prompt token after the first, with the first output token only
+    # One item per prompt token after the first. Empty except with the first output token.
     prompt_logprobs: list[TokenLogprobs] = []
-    embedding: list[float] = []  # embedding of the prompt, with the first output token only
+    embedding: list[float] = []  # embedding of the prompt; empty except with the first output token
 
     @property
     def num_cached_tokens(self) -> int:
@@ -183,14 +188,15 @@ class AdapterStats(msgspec.Struct, frozen=True):
 
 
 class TierStats(msgspec.Struct, frozen=True):
-    """The current content of a tier below the pool, and its counters since the start."""
+    """The number of blocks that a tier below the pool holds now, and counts since the start of the
+    process."""
 
-    name: str  # the name of one of KV_TIERS
+    name: str  # name of the tier, from KV_TIERS
     blocks_total: int
     blocks_held: int
     blocks_written: int
     blocks_loaded: int
-    blocks_bad: int  # blocks whose copy could not be read, or was left out when the tier started
+    blocks_bad: int  # copies that could not be read, or not be recovered when the tier started
     write_failures: int
     block_s: float = 0.0  # seconds to load a block; 0: not measured
 
@@ -200,32 +206,33 @@ class PinStats(msgspec.Struct, frozen=True):
 
     place: str  # "device" for the KV pools, or the name of the tier
     blocks: int  # number of blocks that are pinned now
-    fates: dict[str, int] = {}  # blocks since the start, by the outcome of their pins (`Fate`)
+    fates: dict[str, int] = {}  # number of blocks since the start by outcome of their pins (`Fate`)
 
 
 class EngineStats(msgspec.Struct, frozen=True):
     """State of an engine for the metrics of its worker. Routers get the `WorkerLoad` only."""
 
     blocks_free: int = 0
-    blocks_leaving: int = 0  # blocks that no sequence has, and that a tier still reads or writes
+    blocks_leaving: int = 0  # blocks without a sequence that a tier still reads or writes
     blocks_dropped: int = 0  # blocks evicted without a copy in a tier, since the start
     adapters: AdapterStats = AdapterStats()
     tiers: list[TierStats] = []
-    load_queue_s: float = 0.0  # seconds until the current loads from tiers have ended
+    load_queue_s: float = 0.0  # expected seconds until the current loads from tiers have ended
     pins: list[PinStats] = []
 
 
 class StoredBlock(msgspec.Struct, frozen=True):
     parent_hash: bytes
     block_hash: bytes
-    # Empty without `report_block_tokens`, and for blocks that were imported by their hashes.
+    # Tokens of the block. Empty if the setting `report_block_tokens` is off. Also empty for blocks
+    # imported from a peer, which sends only hashes.
     token_ids: list[int] = []
     index: int = 0  # index of the block in its chain
     adapter: Adapter | None = None  # LoRA adapter of the KV, if `token_ids` are known
 
 
 class TierBlocks(msgspec.Struct, frozen=True):
-    """Net changes of the blocks that can be read from a tier."""
+    """Changes since the last report of the blocks that a tier can load."""
 
     tier: str  # name of the tier
     stored: list[StoredBlock]  # parents before children
@@ -233,7 +240,7 @@ class TierBlocks(msgspec.Struct, frozen=True):
 
 
 class BlockChanges(msgspec.Struct, frozen=True):
-    """Net changes of a set of blocks."""
+    """Changes of a set of blocks since the last report."""
 
     stored: list[StoredBlock]  # parents before children
     removed: list[bytes]  # children before parents
@@ -246,9 +253,10 @@ class StepReport(msgspec.Struct):
     step: int = 0
     step_ms: float = 0.0
     num_prefill_tokens: int = 0
-    num_prefill_context_tokens: int = 0  # for each prefill token the tokens before it, summed
+    # number of (prefill token, token before it) pairs, a measure of the attention work
+    num_prefill_context_tokens: int = 0
     num_decode_tokens: int = 0
-    num_decode_context_tokens: int = 0  # for each decoded token the tokens before it, summed
+    num_decode_context_tokens: int = 0  # the same for the decoded tokens
     admitted: list[Admitted] = []
     reserved: list[Reserved] = []
     final_blocks: list[FinalBlocks] = []
@@ -258,8 +266,8 @@ class StepReport(msgspec.Struct):
     failed: list[Failed] = []
     stored: list[StoredBlock] = []  # parents before children
     removed: list[bytes] = []  # children before parents
-    # Changes to publish as KV events instead of `stored` and `removed`, where these do not include
-    # the parents of each block (models with windows).
+    # Models with windows: the changes to publish as KV events instead of `stored` and `removed`.
+    # There, `stored` and `removed` list a block without the blocks before it in the sequence.
     chains: BlockChanges | None = None
     tiers: list[TierBlocks] = []  # the tiers whose blocks changed
     load: WorkerLoad = WorkerLoad()

@@ -16,9 +16,9 @@ Templates expect messages in different forms:
 - The arguments of tool calls are objects or JSON text.
 - `content` is a string or a list such as [{"type": "text", "text": "a"}].
 
-When a template is loaded, small test chats are rendered in each form, starting with the form that
-transformers uses. Later messages are passed in the form in which the template rendered most of the
-reasoning and the tool calls.
+When a template is loaded, small test chats are rendered in each form. The first form is the one
+that transformers uses. Messages of clients are later passed in the form in which the template
+rendered most of a test message's reasoning and tool calls; of several such forms, in the first one.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ from tandem.errors import BadRequest, ConfigError
 from tandem.models.files import first_line, naming
 from tandem.models.tokenizer_settings import is_token, read_tokenizer_settings
 
-RENDER_S_MAX = 5.0  # Typical conversations take milliseconds.
-# Largest result of `*` or `**` in a template: bits of a number, or elements of a string or list.
+RENDER_S_MAX = 5.0  # maximum time to render a chat; typical chats take milliseconds
+# Maximum size of the result of a product or power. The size is the number of bits of a number, or
+# the number of elements of a string or list.
 _RESULT_SIZE_MAX = 1 << 20
 # A template that receives data of an unexpected type raises ordinary Python errors.
 _PYTHON_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
@@ -99,7 +100,8 @@ class _MessageKind(NamedTuple):
     has_calls: bool
 
     def message(self, reasoning: str) -> dict[str, Any]:
-        """Returns a test message of this kind. `reasoning` is ignored if the kind has none."""
+        """Returns a test message of this kind. `reasoning` is the text of the message's reasoning;
+        it is ignored for kinds without reasoning."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.has_reasoning:
             message[_REASONING_NAMES[0]] = reasoning
@@ -163,8 +165,8 @@ class _TemplateTraits(NamedTuple):
     """The properties of a template that decide how messages are passed to it."""
 
     forms: Mapping[_MessageKind, _MessageForm]
-    takes_text: Mapping[str, bool]  # by role: the template renders a string as content
-    takes_parts: Mapping[str, bool]  # by role: the template renders a list of parts as content
+    takes_text: Mapping[str, bool]  # role -> True if the template renders content that is a string
+    takes_parts: Mapping[str, bool]  # role -> True if the template renders content that is a list
     shows_calls: bool  # The template renders tool calls of earlier answers.
     shows_results: bool  # The template renders the results of tool calls.
     takes_one_call: bool  # True: messages with several calls are split into one call each.
@@ -180,8 +182,9 @@ class _TemplateTraits(NamedTuple):
         return [given for message in messages for given in self.given(message)]
 
     def given(self, message: _Message) -> list[dict[str, Any]]:
-        """Converts one message of a client to the one or two messages that the template receives.
-        Keys with null are left out unless the template expects null."""
+        """Returns the messages that the template receives for one message: usually one, or two if
+        the template needs the tool calls apart. Keys whose value is null are left out unless the
+        template expects null."""
         role = message["role"]
         content = message.get("content")
         takes_parts = self.takes_parts.get(role, False)
@@ -379,7 +382,8 @@ class ChatTemplate:
             text = self._render_probe(role, "probedone")
             takes_text[role] = "probedone" in text
             parts = self._render_probe(role, _PROBED_PARTS)
-            # Quotes around a text show that the template printed the list itself, as Python code.
+            # If the rendered text has a part in quotes, such as [{"text": "probedone"}], the
+            # template does not know parts and printed the Python list.
             are_shown = all(p["text"] in parts for p in _PROBED_PARTS)
             takes_parts[role] = are_shown and not any(q + "probedone" in parts for q in "'\"")
         traits = _TemplateTraits(
@@ -401,11 +405,11 @@ class ChatTemplate:
         return traits._replace(takes_all_ids=takes_all)
 
     def _shows_results(self, traits: _TemplateTraits) -> bool:
-        """Returns whether the template renders the result of a tool call. In one test chat the
-        result follows a tool call, in another an answer without calls.
+        """Returns whether the template renders the result of a tool call.
 
-        Also returns True if the template raises an error for all test chats: clients then receive
-        an error, so the template does not drop results silently."""
+        There are two test chats: in one the result follows a call, in the other it follows an
+        answer without calls. If the template refuses both, the function also returns True: such a
+        template refuses a client's result with an error, so the result is not dropped silently."""
         called = [traits.given(_CALLED)] if traits.shows_calls else []
         shown = []
         for before in (*called, [{"role": "assistant", "content": "b"}]):
@@ -457,9 +461,10 @@ class ChatTemplate:
         return "probedcall" in rendered and "probedtwo" in rendered
 
     def _best_form(self, kind: _MessageKind) -> _MessageForm:
-        """Returns the form in which the template renders most of the two fields reasoning and tool
-        calls; of equal forms, the first. Content is not counted, because a template that drops
-        content also drops it in transformers."""
+        """Returns the form in which the template renders most of a message of this kind. The score
+        of a form is `_num_shown`: 2 if both reasoning and tool calls are rendered. Of forms with
+        equal scores, the first one wins. Content does not count, because a template that drops
+        content does so in transformers, too."""
         best = _MessageForm()
         most = -1
         tried: list[Any] = []
@@ -488,13 +493,15 @@ class ChatTemplate:
             yield _MessageForm(*form)
 
     def _num_shown(self, kind: _MessageKind, form: _MessageForm) -> int:
-        """Returns how many of the two fields reasoning and tool calls the template renders in this
-        form. Returns -1 if the form is unusable: the template raises an error or prints a null
-        value as the text None, for example."""
+        """Returns how much the template renders of a message in this form: 1 for the reasoning plus
+        1 for the tool calls. Returns -1 if the form is unusable, for example because the template
+        refuses it or prints null as text."""
         given = form.messages(kind.message("probedthought"))
         if kind.has_calls:
             chat = [self._smallest_chat.user, *given, _RESULT]
-        else:  # An earlier answer is included, because templates may render it differently.
+        else:
+            # The message under test is the last answer: templates often omit the reasoning of
+            # earlier answers.
             chat = [
                 self._smallest_chat.user,
                 *form.messages(kind.message("before")),
@@ -561,7 +568,8 @@ class _Environment(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
         for loop in template.find_all(nodes.For):
-            # The check is an attribute of the environment, so no template variable can shadow it.
+            # The check is an attribute of the environment and no template variable, because a
+            # template could assign another value to a variable.
             check = nodes.Call(nodes.EnvironmentAttribute("check_clock"), [], [], None, None)
             loop.body.insert(0, nodes.Output([check]))
         return template.set_environment(self)  # type: ignore[return-value]

@@ -1,8 +1,9 @@
 """Reads a model's JSON files, and converts errors in a model's files into one-line messages that
 name the file.
 
-A model's file may contain values of any type. Unexpected types raise arbitrary errors of Python or
-of a library.
+A model's file may contain anything: a list where the code that reads it expects an object raises a
+TypeError, for example. The context manager `naming` converts such errors to a message that names
+the file.
 """
 
 import json
@@ -22,7 +23,8 @@ _NAMES_SHOWN_MAX = 3
 def naming(file: Path) -> Iterator[None]:
     """Context manager that converts errors raised in its body into a ConfigError that names `file`.
 
-    A TandemError keeps its class; the file's name is added unless the message contains it.
+    A TandemError keeps its class. The file's name is added to the message if the message does not
+    contain it.
     """
     try:
         yield
@@ -43,7 +45,8 @@ def first_line(error: BaseException) -> str:
 
 
 def few(tensors: Sequence[str]) -> str:
-    """Lists the first few tensor names for an error message, and the number of further names."""
+    """Formats tensor names for an error message: the first three names, and "and 5 more tensors"
+    for the rest."""
     more = len(tensors) - _NAMES_SHOWN_MAX
     shown = ", ".join(tensors[:_NAMES_SHOWN_MAX])
     return f"{shown} and {more} more tensors" if more > 0 else shown

@@ -12,8 +12,8 @@ class ModelFolder:
 
     path: Path
     config: ModelConfig
-    fingerprint: str  # hex
-    name: str  # the default served model name
+    fingerprint: str  # hexadecimal hash of the model's files
+    name: str  # name under which the model is served by default
     weight_files: tuple[Path, ...]  # safetensors or GGUF; each tensor is in exactly one file
     # Number of parameters; valid only for unquantized checkpoints and for GGUF files.
     num_weights: int

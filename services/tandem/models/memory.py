@@ -4,11 +4,10 @@
     native     KV pool + packed weights + the largest tensor while it is converted
     others     KV pool + weights in the compute dtype
 
-Native kernels convert and pack one tensor at a time. Tensors stored in the compute dtype, and
-quantized tensors that stay quantized, are not converted: they are mapped from their file. Mapped
-pages do not count, because the operating system reclaims them when memory is short. The launcher
-checks the sum of its workers before it starts any; each engine checks its own need before it
-allocates.
+Native kernels convert and pack one tensor at a time. A tensor that needs no conversion is mapped
+from the file and does not count, because the operating system can reclaim mapped pages when memory
+is short. Before the launcher starts workers, it checks the memory for all of them together. Each
+engine checks again, before it allocates memory.
 """
 
 from dataclasses import dataclass
@@ -43,8 +42,8 @@ class Need:
 def read_memory(
     membership: Path = Path("/proc/self/cgroup"), hierarchy: Path = Path("/sys/fs/cgroup")
 ) -> Memory:
-    """Returns the memory of the machine, or that of an enclosing cgroup (version 2): the one with
-    the least free memory."""
+    """Returns the memory that this process can use. Candidates are the machine and each enclosing
+    cgroup (version 2); the one with the least free memory is returned."""
     machine = psutil.virtual_memory()
     found = [Memory("this machine", machine.available, machine.total)]
     try:
@@ -67,7 +66,7 @@ def _cgroup_memory(folder: Path) -> Memory | None:
         limit = int((folder / "memory.max").read_text())
         used = int((folder / "memory.current").read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # No memory controller, or the limit is "max".
+    except (OSError, ValueError):  # The cgroup has no memory controller, or its limit is "max".
         return None
     used -= int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
     return Memory("this container", max(0, limit - used), limit)
@@ -127,10 +126,11 @@ def worker_need(
 def keeps_quantized(config: EngineOptions, model: ModelFolder, kernels: str) -> bool:
     """Returns whether quantized weights stay quantized in memory.
 
-    Settings that require other weights (`weights`, `dtype`, exact `numerics`) cause a conversion.
-    Exact numerics do so only with native kernels and quantized weights other than fp8, because
-    native kernels multiply these weights with quantized activations. Native kernels dequantize fp8
-    weights during the product, and the other kernels dequantize all formats.
+    If `weights` is not auto, they are converted. If it is auto, the kernels decide:
+    - torch and triton: weights stay quantized if `dtype` is auto.
+    - native, fp8 weights: weights stay quantized.
+    - native, other formats: weights stay quantized if `dtype` is auto and `numerics` is fast. Exact
+      numerics need a conversion, because these kernels also quantize activations.
     """
     is_quantized = model.is_gguf or model.config.is_mxfp4 or model.config.quantization is not None
     if config.weights != "auto" or not is_quantized:

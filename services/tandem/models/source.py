@@ -42,7 +42,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.tiktoken", "*.model"]
 _HUB_FILES_IGNORED = [
     "consolidated*",
     "original/*",
-]  # Copies of the same weights in another format.
+]  # These files are copies of the same weights in another format.
 _INDEX_FILE = "model.safetensors.index.json"
 _EDGE_BYTES = 1 << 20  # number of bytes hashed at the start and at the end of each weight file
 
@@ -80,8 +80,8 @@ def resolve(model: str, *, revision: str = "", cache_dir: Path | None = None) ->
 
 
 def is_local(model: str) -> bool:
-    """Returns whether `model` is on this machine (a path or the built-in model) and not a hub
-    name."""
+    """Returns True if `model` is a path or the built-in model, and False if it is a name on the
+    hub."""
     path = Path(model).expanduser()
     is_path = path.is_absolute() or model.startswith((".", "~")) or path.suffix.lower() == ".gguf"
     return model == BUILT_IN or is_path or path.exists()
@@ -100,9 +100,9 @@ def read_folder(
 ) -> ModelFolder:
     """Reads a Hugging Face folder. Raises ConfigError naming the file that is missing.
 
-    `gguf_file` has the weights of a folder that was converted from GGUF; of a split model it is any
-    of the files. By default it is the file whose path the conversion recorded. `cache_dir` keeps
-    the tokenizer.json that is made for a folder with another tokenizer format.
+    `gguf_file` is for folders that were converted from GGUF: it is the file with the weights, or
+    any file of a split model. The default is the path that the conversion recorded in the folder.
+    If the folder has another tokenizer format, a tokenizer.json is made and stored in `cache_dir`.
     """
     path = weights = path.resolve()
     for file in ("config.json", "tokenizer.json"):
@@ -155,9 +155,9 @@ def read_folder(
 def _text_part_of(config: ModelConfig, files: Sequence[Path]) -> tuple[ModelConfig, int]:
     """Returns the config of a multimodal checkpoint's text part, and its number of parameters.
 
-    Whether the text part has its own output matrix is read from the weight files.
-    `tie_word_embeddings` of config.json is unreliable, because some versions of transformers wrote
-    the value of another part of the model.
+    The function checks in the weight files whether the text part has its own output matrix. The
+    field `tie_word_embeddings` of config.json is unreliable, because some versions of transformers
+    wrote the value of another part of the model into it.
     """
     num_weights = 0
     has_output = False
@@ -275,7 +275,8 @@ def _fingerprint(path: Path, weights: tuple[Path, ...]) -> str:
 
 def _edges(file: Path) -> Iterator[bytes]:
     is_gguf = file.suffix.lower() == ".gguf"
-    if not is_gguf:  # A copy of a GGUF file may have any name.
+    # The hash of a GGUF file leaves out the name, because a copy may have any name.
+    if not is_gguf:
         yield file.name.encode()
     with file.open("rb") as stream:
         size = stream.seek(0, 2)

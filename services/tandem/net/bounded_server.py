@@ -1,16 +1,20 @@
 """A WSGI server for ports with few, short calls, which unauthenticated clients cannot exhaust.
 
-Each connection has one call. A client has DEADLINE_S to send it: the TLS handshake, the header and
-the body. The application is then called, the answer is written within another DEADLINE_S, and the
-connection is closed.
+Each connection has one call. A client has DEADLINE_S for the TLS handshake and for sending the
+header and the body. The server then calls the application, writes the answer within another
+DEADLINE_S, and closes the connection.
 
-If a connection limit is reached, an open connection is closed to make room for a new one: the
-oldest one whose call is not complete. At the limit of an address it is a connection of the same
-address; at the limit of the server it is one of the address with the most connections. If that
-connection is younger than _MATURE_S, the new connection may have to wait instead.
+If a connection limit is reached, the server closes an open connection to make room for a new one.
+It closes the oldest connection with an incomplete request from one address:
+- the address of the new connection, if that address has PER_ADDRESS_MAX connections;
+- the address with the most connections, if the server has CONNECTIONS_MAX connections.
 
-One thread with an event loop reads all connections, and a few threads run the application, so a
-silent connection costs only a few kilobytes.
+So an address that opens many silent connections loses its own ones first. A connection younger than
+_MATURE_S is closed only for an address with fewer connections. For other addresses the new
+connection waits.
+
+One thread with an event loop reads all connections, and CALLS_AT_ONCE threads run the application.
+A silent connection holds no thread and costs only a few kilobytes.
 """
 
 from __future__ import annotations
@@ -44,17 +48,18 @@ DEADLINE_S = 10.0
 # A younger connection is not closed to make room for another connection of the same address,
 # because its request may still be on the way.
 _MATURE_S = 0.25
-_WAITING_MAX = 256  # limit of accepted connections that wait until a connection slot is free
+_WAITING_MAX = 256  # maximum number of accepted connections that wait for room
 _WAIT_S = 3.0
-_CHECK_INTERVAL_S = 0.05  # interval of checks for a free slot
+_CHECK_INTERVAL_S = 0.05  # interval at which a waiting connection checks for room
 _HEADER_BYTES_MAX = 16 << 10
 _BODY_BYTES_MAX = 64 << 10
 _READ_BYTES = 16 << 10
 _BACKLOG = 128
-_ACCEPT_PAUSE_S = 0.5  # pause if the process has no free file descriptor
+_ACCEPT_PAUSE_S = 0.5  # pause after an accept failed, for example without a free file descriptor
 _CLOSE_MAX_S = 5.0
-# The client has this time to read the answer. If the connection were closed at once, unread bytes
-# could reset it before the client has read the answer.
+# After the answer the server keeps the connection open for this time. If it closed a connection
+# with unread bytes at once, the kernel would reset the connection, and the client might lose the
+# answer.
 _LINGER_S = 1.0
 
 
@@ -147,8 +152,8 @@ class BoundedServer:
         connection.task.add_done_callback(partial(self._forget, connection))
 
     def _make_room(self, address: str) -> bool:
-        """Returns True if a connection of this address can be accepted now. At a limit, an older
-        connection is closed first."""
+        """Returns True if a connection of this address can be accepted now. If a limit is reached,
+        the method closes an older connection first; if it cannot close one, it returns False."""
         if self._num_of[address] >= PER_ADDRESS_MAX:
             fullest = address
         elif len(self._open) >= CONNECTIONS_MAX:
@@ -189,7 +194,7 @@ class BoundedServer:
                 environ = _environ(request, body, connection.address)
                 answer = await self._loop.run_in_executor(self._callers, _call, self._app, environ)
             async with asyncio.timeout(DEADLINE_S):
-                # With this limit `drain` waits until all bytes have been sent.
+                # With a limit of 0, `drain` waits until all bytes have been sent.
                 writer.transport.set_write_buffer_limits(0)
                 is_head = request is not None and request.method == b"HEAD"
                 writer.write(_to_bytes(http, *answer, is_head=is_head))

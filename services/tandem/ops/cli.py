@@ -5,12 +5,12 @@ from tandem.common.process.garbage import without_collection
 
 
 def main() -> None:
-    """Runs the command that the process's arguments name."""
+    """Runs the command that the command line names."""
     quietly(_run)
 
 
 def _run() -> None:
-    # Imported here, so that Ctrl-C during the import is handled, too.
+    # The import is here, so that Ctrl-C during it ends without a traceback, too.
     with without_collection():
         from tandem.ops.commands import run
 

@@ -1,4 +1,5 @@
-"""The commands of `tandem`. Each command imports its modules itself, so start-up is fast."""
+"""The commands of `tandem`. Each command imports its modules only when it runs, so every command
+starts fast."""
 
 import os
 import sys
@@ -33,8 +34,16 @@ app.command(bench)
 app.command(index)
 app.command(keys)
 
-_Url = Annotated[str, Parameter(help="Admin address of a router.", env_var="TANDEM_ADMIN_URL")]
-_ADMIN_URL = "http://127.0.0.1:8002"
+_HERE = "Default: the cluster of `tandem up` on this machine."
+_Url = Annotated[
+    str,
+    Parameter(
+        help=f"Admin address of a router. {_HERE}", env_var="TANDEM_ADMIN_URL", show_default=False
+    ),
+]
+_PublicUrl = Annotated[
+    str, Parameter(help=f"Public address of a router. {_HERE}", show_default=False)
+]
 _Key = Annotated[str, Parameter(help="The key's id, as `tandem keys list` shows it.")]
 _Worker = Annotated[str, Parameter(help="The worker's id, as `tandem status` shows it.")]
 
@@ -59,7 +68,7 @@ class KeyLimits:
     """Share of the work while tenants take turns, 1 to 10000. Default: 100."""
 
     def given(self) -> dict[str, int]:
-        """Returns the limits that are set, by name."""
+        """Returns a dict with the limits that were given: name -> value."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -67,12 +76,70 @@ _Limits = Annotated[KeyLimits, Parameter(name="*")]
 _NO_LIMITS = KeyLimits()
 
 
-@app.command
-def status(*, url: _Url = _ADMIN_URL) -> None:
-    """Show pools, workers, load, KV use and transports."""
-    from tandem.cluster.operate import show_status
+def _admin(url: str) -> str:
+    """Returns `url`, or else the admin address of the cluster that runs on this machine."""
+    from tandem.cluster.logs.run_logs import find_address
 
-    show_status(url)
+    return url or find_address("admin", "http://127.0.0.1:8002")
+
+
+def _public(url: str) -> str:
+    """Returns `url`, or else the public address of the cluster that runs on this machine."""
+    from tandem.cluster.logs.run_logs import find_address
+
+    return url or find_address("http", "http://127.0.0.1:8000")
+
+
+@app.command
+def chat(
+    question: Annotated[
+        str, Parameter(help="One question. Default: a conversation.", show_default=False)
+    ] = "",
+    /,
+    *,
+    url: Annotated[
+        str,
+        Parameter(
+            help=f"Address of a server with OpenAI's API. {_HERE}",
+            env_var="TANDEM_URL",
+            show_default=False,
+        ),
+    ] = "",
+    model: Annotated[
+        str, Parameter(help="The model. Default: the server's first.", show_default=False)
+    ] = "",
+    system: Annotated[str, Parameter(help="Instructions to the model.", show_default=False)] = "",
+    temperature: Annotated[float | None, Parameter(help="Default: the model's own.")] = None,
+    max_tokens: Annotated[int | None, Parameter(help="Most tokens of an answer.")] = None,
+) -> int:
+    """Talk with a model in the terminal. /help lists what the conversation understands."""
+    from rich.console import Console
+
+    from tandem.ops.chat import Chat, run
+
+    given = {"temperature": temperature, "max_tokens": max_tokens}
+    body = {name: value for name, value in given.items() if value is not None}
+    console = Console(highlight=False, soft_wrap=True)
+    server = _public(url).rstrip("/").removesuffix("/v1")
+    return run(Chat(server, console, model, system, body), question)
+
+
+@app.command
+def status(
+    *,
+    watch: Annotated[
+        bool, Parameter(alias="-w", help="Show it again every 2 s, until Ctrl-C.")
+    ] = False,
+    as_json: Annotated[bool, Parameter(name="--json", help="Print the state as JSON.")] = False,
+    url: _Url = "",
+) -> None:
+    """Show pools, workers, load, KV use and transports."""
+    from tandem.cluster.operate import show_status, watch_status
+
+    if watch:
+        watch_status(_admin(url))
+    else:
+        show_status(_admin(url), as_json=as_json)
 
 
 @app.command
@@ -80,16 +147,16 @@ def scale(
     size: Annotated[str, Parameter(name="POOL=SIZE", help="A pool and its number of workers.")],
     /,
     *sizes: Annotated[str, Parameter(show=False)],
-    url: _Url = _ADMIN_URL,
+    url: _Url = "",
     deadline: Annotated[float, Parameter(help="Seconds to wait for the sizes.")] = 60.0,
 ) -> None:
     """Set pool sizes, such as prefill=2 decode=1, and wait until they are reached."""
     from tandem.cluster.operate import scale_pools
 
-    scale_pools(url, (size, *sizes), deadline_s=deadline)
+    scale_pools(_admin(url), (size, *sizes), deadline_s=deadline)
 
 
-@app.command(alias="flip")  # earlier name, kept for compatibility
+@app.command(alias="flip")  # the earlier name `flip` still works
 def set_role(
     worker: _Worker,
     /,
@@ -97,12 +164,12 @@ def set_role(
     role: Annotated[
         str, Parameter(help="prefill or decode. Default: the other one.", show_default=False)
     ] = "",
-    url: _Url = _ADMIN_URL,
+    url: _Url = "",
 ) -> None:
     """Move a running worker to the other pool, or back, without a restart."""
     from tandem.cluster import operate
 
-    operate.set_role(url, worker, role)
+    operate.set_role(_admin(url), worker, role)
 
 
 @app.command
@@ -110,7 +177,7 @@ def drain(
     worker: _Worker,
     /,
     *,
-    url: _Url = _ADMIN_URL,
+    url: _Url = "",
     deadline: Annotated[float, Parameter(help="Seconds for the requests it holds.")] = 30.0,
     force: Annotated[
         bool, Parameter(help="Drain it even if it is the last decode worker.")
@@ -122,7 +189,7 @@ def drain(
     """
     from tandem.cluster.operate import drain_worker
 
-    drain_worker(url, worker, deadline_s=deadline, force=force)
+    drain_worker(_admin(url), worker, deadline_s=deadline, force=force)
 
 
 @app.command
@@ -132,24 +199,24 @@ def reset_prefix_cache(
     ] = "",
     /,
     *,
-    url: _Url = _ADMIN_URL,
+    url: _Url = "",
 ) -> None:
     """Drop the cached KV blocks that no request uses, at all workers or at one."""
     from tandem.cluster import operate
 
-    operate.reset_prefix_cache(url, worker)
+    operate.reset_prefix_cache(_admin(url), worker)
 
 
 @app.command
 def audit(
     *,
     limit: Annotated[int, Parameter(help="Largest number of entries, at most 1000.")] = 50,
-    url: _Url = _ADMIN_URL,
+    url: _Url = "",
 ) -> None:
     """Show the last changes and refused calls at all routers, the newest last."""
     from tandem.cluster.operate import show_audit
 
-    show_audit(url, limit)
+    show_audit(_admin(url), limit)
 
 
 @app.command
@@ -157,12 +224,12 @@ def why(
     request: Annotated[str, Parameter(help="Its id, that of its reply, or its X-Request-Id.")],
     /,
     *,
-    url: Annotated[str, Parameter(help="Public address of a router.")] = "http://127.0.0.1:8000",
+    url: _PublicUrl = "",
 ) -> None:
     """Show where the time of a request went until its first token, and why it was placed so."""
     from tandem.cluster.operate import show_why
 
-    show_why(url, request)
+    show_why(_public(url), request)
 
 
 @app.command
@@ -171,7 +238,7 @@ def logs(
     /,
     *,
     follow: Annotated[bool, Parameter(alias="-f", help="Go on with new lines.")] = False,
-    url: _Url = _ADMIN_URL,
+    url: _Url = "",
 ) -> None:
     """Show the log of a process of `tandem up` on this machine, also after its end.
 
@@ -179,25 +246,25 @@ def logs(
     """
     from tandem.cluster.logs.worker_log import show_worker_log
 
-    show_worker_log(url, worker, follow=follow)
+    show_worker_log(_admin(url), worker, follow=follow)
 
 
 @app.command
 def events(
     *,
     limit: Annotated[int, Parameter(help="Largest number of events, at most 1000.")] = 50,
-    url: _Url = _ADMIN_URL,
+    url: _Url = "",
 ) -> None:
     """Show what happened to workers and requests, and who changed what, the newest last."""
     from tandem.cluster.operate import show_events
 
-    show_events(url, limit)
+    show_events(_admin(url), limit)
 
 
 @index.command
 def verify(
     *,
-    url: _Url = _ADMIN_URL,
+    url: _Url = "",
     everything: Annotated[
         bool, Parameter(name="--all", help="Check every entry, not a sample of each worker's.")
     ] = False,
@@ -205,7 +272,7 @@ def verify(
     """Compare the prefix tree with what workers hold; exit status 1 when they differ."""
     from tandem.cluster.operate import verify_index
 
-    return 0 if verify_index(url, everything=everything) else 1
+    return 0 if verify_index(_admin(url), everything=everything) else 1
 
 
 @app.command
@@ -218,12 +285,12 @@ def usage(
     tenant: Annotated[
         str | None, Parameter(help="One tenant. Default: all, or that of a user's key.")
     ] = None,
-    url: Annotated[str, Parameter(help="Public address of a router.")] = "http://127.0.0.1:8000",
+    url: _PublicUrl = "",
 ) -> None:
     """Show the requests and tokens of each tenant."""
     from tandem.cluster.keys import show_usage
 
-    show_usage(url, window, last, tenant)
+    show_usage(_public(url), window, last, tenant)
 
 
 @keys.command
@@ -238,31 +305,31 @@ def create(
         Path | None, Parameter(help="File of records to add it to, for --keys-file, not a router.")
     ] = None,
     limits: _Limits = _NO_LIMITS,
-    url: _Url = _ADMIN_URL,
+    url: _Url = "",
 ) -> None:
     """Create a key and print it: its secret is shown only now."""
     from tandem.cluster.keys import add_key, create_key
 
     if file is None:
-        create_key(url, tenant, role, expires, limits.given())
+        create_key(_admin(url), tenant, role, expires, limits.given())
     else:
         add_key(file, tenant, role, expires, limits.given())
 
 
 @keys.command(name="list")
-def list_(*, url: _Url = _ADMIN_URL) -> None:
+def list_(*, url: _Url = "") -> None:
     """Show all keys, without their secrets."""
     from tandem.cluster.keys import list_keys
 
-    list_keys(url)
+    list_keys(_admin(url))
 
 
 @keys.command
-def update(key_id: _Key, /, *, limits: _Limits = _NO_LIMITS, url: _Url = _ADMIN_URL) -> None:
+def update(key_id: _Key, /, *, limits: _Limits = _NO_LIMITS, url: _Url = "") -> None:
     """Change limits of a key; those that are not named stay."""
     from tandem.cluster.keys import update_key
 
-    update_key(url, key_id, limits.given())
+    update_key(_admin(url), key_id, limits.given())
 
 
 @keys.command
@@ -271,26 +338,45 @@ def rotate(
     /,
     *,
     grace: Annotated[str, Parameter(help="Time that the old secret still works.")] = "1h",
-    url: _Url = _ADMIN_URL,
+    url: _Url = "",
 ) -> None:
     """Give a key a new secret and print it."""
     from tandem.cluster.keys import rotate_key
 
-    rotate_key(url, key_id, grace)
+    rotate_key(_admin(url), key_id, grace)
 
 
 @keys.command
-def revoke(key_id: _Key, /, *, url: _Url = _ADMIN_URL) -> int:
+def revoke(key_id: _Key, /, *, url: _Url = "") -> int:
     """Revoke a key for good; exit status 1 names who did not confirm it."""
     from tandem.cluster.keys import revoke_key
 
-    return 0 if revoke_key(url, key_id) else 1
+    return 0 if revoke_key(_admin(url), key_id) else 1
+
+
+@app.command
+def pull(
+    model: Annotated[str, Parameter(help="A model of the Hugging Face hub, or smollm2.")],
+    /,
+    *,
+    revision: Annotated[
+        str, Parameter(help="Branch, tag or commit. Default: main.", show_default=False)
+    ] = "",
+) -> None:
+    """Download a model and check it, so that a later start needs no network."""
+    from tandem.cluster.launch.checked_model import fetch_model
+    from tandem.cluster.launch.options import LaunchOptions
+
+    found = fetch_model(LaunchOptions(model=model, model_revision=revision), print)
+    print(f"{found.name} is in {found.path}")
 
 
 def up(*arguments: str) -> int:
     from tandem.cluster.launch.options import LaunchOptions
     from tandem.common.options import read
 
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ("--model", *arguments)
     options = read(LaunchOptions, "tandem up", arguments)
     with without_collection():
         from tandem.cluster.launch.launcher import up as launch
@@ -318,11 +404,11 @@ def controller(*arguments: str) -> int:
 
 
 def program(module: str, *, is_service: bool = False) -> Callable[..., NoReturn]:
-    """Returns a command that replaces this process by `python -m module`. Signals then reach the
-    program directly.
+    """Returns a command that runs the program `python -m module` in place of this process. So
+    signals reach the program directly.
 
-    The command exits with an error if the module's package is not installed. `is_service` means
-    that the program handles signals itself.
+    `is_service`: True if the program handles SIGTERM and SIGINT itself. The command exits with an
+    error if the module's package is not installed.
     """
     start = ["-m", module] if is_service else ["-m", "tandem.common.process.early_end", module]
 
@@ -334,11 +420,12 @@ def program(module: str, *, is_service: bool = False) -> Callable[..., NoReturn]
     return become
 
 
-# Each program parses all of its own arguments, including --help. The app only lists the programs in
-# its help. The arguments do not pass through the app, because it would drop empty ones.
+# Words of the command line -> program. Each program parses its arguments itself, including --help.
+# The cyclopts app only lists the programs in its help: it would drop empty arguments.
 PROGRAMS: dict[tuple[str, ...], Callable[..., int]] = {}
 for words, start, text in (
-    ("up", up, "Start a whole cluster on this machine; Ctrl-C stops all of it"),
+    ("up", up, "Start a whole cluster on this machine; `up MODEL` serves another model"),
+    ("serve", up, "Do the same as `tandem up`"),
     ("join", join, "Make this machine a host of a cluster; Ctrl-C has it leave in order"),
     ("controller", controller, "Run the pool controller on a Ray cluster that others started"),
     ("doctor", program("tandem.ops.doctor"), "Check this host, and say what each lack costs"),
@@ -368,7 +455,7 @@ for words, start, text in (
 
 
 def run() -> None:
-    """Runs the command that the process's arguments name, and exits."""
+    """Runs the command that the command line names, and exits."""
     words = sys.argv[1:]
     try:
         for length in (1, 2):
@@ -385,7 +472,7 @@ def run() -> None:
 
 
 def _named(words: list[str]) -> str:
-    """Returns the part of the command line that names the command, for error messages."""
+    """Returns the name of the command, such as `tandem keys create`, for error messages."""
     command = app
     names = ["tandem"]
     for word in words[:2]:

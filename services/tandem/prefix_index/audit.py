@@ -1,11 +1,14 @@
-"""Compares the prefix tree in Redis with the blocks that a worker holds, and measures the tree.
+"""Compares the prefix tree in Redis with the blocks that a worker holds, and measures the size of
+the tree.
 
 Audits and metrics use this module; requests do not. Each Redis call reads at most `CALL_ENTRIES`
 entries, so it delays look-ups by one or two milliseconds.
 
-A worker's recent changes are still on their way to the tree during an audit. So a range of buckets
-that differs is compared several times ("looks"), with pauses in which a working publisher publishes
-any change. Only a difference found in every look counts. Two special cases must not count:
+A worker's latest changes may not have reached the tree when an audit reads it. So if a range of
+buckets differs, it is compared several times ("looks"), with pauses in which a working publisher
+publishes all its changes. Only a difference found in every look counts. Two special cases must not
+count:
+
 - A block is evicted and stored repeatedly. So, from the second look on, a block counts as held only
   if the worker holds it both before and after the tree is read.
 - The worker's log in the tree began between two looks. Then the looks are counted from 1 again.
@@ -22,8 +25,9 @@ from tandem.net.store.client import Client
 from tandem.prefix_index.entries import NUM_BUCKETS, split_entries
 from tandem.prefix_index.redis import RedisIndex, lua_script
 
-CALL_ENTRIES = 2048  # Number of entries that one Redis call reads, about 1 ms of Redis's time
-_RANGE_ENTRIES = 32_768  # Number of entries that one comparison covers
+# largest number of entries that one Redis call reads, in about 1 ms of Redis's time
+CALL_ENTRIES = 2048
+_RANGE_ENTRIES = 32_768  # number of entries that one comparison covers
 
 # held(first, end) returns the entries of the blocks that a worker holds, for the buckets from
 # `first` up to `end`, `end` excluded.
@@ -38,11 +42,11 @@ class Differences:
     worker does not hold.
     """
 
-    num_checked: int = 0  # number of entries that the worker or the tree has
+    num_checked: int = 0  # number of blocks that the worker holds or the tree has for the worker
     missing: int = 0
     stale: int = 0
     in_tree: bool = True  # True: the worker has a log in the tree
-    error: str = ""  # reason if nothing could be compared
+    error: str = ""  # the reason why nothing could be compared; empty: no error
 
     @property
     def any(self) -> bool:
@@ -61,12 +65,13 @@ class Differences:
 @dataclass(frozen=True, slots=True)
 class TreeWorker:
     num_blocks: int
-    silent_s: int  # seconds since the worker's last publication, which should be 1 at most
+    silent_s: int  # seconds since the worker's last publication; at most 1 for a working publisher
 
 
 @dataclass(frozen=True, slots=True)
 class TreeStats:
-    """Sizes of all shards of the tree together. `num_bytes` is estimated from a sample."""
+    """The sizes of all shards of the tree together. `num_bytes` is an estimate from a sample of
+    buckets."""
 
     num_entries: int
     num_swept: int
@@ -80,9 +85,10 @@ class TreeInspector:
     def __init__(
         self, redis: Client, index: RedisIndex, *, looks: int = 3, pause_s: float = 1.0
     ) -> None:
-        """A difference counts if each of `looks` comparisons finds it.
+        """An audit compares each range of buckets up to `looks` times, with pauses of `pause_s`
+        seconds.
 
-        There are `pause_s` seconds between two comparisons.
+        Only a difference that all of these comparisons find is counted.
         """
         self.looks = looks
         self.pause_s = pause_s
@@ -92,7 +98,8 @@ class TreeInspector:
         self._stats = lua_script("stats")
 
     async def audit(self, worker_id: str, held: Held, *, sample: int | None = None) -> Differences:
-        """Compares all entries of a worker, or about `sample` entries from a random bucket on.
+        """Compares all entries of a worker with the blocks that it holds. With `sample`, compares
+        only about this many entries, from a random bucket on.
 
         Each bucket counts as one more entry of the sample. Errors of `held` propagate.
         """
@@ -129,14 +136,16 @@ class TreeInspector:
     async def _compare(
         self, worker_id: str, held: Held, first: int, end: int, entries: int
     ) -> tuple[Differences, int]:
-        """Compares the buckets from `first` on, but not `end`, until `entries` entries are read.
+        """Compares the buckets from `first` up to `end`, without `end`. Stops when about `entries`
+        entries were read.
 
-        Returns the differences that every look found, and the bucket after the last compared one.
+        Returns the differences that every look found, and the bucket at which the next comparison
+        starts.
         """
         missing = set[bytes]()
         stale = set[bytes]()
-        # `num_looks` counts consecutive looks with the same result `was_there`: the worker has a
-        # log in the tree, or it has none.
+        # `was_there`: whether the last look found the worker's log in the tree. `num_looks`: number
+        # of consecutive looks with this result.
         num_looks, was_there = 0, True
         for look in range(2 * self.looks):
             before = None
@@ -144,8 +153,8 @@ class TreeInspector:
                 await asyncio.sleep(self.pause_s)
                 before = await held(first, end)
             said = await self._read(worker_id, first, end, entries)
-            # The looks after the first read the same buckets in full, even if the buckets have
-            # grown, so the number of entries has no limit.
+            # Later looks read the same buckets to the end, even if the buckets have grown, so they
+            # need no limit on the number of entries.
             entries = NUM_BUCKETS + (1 << 30)
             claimed, end = said or (set(), end)
             after = await held(first, end)
@@ -157,7 +166,8 @@ class TreeInspector:
             stale = surplus & stale if num_looks > 1 else surplus
             if num_looks == self.looks or (said and not missing and not stale):
                 break
-        if num_looks < self.looks:  # nothing differs, or the log appeared and disappeared
+        # no difference was left, or the looks disagreed whether there is a log
+        if num_looks < self.looks:
             missing = set()
             stale = set()
         return Differences(len(claimed | after), len(missing), len(stale), was_there), end
@@ -165,9 +175,11 @@ class TreeInspector:
     async def _read(
         self, worker_id: str, at: int, end: int, budget: int
     ) -> tuple[set[bytes], int] | None:
-        """Returns the entries in the buckets from `at` on, and the bucket after the last one read.
+        """Reads the worker's entries in the buckets from `at` on. Returns the entries and the
+        bucket after the last one read.
 
-        It reads at most about `budget` entries. Returns None if the worker has no log.
+        Stops at `end`, or after about `budget` entries. Returns None if the worker has no log in
+        the tree.
         """
         found = await self._index.find(worker_id)
         if found is None:

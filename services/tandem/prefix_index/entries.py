@@ -1,17 +1,17 @@
-"""The layout of an entry in the prefix tree: a bucket of the block hash, and a field in the bucket.
+"""The entry of a block in the prefix tree: the first ten bytes of the block's hash. Two bytes
+select a bucket, and the other eight are a field in the bucket."""
 
-The first ten bytes of a block hash make the entry. All functions depend on their arguments only.
-"""
-
-NUM_BUCKETS = 1 << 16  # the first two bytes of a hash are its bucket
-ENTRY_BYTES = 10  # bytes of a hash that the tree keeps: two for the bucket and eight for the field
+# number of buckets; the first two bytes of a hash are the number of its bucket
+NUM_BUCKETS = 1 << 16
+ENTRY_BYTES = 10  # number of bytes of a hash that the tree keeps
 
 
 def bucket_start(bucket: int) -> bytes:
-    """Returns the lower bound of a bucket's hashes; b"" for the bucket after the last one."""
+    """Returns the first two bytes of all hashes in a bucket, which are the lower bound of these
+    hashes. Returns b"" for `NUM_BUCKETS`, the number after the last bucket."""
     return bucket.to_bytes(2, "big") if bucket < NUM_BUCKETS else b""
 
 
 def split_entries(packed: bytes) -> set[bytes]:
-    """Splits a string of concatenated entries into a set of entries."""
+    """Splits concatenated entries into a set of entries."""
     return {packed[i : i + ENTRY_BYTES] for i in range(0, len(packed), ENTRY_BYTES)}

@@ -1,17 +1,17 @@
-"""Names of the holders in the prefix tree: each worker's block pool and each of the worker's tiers.
+"""Names of the holders in the prefix tree. A holder is the block pool of a worker, or one of the
+worker's tiers.
 
-Name             Holder
-decode-0         the block pool of the worker decode-0
-decode-0#host    decode-0's tier in host memory
-decode-0#disk    decode-0's tier on disk
-decode-0#store   the blocks that decode-0 knows to be in the object store
-#store           the object store for all workers; not in the tree, see `with_shared_tiers`
+    name             holder
+    decode-0         the block pool of the worker decode-0
+    decode-0#host    decode-0's tier in host memory
+    decode-0#disk    decode-0's tier on disk
+    decode-0#store   the blocks that decode-0 knows to be in the object store
+    #store           the object store for all workers; not in the tree, see `with_shared_tiers`
 
-Each holder has its own slot and log in the tree. A tier holds whole prefixes, as a block pool does,
-so its entries are prefix-closed: a holder of a block holds all earlier blocks of the prefix, too. A
-worker's depth is the number of leading blocks of a prompt that the worker has, and the largest
-depth among its holders counts. A program without support for tiers sees a tier as an unknown
-worker.
+Each holder has its own slot and log in the tree. A tier holds whole prefixes, as a block pool does.
+So a holder of a block also holds all earlier blocks of the prefix (prefix-closed). A holder's depth
+is the number of leading blocks of a prompt that it has, and a worker's depth is the largest depth
+among its holders. A program without support for tiers sees a tier as an unknown worker.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ MARK = "#"  # separates the worker id from the tier; worker ids do not contain i
 
 
 def holder_of(worker_id: str, tier: str) -> str:
-    """Returns the holder name of a worker's tier; an empty `tier` means the worker's block pool."""
+    """Returns the holder name of a worker's tier. An empty `tier` means the worker's block pool."""
     return f"{worker_id}{MARK}{tier}" if tier else worker_id
 
 
@@ -32,19 +32,18 @@ def worker_of(holder: str) -> str:
 
 
 def source_of(worker_id: str, tier: str) -> str:
-    """Returns the holder name in a look-up's matches for blocks that a worker can load from a tier.
-
-    The object store has one name for all workers.
-    """
+    """Returns the name of the holder from which a worker can load the blocks of a tier:
+    "decode-0#disk" for decode-0 and its disk, but "#store" for every worker and the object
+    store."""
     return MARK + tier if tier in SHARED_TIERS else holder_of(worker_id, tier)
 
 
 def with_shared_tiers(matches: Mapping[str, int]) -> dict[str, int]:
-    """Adds a holder for each tier that all workers share, such as "#store", to a look-up's matches.
+    """Adds a holder for each tier that all workers share, such as "#store", to the result of a
+    look-up.
 
-    The depth of the added holder is the maximum over the workers' own holders of that tier
-    ("decode-0#store"), because a block that one worker knows to be in the object store is there
-    for all workers.
+    If one worker knows that a block is in the object store, the block is there for all workers. So
+    the depth of "#store" is the largest depth among "decode-0#store", "decode-1#store" and so on.
     """
     found = dict(matches)
     for tier in SHARED_TIERS:

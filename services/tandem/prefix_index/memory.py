@@ -1,9 +1,10 @@
 """A prefix tree in this process's memory, for the simulator and for tests.
 
-The workers that hold a block are stored as an integer with one bit for each worker's slot, so a
-look-up costs the same for one worker and for a thousand. Like lua/match.lua, the look-up probes the
-prompt's blocks in growing steps (1, 2, 4, ...) and then searches between two probes. The bits of a
-dropped worker stay until `sweep` has cleared them. Only then can another worker use the slot.
+Each worker has a slot, which is the number of a bit. For each block, the tree stores an integer
+whose bits are the workers that hold the block. So a look-up costs the same for one worker and for a
+thousand. Like lua/match.lua, the look-up probes the prompt's blocks in growing steps (1, 2, 4, ...)
+and then searches between two probes. The bits of a dropped worker stay until `sweep` has cleared
+them. Only then can another worker use the slot.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,14 +23,15 @@ class _Log:
 class MemoryIndex:
     """A `PrefixIndex` in memory.
 
-    Workers hold whole prefixes, so a later block of a prompt never has more holders than an earlier
-    block.
+    Unless `closed` is False, `match` relies on workers that hold whole prefixes: a later block of a
+    prompt never has more holders than an earlier block.
     """
 
     def __init__(self) -> None:
         self._logs: dict[str, _Log] = {}
-        self._holders: dict[bytes, int] = {}  # block hash -> mask of slots, dropped slots included
-        self._worker_ids: list[str] = []  # the worker id of each slot; the index is the slot
+        # block hash -> mask of the slots that hold it, dropped slots included
+        self._holders: dict[bytes, int] = {}
+        self._worker_ids: list[str] = []  # worker id by slot
         self._free_slots: list[int] = []
         self._live = 0  # mask of the slots in use
         self._dropped = 0  # mask of the dropped slots that await a sweep
@@ -136,9 +138,10 @@ class MemoryIndex:
     def _narrow(
         self, hashes: Sequence[bytes], mask: int, low: int, high: int, depths: dict[str, int]
     ) -> None:
-        """Sets the depths of the workers in `mask` by binary search.
+        """Finds the depths of the workers in `mask` by binary search, and adds them to `depths`.
 
-        All these workers hold the prompt's first `low` blocks, and none holds block `high`.
+        Each of these workers holds the prompt's first `low` blocks, but not the first `high`
+        blocks.
         """
         while mask and low:
             if high - low == 1:
@@ -166,7 +169,7 @@ _ZERO_IS_FALSE = bytes.maketrans(b"0", b"\0")
 
 
 def _flags(mask: int) -> bytes:
-    """Returns one byte, 0 or 1, for each bit of `mask`, lowest bit first.
+    """Returns one byte, 0 or 1, for each bit of `mask`. The lowest bit is first.
 
     The function uses no Python loop, so it is fast even for 1,000 workers.
     """

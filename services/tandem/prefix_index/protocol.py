@@ -4,8 +4,8 @@ Only a worker knows for certain which blocks it holds; the tree may be a little 
 match is a hint, and the worker checks whether it still has the blocks.
 
 The parent of a block is the block before it in the prompt. Each worker publishes its stored and
-removed blocks in a log of numbered batches; parents are stored before their children. A batch is
-rejected and changes nothing if its number is not the next one or its epoch is not the epoch of the
+removed blocks as a log of numbered batches, in which parents are stored before their children. A
+batch changes nothing if its number is not the next one, or if its epoch is not that of the worker's
 log in the tree. The worker then starts a log under a new epoch (`reset`) and publishes all its
 blocks again. So the tree is prefix-closed: if it lists a worker for a block, it lists the worker
 for all earlier blocks of the prefix, too.
@@ -23,7 +23,7 @@ class PrefixIndex(Protocol):
     """Interface of a prefix tree. All implementations pass tests/unit/prefix_index/."""
 
     async def reset(self, worker_id: str, epoch: str) -> None:
-        """Forgets the worker's blocks and starts a log under `epoch`, at sequence number 0."""
+        """Drops the worker's blocks and starts a new log under `epoch`, at sequence number 0."""
 
     async def publish(
         self,
@@ -33,30 +33,33 @@ class PrefixIndex(Protocol):
         stored: Sequence[bytes],
         removed: Sequence[bytes],
     ) -> bool:
-        """Applies one batch of a worker's log: adds `stored` blocks, then drops `removed` blocks.
+        """Applies one batch of a worker's log: adds the worker to the `stored` blocks, then removes
+        it from the `removed` blocks.
 
-        In `stored`, parents precede children; in `removed`, children precede parents. If the
-        sequence number is not the next one or the epoch is not the log's, nothing is changed and
-        False is returned.
+        In `stored`, parents precede children; in `removed`, children precede parents. Returns
+        False, and changes nothing, if the sequence number is not the next one or the epoch is not
+        the log's.
         """
 
     async def match(self, block_hashes: Sequence[bytes], *, closed: bool = True) -> dict[str, int]:
-        """Returns for each worker the number of leading blocks that it need not compute.
+        """Returns, by worker, the number of leading blocks of a prompt that the worker need not
+        compute.
 
-        Workers without such blocks, and forgotten workers, are left out. The call takes one round
-        trip. `closed` is False for a model with sliding-window attention: then an entry says only
-        that a request can continue after that block, and not that the worker holds the blocks
-        before it.
+        Workers without such blocks, and workers without a log, are left out. The call takes one
+        round trip. `closed` must be False for a model with sliding-window attention. An entry then
+        says only that a request can continue after the block, and not that the worker holds the
+        blocks before it.
         """
 
     async def forget(self, worker_id: str) -> None:
-        """Drops a worker. `match` leaves the worker out until its next `reset`."""
+        """Drops a worker, so that `match` leaves it out until its next `reset`."""
 
     async def num_blocks(self, worker_id: str) -> int:
-        """Returns the number of blocks that the tree holds for the worker."""
+        """Returns the number of blocks for which the tree lists the worker."""
 
     async def sweep(self, limit: int) -> bool:
-        """Removes dropped workers from up to `limit` entries, so that their slots can be reused.
+        """Removes dropped workers from the next `limit` entries of the tree. When all entries are
+        swept, the workers' slots can be used again.
 
         Returns False if nothing is left to sweep.
         """

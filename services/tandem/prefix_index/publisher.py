@@ -1,6 +1,6 @@
 """Publishes the blocks that one worker holds to the prefix tree.
 
-The loop is one task with two states:
+One asyncio task does this. It is in one of two states:
 
     behind    The tree may have no log of the current epoch. `reset` starts a log under a new epoch,
               and all held blocks are published again.
@@ -8,14 +8,15 @@ The loop is one task with two states:
               empty batch is sent every `heartbeat_s`. The empty batch keeps the worker's slot and
               detects that the tree was lost.
 
-A rejected batch, a Redis error or a missed deadline leads from `in step` to `behind`. Retries have
-a growing, jittered delay. `add` only changes dicts in memory, so a slow, stopped or empty Redis
-never delays the engine, and no event is lost. Waiting changes that cancel each other are dropped,
-so there are never more of them than the worker and the tree have blocks. In a batch, parents are
-stored before children, and then children are removed before parents.
+If a batch is rejected, or Redis fails or misses a deadline, the state changes from `in step` to
+`behind`. The delay between retries grows and is partly random. `add` only changes dicts in memory,
+so a slow, stopped or empty Redis never delays the engine, and no event is lost. Waiting changes
+that cancel each other are dropped. So the number of waiting changes is never larger than the number
+of blocks that the worker and the tree have. In a batch, parents are stored before children, and
+then children are removed before parents.
 
 An epoch is `PROCESS_EPOCH:COUNTER`, and the counter grows with each new log. The worker's record
-has the epoch, too (`WorkerRecord.epoch`), which shows that a record and a log belong together.
+has the epoch too (`WorkerRecord.epoch`), which shows that the record and the log belong together.
 """
 
 import asyncio
@@ -39,12 +40,14 @@ logger = logging.getLogger(__name__)
 class PublisherConfig:
     interval_s: float = 0.03  # pause between two batches while changes wait
     heartbeat_s: float = 1.0
-    # Largest batch. It limits how long one batch occupies Redis, and so how long a look-up waits.
+    # Largest number of blocks in a batch. Redis runs one call at a time, so a larger batch would
+    # delay look-ups for longer.
     batch_blocks: int = 256
     deadline_s: float = 2.0  # deadline of each Redis call
     backoff_min_s: float = 0.1
     backoff_max_s: float = 2.0
-    sweep_entries: int = 2048  # entries swept with each heartbeat, about 1 ms of Redis's time
+    # number of entries swept with each heartbeat, in about 1 ms of Redis's time
+    sweep_entries: int = 2048
 
 
 class Publisher:
@@ -68,22 +71,23 @@ class Publisher:
         self._process_epoch = process_epoch
         self._on_epoch = on_epoch
         self._config = config or PublisherConfig()
-        # Up to half of each delay is random, so twice the minimum keeps every delay at
-        # `backoff_min_s` or more.
+        # A delay can be as short as half of its nominal value. So twice the minimum keeps every
+        # delay at `backoff_min_s` or more.
         self._backoff = Backoff(
             doubling_at_random(2 * self._config.backoff_min_s, self._config.backoff_max_s)
         )
-        self.num_logs = 0  # number of epochs so far
+        self.num_logs = 0  # number of logs that this publisher has started
         self._next_number = 0
         self._in_step = False
-        # These dicts are ordered sets of block hashes. `_held` has parents before children. The
-        # tree has the worker's blocks `_held`, minus `_to_store`, plus `_to_remove`.
+        # Ordered sets of block hashes. `_held` has the blocks that the worker holds, parents before
+        # children. `_to_store` and `_to_remove` are the changes that the tree does not have yet, so
+        # the tree has the blocks `_held`, minus `_to_store`, plus `_to_remove`.
         self._held: dict[bytes, None] = {}
         self._to_store: dict[bytes, None] = {}
         self._to_remove: dict[bytes, None] = {}
         self._num_in_flight = 0
         self.num_published = 0  # total number of changes that the tree accepted
-        self._sweep_at = 0.0  # monotonic seconds of the next sweep
+        self._sweep_at = 0.0  # time of the next sweep, in seconds of `time.monotonic`
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -95,7 +99,8 @@ class Publisher:
     def lag(self) -> int:
         """Number of changes that the tree does not have yet.
 
-        If the tree has no log of the current epoch, this is the number of held blocks.
+        If the tree has no log of the current epoch, this is the number of blocks that the worker
+        holds.
         """
         if not self._in_step:
             return len(self._held)
@@ -165,13 +170,13 @@ class Publisher:
                     failures += 1
                     logger.warning("the prefix tree lost step with epoch %s", self.epoch)
             except (*UNREACHABLE, TandemError) as error:
-                # Redis may or may not have applied the call, so the log cannot continue.
+                # It is unknown whether Redis has applied the call, so a new log is started.
                 self._in_step = False
                 failures += 1
                 if failures == 1:
                     logger.warning("the prefix tree is out of reach: %r", error)
             except Exception:
-                # This is a bug. Starting a new log is better than a worker that stops publishing.
+                # This is a bug. To start a new log is better than to stop publishing.
                 self._in_step = False
                 failures += 1
                 logger.exception("publishing to the prefix tree broke")
@@ -190,11 +195,13 @@ class Publisher:
         logger.info("publishing %d blocks under epoch %s", len(self._held), self.epoch)
 
     async def _publish_batch(self) -> bool:
-        """Publishes one batch, which is empty if no change waits. Returns whether it was applied.
+        """Publishes one batch, which is empty if no change waits. Returns whether the tree applied
+        it.
 
-        Stored blocks take precedence over removed blocks if both do not fit into the batch.
+        If there are more changes than a batch can have, stored blocks come before removed ones.
         """
-        # Blocks of the batch leave the waiting sets, so that `add` cannot cancel them meanwhile.
+        # The blocks of the batch leave the sets of waiting changes, so that `add` cannot cancel a
+        # change that is being sent.
         stored = _take(self._to_store, self._config.batch_blocks)
         removed = _take(self._to_remove, self._config.batch_blocks - len(stored))
         self._num_in_flight = len(stored) + len(removed)

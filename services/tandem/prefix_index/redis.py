@@ -1,8 +1,9 @@
 """The prefix tree in Redis: Lua scripts (lua/*.lua) over shards of 65,536 buckets, each a HASH.
 
-Each shard has up to 31 workers. A worker has a slot in one shard, which is a bit from 0 to 30. The
-entry of a block in a shard is a mask of the slots whose workers hold the block. Each shard of a
-cluster (SHARD is 0, 1, ...) has these keys, which share one hash slot of Redis Cluster:
+Each shard has up to 31 workers. A worker has a slot in one shard: the number of a bit, from 0 to
+30. The entry of a block in a shard is a mask of the slots whose workers hold the block. For
+example, if the workers in slots 0 and 3 hold it, the entry is 1 + 8 = 9. Each shard of a cluster
+(SHARD is 0, 1, ...) has these keys, which share one hash slot of Redis Cluster:
 
     {tandem:CLUSTER:SHARD}:prefix          HASH, the shard's state:
         live        mask of slots in use; a worker is forgotten at once when its bit is cleared here
@@ -42,8 +43,8 @@ from tandem.net.store.script import Script
 _LUA = Path(__file__).parent / "lua"
 _SHARDS_MAX = 64
 SILENT_S = 60
-# Simultaneous look-ups need one connection each. Redis runs one call at a time anyway, so few
-# connections are enough.
+# Maximum number of simultaneous look-ups, each of which needs a connection. Redis runs one call at
+# a time, so more connections would not help.
 LOOKUPS_AT_ONCE_MAX = 8
 
 
@@ -51,11 +52,11 @@ class RedisIndex:
     """A client of a cluster's prefix tree. Any number of clients may use the same tree."""
 
     def __init__(self, redis: Client, cluster_id: str, *, silent_s: int = SILENT_S) -> None:
-        """The sweep drops a worker that has published nothing for more than `silent_s` seconds."""
+        """`sweep` drops a worker that has published nothing for more than `silent_s` seconds."""
         self._redis = redis
         self._cluster_id = cluster_id
         self._silent_s = silent_s
-        self._num_shards = 1  # number of shards known to exist
+        self._num_shards = 1  # number of shards that this client knows to exist
         self._shard_of: dict[str, int] = {}  # worker id -> shard of its log
         self._turns = asyncio.Semaphore(LOOKUPS_AT_ONCE_MAX)
         self._match = lua_script("match")
@@ -66,8 +67,8 @@ class RedisIndex:
     async def open(self) -> None:
         """Opens connections, loads the look-up's script and finds all shards.
 
-        Without this call, the first look-ups do these steps, so they are slower and may miss shards
-        that are not known yet.
+        Without this call, the first look-ups do this. They are slower, and they may miss workers in
+        shards that are not known yet.
         """
         await warm(self._redis, LOOKUPS_AT_ONCE_MAX)
         await self._match.load(self._redis)
@@ -115,7 +116,7 @@ class RedisIndex:
 
     async def match(self, block_hashes: Sequence[bytes], *, closed: bool = True) -> dict[str, int]:
         chain = b"".join(block_hashes)
-        async with self._turns:  # waiting for another look-up is faster than a new connection
+        async with self._turns:  # to wait for another look-up is faster than to open a connection
             replies = await self._match.on_each(self._redis, self._keys(), chain, int(closed))
         self._learn(replies[-1][0])
         return {
@@ -153,12 +154,13 @@ class RedisIndex:
         return [self.key(shard) for shard in range(self._num_shards)]
 
     def _learn(self, more: int) -> None:
-        """Adds the next shard to the known shards if `more`, from the last shard's reply, is 1."""
+        """Adds the next shard to the known shards if `more` is 1. `more` must be from the reply of
+        the last known shard."""
         if more and self._num_shards < _SHARDS_MAX:
             self._num_shards += 1
 
     async def find(self, worker_id: str) -> tuple[int, int] | None:
-        """Returns the worker's (shard, slot); None if the worker has no log in the tree."""
+        """Returns the (shard, slot) of the worker; None if the worker has no log in the tree."""
         for shard in range(_SHARDS_MAX):
             slot, more = await self._hmget(shard, f"slot:{worker_id}", "next")
             if slot is not None:

@@ -12,8 +12,8 @@ from tandem.common.process.garbage import without_collection
 def main() -> int:
     """Runs the router and returns the exit status.
 
-    The status is 2 for wrong settings, and 1 for a used port or a model that fails to load. One
-    line on stderr has the reason.
+    The status is 2 for wrong settings, and 1 if a port is in use or the model cannot be loaded. The
+    reason is written to stderr in one line.
     """
     # Tokenizer processes import this module again, so heavy imports are inside this function.
     from tandem.common.config.cluster import ClusterConfig

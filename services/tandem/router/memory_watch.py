@@ -1,13 +1,17 @@
 """Ends a process before its memory use harms others on its machine.
 
+Every 0.1 seconds, a thread compares the growth since `start` or `rebase` with two limits:
     Growth of the memory    Action
     above the limit         `give_way` is called: the process drains and then ends
     above the hard limit    the process ends at once
 The hard limit is 1.5 times the limit, but at least 256 MiB above the limit.
 
-gRPC's core never frees the header tables (HPACK) of some connections. Anyone who can reach the gRPC
-port can make gRPC build such tables, without an API key: 0.25 to 0.9 MB for each 15 KB sent. The
-watch also sets RLIMIT_DATA, in case its thread runs too late. Child processes inherit RLIMIT_DATA.
+The watch is needed because gRPC's core never frees the header tables (HPACK) of some connections.
+Anyone who can reach the gRPC port can make gRPC build such tables, without an API key: 0.25 to
+0.9 MB for each 15 KB sent.
+
+The watch also sets RLIMIT_DATA above the hard limit. If the thread runs too late, allocations fail
+at RLIMIT_DATA. Child processes inherit RLIMIT_DATA.
 """
 
 import logging
@@ -23,7 +27,7 @@ _INTERVAL_S = 0.1
 # Smallest difference between the limit and the hard limit. The drain needs this room, because it
 # takes time to disconnect the clients that fill the memory.
 _ABOVE_BYTES_MIN = 256 << 20
-_BEHIND_BYTES = 1 << 30  # added to RLIMIT_DATA, because thread stacks count towards it
+_BEHIND_BYTES = 1 << 30  # margin in RLIMIT_DATA for thread stacks, which RLIMIT_DATA includes
 _LOADED_BYTES_MAX = 256 << 20  # largest growth that `rebase` accepts; a tokenizer needs less
 _PAGE_BYTES = resource.getpagesize()
 
@@ -44,19 +48,16 @@ class MemoryWatch:
         threading.Thread(target=self._run, name="memory-watch", daemon=True).start()
 
     def rebase(self) -> None:
-        """Moves the baseline of the memory growth up, once the model's tokenizer is loaded.
+        """Measures growth from the current memory, so that a loaded tokenizer is no growth.
 
-        So the tokenizer does not count as growth. The baseline rises by at most
-        `_LOADED_BYTES_MAX`, because clients may also have filled memory during the load.
+        The baseline rises by at most `_LOADED_BYTES_MAX`, because clients may also have filled
+        memory while the tokenizer was loaded.
         """
         self._base_bytes = min(resident_bytes(), self._base_bytes + _LOADED_BYTES_MAX)
         self._bound_data()
 
     def _bound_data(self) -> None:
-        """Sets RLIMIT_DATA to the hard limit plus a margin.
-
-        Memory that has grown since `start` or `rebase` does not raise the limit.
-        """
+        """Sets RLIMIT_DATA to the data size at the baseline, plus the hard limit and a margin."""
         data_bytes = _statm()[5] * _PAGE_BYTES  # private writable memory
         grown_bytes = resident_bytes() - self._base_bytes
         bound = data_bytes - grown_bytes + self._hard_bytes + _BEHIND_BYTES

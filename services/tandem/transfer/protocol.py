@@ -7,8 +7,8 @@ pool. A peer never writes a worker's memory.
 `connect` may be called again, and measures the speed of reads from the peer each time.
 
 A pull belongs to a live lease. It either puts every byte in place before its deadline or raises a
-TandemError (errors.py). After an error, the contents of its local blocks are undefined. If a
-sequence gives up its pulls, no byte is written to its blocks after they go to another sequence.
+TandemError (errors.py). After an error, the contents of the local blocks are undefined. A transport
+never writes a block that was given to another sequence since the pull began.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ PROBE_BYTES = 4 << 20  # Size in bytes of the largest reads that measure the spe
 class BlockPull:
     """A read of the peer's blocks `producer_block_ids` into this worker's `local_block_ids`.
 
-    Blocks at the same index belong together. The local blocks belong to the sequence.
+    Blocks at the same index belong together. The local blocks belong to `sequence_id`.
     """
 
     lease_id: str

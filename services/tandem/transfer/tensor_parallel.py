@@ -2,14 +2,15 @@
 
 The degree is a worker's number of tensor-parallel ranks. Producer and consumer may have different
 degrees. Heads are the outermost axis of a block, and each head's bytes cover all layers. So the
-heads that a consumer rank needs from a producer rank's block are one contiguous byte range. In this
-example, a block of the whole model has 4 heads:
+heads that a consumer rank needs from a producer rank's block are one contiguous byte range.
+
+In this example, a block of the whole model has 4 heads. Each row shows which rank has which heads:
     heads               [ head 0 | head 1 | head 2 | head 3 ]
     producer, degree 2  [ rank 0          | rank 1          ]
     consumer, degree 4  [ rank 0 | rank 1 | rank 2 | rank 3 ]   rank 2 reads half of producer rank 1
     consumer, degree 1  [ rank 0                            ]   rank 0 reads producer ranks 0 and 1
     producer, degree 8  [ 0   1  | 2   3  | 4   5  | 6   7  ]   two ranks have the same head
-This module is arithmetic only: it opens no transfer and knows offsets into pools, not addresses.
+This module does no I/O. It computes offsets into pools, not addresses.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,10 +42,11 @@ class BlockPairs:
 class ParallelLayout:
     """The KV layout of one worker's tensor-parallel ranks.
 
-    `whole` is the layout of a block with all KV heads of the model; its number of blocks is that of
-    each rank's pool. With H heads and degree T, rank r has H/T heads from head r*H//T on. If T is
-    larger than H, each rank has one head, and T/H ranks have the same head. The constructor raises
-    Incompatible if neither H nor T divides the other.
+    `whole` is the layout of a block with all KV heads of the model. The number of blocks in it is
+    that of each rank's pool. With H heads and degree T, rank r has H/T heads from head r*H//T on.
+    For example, with 8 heads and degree 4, rank 1 has the heads 2 and 3. If T is larger than H,
+    each rank has one head, and T/H ranks have the same head. The constructor raises Incompatible if
+    neither H nor T divides the other.
     """
 
     whole: BlockLayout
@@ -100,11 +102,11 @@ class RankRead:
 def descriptors(
     producer: ParallelLayout, local: ParallelLayout, blocks: BlockPairs, *, local_rank: int
 ) -> list[RankRead]:
-    """Returns the reads that bring the heads of `local_rank` in `blocks`.
+    """Returns the byte ranges that `local_rank` reads from the producer's ranks to fill `blocks`.
 
     The reads use as few producer ranks as possible. If several producer ranks have the same heads,
     the consumer ranks are spread over them. Raises Incompatible if the layouts differ in more than
-    the degree and the number of blocks; the message names every difference.
+    the degree and the number of blocks. The message names every difference.
     """
     _check_alike(producer.whole, local.whole)
     wanted = local.heads(local_rank)

@@ -9,14 +9,14 @@ from tandem.common.process.garbage import without_collection
 if TYPE_CHECKING:
     from tandem.common.config.worker import WorkerConfig
 
-# Longest time from the drain's deadline to the exit, in seconds. It is below the 15 s by which the
-# chart's grace period exceeds the drain's deadline.
+# Longest time from the drain's deadline to the exit, in seconds. With the Helm chart, Kubernetes
+# kills a worker 15 s after the drain's deadline, so this time is shorter.
 _CLOSE_MAX_S = 12.0
 
 
 def main(engine_module: str | None = None) -> None:
-    """Runs the worker. Tests and benchmarks give another module as the program of its engine
-    process."""
+    """Runs the worker. `engine_module` is the module that runs as the engine process. Tests and
+    benchmarks use modules of their own."""
     # Import late, so that SIGTERM can end the program during the imports.
     import asyncio
     import logging

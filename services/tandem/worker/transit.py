@@ -3,14 +3,17 @@
 The age of a message is the receiver's clock at its arrival minus the sender's clock at its sending.
 The two clocks differ by an unknown offset, so every age contains this offset and the shortest
 possible delay. A message is therefore late by its age minus the smallest age of the sender's
-messages.
+messages. For example, three messages have the ages 100.002 s, 100.001 s and 100.050 s. The third
+one is late by 0.049 s.
 """
 
 import math
 import time
 from collections.abc import Callable
 
-_DRIFT = 1e-3  # Allowance for clock drift and route changes, in seconds per second
+# The recorded smallest age grows by this many seconds per second, because clocks drift and routes
+# change.
+_DRIFT = 1e-3
 
 
 class Transit:
@@ -22,8 +25,9 @@ class Transit:
         self._seen_at = -math.inf
 
     def late_s(self, sent_at_s: float) -> float:
-        """Returns by how many seconds a message that has just arrived is late; 0 if it has no send
-        time.
+        """Returns by how many seconds a message that has just arrived is late.
+
+        Returns 0 if the message has no send time (`sent_at_s` is 0).
         """
         if not sent_at_s:
             return 0.0

@@ -8,12 +8,15 @@ from collections.abc import AsyncIterator
 
 import grpc
 import grpc.aio
+import msgspec
 import pytest
 import pytest_asyncio
 
 from tandem.net.rpc.tandem.v1 import cluster_pb2 as pb
 from tandem.net.rpc.tandem.v1.cluster_pb2_grpc import ClusterStub
 from tandem.net.rpc.tandem.v1.worker_pb2 import SubmitSequence
+from tandem.net.store.control_state import Head
+from tandem.router.scaling import size_owner
 from tests.harness.scripted_worker import Say, saying, update
 from tests.service.router.conftest import RunningRouter, eventually
 
@@ -170,6 +173,23 @@ async def test_a_wrong_reset_is_refused_and_says_why(
     reply = await router.admin.post("/reset_prefix_cache", json=body)
     assert reply.status_code == status
     assert named in reply.json()["error"]["message"]
+
+
+async def test_sizes_wait_for_the_controller_while_the_first_head_starts(
+    router: RunningRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(size_owner, "_CONTROLLER_START_S", 0.1)
+    view = router.router.view
+    key = f"{{tandem:{view.cluster.cluster_id}}}"
+    await view.redis.set(f"{key}:head", msgspec.json.encode(Head(0, "")))
+    await eventually(lambda: view.control.head_is_starting)
+    asked = asyncio.create_task(router.admin.post("/v1/cluster", json={"decode": 2}))
+    await asyncio.sleep(0.5)
+    assert not asked.done()
+    await view.redis.set(f"{key}:pools", "{}")
+    assert (await asked).status_code == 202
+    assert json.loads(await view.redis.rpop(f"{key}:scale")) == {"decode": 2}
+    await view.redis.delete(f"{key}:pools", f"{key}:head")
 
 
 async def test_grpc_tells_and_sets_sizes(router: RunningRouter, stub: ClusterStub) -> None:

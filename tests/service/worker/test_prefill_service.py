@@ -33,7 +33,7 @@ from tandem.net.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerStub,
     add_WorkerServicer_to_server,
 )
-from tandem.worker.engine_process.messages import Add, ContinuePrefill, PinPrefix, Remove, Report
+from tandem.worker.engine_process.messages import Add, ContinuePrefill, HoldPrefix, Remove, Report
 from tandem.worker.metrics.worker import WorkerMetrics
 from tandem.worker.parts import WorkerParts
 from tandem.worker.peers.rates import Rates
@@ -186,7 +186,7 @@ async def test_a_hold_names_what_is_here_and_keeps_it_until_released() -> None:
             lease_id="h", block_hashes=hashes, first_missing_block=1, consumer_worker_id="d0"
         )
         call = await opened(producer, pb.PrefillCommand(hold=hold))
-        assert await producer.sent(PinPrefix) == PinPrefix("h", hashes, 1)
+        assert await producer.sent(HoldPrefix) == HoldPrefix("h", hashes, 1)
         producer.report(final_blocks=[FinalBlocks("h", 1, [7, 8])], held=[Held("h", 3)])
         run = (await next_event(call)).run
         assert (run.first_block, list(run.block_ids)) == (1, [7, 8])

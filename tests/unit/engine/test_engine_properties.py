@@ -62,7 +62,7 @@ class Machine(EngineMachine):
         """Holds it for a consumer that wants blocks from `first_wanted` on, or imports it."""
         sequence_id, hashes = self.new_id(), self.hashes(token_ids)
         if first_wanted is not None:
-            self.engine.pin_prefix(sequence_id, hashes, first_wanted)
+            self.engine.hold_prefix(sequence_id, hashes, first_wanted)
             self.held[sequence_id] = PinnedPrefix(token_ids, first_wanted)
             return
         num_cached = self.engine.load().blocks_cached

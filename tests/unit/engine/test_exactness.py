@@ -205,7 +205,7 @@ def test_a_prefix_from_another_engine(mode: Mode) -> None:
     here, here_kv = load_with_pool(block_size=4)
     spec = make_spec("a", prompt, mode=mode, max_tokens=NUM_TOKENS, prefix_blocks=num_blocks)
     block_hashes = computed_chain(source, prompt)
-    source.pin_prefix("chain", block_hashes)
+    source.hold_prefix("chain", block_hashes)
     held = source.step().final_blocks[0].block_ids
     here.add(spec)
     [reserved] = here.step().reserved

@@ -208,7 +208,7 @@ class Pair(RuleBasedStateMachine):
             )
             self.there.add(lease)
         else:
-            self.there.pin_prefix(request.lent_at, self._prefix_hashes(spec), request.num_cached)
+            self.there.hold_prefix(request.lent_at, self._prefix_hashes(spec), request.num_cached)
 
     def _prefix_hashes(self, spec: SequenceSpec) -> list[bytes]:
         block_size = self.here.layout.block_size
@@ -241,7 +241,7 @@ class Pair(RuleBasedStateMachine):
             request, name = self.leases[reserved.sequence_id], f"prefix-{reserved.sequence_id}"
             num_cached = reserved.num_cached_tokens // self.there.layout.block_size
             self.prefixes[name] = Prefix(reserved.sequence_id, reserved.block_ids, num_cached)
-            self.here.pin_prefix(name, self._prefix_hashes(request.spec), num_cached)
+            self.here.hold_prefix(name, self._prefix_hashes(request.spec), num_cached)
         for run in report.final_blocks:
             self.take_run(run)
         for prefilled in report.prefilled:

@@ -24,7 +24,7 @@ class TestPin:
     def test_names_what_is_cached_and_keeps_it_until_removed(self) -> None:
         engine, _ = make_engine(num_blocks=4)
         drive_all(engine, make_spec("warm", PROMPT[:9], max_tokens=1))
-        engine.pin_prefix("h", hashes(), first_wanted_block=1)
+        engine.hold_prefix("h", hashes(), first_wanted_block=1)
         assert engine.has_work()
         report = engine.step()
         assert report.final_blocks == [FinalBlocks("h", 1, [1])]
@@ -41,7 +41,7 @@ class TestPin:
 
     def test_of_nothing_is_told_so(self) -> None:
         engine, _ = make_engine()
-        engine.pin_prefix("h", hashes())
+        engine.hold_prefix("h", hashes())
         report = engine.step()
         assert (report.held, report.final_blocks) == ([Held("h", 0)], [])
         engine.remove("h")
@@ -51,7 +51,7 @@ class TestPin:
     def test_removed_before_it_was_told_is_not_heard_of(self) -> None:
         engine, _ = make_engine()
         drive_all(engine, make_spec("warm", PROMPT, max_tokens=1))
-        engine.pin_prefix("h", hashes())
+        engine.hold_prefix("h", hashes())
         engine.remove("h")
         assert not engine.has_work()
 
@@ -59,7 +59,7 @@ class TestPin:
         engine, _ = make_engine()
         drive_all(engine, make_spec("warm", PROMPT, max_tokens=1))
         for name in ("h", "i"):
-            engine.pin_prefix(name, hashes())
+            engine.hold_prefix(name, hashes())
         engine.remove("h")
         engine.check_integrity()
         assert engine.load().blocks_used == 3
@@ -164,13 +164,13 @@ def test_hot_prefixes_are_listed_the_most_lately_used_first() -> None:
     assert sorted(engine.block_hashes(every[1], every[3])) == every[1:3]
     assert engine.block_hashes(every[-1], b"") == every[-1:]
     # What is in use is hotter than anything that was used.
-    engine.pin_prefix("h", [*common, *one])
+    engine.hold_prefix("h", [*common, *one])
     assert engine.hot_prefixes(3) == [[*common, *one]]
 
 
 def test_an_id_names_one_thing_and_the_number_of_chains_is_bounded() -> None:
     engine, _ = make_engine(queue_max=2)
-    engine.pin_prefix("h", hashes())
+    engine.hold_prefix("h", hashes())
     engine.add(make_spec("a", PROMPT))
     with pytest.raises(InternalError, match="a is on this engine"):
         engine.import_blocks("a", hashes())
@@ -180,4 +180,4 @@ def test_an_id_names_one_thing_and_the_number_of_chains_is_bounded() -> None:
         engine.commit_import("h", 0)
     engine.import_blocks("c", hashes())
     with pytest.raises(QueueFull):
-        engine.pin_prefix("i", hashes())
+        engine.hold_prefix("i", hashes())

@@ -35,7 +35,7 @@ def adopt(old: tuple[Engine, GroupedToyRunner], new: tuple[Engine, GroupedToyRun
         if not reserved.block_ids:
             new[0].remove(name)
             continue
-        old[0].pin_prefix(name, chain, num_cached)
+        old[0].hold_prefix(name, chain, num_cached)
         report = old[0].step()
         (run,), (held,) = report.final_blocks, report.held
         assert held.num_blocks == len(chain)

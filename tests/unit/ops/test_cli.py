@@ -6,6 +6,8 @@ from importlib.metadata import version
 
 import pytest
 
+import tandem as tandem_package
+
 
 def tandem(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -50,6 +52,23 @@ def test_a_program_gets_its_arguments_untouched() -> None:
     assert done.returncode == 0
     assert "Usage: tandem worker" in done.stdout
     assert "--kv-memory" in done.stdout
+
+
+def test_the_package_is_a_program_and_has_a_version() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tandem", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == f"tandem {version('tandem-llm')}\n"
+    assert tandem_package.__version__ == version("tandem-llm")
+
+
+@pytest.mark.parametrize("command", ["up", "serve"])
+def test_the_model_may_follow_the_command(command: str) -> None:
+    done = tandem(command, "/nowhere/model", "--prefill", "0")
+    assert done.returncode == 1
+    assert "/nowhere/model" in done.stderr
+    done = tandem("pull", "/nowhere/model")
+    assert "/nowhere/model" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["set-role", "flip"])

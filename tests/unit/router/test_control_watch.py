@@ -54,6 +54,19 @@ def test_a_head_that_is_gone_is_named_with_what_ended() -> None:
     assert not watch.problems
 
 
+def test_the_first_head_of_a_cluster_is_awaited_and_no_problem() -> None:
+    for number in (0, 1):
+        watch = ControlWatch()
+        starts = msgspec.json.encode(Head(number, ""))
+        watch.note(has_pools=False, beat=None, head=starts, now=0.0)
+        assert watch.head_is_starting
+        note(watch, 1.0, ControllerBeat(7, 1), Head(number, "", "127.0.0.1:1"))
+        assert (watch.head_is_starting, watch.problems) == (False, {})
+    watch = ControlWatch()
+    note(watch, 0.0, ControllerBeat(7, 1), Head(0, ""))  # the pools come before the head's address
+    assert not watch.problems
+
+
 def test_a_lease_that_has_ended_names_the_host_that_had_it() -> None:
     watch = ControlWatch()
     note(watch, 0.0, ControllerBeat(7, 1), Head(1, "10.0.0.1", "10.0.0.1:1"))

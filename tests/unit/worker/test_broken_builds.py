@@ -70,7 +70,7 @@ def free_on_hold(patches: ExitStack) -> None:
 
     def let_go(self: EngineProcess, command: messages.Command, frames: list[bytes]) -> None:
         apply(self, command, frames)
-        if isinstance(command, messages.PinPrefix):
+        if isinstance(command, messages.HoldPrefix):
             self._engine._peer_blocks.remove(command.sequence_id, ())
 
     patches.enter_context(patch.object(EngineProcess, "_apply", let_go))

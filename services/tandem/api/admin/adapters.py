@@ -11,7 +11,8 @@ from tandem.common.config.router import RouterConfig
 from tandem.errors import BadRequest
 from tandem.router.scaling.adapters import AdapterControl
 
-# vLLM's clients send `lora_int_id`, the engine's internal adapter number. It is ignored.
+# vLLM's clients send the field `lora_int_id`, a number that vLLM's engine gives an adapter. Tandem
+# accepts and ignores this field.
 _LOAD = {"lora_name": str, "lora_path": str, "load_inplace": bool}
 _UNLOAD = {"lora_name": str, "lora_int_id": int}
 

@@ -1,4 +1,5 @@
-"""The admin HTTP API: the cluster, API keys, the audit trail, metrics and the page `/`."""
+"""The admin HTTP API for operators: cluster state, API keys, the audit trail, metrics, and the
+operators' web page at `/`."""
 
 import uuid
 from pathlib import Path
@@ -63,7 +64,7 @@ def make_admin_app(
     app = FastAPI(
         title="Tandem, for operators",
         redirect_slashes=False,
-        docs_url=None,  # FastAPI's documentation pages load scripts from another site.
+        docs_url=None,  # FastAPI's documentation pages are off: they load scripts of another site.
         redoc_url=None,
     )
     install_handlers(app)
@@ -109,8 +110,8 @@ def make_admin_app(
 
 
 def _limit(request: Request) -> int:
-    """Reads the query parameter `limit`, 100 by default. Raises BadRequest if it is out of
-    range."""
+    """Reads the query parameter `limit`, which is 100 by default. Raises BadRequest if the number
+    is out of range."""
     limit = request.query_params.get("limit", "100")
     if not (limit.isdecimal() and 1 <= int(limit) <= ENTRIES_MAX):
         raise BadRequest(f"limit must be a number from 1 to {ENTRIES_MAX}", param="limit")
@@ -120,10 +121,9 @@ def _limit(request: Request) -> int:
 def add_chat_route(app: FastAPI, config: RouterConfig, generator: Generator) -> None:
     """Adds the chat route of the operators' page.
 
-    The page's content security policy allows calls only to the admin port, from which the page was
-    loaded, so the page cannot send chats to the public port. As for every call that changes
-    something, AdminGuard requires an operator's key, a body of type `application/json`, and no
-    foreign `Origin`.
+    The public port also has a chat route, but the page cannot use that route: the page's content
+    security policy allows calls only to the admin port, from which the page was loaded. AdminGuard
+    requires an operator's key, a body of type `application/json`, and no foreign `Origin`.
     """
 
     routes = GenerationRoutes(config, generator)
@@ -140,13 +140,12 @@ def add_chat_route(app: FastAPI, config: RouterConfig, generator: Generator) -> 
 
 
 def add_page_routes(app: FastAPI) -> None:
-    """Adds the files of the operators' page at `/` and `/page/...`. The files contain no cluster
-    data.
+    """Adds routes for the files of the operators' page, at `/` and `/page/...`. The files contain
+    no cluster data.
 
-    All files are read once, at startup. Requests look a file up by name in memory, so no path can
-    reach a file outside the page's folder. The content security policy allows scripts, style sheets
-    and calls of the page's own origin only: no inline scripts, and nothing from other sites
-    (https://www.w3.org/TR/CSP3/).
+    All files are read once, at startup. A request looks up a file in memory by name, so no path can
+    reach a file outside the page's folder. The content security policy allows only scripts, style
+    sheets and calls of the page's own origin (https://www.w3.org/TR/CSP3/).
     """
 
     files = {

@@ -26,8 +26,8 @@ from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.rows import headline, problems_of, worker_rows
 
-# Three groups of fields that the answer copies unchanged. The first two come from the worker's
-# record, and `_KV_FIELDS` from the KV compatibility in that record.
+# The answer copies these fields unchanged. The first two groups are fields of the worker's record,
+# and the third is fields of `compatibility` in that record.
 _RECORD_FIELDS = (
     "worker_id",
     "role",
@@ -188,7 +188,7 @@ def _rates(rates: WorkerRates) -> dict[str, float] | None:
         return None
     step_s = queue_seconds(rates, rates.step_tokens)
     return {
-        # rate of a full prefill step at the beginning of a prompt, where attention costs least
+        # prefill rate of a full step at the beginning of a prompt, where attention costs least
         "prefill_tokens_per_s": rates.step_tokens / step_s,
         "decode_step_ms": rates.decode.step_s * 1000,
         # time that each sequence in a decode step adds to `decode_step_ms`

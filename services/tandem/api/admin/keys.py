@@ -1,6 +1,7 @@
 """HTTP routes under `/v1/keys`: operators create, list, rotate and revoke API keys.
 
-A router forwards each changed key to the other routers by a signed call of `/v1/keys/records`.
+When a key changes, the router sends the changed record to the route `/v1/keys/records` of each
+other router, with a signature.
 """
 
 import time

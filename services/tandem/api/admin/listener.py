@@ -18,14 +18,15 @@ from tandem.net.rpc.certificates import CertificateFiles
 from tandem.net.security.access import is_loopback
 from tandem.net.security.clients import Clients
 
-# The admin ports have their own connection limit, so clients of the public ports cannot exhaust it.
+# The admin ports have a connection limit of their own. Clients of the public ports cannot use up
+# these connections.
 _CONNECTIONS_MAX = 128
 _DRAIN_DEADLINE_S = 1.0
 
 
 class AdminListener:
-    """Serves the admin ports. The caller uses `bind`, then `start`, and uses `stop` once the public
-    ports have stopped."""
+    """Serves the admin ports. The caller calls `bind`, then `start`, and calls `stop` once the
+    public ports have stopped."""
 
     def __init__(
         self,
@@ -34,8 +35,8 @@ class AdminListener:
         clients: Clients,
         files: CertificateFiles | None = None,
     ) -> None:
-        """Prepares the ports without binding them. Ports on loopback ignore `files` and use plain
-        text."""
+        """Prepares the ports without binding them. `files` are TLS certificates. If the ports
+        listen on loopback, `files` is ignored and the ports use no TLS."""
         self._config = replace(
             config, connections_max=_CONNECTIONS_MAX, drain_deadline_s=_DRAIN_DEADLINE_S
         )

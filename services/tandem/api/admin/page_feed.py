@@ -1,19 +1,21 @@
 """The live feed of the operators' page: `GET /v1/cluster/live`, as server-sent events.
 
-Every second, if a page is open, the feed takes one snapshot of the cluster, encodes its difference
-to the previous snapshot once, and sends it to every viewer. Every STEP_S seconds, even if no page
-is open, the feed adds a sample to the history of the page's charts.
+While at least one page is open, the feed takes a snapshot of the cluster every second. The changes
+since the previous snapshot are encoded once and sent to all open pages (viewers). Every STEP_S
+seconds, also while no page is open, the feed adds a sample to the history that the page's charts
+show.
 
   event     content
   full      the complete snapshot, for a new viewer and for a viewer that fell behind
-  delta     the changes since the previous event; `now` is always included, as a heartbeat
+  delta     the changes since the previous event; the field `now` is in every event, as a heartbeat
 
-  limit         counts                           when the limit is reached
+  limit         what it limits                   when the limit is reached
   VIEWERS_MAX   viewers of one router            a further viewer is refused
   PENDING_MAX   events queued for one viewer     a `full` event replaces the queued events
-  STREAM_S      seconds of a viewer's stream     the stream ends, and the page opens a new stream
+  STREAM_S      seconds of one viewer's stream   the stream ends, and the page opens a new stream
 
-Because of STREAM_S, a revoked key stops working on pages that are already open.
+A new stream is a new call, which checks the API key again. So a revoked key stops working on an
+open page after STREAM_S seconds at the latest.
 """
 
 import asyncio
@@ -97,7 +99,8 @@ class Viewer:
 
 
 class PageFeed:
-    """The feed of one router. `run` takes the snapshots."""
+    """The live feed of one router. `run` takes the snapshots and queues their changes for the
+    viewers."""
 
     def __init__(
         self,
@@ -119,9 +122,9 @@ class PageFeed:
         self._has_viewers = asyncio.Event()
         self._started_at = time.time()
         self._snapshot = Snapshot()
-        self._num_sampled = 0  # number of history samples already sent to viewers
+        self._num_sampled = 0  # number of history samples that were sent to viewers
         self._full = b""  # the last snapshot as a `full` event; empty until a viewer needs one
-        # time of the last snapshot, in seconds since the epoch; 0 if no page is open
+        # time of the last snapshot, in seconds since the epoch; 0 while no page is open
         self._seen_at = 0.0
         self._events: list[ClusterEvent] = []
 
@@ -135,7 +138,7 @@ class PageFeed:
 
     @contextlib.contextmanager
     def viewing(self) -> Iterator[Viewer]:
-        """Registers a viewer for the duration of the context."""
+        """Registers a viewer until the `with` block ends."""
         viewer = Viewer(self)
         self._viewers.add(viewer)
         self._has_viewers.set()
@@ -151,7 +154,7 @@ class PageFeed:
             viewer.end()
 
     async def run(self) -> None:
-        """Samples the history and takes snapshots until it is cancelled."""
+        """Adds samples to the history and takes snapshots, until the task is cancelled."""
         sampling = asyncio.create_task(self._sample_loop())
         reading = asyncio.create_task(self._read_events_loop())
         try:
@@ -171,8 +174,8 @@ class PageFeed:
             await cancel(sampling, reading)
 
     async def look(self, now: float) -> None:
-        """Takes a snapshot at `now` (seconds since the epoch) and queues the changes for all
-        viewers."""
+        """Takes a snapshot at `now` (seconds since the epoch), and queues the changes since the
+        previous snapshot for all viewers."""
         pools = await self._control.sizes.pools()
         before = self._snapshot
         self._snapshot = take_snapshot(
@@ -204,8 +207,8 @@ class PageFeed:
             viewer.offer(event)
 
     def full(self) -> bytes:
-        """Encodes the last snapshot as a `full` event. Returns b"" if there is no recent
-        snapshot."""
+        """Encodes the last snapshot as a `full` event. Returns b"" if no snapshot was taken since a
+        page was opened."""
         if not self._seen_at:
             return b""
         if not self._full:
@@ -221,7 +224,8 @@ class PageFeed:
                 "workers": snapshot.workers,
                 "requests": list(snapshot.requests.values()),
                 "events": snapshot.events,
-                # The next `delta` event contains the samples taken since the last snapshot.
+                # Samples taken after the last snapshot are left out: the next `delta` event
+                # contains these.
                 "samples": seen[: len(seen) - unseen],
             }
             self._full = sse.event(everything, "full")
@@ -241,7 +245,7 @@ class PageFeed:
         )
         self._history.take(now, sums)
         if not self._viewers:
-            self._metrics.flows.take()  # discards the collected flows, because no page shows them
+            self._metrics.flows.take()  # No page shows the collected flows, so they are discarded.
 
     async def _sample_loop(self) -> None:
         while True:
@@ -249,8 +253,8 @@ class PageFeed:
             self.sample(time.time())
 
     async def _read_events_loop(self) -> None:
-        """Refreshes the events while a page is open. If Redis is unreachable, the last events are
-        kept."""
+        """Reads the latest cluster events every _EVENTS_EVERY_S while a page is open. If Redis is
+        unreachable, the page keeps showing the events that were read before."""
         while True:
             await self._has_viewers.wait()
             try:
@@ -267,8 +271,8 @@ class LiveStream(Response):
     """The event stream of one viewer."""
 
     def __init__(self, feed: PageFeed) -> None:
-        """Raises QueueFull if too many pages are open. No response has started at this point, so
-        the client gets the error as a normal HTTP status."""
+        """Raises QueueFull if VIEWERS_MAX pages are open. The response has not started here, so the
+        client gets the error as an HTTP status."""
         feed.check_room()
         super().__init__(
             headers={"cache-control": "no-store", "x-accel-buffering": "no"},

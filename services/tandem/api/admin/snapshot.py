@@ -1,17 +1,17 @@
-"""Snapshots of the cluster for the operators' page, and the differences between two of them.
+"""Snapshots of the cluster for the operators' page, and the changes from one snapshot to the next.
 
-A snapshot has four fields, and `delta` lists the changes of each:
+A snapshot has four fields. `delta` compares two snapshots and lists the changes of each field:
 
-  field     content                                                  in a delta
-  head      one object: the router, the pools, the problems          all of it, if it changed
-  workers   a row of WORKER_COLUMNS for each known worker, by id     new and changed rows
-  requests  the latest requests by id, with the duration of their    new and changed requests
-            stages and the reason of their placement
-  events    the latest events, the newest first                      all of them, if they changed
+  field     content of a snapshot                                  content of a delta
+  head      one object: the router, the pools, the problems        the whole object, if changed
+  workers   worker id -> a row of values (WORKER_COLUMNS)          new and changed rows
+  requests  request id -> a record of a recent request: how long   new and changed records
+            each stage took, and why its workers were chosen
+  events    the latest events, the newest first                    the whole list, if changed
 
-A delta also has `gone`, the ids of workers that are in `before` and no longer in `after`.
+A delta also has the field `gone`: the ids of workers that left between the two snapshots.
 
-A snapshot contains no prompt, no generated text and no key.
+A snapshot contains no prompt, no generated text and no API key.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,12 +29,13 @@ from tandem.router.workers.rows import WorkerRow, headline, problems_of, worker_
 
 REQUESTS_MAX = 50
 EVENTS_MAX = 50
-_PAIRS_MAX = 64  # maximum number of a worker's peers whose transports are included in its row
+_PAIRS_MAX = 64  # A worker's row lists the transports to at most this number of peers.
 _MEMORY_LOW_SHARE = 0.05
 WORKER_COLUMNS = (
     *("pool", "role", "state", "note", "running", "waiting", "leases", "pulls"),
     *("kv_used_percent", "kv_cached_percent", "transports", "address", "host", "memory_is_low"),
-    "tiers",  # for each KV cache tier: its name, blocks held and blocks in total
+    # for each KV cache tier: its name, the number of blocks held, the number of blocks in total
+    "tiers",
 )
 _REQUEST_FIELDS = ("id", "kind", "created", "outcome", "error", "placement", "decode_worker")
 _OUTCOME_FIELDS = ("prefill_worker", "transport", "blocks_pulled", "moves", "ttft_ms", "e2e_ms")
@@ -58,8 +59,8 @@ def take_snapshot(
     started_at: float,
     now: float,
 ) -> Snapshot:
-    """Collects the cluster's state at `now`. `started_at` is the start of this router; both times
-    are in seconds since the epoch."""
+    """Collects the cluster's state at `now`. `started_at` is the time when this router started.
+    Both times are in seconds since the epoch."""
     rows = worker_rows(view.seen(), view.gone, pools, now, view.loading)
     reason = generator.not_ready_reason()
     wrong = view.cluster_problems().values()

@@ -1,9 +1,14 @@
-"""Errors in the format of Anthropic's API: {"type": "error", "error": {"type", "message"}}.
+"""Errors in the format of Anthropic's API: {"type": "error", "error": {"type", "message", "code"}}.
+Tandem adds the field `code`.
 
-HTTP statuses equal those of the router's other APIs, with one exception: a router whose queue is
-full answers 529, and a retry may help. 429 means that the client has reached a limit of its API
-key. The field `code` is an addition of Tandem. If a request continues a thread that the server does
-not have, clients recognize the error by `error_code` in `details`.
+HTTP statuses are those of the router's other APIs, with one exception: if the router's queue is
+full, the status is 529, after which a client may retry. 429 always means that the client has
+reached a limit of its API key.
+
+A client can ask to continue a thread (a conversation that the server keeps). Tandem keeps no
+threads, so it answers with `details.error_code`, by which the client recognizes this error and
+sends the whole conversation.
+
 https://platform.claude.com/docs/en/api/errors
 """
 

@@ -28,8 +28,7 @@ from tandem.router.parsers.machine import CallDelta
 from tandem.router.request.delta import Delta, Usage
 from tandem.router.request.retention import TTLS_S
 
-# For each type of content block: the name of a delta's field with the content, and the delta's
-# type.
+# content block type -> (field of a delta with the new text, type of the delta)
 _TEXT = {
     "text": ("text", "text_delta"),
     "thinking": ("thinking", "thinking_delta"),
@@ -38,8 +37,9 @@ _TEXT = {
 
 
 def usage_body(usage: Usage, pin_s: float = 0.0) -> dict[str, Any]:
-    """Builds the `usage` object. `input_tokens` excludes tokens that were read from the KV cache
-    and tokens that `cache_control` pinned in the KV cache for `pin_s` seconds."""
+    """Builds the `usage` object. `input_tokens` counts neither the prompt tokens read from the KV
+    cache nor those that `cache_control` pinned in the KV cache. `pin_s` is the duration of the pins
+    in seconds; 0: nothing was pinned."""
     created = max(0, usage.storable_tokens - usage.cached_tokens) if pin_s else 0
     body: dict[str, Any] = {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens - created,
@@ -78,7 +78,7 @@ class MessageReplies:
         has no alternative answers."""
         (deltas,) = choices
         message: dict[str, Any] = {}
-        partial = ""  # content of the current block so far
+        partial = ""  # text of the current content block so far
         for one in (e for delta in deltas for e in self._events(delta)):
             if one["type"] == "message_start":
                 message = one["message"]
@@ -101,7 +101,7 @@ class MessageReplies:
         return b"".join(event(one, one["type"]) for one in self._events(delta))
 
     def ending(self) -> bytes:
-        """Returns b"": `message_stop` was sent with the last delta."""
+        """Returns b"", because `events` has sent `message_stop` together with the last delta."""
         return b""
 
     def failure(self, error: TandemError) -> bytes:
@@ -140,7 +140,8 @@ class _Blocks:
     def __init__(self) -> None:
         self.num_calls = 0
         self._index = -1
-        self._open = ""  # type of the block that has begun and not ended; empty if there is none
+        # type of the content block that has begun and not ended; empty if there is none
+        self._open = ""
         self._thought = hashlib.sha256()
 
     def push(self, delta: Delta) -> Iterator[dict[str, Any]]:
@@ -195,7 +196,8 @@ class _Blocks:
 
 
 def _fill(block: dict[str, Any], text: str) -> None:
-    """Stores the content that was collected for a block in the block's content field."""
+    """Stores the collected text of a content block, for example in the field `text` of a block of
+    the type `text`. The text of a tool call is parsed as JSON."""
     if block["type"] == "tool_use":
         block["input"] = arguments_of(text)
     else:

@@ -1,14 +1,15 @@
 """Request bodies of Anthropic's Messages API, and their conversion to bodies of OpenAI's chat API,
 which `openai.requests` parses.
 
-The content blocks of an Anthropic message become chat messages as follows:
+A message of the user can have several content blocks, which become one or more chat messages. For
+example, the blocks tool_result, tool_result, text, text become three chat messages:
 
-  content blocks                                 chat messages
-  each tool result                               one message with the role `tool`
-  a user's text before, between or after tool    one message with the role `user` for each such text
-  results
-  all text, thinking and tool calls of one       one message with the role `assistant`
-  assistant message
+  blocks        chat message
+  tool_result   a message with the role `tool`
+  tool_result   a message with the role `tool`
+  text, text    one message with the role `user`
+
+All blocks of an assistant's message become one message with the role `assistant`.
 
 https://platform.claude.com/docs/en/api/messages
 """
@@ -32,7 +33,8 @@ from tandem.router.request.allowed import ALLOWED
 from tandem.router.request.conversation import Conversation
 from tandem.router.request.retention import TTLS_S
 
-# Fields of OpenAI's chat API, and the names that error messages use for them in this API.
+# Names of fields in OpenAI's chat API -> names of the corresponding fields in this API. Error
+# messages use the names of this API.
 NAMES = {
     "continue_final_message": "messages",
     "reasoning_effort": "output_config",
@@ -95,7 +97,7 @@ class _Markable(_Part):
     cache_control: CacheControl | None = None
 
     def marks(self) -> list[CacheControl]:
-        """Returns the cache marks of this part of the body, and of the parts inside it."""
+        """Returns the `cache_control` marks of this object and of the objects inside it."""
         return [] if self.cache_control is None else [self.cache_control]
 
 
@@ -104,8 +106,8 @@ def _wrong(message: str, **about: object) -> PydanticCustomError:
 
 
 def _as_blocks(content: object) -> object:
-    """Converts a string to a list of one text block. Raises an error for a block whose type is
-    unknown in messages."""
+    """Converts a string to a list of one text block. Raises an error if a block has a type that no
+    message may have."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     known = {kind for kinds in _KINDS.values() for kind in kinds}
@@ -152,7 +154,7 @@ class ToolResultBlock(_Markable):
     is_error: bool = False
 
     def marks(self) -> list[CacheControl]:
-        """Returns the cache marks of the tool result, and of the text blocks inside it."""
+        """Returns the `cache_control` marks of the tool result and of the text blocks inside it."""
         return [*super().marks(), *(mark for text in self.content for mark in text.marks())]
 
 
@@ -357,8 +359,8 @@ class CountTokensBody(Strict):
     thread: Thread | None = Field(None, description=_ALLOWED["thread"])
 
     def pin_s(self) -> float:
-        """Returns the longest time to live of all cache marks of the request, in seconds; 0 without
-        a mark."""
+        """Returns the longest time to live of the request's `cache_control` marks, in seconds.
+        Returns 0 if there are no marks."""
         blocks = [block for message in self.messages for block in message.content]
         parts = [
             part for part in (*self.system, *self.tools, *blocks) if isinstance(part, _Markable)
@@ -368,11 +370,11 @@ class CountTokensBody(Strict):
         return max((TTLS_S[mark.ttl] for mark in marks), default=0.0)
 
     def pinned(self) -> Self | None:
-        """Returns a copy of this request that ends with the block of the last cache mark: the
-        prefix of the prompt to pin. If only the tools or the system message have a mark, the prefix
-        is all tools and the whole system message.
+        """Returns a copy of this request without the blocks after the last `cache_control` mark.
+        The prompt of the copy is the prefix to pin in the KV cache. If only tools or the system
+        message have marks, the prefix is all tools and the whole system message.
 
-        Returns None if the request has no mark, or if its own `cache_control` marks the whole
+        Returns None if the request has no mark, or if its own field `cache_control` marks the whole
         prompt.
         """
         if self.cache_control is not None:
@@ -382,15 +384,15 @@ class CountTokensBody(Strict):
                 cut = message.model_copy(update={"content": message.content[: marked[-1] + 1]})
                 return self.model_copy(update={"messages": [*self.messages[:index], cut]})
         if any(map(_is_marked, (*self.system, *self.tools))):
-            # The copy has an empty user message, because some chat templates write the system
-            # message into the user's message.
+            # Some chat templates write the system message into the first user message. So the copy
+            # has an empty user message.
             nothing = InputMessage(role="user", content=[TextBlock(type="text", text="")])
             return self.model_copy(update={"messages": [nothing]})
         return None
 
     def to_chat(self) -> dict[str, Any]:
-        """Converts the fields of the prompt to a body of OpenAI's chat API. If the last message is
-        the assistant's, the model continues that message."""
+        """Converts the fields that determine the prompt to a body of OpenAI's chat API. If the
+        assistant sent the last message, the model continues that message."""
         messages = [{"role": "system", "content": _text(self.system)}] if self.system else []
         for message in self.messages:
             messages += message.to_chat()
@@ -432,13 +434,13 @@ class MessagesBody(CountTokensBody):
 
 
 def parse_messages(body: dict[str, Any], request_id: str) -> ParsedRequest:
-    """Parses the body of a request for a message. Raises BadRequest. Some errors name a field of
-    OpenAI's chat API; `NAMES` maps those fields to fields of this API."""
+    """Parses the body of `POST /v1/messages`. Raises BadRequest. Some of these errors name fields
+    of OpenAI's chat API; `NAMES` has the names that the fields have in this API."""
     return _parse(validate(MessagesBody, body), request_id)
 
 
 def parse_count(body: dict[str, Any], request_id: str) -> ParsedRequest:
-    """Parses the body of a request that only counts the prompt's tokens. Raises the same errors as
+    """Parses the body of `POST /v1/messages/count_tokens`. Raises the same errors as
     `parse_messages`."""
     return _parse(validate(CountTokensBody, body), request_id)
 

@@ -1,18 +1,21 @@
-"""Serves an endpoint picker over Envoy's external processing protocol (ext_proc).
+"""Serves the endpoint picker to an inference gateway over Envoy's external processing protocol
+(ext_proc).
 
-The gateway opens one stream for each HTTP request, and sends the request as several messages: the
-headers, chunks of the body, and trailers. The picker answers these messages in order, and its
-answer to the headers names the picked endpoint. If the request has a body, the picker first waits
-for the body's last chunk or for the trailers. If the picker refuses the request, it sends an error
-instead, which the gateway returns to the client.
+For each HTTP request, the gateway opens one stream and sends the request as several messages: the
+headers, chunks of the body, and trailers. The gateway chooses how it sends the body:
 
-After its last answer the picker ends the stream, and the gateway continues alone, so the response
-does not depend on the picker. With `--picker-stays` the stream stays open, and the picker passes
-each message of the response unchanged.
+  body mode               when the picker picks        the answer that names the endpoint
+  FULL_DUPLEX_STREAMED    after the end of the body    the answer to the headers, which is late
+  BUFFERED, or            at the single message with   the answer to that message
+  BUFFERED_PARTIAL        the body
+  any other mode          at the headers, at random    the answer to the headers
 
-This describes the body mode FULL_DUPLEX_STREAMED. In the other modes the picker answers each
-message at once. If the gateway sends the whole body in one message, the answer to that message
-names the endpoint. If the gateway sends no body, the picker chooses an endpoint at random.
+A request without a body is handled as in the last row. If the picker refuses a request, it answers
+with an error, which the gateway returns to the client.
+
+After its last answer the picker ends the stream, so the response does not depend on the picker.
+With `--picker-stays` the stream stays open, and the picker returns each message of the response
+unchanged.
 
 Protocol: proposal 004 of the Gateway API Inference Extension, version 1.0.
 """
@@ -48,7 +51,7 @@ ENDPOINT_KEY = "x-gateway-destination-endpoint"
 SUBSET_KEY = "x-gateway-destination-endpoint-subset"
 PICKED_NAMESPACE = "envoy.lb"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
-CHUNK_BYTES_MAX = 60_000  # bytes of the body in one answer; Envoy advises at most 64 KiB
+CHUNK_BYTES_MAX = 60_000  # maximum bytes of the body in one answer; Envoy advises at most 64 KiB
 # body modes of ext_proc in which the picker reads the body before it picks an endpoint
 _WITH_BODY = (pb.FULL_DUPLEX_STREAMED, pb.BUFFERED, pb.BUFFERED_PARTIAL)
 
@@ -58,17 +61,19 @@ class _Exchange:
     """The state of one request and its ext_proc stream."""
 
     request: PickRequest | None = None
-    sets_id: bool = False  # True: the picker adds a request id, as the client sent no usable one
+    sets_id: bool = False  # True: the client sent no usable request id, so the picker adds one
     request_mode: int = pb.FULL_DUPLEX_STREAMED
     response_mode: int = pb.FULL_DUPLEX_STREAMED
     chunks: list[bytes] = field(default_factory=list)
     num_bytes: int = 0
-    # deadline for the next message of the request, by the event loop's clock; None: no deadline
+    # deadline for the next message of the request, on the event loop's clock; None: no deadline
     body_until: float | None = None
-    account: Body | None = None  # memory of the buffered request, counted in the body budget
-    reading: asyncio.Timeout | None = None  # timeout of the current read; None: no read is open
+    # entry of this request in the body budget, which limits the memory of all buffered bodies
+    account: Body | None = None
+    # timeout of the current read from the stream; None: nothing is being read
+    reading: asyncio.Timeout | None = None
     pick: Pick | None = None
-    is_answered: bool = False  # True: every message of the request was answered
+    is_answered: bool = False  # True: all messages of the request have been answered
 
 
 class ExternalProcessor:
@@ -96,7 +101,8 @@ class ExternalProcessor:
 
         def revoke() -> None:
             if exchange.reading is None:
-                task.cancel()  # the stream waits for the gateway to read an answer
+                # Nothing is being read: the picker waits until the gateway takes an answer.
+                task.cancel()
             elif not exchange.reading.expired():
                 exchange.reading.reschedule(0)
 
@@ -121,8 +127,9 @@ class ExternalProcessor:
             yield _refusal(error, exchange.request)
         finally:
             accounts.close()
-            # Without --picker-stays the picker does not see the response. The pick then counts
-            # among the workers' load until the workers report a load that includes the request.
+            # Without --picker-stays the picker does not see the response, so it does not call
+            # `release`. The router then counts the request as the workers' load until the workers
+            # report a load that includes the request.
             if exchange.pick is not None and self._config.gateway.picker_stays:
                 self._picker.release(exchange.pick, has_token=False)
 
@@ -130,7 +137,7 @@ class ExternalProcessor:
         self, exchange: _Exchange, messages: AsyncIterator[pb.ProcessingRequest]
     ) -> pb.ProcessingRequest | None:
         """Reads the next message of the stream. Returns None at the end of the stream. Raises
-        BodyTooLate and BodiesFull."""
+        BodyTooLate after the deadline, and BodiesFull if the body budget is used up."""
         try:
             async with asyncio.timeout_at(exchange.body_until) as exchange.reading:
                 return await anext(messages, None)
@@ -216,7 +223,8 @@ class ExternalProcessor:
         self, exchange: _Exchange, *, ends_here: bool
     ) -> Iterable[pb.ProcessingResponse]:
         """Picks an endpoint, and builds the answers to the headers and to all buffered chunks of
-        the body. With `ends_here` the last answer ends the body."""
+        the body. `ends_here`: True if the buffered chunks end the body, False if trailers
+        follow."""
         picked = await self._picked(exchange, "request_headers")
         chunks = exchange.chunks
         exchange.chunks = []
@@ -224,8 +232,8 @@ class ExternalProcessor:
         return chain([picked], (pb.ProcessingResponse(request_body=body) for body in bodies))
 
     async def _picked(self, exchange: _Exchange, part: str) -> pb.ProcessingResponse:
-        """Picks an endpoint and builds the answer that names the endpoint. `part` is the kind of
-        message to answer: `request_headers` or `request_body`."""
+        """Picks an endpoint and builds the answer that names the endpoint. `part` is the message to
+        answer: "request_headers" or "request_body"."""
         assert exchange.request is not None
         exchange.body_until = None
         exchange.pick = await self._picker.pick(exchange.request, b"".join(exchange.chunks))
@@ -251,8 +259,8 @@ class ExternalProcessor:
 
 
 def _read_headers(message: pb.ProcessingRequest) -> tuple[PickRequest, bool]:
-    """Parses the headers of a request. The second result is True if the request got a new id,
-    because the client sent no usable one."""
+    """Parses the headers of a request. The second result is True if the client sent no usable
+    request id, so that the request got a new id."""
     headers = _values(message.request_headers.headers)
     sent = read_client_id(headers.get(REQUEST_ID_HEADER, []))
     path = headers.get(":path", [""])[0]
@@ -291,8 +299,8 @@ def _options(values: dict[str, str]) -> list[pb.HeaderValueOption]:
 
 
 def _chunks(bodies: list[bytes], *, ends_here: bool) -> Iterator[pb.BodyResponse]:
-    """Splits chunks of a body into messages of at most CHUNK_BYTES_MAX. With `ends_here` the last
-    message is marked as the end of the body."""
+    """Splits chunks of a body into messages of at most CHUNK_BYTES_MAX. `ends_here`: True if the
+    last message gets the mark for the end of the body."""
     pieces = [
         body[start : start + CHUNK_BYTES_MAX]
         for body in bodies

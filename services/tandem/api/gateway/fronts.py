@@ -1,9 +1,10 @@
 """Registration of fronts in Redis, and the endpoint picker's table of fronts.
 
-A front is a router beside one decode worker; a gateway sends requests to fronts. While a front
-can serve requests, it writes its endpoint to Redis every WRITTEN_S seconds. The picker reads all
-endpoints every POLL_INTERVAL_S seconds. While Redis is unreachable, the picker uses the last known
-endpoints.
+A front is a router that runs beside one decode worker. An inference gateway sends each request to
+the front that the endpoint picker names. A front that can serve requests writes its endpoint
+(HOST:PORT) to Redis every WRITTEN_S seconds. The picker reads the endpoints of all fronts every
+POLL_INTERVAL_S seconds. While Redis is unreachable, the picker uses the endpoints that it read
+last.
 """
 
 import asyncio
@@ -19,7 +20,8 @@ log = logging.getLogger(__name__)
 
 
 class FrontTable:
-    """Endpoints of the decode workers' fronts, by worker id. `run` updates them."""
+    """The endpoint picker's table: decode worker id -> endpoint of the worker's front. `run` keeps
+    the table up to date."""
 
     def __init__(self, fronts: Fronts, view: ClusterView) -> None:
         self.endpoints: dict[str, str] = {}
@@ -27,7 +29,7 @@ class FrontTable:
         self._view = view
 
     async def run(self) -> None:
-        """Reads the fronts every POLL_INTERVAL_S until it is cancelled."""
+        """Reads the endpoints of all fronts every POLL_INTERVAL_S, until the task is cancelled."""
         while True:
             ids = [w.worker_id for w in self._view.snapshots() if w.role == "decode"]
             try:
@@ -46,7 +48,7 @@ class FrontTable:
 async def announce(
     fronts: Fronts, worker_id: str, endpoint: str, is_ready: Callable[[], bool]
 ) -> None:
-    """Registers a front in Redis while `is_ready` returns True. Removes the front when
+    """Registers a front in Redis while `is_ready` returns True. Removes the front when this task is
     cancelled."""
     try:
         while True:

@@ -19,14 +19,14 @@ from tandem.net.security.clients import Clients
 
 log = logging.getLogger(__name__)
 
-_MESSAGE_BYTES = 64 << 10  # upper limit for the size of a message without the HTTP body inside it
+_MESSAGE_BYTES = 64 << 10  # largest size of a message, without the HTTP body in the message
 # The endpoint picker protocol requires these two names in the health service.
 _PROBES = HealthNames(ready=("readiness",), live=("liveness",))
 
 
 class PickerListener:
-    """Serves gateways. The class has the same methods as PublicListener, in the order of their use:
-    `bind`, `start`, `serve`, `stop`."""
+    """Serves the endpoint picker to gateways. The methods are those of PublicListener: the caller
+    calls `bind`, `start`, `serve` and `stop`, in this order."""
 
     own_url = ""  # empty, because no other router calls an endpoint picker
     http_port = 0
@@ -39,11 +39,11 @@ class PickerListener:
         clients: Clients,
         files: CertificateFiles | None = None,
     ) -> None:
-        """Prepares the port without binding it. With `files` it uses TLS."""
+        """Prepares the port without binding it. With `files` (certificates) the port uses TLS."""
         self._fronts = fronts
         self._host, port = config.gateway.picker_address()
         address = Address(self._host, port, "--endpoint-picker")
-        # A gateway may send a body of the largest size in one message.
+        # A gateway may send the largest allowed body in one message.
         config = replace(config, body_bytes_max=config.body_bytes_max + _MESSAGE_BYTES)
         self.grpc = GrpcServer(config, {SERVICE: processor}, address, clients, files, _PROBES)
         self.grpc_port = 0
@@ -61,13 +61,14 @@ class PickerListener:
         await self.grpc.start()
 
     def serve(self, _: object) -> asyncio.Task[None]:
-        """Starts the task that updates the table of fronts, and returns it."""
+        """Starts the task that updates the table of fronts. Returns this task."""
         log.info("listening: endpoint picker %s:%d", self._host, self.grpc_port)
         return asyncio.create_task(self._fronts.run(), name="public")
 
     async def stop(
         self, deadline_s: float, serving: asyncio.Task[None], *, cuts_idle: bool = False
     ) -> None:
-        """Refuses new streams and waits at most `deadline_s` seconds for open ones."""
+        """Refuses new streams, and waits at most `deadline_s` seconds until the open streams
+        end."""
         await self.grpc.stop(deadline_s)
         await cancel(serving)

@@ -1,16 +1,17 @@
-"""The endpoint picker: it chooses the decode worker that fits a request best, as a router does, and
-returns the endpoint of the front beside that worker. The gateway sends the request to this
-endpoint.
+"""The endpoint picker: a service that an inference gateway calls to choose the decode worker for a
+request. Each decode worker has a front, which is a router beside the worker. The picker answers
+with the HOST:PORT of the chosen worker's front, and the gateway sends the request to this front.
 
   1. The picker tokenizes the prompt.
   2. The picker looks up, in the prefix tree, how much of the prompt each worker has cached.
-  3. The picker chooses a decode worker, and returns the HOST:PORT of the worker's front.
-  4. A signed hint in the request's headers tells the front which workers were chosen.
+  3. The picker chooses a decode worker by the router's own placement.
+  4. The picker adds a signed hint to the request's headers. The hint tells the front which workers
+     were chosen.
 
-The picker considers only decode workers that have a front. If the gateway names a subset of
-endpoints, only the workers of this subset are considered. A request that cannot be parsed, or that
-has an unknown API key, goes to a random one of these workers, because the front answers with the
-error in the API's format. This module does not depend on the gateway's protocol.
+Only decode workers that have a front can be chosen. If the gateway names a subset of endpoints,
+only workers of this subset can be chosen. If a request cannot be parsed or has an unknown API key,
+the picker chooses a worker at random, and that worker's front answers with the error. This module
+does not depend on the gateway's protocol.
 """
 
 import asyncio
@@ -41,12 +42,13 @@ RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class PickRequest:
-    """A request as described by a gateway."""
+    """A request, as the gateway describes it to the picker."""
 
     path: str
     headers: Mapping[str, Sequence[str]]  # values of each header, by its lower-case name
     request_id: str  # value of the header x-request-id, or a new id if the client sent none
-    subset: frozenset[str] | None = None  # endpoints or hosts that may be picked; None: all of them
+    # endpoints or hosts that may be picked; None: all endpoints
+    subset: frozenset[str] | None = None
 
     def values(self, name: str) -> list[str]:
         return list(self.headers.get(name, ()))
@@ -54,16 +56,17 @@ class PickRequest:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """The endpoints for a request, the best endpoint first."""
+    """The answer to a gateway: the endpoints for a request, the best endpoint first."""
 
     endpoints: tuple[str, ...]
-    hint: str = ""  # signed names of the chosen workers, for the front; empty: no hint
-    job: Job | None = None  # The request counts among the workers' load until `release`.
+    hint: str = ""  # signed names of the chosen workers, which the front reads; empty: no hint
+    # The router counts this job as load of the chosen workers until `release` is called.
+    job: Job | None = None
 
 
 class EndpointPicker:
-    """Picks endpoints for all requests of a gateway. If the caller sees the response to a request,
-    it passes the pick to `release`."""
+    """Picks endpoints for the requests of a gateway. If the caller sees the response to a request,
+    the caller passes the request's pick to `release`."""
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class EndpointPicker:
         self._metrics = metrics
         self._rng = random.Random()
         self._num_open = 0  # number of requests for which an endpoint is being picked
-        # end of the time in which `num_awaited` is 1, in monotonic seconds
+        # time until which `num_awaited` may be 1, in monotonic seconds
         self._awaited_until = 0.0
 
     async def pick(self, pick_request: PickRequest, body: bytes) -> Pick:
@@ -106,16 +109,16 @@ class EndpointPicker:
 
     @property
     def num_awaited(self) -> int:
-        """Number of requests that wait for a decode worker, as the autoscaler counts them. The
-        picker refuses requests instead of holding them, so this is 1 if a request found no decode
-        worker within the last `hold_deadline_s`, and 0 if not. The 1 makes the autoscaler start a
-        worker."""
+        """The number of waiting requests that the autoscaler sees. The picker refuses requests
+        instead of letting them wait, so the number is 0 or 1. It is 1 if there is no decode worker
+        and a request was refused for this reason within the last `hold_deadline_s`. The autoscaler
+        then starts a worker."""
         is_awaited = time.monotonic() < self._awaited_until
         return int(is_awaited and not self._view.has_decode_worker())
 
     def release(self, pick: Pick, *, has_token: bool) -> None:
-        """Stops counting the request among the load of the picked workers. The caller uses this
-        once the response has started or ended. Repeated calls are allowed."""
+        """Stops counting the request as load of the picked workers. The caller calls this when the
+        response has started or ended. Repeated calls have no effect."""
         if pick.job is not None:
             self._dispatcher.note_elsewhere(pick.job, has_token=has_token)
 
@@ -156,8 +159,8 @@ class EndpointPicker:
         return Pick(self._with_fallbacks(worker_id, endpoints), signed, job)
 
     def _endpoints(self, subset: frozenset[str] | None) -> dict[str, str]:
-        """Returns the endpoints of ready decode workers within the subset, by worker id. Raises
-        NoWorkers if there are none."""
+        """Returns a dict with the ready decode workers whose front is in `subset`: worker id ->
+        endpoint of the front. Raises NoWorkers if there are none."""
         usable = {w.worker_id for w in self._view.snapshots() if w.usable and w.role == "decode"}
         found = {
             worker_id: endpoint
@@ -199,15 +202,16 @@ class EndpointPicker:
             return None
 
     def _with_tenant(self, pick_request: PickRequest, request: ClientRequest) -> ClientRequest:
-        """Returns the request with its tenant, on which the hashes of its KV blocks depend."""
+        """Returns the request with the tenant set. The hashes of the request's KV blocks depend on
+        the tenant."""
         key = self.access.check("user", pick_request.values("authorization"), now=time.time())
         named = pick_request.values(TENANT_HEADER)
         tenant = tenant_of(key, named, trusted=self._config.trust_tenant_header)
         return replace(request, tenant=tenant)
 
     async def _place(self, job: Job, endpoints: Mapping[str, str]) -> Placement:
-        """Chooses the workers for the job. The decode worker is one of those with an entry in
-        `endpoints`."""
+        """Chooses the workers for the job. Only decode workers with an entry in `endpoints` can be
+        chosen."""
         others = [w for w in self._view.snapshots() if w.worker_id not in endpoints]
         job.routing.refused |= {w.epoch for w in others if w.role == "decode"}
         placement = await self._dispatcher.place(job)

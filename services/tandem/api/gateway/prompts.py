@@ -1,4 +1,5 @@
-"""Parses the body of an HTTP request, in the same way as the HTTP route with the request's path."""
+"""Parses the body of an HTTP request for the endpoint picker, in the same way as the router's HTTP
+routes do."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,8 +24,9 @@ _Read = Callable[[dict[str, Any], str], ClientRequest]
 
 
 def read_request(path: str, body: bytes, request_id: str) -> ClientRequest | None:
-    """Parses the body. If the body has several prompts, the result is the request of the first one.
-    Returns None if the route of this path takes no prompt. Raises BadRequest as the route does."""
+    """Parses the body as the route at `path` does. If the body has several prompts, the result is
+    the request for the first prompt. Returns None if the route takes no prompt. Raises
+    BadRequest."""
     read = _READ.get(path.partition("?")[0])
     return read(parse_object(body), request_id) if read is not None else None
 

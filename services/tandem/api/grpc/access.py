@@ -20,23 +20,26 @@ from tandem.net.security.keys import KeyRecord
 
 log = logging.getLogger(__name__)
 
-_STATUS_SENT_S = 1.0  # upper limit for the time in which gRPC sends the status of an ended call
+_STATUS_SENT_S = 1.0  # maximum time that gRPC needs to send the status of an ended call
 
 
 class CallGuard:
-    """Access checks of one gRPC server. The handler of each gRPC method calls `check` first."""
+    """Checks the API keys of the calls to one gRPC server. The handler of each gRPC method calls
+    `check` first."""
 
     def __init__(self, access: Access, trail: AuditTrail) -> None:
         self.clients = access.clients
-        self.live_peers: Counter[Peer] = Counter()  # peers that have a call with an accepted key
+        # for each client connection, the number of calls with an accepted key
+        self.live_peers: Counter[Peer] = Counter()
         self._access = access
         self._trail = trail
 
     async def check(
         self, need: Need, context: grpc.aio.ServicerContext[Any, Any], method: str
     ) -> KeyRecord | None:
-        """Returns the record of the call's API key, or None if the call needs no key. Raises
-        Unauthenticated, Forbidden or KeysUnknown. Each refusal is logged with the method's name."""
+        """Checks the API key of a call. Returns the key's record, or None if the call needs no key.
+        Raises Unauthenticated, Forbidden or KeysUnknown. A refused call is logged with the method's
+        name."""
         sent = context.invocation_metadata() or ()
         authorization = [str(value) for name, value in sent if name == "authorization"]
         try:
@@ -51,10 +54,11 @@ class CallGuard:
             raise
 
     def _note_live(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Counts the call in `live_peers` until _STATUS_SENT_S after its end. The connection of a
-        live peer is not cut during a stop, so that gRPC can send the call's status."""
+        """Counts the call in `live_peers` until _STATUS_SENT_S after the end of the call. A
+        stopping server closes the connections of all clients that are not in `live_peers`. The
+        extra time lets gRPC send the status of the call first."""
         address, _, port = _peer(context).rpartition(":")
-        if not port.isdecimal():  # a Unix socket has no address
+        if not port.isdecimal():  # clients over a Unix socket have no port
             return
         peer = peer_of(address.strip("[]").partition("%")[0], int(port))
         self.live_peers[peer] += 1
@@ -76,8 +80,8 @@ class CallGuard:
         key: KeyRecord | None,
         error: TandemError,
     ) -> None:
-        """Logs a refused call. If the refusal concerns a key or a tenant, the audit trail records
-        the call, too."""
+        """Logs a refused call. If the call was refused because of its API key or its tenant, the
+        audit trail records the call, too."""
         who = caller(context, key)
         log.warning("refused a call %s of %s: %s", method, who, error.message)
         if isinstance(error, Unauthenticated | Forbidden | RequestNotFound):
@@ -86,8 +90,8 @@ class CallGuard:
     def place(
         self, context: grpc.aio.ServicerContext[Any, Any]
     ) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which the call counts among the open calls of its client address.
-        Raises TooManyRequests if the address has too many."""
+        """Returns a context manager. Inside it, the call counts as an open call of the client's
+        address. Raises TooManyRequests if this address has too many open calls."""
         return self.clients.request(self._address(context))
 
     def _address(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:

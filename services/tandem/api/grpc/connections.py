@@ -1,9 +1,9 @@
-"""Closes gRPC connections of a client address that has more than the allowed number.
+"""Limits the number of gRPC connections of each client address, by closing surplus connections.
 
-gRPC accepts connections in its C core, and its Python API does not list the connections. This
-module finds the connections among the open sockets of the process. The socket option TCP_INFO gives
-the time of a connection's last traffic. The check runs once a second, so an address may exceed the
-allowed number for that long.
+gRPC accepts connections in its C core, and its Python API does not list the connections. So this
+module looks for them among the open sockets of the process. The socket option TCP_INFO gives the
+time of a connection's last traffic. The check runs once a second, so an address may have too many
+connections for up to a second.
 """
 
 import asyncio
@@ -22,10 +22,11 @@ from tandem.net.security.clients import Clients
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
-_LOOKED_AT_ONCE = 16  # number of files checked before a pause in which the event loop gets the GIL
+# number of file descriptors checked before a pause, in which the event loop gets the GIL
+_LOOKED_AT_ONCE = 16
 _PAUSE_S = 0.0005
-# two fields of Linux's `struct tcp_info`: tcpi_last_data_sent and tcpi_last_data_recv, both the
-# milliseconds since the last traffic
+# two fields of Linux's `struct tcp_info`, tcpi_last_data_sent and tcpi_last_data_recv: the
+# milliseconds since the process last sent and last received data
 _TCP_INFO = struct.Struct("44x I 4x I")
 
 
@@ -33,7 +34,7 @@ Peer = tuple[str, int]  # address and port of the client
 
 
 class _Connection(NamedTuple):
-    silent_ms: int  # time since the last traffic in either direction
+    silent_ms: int  # milliseconds since data was last sent or received
     file: int
     peer: Any  # the client's address and port, in the form of `socket.getpeername`
 
@@ -52,7 +53,8 @@ class ConnectionShares:
         self._clients = clients
 
     async def run(self, port: int) -> None:
-        """Closes surplus connections once a second, in a thread, until it is cancelled."""
+        """Closes surplus connections once a second until the task is cancelled. The work runs in a
+        thread."""
         while True:
             await asyncio.sleep(_INTERVAL_S)
             if num_cut := await asyncio.to_thread(self.cut, port):
@@ -65,8 +67,9 @@ class ConnectionShares:
         return sum(_cut(one) for one in found if one and peer_of(*one.peer[:2]) not in spared)
 
     def cut(self, port: int) -> int:
-        """Closes the surplus connections of each address. The connections that have been without
-        traffic the longest are closed first. Returns the number of closed connections."""
+        """Closes connections of each address that has more than the allowed number. The connections
+        without traffic for the longest time are closed first. Returns the number of closed
+        connections."""
         files = os.listdir("/proc/self/fd")
         if len(files) <= self._num_of_address_max:
             return 0
@@ -98,18 +101,19 @@ def _look(file: int, port: int) -> _Connection | None:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         sent_ms, received_ms = _TCP_INFO.unpack(info)
         return _Connection(min(sent_ms, received_ms), file, sock.getpeername())
-    except (OSError, TypeError):  # a listening or closed socket, or one of another address family
+    # OSError: the socket listens or is closed. TypeError: its address family has no port.
+    except (OSError, TypeError):
         return None
     finally:
-        sock.detach()  # gRPC still owns the file descriptor
+        sock.detach()  # `sock` must not close the file descriptor, which gRPC uses.
 
 
 def _cut(connection: _Connection) -> bool:
-    """Shuts a connection down, as if the client had closed it. gRPC then closes the file
+    """Shuts a connection down. gRPC sees this as a disconnect of the client and closes the file
     descriptor. Returns False if the connection no longer exists."""
     try:
-        # A duplicate of the file descriptor is used, because gRPC may close the descriptor
-        # meanwhile and the operating system may reuse its number.
+        # gRPC may close the file descriptor at any time, and the operating system may give its
+        # number to another file. So a duplicate is used, and its peer is compared.
         with socket.socket(fileno=os.dup(connection.file)) as sock:
             if sock.getpeername() != connection.peer:
                 return False

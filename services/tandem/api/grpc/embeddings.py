@@ -1,5 +1,5 @@
-"""Converts gRPC messages to embedding requests, and the deltas of these requests to gRPC
-messages."""
+"""Converts gRPC requests for embeddings to ClientRequests, and the resulting deltas to gRPC
+responses."""
 
 import uuid
 
@@ -13,8 +13,9 @@ from tandem.router.request.request import ClientRequest
 
 
 def parse_inputs(message: pb.EmbedRequest) -> list[ClientRequest]:
-    """Builds one request for each input. A BadRequest has the field names of a completion, such as
-    `prompt`. `renamed(NAMES)` changes them to those of an embedding, such as `input`."""
+    """Builds one request for each input. Raises BadRequest, which names fields of a completion,
+    such as `prompt`. Inside `with renamed(NAMES)` the error names fields of an embedding, such as
+    `input`."""
     if not 0 < len(message.input) <= INPUTS_MAX:
         raise BadRequest(
             f"input must be a list of 1 to {INPUTS_MAX} texts or lists of token ids; it has "
@@ -52,8 +53,8 @@ class EmbedAnswer:
         self._usage = Usage(0, 0, 0)
 
     def next(self, delta: Delta) -> pb.EmbedResponse:
-        """Builds the message for the next input from its delta. Raises Incompatible if the delta
-        has no usable embedding."""
+        """Builds the response for the next input from the delta of this input. Raises Incompatible
+        if the delta has no usable embedding."""
         index = self._index
         self._index += 1
         self._usage += Usage(

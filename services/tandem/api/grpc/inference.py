@@ -1,8 +1,8 @@
-"""The gRPC API `tandem.v1.Inference`.
+"""The gRPC API `tandem.v1.Inference`: generation and embeddings for clients.
 
 Like the HTTP API, this module only translates between messages and the router's own types. Requests
-arrive as bytes and `_parse` parses them, because gRPC's own deserializer answers invalid UTF-8 in a
-string field with the status UNKNOWN before any of Tandem's code runs.
+arrive as bytes, and `_parse` parses them. gRPC's own deserializer is not used: for invalid UTF-8 in
+a string field it would answer with the status UNKNOWN before Tandem's code runs.
 """
 
 from __future__ import annotations
@@ -104,23 +104,24 @@ class GrpcApi:
         body: bytes,
         context: _Context,
     ) -> None:
-        """Runs `answer`, which streams the response, and reports an error as the call's status. If
-        the client reads nothing for `send_deadline_s`, the call ends with CANCELLED."""
+        """Runs `answer`, which streams the response. A TandemError becomes the status of the call.
+        If the client reads nothing for `send_deadline_s`, the call ends with CANCELLED."""
         try:
             with self._guard.place(context):
                 await answer(body, context)
         except TandemError as error:
             await abort(context, error)
         except _ClientStalled:
-            # The request has ended at this point. gRPC delivers the status once the client reads
-            # again, and drops it if the client disconnects.
+            # The router has already cancelled the request. gRPC delivers this status when the
+            # client reads again, or drops the status if the client disconnects.
             late = f"the client took no message for {self._config.send_deadline_s:g} s"
             log.info("a gRPC call was cut: %s", late)
             await context.abort(grpc.StatusCode.CANCELLED, late)
 
     async def _caller(self, context: _Context, method: str) -> dict[str, Any]:
-        """Checks the call's key, and returns the request fields that depend on the caller. Raises
-        the errors of `CallGuard.check`, and BadRequest for malformed metadata."""
+        """Checks the API key of a call. Returns the fields of a ClientRequest that depend on the
+        caller, such as the tenant. Raises the errors of `CallGuard.check`, and BadRequest for
+        malformed metadata."""
         key = await self._guard.check("user", context, method)
         named = _metadata(context, TENANT_HEADER)
         return {
@@ -165,8 +166,8 @@ class GrpcApi:
     async def _send(
         self, context: _Context, response: pb.GenerateResponse | pb.EmbedResponse
     ) -> None:
-        """Sends a message, and waits while the client's flow-control window is full. Raises
-        _ClientStalled after `send_deadline_s`."""
+        """Sends a message. While the client does not read, the message waits for up to
+        `send_deadline_s`; then _ClientStalled is raised."""
         try:
             async with asyncio.timeout(self._config.send_deadline_s):
                 await context.write(response)

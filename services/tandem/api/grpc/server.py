@@ -1,4 +1,5 @@
-"""A gRPC server of a router: connection limits, health and reflection around its services."""
+"""A gRPC server of a router. It adds connection limits, the health service and the reflection
+service to the router's own services."""
 
 from __future__ import annotations
 
@@ -21,18 +22,20 @@ from tandem.net.rpc.options import SERVER_OPTIONS
 from tandem.net.rpc.peer_calls import add_port
 from tandem.net.security.clients import Clients
 
-# limit for the metadata of one call; HTTP/2 counts 32 bytes of overhead for each field
+# maximum bytes of metadata of one call; HTTP/2 counts 32 bytes of overhead for each field
 METADATA_BYTES_MAX = 16 << 10
-# An idle connection is closed after this time; gRPC channels reconnect by themselves.
+# A connection without calls is closed after this time. gRPC clients reconnect by themselves.
 IDLE_S = 300.0
-STREAMS_MAX = 1024  # maximum of concurrent calls on one connection; clients queue further calls
-PING_STRIKES_MAX = 2  # A connection is closed after this number of pings that came too early.
+# maximum number of concurrent calls on one connection; clients queue further calls
+STREAMS_MAX = 1024
+PING_STRIKES_MAX = 2  # number of too frequent pings after which a connection is closed
 _CUT_INTERVAL_S = 0.1
-AGE_S = 1800.0  # A connection of this age takes no new calls; the client's channel reconnects.
+# A connection older than this takes no new calls, and the client opens a new connection.
+AGE_S = 1800.0
 
 
 class Address(NamedTuple):
-    """The address of a server, and the option that sets its port."""
+    """The address of a server, and the command line option that sets the port."""
 
     host: str
     port: int
@@ -40,10 +43,11 @@ class Address(NamedTuple):
 
 
 class HealthNames(NamedTuple):
-    """Names for which the health service reports a status, in addition to the gRPC services."""
+    """Names for which the health service reports a status, in addition to the names of the gRPC
+    services."""
 
-    ready: tuple[str, ...] = ()  # names whose status is set by `set_ready`
-    live: tuple[str, ...] = ()  # names whose status is SERVING until the server stops
+    ready: tuple[str, ...] = ()  # names with the status that `set_ready` sets
+    live: tuple[str, ...] = ()  # names with the status SERVING until the server stops
 
 
 class GrpcServer:
@@ -70,8 +74,7 @@ class GrpcServer:
             interceptors=[FailureInterceptor()],
             options=[
                 *((k, v) for k, v in SERVER_OPTIONS if k != "grpc.max_receive_message_length"),
-                # Limits for a connection. Where the HTTP server has the same limit, the values are
-                # equal.
+                # Limits of each connection. Limits that the HTTP server also has are equal there.
                 ("grpc.max_receive_message_length", config.body_bytes_max),
                 ("grpc.max_metadata_size", METADATA_BYTES_MAX),
                 ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
@@ -80,8 +83,8 @@ class GrpcServer:
                 ("grpc.max_allowed_incoming_connections", config.connections_max),
                 ("grpc.max_concurrent_streams", STREAMS_MAX),
                 ("grpc.http2.max_ping_strikes", PING_STRIKES_MAX),
-                # A client that stops reading keeps its call open until its connection is closed, at
-                # the end of the connection's age and grace time at the latest.
+                # A client that stops reading keeps a call open until the connection is closed,
+                # which happens at the latest after AGE_S + request_deadline_s.
                 ("grpc.max_connection_age_ms", round(AGE_S * 1000)),
                 ("grpc.max_connection_age_grace_ms", round(config.request_deadline_s * 1000)),
             ],
@@ -120,8 +123,9 @@ class GrpcServer:
             await self._health.set(name, status.SERVING if ready else status.NOT_SERVING)
 
     async def stop_and_cut(self, grace_s: float, live: Collection[Peer]) -> None:
-        """Stops within `grace_s` seconds. Meanwhile it closes the connections of all peers that are
-        not in `live`, because such a peer may be filling this process's memory."""
+        """Stops the server within `grace_s` seconds. Meanwhile it closes the connections of all
+        clients that are not in `live` (clients with an authorized call). Other clients might send
+        data that fills the memory."""
         stopping = asyncio.create_task(self.stop(grace_s))
         while not stopping.done():
             await asyncio.wait({stopping}, timeout=_CUT_INTERVAL_S)

@@ -13,12 +13,11 @@ from tandem.common.config.router import RouterConfig
 from tandem.errors import BadRequest, BodyTooLarge, BodyTooLate, NotJson
 from tandem.net.security.body_budget import Body
 
-# A body that is too large is read up to this size and discarded. If the server closed the
-# connection while the client still writes, the connection would be reset and the response would be
-# lost.
+# The server reads a body that is too large up to this size, and discards it. If the server closed
+# the connection while the client was still sending, the client would lose the response.
 DISCARD_BYTES_MAX = 64 << 20
-# Bodies up to this size do not count in the body budget. The buffers of a connection take about as
-# much memory anyway, and each address has a limited number of connections.
+# Bodies of at most this size do not count in the body budget. The buffers of a connection need
+# about as much memory anyway, and each address has a limited number of connections.
 _FREE_BYTES = 64 << 10
 
 
@@ -54,7 +53,8 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     if not body:
         raise BadRequest("the body must be a JSON object; it is empty")
     try:
-        # `decode` checks all bytes. msgspec checks UTF-8 only in the strings that it decodes.
+        # msgspec checks UTF-8 only in the strings that it decodes, so `decode` checks all bytes
+        # first.
         value = msgspec.json.decode(body.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadRequest(f"the body must be UTF-8; byte {error.start} is not") from None
@@ -68,8 +68,8 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def _check_content_type(request: Request) -> None:
-    """Raises NotJson if `Content-Type` is present and not JSON, or if the headers name a content
-    encoding."""
+    """Raises NotJson if the header `Content-Type` names another type than JSON, or if the header
+    `Content-Encoding` is set."""
     sent = request.headers.get("content-type", "")
     media_type = sent.partition(";")[0].strip().lower()
     if media_type and media_type != "application/json" and not media_type.endswith("+json"):

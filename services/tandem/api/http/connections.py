@@ -2,19 +2,23 @@
 
 A connection is in one of three states:
 
-  state   the connection                                       next state
-  slow    waits for the rest of a request's header; new        busy
-          connections start in this state
-  busy    has a request that is not yet answered               idle
-  idle    waits for the first byte of the next request         slow or busy
+  state   meaning                                                next state
+  slow    only a part of a request's header has arrived; a new   busy
+          connection starts in this state, with no byte
+  busy    has a request that is not yet answered                 idle
+  idle    all requests are answered                              slow or busy
 
-Each address has a limit, except trusted proxies, which serve many clients. If a limit is reached, a
-new connection replaces a connection that waits for its client. If the limit of the address is
-reached, a connection of the same address is replaced. If the total limit is reached, a connection
-of the address with the most connections is replaced. Idle connections are closed first, then slow
-connections that have sent nothing for _SLOW_S, longest silence first. The rate of replacements by
-one address is limited, because a replacement costs more than a refusal. This module does not parse
-HTTP.
+The limit of each address does not apply to trusted proxies, which serve many clients. If a limit is
+reached, a new connection can replace an idle or slow connection, which is closed:
+
+  limit reached       address whose connection is replaced
+  of the address      the same address
+  in total            the address with the most connections
+
+Idle connections are replaced first. A slow connection is replaced only if it has sent nothing for
+_SLOW_S. Within each of these states, the connection that has waited longest is replaced first. An
+address that has reached its limit gets about _REPLACEMENTS_A_SECOND replacements per second,
+because a replacement costs more than a refusal. This module does not parse HTTP.
 """
 
 from __future__ import annotations
@@ -28,13 +32,14 @@ from tandem.net.security.clients import Clients
 log = logging.getLogger(__name__)
 
 _FULL_INTERVAL_S = 60.0  # minimum time between two log messages about refused connections
-_SLOW_S = 1.0  # A slow connection can be replaced if it has sent nothing for this time.
-_REPLACEMENTS_A_SECOND = 20.0  # rate for an address that has reached its connection limit
+_SLOW_S = 1.0  # seconds without a byte after which a slow connection can be replaced
+# replacements per second for an address that has reached its connection limit
+_REPLACEMENTS_A_SECOND = 20.0
 _REPLACEMENTS_AT_ONCE = 64.0
 
 
 class Connection(Protocol):
-    """A connection whose slot can be taken away."""
+    """An HTTP connection that can be closed to make room for another one."""
 
     def close_now(self) -> None:
         """Closes the connection at once."""
@@ -42,26 +47,27 @@ class Connection(Protocol):
 
 @dataclass(slots=True)
 class _Held:
-    """The connections of one address. `idle` and `slow` are in the order in which the connections
-    began to wait, longest wait first."""
+    """The connections of one address. In `idle` and `slow`, the connection that has waited longest
+    is first."""
 
     is_proxy: bool
     num: int = 0
     idle: dict[Connection, None] = field(default_factory=dict)
-    # time of each slow connection's last byte, in seconds of the event loop's clock
+    # slow connection -> time of the connection's last byte, in seconds of the event loop's clock
     slow: dict[Connection, float] = field(default_factory=dict)
-    replacements: float = _REPLACEMENTS_AT_ONCE  # replacements still allowed at `replaced_at`
+    # number of replacements that were allowed at the time `replaced_at`
+    replacements: float = _REPLACEMENTS_AT_ONCE
     replaced_at: float = 0.0
 
     def replacements_left(self, now: float) -> float:
-        """Returns the number of connections of this address that may be replaced at `now`, by a
-        token bucket."""
+        """Returns the number of this address's connections that may be replaced at `now` (token
+        bucket)."""
         since = self.replacements + (now - self.replaced_at) * _REPLACEMENTS_A_SECOND
         return min(_REPLACEMENTS_AT_ONCE, since)
 
 
 class Connections:
-    """The connections of one server, by address and state."""
+    """The open connections of one server, and the limits on their number."""
 
     def __init__(self, num_max: int, num_of_address_max: int, clients: Clients) -> None:
         self.num_lingering = 0  # number of refused connections that are still open
@@ -73,8 +79,8 @@ class Connections:
         self._full_logged_at = -_FULL_INTERVAL_S
 
     def enter(self, connection: Connection, peer: str, now: float) -> str:
-        """Registers a new connection, or refuses it if a limit is reached. Returns the reason of
-        the refusal, or "" if the connection is registered. `now` is in seconds of the loop's
+        """Registers a new connection, in place of a waiting one if a limit is reached. Returns "",
+        or the reason if the connection is refused. `now` is in seconds of the event loop's
         clock."""
         address = self._clients.address(peer)
         reason, waiting = self._check(address, peer, now)
@@ -100,9 +106,8 @@ class Connections:
         return not reason or waiting is not None
 
     def _check(self, address: str, peer: str, now: float) -> tuple[str, Connection | None]:
-        """Checks the limits for a new connection. Returns a message about the limit that is
-        reached, or "" if none is, and the connection that the new connection may replace, if
-        any."""
+        """Checks whether a new connection would exceed a limit. Returns (message about the limit,
+        connection that can be replaced or None), or ("", None) if no limit is reached."""
         held = self._held.get(address)
         if held is not None and not held.is_proxy and held.num >= self._num_of_address_max:
             may_replace = held.replacements_left(now) >= 1
@@ -124,8 +129,8 @@ class Connections:
             del self._held[address]
 
     def wait(self, connection: Connection, now: float) -> None:
-        """Marks the connection as slow: it waits for the rest of a request. Its last byte arrived
-        at `now`."""
+        """Marks the connection as slow: the rest of a request's header has not arrived. `now` is
+        the time of the connection's last byte."""
         if (address := self._address_of.get(connection)) is not None:
             self._held[address].slow[connection] = now
 

@@ -1,8 +1,8 @@
 """Error responses in the format of the API that was called: Anthropic's or OpenAI's.
 
-Once a stream has started, an error is sent as the stream's last event. Unlike vLLM, Tandem sends no
-`[DONE]` after the error, because `[DONE]` means that the answer is complete. OpenAI's clients raise
-an exception at the error event and read no further.
+Once a stream has started, an error is sent as the last event of the stream. Tandem does not send
+`[DONE]` after the error as vLLM does, because `[DONE]` means that the answer is complete. OpenAI's
+clients stop reading at the error event.
 """
 
 from typing import Any
@@ -28,7 +28,8 @@ class JsonResponse(Response):
 
 
 def error_response(error: TandemError, scope: Scope | None = None) -> Response:
-    """Builds the response to a failed call; in OpenAI's format if `scope` is None."""
+    """Builds the response to a failed call. If `scope` is None, the response has OpenAI's
+    format."""
     headers = dict(error.headers)
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_whole_s)
@@ -42,7 +43,7 @@ def error_response(error: TandemError, scope: Scope | None = None) -> Response:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Installs exception handlers, so that all routes answer errors in the same format."""
+    """Installs exception handlers, so that all errors have the same format."""
 
     async def on_tandem(request: Request, error: Exception) -> Response:
         assert isinstance(error, TandemError)
@@ -63,8 +64,8 @@ def install_handlers(app: FastAPI) -> None:
         return Response(status_code=499)  # the client has disconnected
 
     async def on_bug(request: Request, error: Exception) -> Response:
-        # The client gets only the type of the exception. Starlette raises the exception again
-        # after this response, and the server logs it.
+        # The client gets only the type of the exception. Starlette raises the exception again after
+        # this response, and the server then logs the whole exception.
         hidden = InternalError(f"an error inside the router: {type(error).__name__}")
         return error_response(hidden, request.scope)
 
@@ -75,8 +76,8 @@ def install_handlers(app: FastAPI) -> None:
 
 
 def _not_served(request: Request) -> str:
-    """Builds the message for an unknown path. Some clients expect a base URL that ends in /v1 and
-    others do not. So if the path with or without /v1 is served, the message suggests that path."""
+    """Builds the message for an unknown path. A client may have added /v1 twice or not at all. So
+    if adding or removing /v1 gives a path that is served, the message suggests this path."""
     path: str = request.scope["path"]
     meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
     scope = {**request.scope, "path": meant}
@@ -86,8 +87,8 @@ def _not_served(request: Request) -> str:
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """Returns the HTTP methods of all routes of the request's path. Starlette's own error names
-    only the methods of one route."""
+    """Returns the HTTP methods of all routes with the request's path. Starlette's own error for a
+    wrong method names the methods of only one of these routes."""
     found: set[str] = set()
     for route in request.app.routes:
         if route.matches(request.scope)[0] is not Match.NONE:

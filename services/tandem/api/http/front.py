@@ -1,15 +1,15 @@
-"""Middleware that handles every call of the public HTTP API before access is checked.
+"""Middleware that handles every call of the public HTTP API before the API key is checked.
 
-HEAD          A HEAD call is answered like a GET; the server omits the body.
-x-request-id  Every response has this header. The value is the client's own id if the client sent
-              one, else a new id. The record of a request can be found by this id. The router also
-              has an internal id for each request, so clients may reuse their ids. Anthropic's
-              clients read `request-id` instead.
-CORS          Web pages of `--cors-origins` may call the routes that need a user's key. CORS
-              preflights have no key, so they are answered here, before the access check.
-              Operators' routes, metrics and keys never allow calls of another origin.
-connection    A router that is shutting down closes each connection after its response, so that
-              clients reconnect to another router.
+HEAD          A HEAD call is answered like a GET, and the server omits the body.
+x-request-id  Every response has this header (for Anthropic's clients also `request-id`). The value
+              is the client's own id, or a new id if the client sent none. Operators find the record
+              of a request by this value. Clients may use an id twice, because the router also has
+              an internal id for each request.
+CORS          Web pages of `--cors-origins` may call the routes that need a user's key. A browser
+              first sends a preflight (OPTIONS), which has no key and is therefore answered here.
+              The routes for operators, metrics and keys allow no web page of another origin.
+connection    A router that is shutting down closes each connection after the response, so that the
+              client connects to another router.
 """
 
 import uuid
@@ -25,14 +25,14 @@ from tandem.router.placement.reasons import PLACEMENT_HEADER
 from tandem.router.request.generator import Generator
 from tandem.router.request.request import REQUEST_ID_HEADER, read_client_id
 
-# response headers that web pages may read in addition to the headers that CORS always allows
+# response headers that scripts of web pages may read, in addition to those that CORS always allows
 _IDS = (REQUEST_ID_HEADER, "request-id")
 _EXPOSED = (*_IDS, "retry-after", "server-timing", "warning", PLACEMENT_HEADER)
 
 
 class Front:
-    """ASGI middleware that runs before the access checks of PublicGuard. It sets `request_id` and
-    `client_id` in the request's state."""
+    """ASGI middleware that runs before the access checks of PublicGuard. It stores `request_id` and
+    `client_id` in the state of the call's ASGI scope."""
 
     def __init__(self, app: ASGIApp, config: RouterConfig, generator: Generator) -> None:
         self._app = self._shared = app
@@ -65,7 +65,8 @@ class Front:
             await send(message)
 
         if scope["method"] == "HEAD":
-            # The scope is copied, because the server needs the original method.
+            # The server omits the body if the original scope says HEAD. So the app gets a changed
+            # copy.
             scope = {**scope, "method": "GET"}
         app = self._shared if public_need(scope["path"]) == "user" else self._app
         await app(scope, receive, send_named)

@@ -4,16 +4,16 @@ web page makes a browser send. The public listener and the admin listener each h
 A browser can reach every server that its user can reach, including a router on loopback. So a web
 page of another site could send calls to that router. Two rules protect against such pages:
 
-Host      A page can let its own host name resolve to 127.0.0.1 (DNS rebinding). Calls over loopback
-          are refused unless `Host` is a loopback name, the listener's address or a name of
-          `--allowed-hosts`. The public listener applies this rule only if it listens on loopback,
-          because clients and sidecars use many names for a listener on another address. The admin
-          listener always applies it.
-Origin,   A call that may change something must have the type `application/json`. A foreign page
-Content-  cannot send this type without a CORS preflight, and such preflights are refused. If the
-Type      call has an `Origin`, it must be the address that was called. The rule does not apply to
-          routes that generate or tokenize: they change nothing in the cluster, and pages of
-          `--cors-origins` call them (`front.py`).
+Host      A page can let its own host name resolve to 127.0.0.1 (DNS rebinding). So a call that
+          arrives over loopback is refused, unless the header `Host` is a loopback name, the
+          listener's address or a name of `--allowed-hosts`. If the public listener listens on
+          another address than loopback, the rule does not apply to it, because clients and sidecars
+          then use many names. The admin listener always applies the rule.
+Origin,   A call that may change something must have the type `application/json`. A foreign page can
+Content-  send this type only after a CORS preflight, which the router refuses. If the call has an
+Type      `Origin`, it must be the address that was called. The rule does not apply to routes that
+          generate or tokenize: these routes change nothing in the cluster, and pages of
+          `--cors-origins` may call them (`front.py`).
 """
 
 import asyncio
@@ -47,19 +47,19 @@ from tandem.net.security.keys import KeyRecord
 
 log = logging.getLogger(__name__)
 
-# The routes to which the rule for `Origin` and `Content-Type` does not apply. The rule applies to
-# all other routes, so a new route is protected by default.
+# Routes to which the rule for `Origin` and `Content-Type` does not apply. A new route that is not
+# listed here is protected.
 _GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 _TOKENS = ("/v1/embeddings", "/v1/messages/count_tokens", "/tokenize", "/detokenize")
 _UNGUARDED = frozenset((*_GENERATIONS, *_TOKENS, "/invocations", "/ping"))
-# paths of vLLM's API
+# operators' routes that have the paths of vLLM's API
 RESET_PATH = "/reset_prefix_cache"
 LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _ADMIN = ("/", "/metrics", RESET_PATH, LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH)
-PAGE_PREFIX = "/page/"  # files of the page at `/`
+PAGE_PREFIX = "/page/"  # path of the files of the operators' page at `/`
 PROBES = ("/health", "/ready", "/started", "/ping")
 _PORTS = {"http": 80, "https": 443}
-_TEXT_MAX = 100  # Messages and logs contain at most this number of characters of a client's text.
+_TEXT_MAX = 100  # maximum number of characters of a client's text that messages and logs repeat
 
 
 class RequestGuard(ABC):
@@ -77,12 +77,13 @@ class RequestGuard(ABC):
 
     @abstractmethod
     def need(self, path: str) -> Need:
-        """Decides which access a call of this path needs. Raises NotPublic if another port
-        serves it."""
+        """Returns the kind of API key that a call of this path needs; "nothing": none. Raises
+        NotPublic if only the admin port serves the path."""
 
     @abstractmethod
     def checks_host(self, address: str) -> bool:
-        """Returns True if calls that arrive at this local address must have an allowed `Host`."""
+        """Returns True if the rule for `Host` applies to calls that arrive at this local
+        address."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -91,7 +92,7 @@ class RequestGuard(ABC):
         scope.setdefault("state", {}).update(address=address, bodies=self._access.bodies)
         with contextlib.ExitStack() as place:
             try:
-                # Health probes do not count in the limit of open requests.
+                # Health probes do not count as open requests of the address.
                 if scope["path"] not in PROBES:
                     place.enter_context(self._access.clients.request(address))
                 self._check(scope)
@@ -131,9 +132,10 @@ class RequestGuard(ABC):
 
 
 def public_need(path: str) -> Need | None:
-    """Decides which access a call of the public port needs: a user's key by default. Returns None
-    for paths that only the admin port serves."""
-    if path in (*PROBES, RECORDS_PATH):  # Key records are signed by the sending router instead.
+    """Returns the kind of API key that a call of the public port needs: "nothing", "metrics", or by
+    default "user". Returns None for paths that only the admin port serves."""
+    # A call of RECORDS_PATH comes from another router, which signs it.
+    if path in (*PROBES, RECORDS_PATH):
         return "nothing"
     if path == "/load":
         return "metrics"
@@ -153,7 +155,8 @@ class PublicGuard(RequestGuard):
         self._admin = f"port {config.admin.port} of {config.admin.host}"
 
     def need(self, path: str) -> Need:
-        """Decides which access a call needs. Raises NotPublic for a path of the admin port."""
+        """Returns the kind of API key that a call needs. Raises NotPublic for a path of the admin
+        port."""
         if (needed := public_need(path)) is None:
             raise NotPublic(
                 f"{path[:_TEXT_MAX]} is served on the router's admin port only, which is "
@@ -174,7 +177,8 @@ class AdminGuard(RequestGuard):
         super().__init__(app, (config.admin.host.lower(), *config.allowed_hosts), access, trail)
 
     def need(self, path: str) -> Need:
-        """Decides which access a call needs: an operator's key by default."""
+        """Returns the kind of API key that a call needs: "nothing", "metrics", or by default
+        "operator"."""
         # The operators' page and its files need no key, because they contain no cluster data.
         if path in (*PROBES, "/") or path.startswith(PAGE_PREFIX):
             return "nothing"
@@ -187,8 +191,8 @@ class AdminGuard(RequestGuard):
 def log_refusal(
     trail: AuditTrail, scope: Mapping[str, Any], error: TandemError, key: KeyRecord | None = None
 ) -> None:
-    """Logs a refused call. If the refusal concerns a key or a tenant, the audit trail records the
-    call, too."""
+    """Logs a refused call. If the call was refused because of its API key or its tenant, the audit
+    trail records the call, too."""
     who = caller(scope, key)
     call = f"{scope['method']} {scope['path']}"[:_TEXT_MAX]
     log.warning("refused %r of %s: %s", call, who, error.message)
@@ -207,14 +211,14 @@ def caller(scope: Mapping[str, Any], key: KeyRecord | None = None) -> Caller:
 
 
 def _is_unguarded(path: str) -> bool:
-    # The method DELETE on a kept response needs a CORS preflight in any case, and OpenAI's client
-    # sends no body, so the content type cannot be required.
+    # `/v1/responses/ID` takes DELETE. Web pages need a CORS preflight for DELETE in any case.
+    # OpenAI's client sends no body with DELETE, so the content type cannot be required.
     return path in _UNGUARDED or path.startswith("/v1/responses/")
 
 
 def _credentials(scope: Mapping[str, Any]) -> list[str]:
-    """Lists the values of `Authorization`. Clients of Anthropic's API may send `x-api-key`
-    instead."""
+    """Returns the values of the header `Authorization`. Clients of Anthropic's API may send the key
+    in `x-api-key` instead."""
     headers = Headers(scope=scope)  # type: ignore[arg-type]
     sent = headers.getlist("authorization")
     if sent or not is_anthropic(scope):
@@ -223,8 +227,9 @@ def _credentials(scope: Mapping[str, Any]) -> list[str]:
 
 
 def _check_origin(headers: Headers) -> None:
-    """Refuses a call whose `Origin` differs from the address that was called. The scheme may come
-    from `X-Forwarded-Proto`: a web page cannot set this header without a preflight, a proxy can."""
+    """Raises ForeignPage if the `Origin` of a call differs from the address that was called. A
+    proxy in front of the router may give the scheme of this address in `X-Forwarded-Proto`. A web
+    page cannot set this header without a CORS preflight."""
     scheme = headers.get("x-forwarded-proto", "http").partition(",")[0].strip().lower()
     own = _address(f"{scheme}://{headers.get('host', '')}")
     for origin in headers.getlist("origin"):
@@ -245,8 +250,8 @@ def _check_json(headers: Headers) -> None:
 
 
 def _address(origin: str) -> tuple[str, str, int] | None:
-    """Splits an origin into scheme, host and port. Returns None for `null` and malformed
-    origins."""
+    """Splits an origin such as `https://example.org` into scheme, host and port. Returns None for
+    `null` and malformed origins."""
     try:
         parts = urlsplit(origin)
         port = parts.port or _PORTS[parts.scheme]

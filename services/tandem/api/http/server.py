@@ -1,21 +1,24 @@
 """The HTTP server: uvicorn, with limits on connections whose request has not arrived yet.
 
-A connection is always in one of three phases, depending on the next bytes from the client:
+A connection is always in one of three phases, named after the bytes that the client sends next:
 
-  phase    next phase, when                      if the deadline passes
-  header   body, when the header is complete     408; without any byte of a header: closed
-  body     idle, when the body is complete       408, sent by `http/body`
-  idle     header, at the first byte             closed after `keep_alive_s`
+  phase    ends                        next     if the phase lasts too long
+  header   when the header is          body     the client gets a 408; if no byte of the header has
+           complete                             arrived, the connection is closed
+  body     when the body is complete   idle     the client gets a 408 from `http/body`
+  idle     at the first byte of the    header   the connection is closed after `keep_alive_s`
+           next header
 
-A connection starts in `header`, and passes through `body` even if a request has no body. Idle
-connections may also be closed earlier to make room for new connections. Responses may be in
-progress in every phase. Header bytes are counted before they reach the parser, because the parser
-keeps all of them until the header is complete.
+A connection starts in `header`, and passes through `body` even if a request has no body. A response
+can be in progress in every phase: a client may send its next request before the answer to the last
+one is complete. Idle connections may be closed early to make room for new connections
+(`connections.py`). Header bytes are counted before they reach the parser, because the parser keeps
+all of them until the header is complete.
 
 A refused connection gets a response: 400, 408, 431, or 503 if there are too many connections. If an
-earlier request is still being answered, the connection is instead closed after that answer. In
-every phase the kernel closes a connection whose client reads nothing of a response for
-`send_deadline_s` (see `bind`).
+earlier request of the connection is still being answered, the connection is instead closed after
+that answer. If a client does not read its response for `send_deadline_s`, the kernel closes the
+connection (see `bind`).
 """
 
 from __future__ import annotations
@@ -52,20 +55,25 @@ from tandem.net.security.clients import Clients
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-_PIPELINED_MAX = 16  # limit of a connection's requests that wait for an earlier request's answer
-# A refused connection is closed after this time. If it were closed at once, unread bytes could
-# reset it before the client has read the response.
+# maximum number of a connection's requests that wait for the answer to an earlier request
+_PIPELINED_MAX = 16
+# seconds until a refused connection is closed. If it were closed at once, bytes of the client that
+# the server has not read could reset it, and the client would lose the response.
 _LINGER_S = 1.0
-_LINGERING_MAX = 16  # refused connections that stay open for _LINGER_S; others are closed at once
-_ACCEPTED_AT_ONCE = 1  # connections accepted before the event loop serves open connections again
-_ACCEPT_PAUSE_S = 1.0  # pause if the process has no free file descriptor
+# number of refused connections that may stay open for _LINGER_S; others are closed at once
+_LINGERING_MAX = 16
+# number of connections accepted before the event loop serves open connections again
+_ACCEPTED_AT_ONCE = 1
+# seconds until the next attempt to accept connections if no file descriptor is free
+_ACCEPT_PAUSE_S = 1.0
 _OTHER_FILES = 256  # file descriptors reserved for everything except HTTP connections
 # A read of fewer bytes counts as small. Normal clients send a header in full network packets, which
-# are larger, so small reads inside a header are suspicious.
+# are larger. So small reads inside a header are suspicious.
 SMALL_READ_BYTES = 512
-SMALL_READS_MAX = 3  # small reads allowed for each header before the connection is read more slowly
+# number of small reads of a header after which the connection is read more slowly
+SMALL_READS_MAX = 3
 _SWEEP_S = 0.05
-_READS_OF_ADDRESS = 8  # connections of one address that are read in one sweep of SlowReads
+_READS_OF_ADDRESS = 8  # number of connections of one address that SlowReads reads in one sweep
 
 
 class HttpServer(uvicorn.Server):
@@ -100,7 +108,8 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                # uvicorn must not replace the peer by the forwarded address: the log has both.
+                # uvicorn must not replace the peer's address by `X-Forwarded-For`: the log has
+                # both.
                 proxy_headers=False,
                 server_header=False,
                 date_header=False,
@@ -113,9 +122,9 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            # `_accept` replaces asyncio's own callback. That callback accepts all waiting
-            # connections at once and sets all of them up before any can be refused, which delays
-            # other clients.
+            # `_accept` replaces asyncio's own callback, which accepts all waiting connections at
+            # once. It sets up every connection before any can be refused, and other clients wait
+            # meanwhile.
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def begin_stop(self) -> None:
@@ -170,16 +179,16 @@ class HttpServer(uvicorn.Server):
 
 
 def bind(host: str, port: int, *, port_option: str, send_deadline_s: float) -> socket.socket:
-    """Opens a listening socket. Raises ConfigError that names `port_option` if the port is
-    taken."""
+    """Opens a listening socket. Raises ConfigError if the port is in use; the message names
+    `port_option`, the option that sets the port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol number is set explicitly, because asyncio sets TCP_NODELAY only then. Without
     # TCP_NODELAY each response is delayed by 40 ms.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Accepted connections inherit TCP_USER_TIMEOUT. The kernel closes a connection whose peer
-    # acknowledges no byte, or keeps its receive window at zero, for this time. Every acknowledged
-    # byte starts the time again.
+    # Accepted connections inherit TCP_USER_TIMEOUT. With this option the kernel closes a connection
+    # if the client acknowledges no byte for `send_deadline_s`, or keeps its receive window at zero.
+    # Every acknowledged byte starts the time again.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(send_deadline_s * 1000))
     try:
         sock.bind((host, port))
@@ -210,21 +219,23 @@ class BoundedProtocol(HttpToolsProtocol):
         self._limits = limits
         self._others = others
         self._slow_reads = slow_reads
-        self._num_small_reads = 0  # number of small reads of the current, incomplete header
+        self._num_small_reads = 0  # number of small reads of the header that is arriving
         self._phase = _Phase.HEADER
         self._num_phases = 0  # number of phases entered so far
-        self._watched_phase = -1  # value of `_num_phases` when the timer was set
+        self._watched_phase = -1  # value of `_num_phases` when `_watch` last set the timer
         self._timer: asyncio.TimerHandle | None = None
-        # bytes of the current header or of chunk extensions and trailer fields, for the size limit
+        # bytes of the header that is arriving, or of the chunk extensions and trailer fields of a
+        # body; limited by `header_bytes_max`
         self._header_bytes = 0
         self._is_refused = False
         self._lingers = False
-        # uvicorn's object for the request that is being answered; never a pipelined request that
-        # still waits
+        # uvicorn's object for the request that is being answered. Later requests of the connection
+        # wait.
         self._answered: RequestResponseCycle | None = None
-        # status, code and message of an error raised in a parser callback
+        # status, code and message of the error response, set by a parser callback that failed
         self._refusal: tuple[int, str, str] | None = None
-        self._has_upgrade = False  # True: the current header has `Upgrade`, so the parser stops
+        # True: the header that is arriving has the field `Upgrade`, at which the parser stops
+        self._has_upgrade = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -236,8 +247,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_timer(None)
-        # If the client resets the connection, uvicorn does not cancel its keep-alive timer. The
-        # timer would keep the connection and its last request in memory until the timer fires.
+        # uvicorn does not cancel its keep-alive timer when the client resets the connection. The
+        # timer would keep the connection and its last request in memory until it fires.
         self._unset_keepalive_if_required()
         self._others.leave(self)
         self._others.num_lingering -= self._lingers
@@ -246,7 +257,8 @@ class BoundedProtocol(HttpToolsProtocol):
             late_s = self._limits.send_deadline_s
             log.info("an HTTP client was cut: it took no byte for %g s", late_s)
         if self._answered is not None and not self._answered.response_complete:
-            # uvicorn reports the disconnect only to the latest request of the connection.
+            # uvicorn reports a disconnect only to the latest request of the connection, which may
+            # not be the one being answered.
             self._answered.disconnected = True
             self._answered.message_event.set()
         super().connection_lost(exc)
@@ -273,19 +285,20 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._others.wait(self, self.loop.time())
                 self._num_small_reads += is_small
                 if self._num_small_reads > SMALL_READS_MAX and not self._others.is_proxy(self):
-                    # Reading pauses only inside a header. Bodies are always read, because closing a
-                    # connection with unread bytes loses the response.
+                    # Reading pauses only inside a header, never inside a body: closing a connection
+                    # with unread bytes would lose the response.
                     self.transport.pause_reading()
                     self._slow_reads.wait(
                         self.client[0] if self.client else "", self._resume_reading
                     )
 
     def _parse(self, data: bytes) -> None:
-        """Feeds bytes to the parser, like uvicorn's `data_received`, and ignores `Upgrade`.
+        """Feeds bytes to the parser, like uvicorn's `data_received`, and ignores the header field
+        `Upgrade` (a server may, RFC 9110 7.8).
 
-        After a header with the field `Upgrade` the parser treats all further bytes, including the
-        request's body, as another protocol. So this method gives a new parser the header without
-        the field, and then the remaining bytes. A server may ignore `Upgrade` (RFC 9110 7.8).
+        After a header with `Upgrade` the parser would treat the request's body as another protocol.
+        So this method starts a new parser, which gets the header without the field `Upgrade` and
+        then the remaining bytes.
         """
         self._unset_keepalive_if_required()
         try:
@@ -314,7 +327,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return line + b"".join(fields) + b"\r\n"
 
     def _resume_reading(self) -> None:
-        if not self.flow.read_paused:  # A refused connection stays paused.
+        if not self.flow.read_paused:  # A refused connection is not read again.
             self.transport.resume_reading()
 
     def close_now(self) -> None:
@@ -327,7 +340,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # The parser also reports trailer fields after a body, which are not part of the header.
+        # The parser also calls this for trailer fields after a body, which are not part of the
+        # header.
         if self._phase is not _Phase.BODY:
             super().on_header(name, value)
 
@@ -342,15 +356,16 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self.parser.get_method() == b"CONNECT":
             self._refusal = (400, "invalid_request", "CONNECT is for proxies; this is none")
         if self._refusal is not None:
-            # The error makes the parser fail, and the connection then calls `send_400_response`.
+            # The parser fails with this error, and uvicorn then calls `send_400_response`.
             raise ValueError(self._refusal)
         if self.parser.should_upgrade():
             self._has_upgrade = True
             return
         super().on_headers_complete()
-        # uvicorn stops reading after a pipelined request, and would then not notice a disconnect.
-        # So reading is resumed here. The number of pipelined requests is limited above, and reading
-        # pauses on its own while too many bytes of their bodies are unread.
+        # uvicorn stops reading after a pipelined request, which is one that arrives before the last
+        # one is answered. uvicorn would then not notice a disconnect, so reading continues here. At
+        # most _PIPELINED_MAX requests wait, and uvicorn pauses reading while too much of a body is
+        # unread.
         self.flow.resume_reading()
         self._header_bytes = self._num_small_reads = 0
         self._enter(_Phase.BODY)
@@ -360,14 +375,16 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
-        self._header_bytes = 0  # The count begins again, for chunk extensions and trailer fields.
+        # From here on, the chunk extensions and trailer fields of the body are counted.
+        self._header_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._has_upgrade:
             return
         super().on_message_complete()
-        # A trailer field after the body may set `Connection: close`.
+        # The parser obeys `Connection: close` also in a trailer field after the body, and uvicorn
+        # does not.
         if not self.parser.should_keep_alive():
             self.cycle.keep_alive = False
             if self.cycle.response_complete:
@@ -390,7 +407,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _watch(self) -> None:
         """Starts the timer of the current phase, unless the timer was already started in this
-        phase. A request that arrived complete starts no timer."""
+        phase. A request that arrives complete needs no timer."""
         if self._watched_phase == self._num_phases:
             return
         self._watched_phase = self._num_phases
@@ -412,7 +429,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(408, "header_too_late", message)
         elif self._phase is _Phase.BODY and not self.cycle.response_complete:
             # The route that reads the body has the same deadline and sends the 408. The timer
-            # starts again, to close the connection if it is still open by then.
+            # starts again: if the connection is still open after another `body_deadline_s`, it is
+            # closed.
             self._set_timer(self._limits.body_deadline_s)
         else:
             self.transport.close()
@@ -425,7 +443,8 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._phase is not _Phase.BODY or cycle.response_started or self.pipeline:
                 cycle.keep_alive = False
                 return
-            cycle.disconnected = True  # The rest of the request's body cannot arrive any more.
+            # The connection is no longer read, so the rest of the request's body cannot arrive.
+            cycle.disconnected = True
             cycle.message_event.set()
         self.transport.write(_refusal(status, code, message))
         if self._others.num_lingering >= _LINGERING_MAX:
@@ -436,7 +455,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._others.num_lingering += 1
         self._lingers = True
         self.flow.pause_reading()
-        if self.transport.can_write_eof():  # TLS has no half-closed connections
+        if self.transport.can_write_eof():  # false for TLS, which has no half-closed connections
             self.transport.write_eof()
         self._timer = self.loop.call_later(_LINGER_S, self.transport.close)
 
@@ -457,19 +476,20 @@ _TOO_MANY_CONNECTIONS = _refusal(503, "too_many_connections", "there are too man
 
 
 def _refuse_socket(sock: socket.socket) -> None:
-    """Sends a 503 and closes the connection, at minimal cost. Unread bytes may reset the connection
-    before the client reads the answer."""
+    """Sends a 503 and closes the connection at once, which costs little. If the client's bytes were
+    not read, the client may see a reset instead of the 503."""
     with contextlib.suppress(OSError), sock:
         sock.setblocking(False)
         sock.send(_TOO_MANY_CONNECTIONS)
 
 
 def _affordable_connections(num_wanted: int) -> int:
-    """Raises the process's limit of open files as far as needed and allowed. Returns the number of
-    HTTP connections that this limit permits, at most `num_wanted`."""
+    """Raises the process's limit on open files as far as needed and allowed. Returns the number of
+    HTTP connections for which the limit suffices, at most `num_wanted`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     infinite = resource.RLIM_INFINITY
-    needed = 2 * num_wanted + _OTHER_FILES  # doubled: gRPC may have as many connections as HTTP
+    # times 2, because gRPC may have as many connections as HTTP
+    needed = 2 * num_wanted + _OTHER_FILES
     if soft != infinite and soft < needed:
         soft = needed if hard == infinite else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -488,12 +508,13 @@ def _affordable_connections(num_wanted: int) -> int:
 
 
 class SlowReads:
-    """Delays reads of connections that send their header in many small pieces.
+    """Delays the reading of connections that send their header in many small pieces, so that such
+    clients cannot use up the router's time.
 
-    A connection with too many small reads waits for the next sweep before it is read again, and its
-    bytes stay in the kernel. A sweep runs every _SWEEP_S and reads at most _READS_OF_ADDRESS
-    waiting connections of each address. So the work for one address is limited, and no address
-    delays another. This class does not parse HTTP.
+    A connection with too many small reads waits for the next sweep before it is read again. A sweep
+    runs every _SWEEP_S seconds, and reads at most _READS_OF_ADDRESS waiting connections of each
+    address. For example, 100 such connections of one address share 160 reads per second. This class
+    does not parse HTTP.
     """
 
     def __init__(self) -> None:
@@ -501,7 +522,7 @@ class SlowReads:
         self._timer: asyncio.TimerHandle | None = None
 
     def wait(self, address: str, read: Callable[[], None]) -> None:
-        """Queues the callback `read` of a connection. A later sweep calls it."""
+        """Queues a connection's callback `read`, which a later sweep calls."""
         self._waiting.setdefault(address, deque()).append(read)
         if self._timer is None:
             self._start()

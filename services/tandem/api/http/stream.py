@@ -1,7 +1,7 @@
-"""Sends complete replies and event streams, and cancels a generation when the client disconnects.
+"""Sends complete replies and event streams. If the client disconnects, the generation is cancelled.
 
-A disconnect is noticed in every phase of a request. Starlette's StreamingResponse would notice it
-only while it sends, and a request that waits in a queue sends nothing.
+A disconnect is noticed at any time. Starlette's own StreamingResponse is not used, because it
+notices a disconnect only while it sends, and a request that waits in a queue sends nothing.
 """
 
 import asyncio
@@ -23,32 +23,33 @@ from tandem.router.request.delta import Delta
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-# maximum number of log probabilities in a reply that is built in the event loop and not in a thread
+# A reply with more log probabilities than this is built in a thread, not in the event loop.
 _MEASURED_MAX = 256
 
 
 class ReplyFormat(Protocol):
-    """Formats the reply to one request for one API."""
+    """Formats the reply to one request. Each API has a class with these methods."""
 
     @property
     def reply_id(self) -> str:
-        """The reply's id as shown to the client."""
+        """The id of the reply that the client sees."""
 
     @property
     def num_choices(self) -> int:
         """The number of choices in the reply."""
 
     def whole(self, choices: Sequence[Sequence[Delta]]) -> dict[str, Any]:
-        """Builds the body of a reply that is not streamed, from all deltas of its choices."""
+        """Builds the complete body of a reply that is not streamed. `choices` has all deltas of
+        each choice."""
 
     def events(self, choice: int, delta: Delta) -> bytes:
-        """Encodes the events for one delta of a choice. Returns b"" if there are none."""
+        """Encodes the events for one delta of a choice. Returns b"" if the delta needs no event."""
 
     def ending(self) -> bytes:
-        """Encodes the bytes that end a complete stream, after the last delta of all choices."""
+        """Encodes the bytes that are sent after the last delta of all choices."""
 
     def failure(self, error: TandemError) -> bytes:
-        """Encodes the last event of a stream that ends with an error."""
+        """Encodes the last event of a stream that ends early with an error."""
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
@@ -73,8 +74,8 @@ async def _wait_disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Streams a generation as server-sent events. The first delta exists before the response
-    starts, so the status is 200."""
+    """Streams a generation as server-sent events. The status is 200, because the generation has
+    already produced its first delta when the response starts."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class EventStream(Response):
         *,
         with_timing: bool = False,
     ) -> None:
-        """With `with_timing` the stream ends with an SSE comment that has the timeline of the
+        """`with_timing`: True if the stream ends with an SSE comment that has the timeline of the
         choice that ended last."""
         super().__init__(
             headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers},
@@ -127,8 +128,8 @@ class EventStream(Response):
 
 
 async def first_delta(request: Request, deltas: AsyncGenerator[ChoiceDelta, None]) -> ChoiceDelta:
-    """Waits for the first delta. Nothing has been sent to the client until then, so an error can
-    still set the HTTP status."""
+    """Waits for the first delta. If the generation fails earlier, the error can still set the HTTP
+    status, because nothing was sent to the client."""
     try:
         return await until_disconnect(request.receive, anext(deltas))
     except BaseException:
@@ -150,7 +151,8 @@ async def collect(
 
 
 async def _build(deltas: Iterable[Delta], make: Callable[[], _T]) -> _T:
-    """Runs `make`, in a thread if the deltas have many log probabilities. Formatting half a million
-    log probabilities takes a second, in which the event loop would be blocked."""
+    """Calls `make`, which builds a reply from `deltas`. If the deltas have many log probabilities,
+    `make` runs in a thread: formatting half a million takes a second, in which the event loop could
+    do nothing else."""
     num_measured = sum(len(delta.logprobs) + len(delta.prompt_logprobs) for delta in deltas)
     return await asyncio.to_thread(make) if num_measured > _MEASURED_MAX else make()

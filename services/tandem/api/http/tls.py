@@ -1,9 +1,10 @@
 """TLS of the HTTP port: the handshake of a connection, before HTTP starts.
 
-An accepted connection has `header_deadline_s` for the handshake, and is then handed to the HTTP
-protocol. It is closed if the handshake is late or fails (for example because the client speaks
-plain HTTP), or if there are too many connections. A connection counts in the connection limits from
-the moment it is accepted. Each handshake uses the certificate that is current at that time.
+A connection has `header_deadline_s` for the handshake. After the handshake, the HTTP protocol takes
+over the connection. The connection is closed if the handshake is late or fails (for example because
+the client speaks plain HTTP), or if there are too many connections. It counts in the connection
+limits from the moment it is accepted. If the certificate's file changes, later handshakes use the
+new certificate.
 """
 
 import asyncio
@@ -16,12 +17,12 @@ from tandem.net.rpc.certificates import CertificateFiles
 
 log = logging.getLogger(__name__)
 
-_SHUTDOWN_S = 5.0  # time for the client to close TLS properly, before the connection is cut
+_SHUTDOWN_S = 5.0  # seconds that the client has to close TLS properly, before the connection is cut
 
 
 class TlsHandshake(asyncio.Protocol):
-    """A connection during its TLS handshake. The class has the interface of uvicorn's HTTP
-    protocols."""
+    """A connection during its TLS handshake. It has the methods that uvicorn needs of an HTTP
+    connection."""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class TlsHandshake(asyncio.Protocol):
         server_state: Any,
         **more: Any,
     ) -> None:
-        """After the handshake, `protocol(**more)` creates the HTTP protocol."""
+        """After the handshake, `protocol(**more)` creates the object that speaks HTTP."""
         self._make: Callable[[], asyncio.Protocol] = lambda: protocol(
             server_state=server_state, **more
         )
@@ -41,7 +42,8 @@ class TlsHandshake(asyncio.Protocol):
         self._deadline_s = deadline_s
         self._others = others
         self._server_state = server_state
-        self._received: list[bytes] = []  # bytes decrypted before the HTTP protocol exists
+        # decrypted bytes that arrived before the HTTP protocol was created
+        self._received: list[bytes] = []
         self._ended = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -52,7 +54,8 @@ class TlsHandshake(asyncio.Protocol):
             transport.abort()
             return
         self._server_state.connections.add(self)
-        transport.pause_reading()  # The handshake must read the first bytes, not this protocol.
+        # The first bytes are for the TLS handshake, so this protocol must not read them.
+        transport.pause_reading()
         task = loop.create_task(self._handshake())
         self._server_state.tasks.add(task)
         task.add_done_callback(self._server_state.tasks.discard)

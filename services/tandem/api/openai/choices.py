@@ -1,11 +1,8 @@
 """Generates all choices of a request and merges their deltas as they arrive.
 
-All prompts are prepared first, then started together. Each generation ends on its own. If one
-generation fails or the client disconnects, the other generations are cancelled before the iterator
-ends.
-
-There are `n` choices for each prompt of a request. The choices of a prompt have consecutive
-indices.
+A request may have several prompts, and each prompt has `n` choices. With n=2, prompt 0 has the
+choices 0 and 1, and prompt 1 has the choices 2 and 3. All prompts are validated before the first
+one starts. If one generation fails or the client disconnects, the other generations are cancelled.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -31,9 +28,10 @@ async def generate_choices(
     trace: Mapping[str, str],
     num_before: int = 0,
 ) -> AsyncGenerator[ChoiceDelta, None]:
-    """Yields the deltas of all choices as they arrive. `requests` has all prompts of a body, or a
-    group of them whose first prompt has the index `num_before` in the body. All prompts are
-    validated before the first is placed on a worker."""
+    """Yields the deltas of all choices as they arrive. `requests` has one entry for each prompt. If
+    they are not the first prompts of the client's body, `num_before` is the number of prompts
+    before them, so that errors name the right prompt. All prompts are validated before the first is
+    placed on a worker."""
     together = generator.together(len(requests))
     prompts = [generator.generate(r, trace, together) for r in requests]
     if num_before + len(prompts) > 1:
@@ -44,7 +42,8 @@ async def generate_choices(
 
 
 async def named(index: int, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
-    """Yields a prompt's deltas unchanged. The message of a BadRequest gets the prompt's index."""
+    """Yields a prompt's deltas unchanged. If a BadRequest is raised, its message gets the prompt's
+    index."""
     async with aclosing(deltas):
         try:
             async for delta in deltas:

@@ -1,10 +1,10 @@
 """Request bodies and replies of OpenAI's embeddings API.
 
 An embedding is the hidden state of the prompt's last token after the final norm, scaled to length
-1. The last token is used because only the last token of a decoder attends to all others.
+1. The last token is used because it is the only token of a decoder that attends to all others.
 
 `dimensions` must equal the model's hidden size. A shorter embedding is useful only if the model was
-trained for truncated embeddings, and model files do not state whether it was.
+trained to give useful shortened embeddings, and model files do not state whether it was.
 """
 
 import base64
@@ -27,7 +27,8 @@ from tandem.router.request.delta import Delta, Usage, normalized
 from tandem.router.request.generator import Generator
 from tandem.router.request.request import ClientRequest
 
-# OpenAI's limit. Inputs are sent to the workers in groups of CHOICES_MAX.
+# OpenAI's limit on the number of inputs. At most CHOICES_MAX inputs are sent to the workers at a
+# time.
 INPUTS_MAX = 2048
 NAMES = {"prompt": "input"}
 POOLING = {"pooling": "last", "normalized": True}
@@ -76,8 +77,9 @@ def to_requests(
     truncate_prompt_tokens: int | None,
     request_id: str,
 ) -> list[ClientRequest]:
-    """Builds one request for each input. A BadRequest has the field names of a completion, such as
-    `prompt`. `renamed(NAMES)` changes them to those of an embedding, such as `input`."""
+    """Builds one request for each input. Raises BadRequest, which names fields of a completion,
+    such as `prompt`. Inside `with renamed(NAMES)` the error names fields of an embedding, such as
+    `input`."""
     requests = []
     for index, prompt in enumerate(inputs):
         try:
@@ -123,7 +125,7 @@ async def embed(
 
 
 def embeddings_reply(body: EmbeddingsBody, model: str, deltas: Sequence[Delta]) -> dict[str, Any]:
-    """Builds the reply body from one delta for each input."""
+    """Builds the reply body. `deltas` has one delta for each input."""
     total = sum((delta.usage for delta in deltas), Usage(0, 0, 0))
     data = [
         {

@@ -1,6 +1,7 @@
 """Errors in the format of OpenAI's API: {"error": {"message", "type", "param", "code"}}.
 
-An error where a retry may help also has `retry_after_s`, in whole seconds like `Retry-After`.
+If a retry may help, the error also has the field `retry_after_s`: the number of whole seconds that
+the header `Retry-After` has.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ _TYPES = {
 def error_body(error: TandemError) -> dict[str, Any]:
     """Builds the JSON body of an error response."""
     body = plain_error(error.http_status, error.message, error.code, error.param)
-    if isinstance(error, RateLimited):  # OpenAI uses these types for rate limits
+    if isinstance(error, RateLimited):  # OpenAI's API has special types for rate limits.
         body["error"]["type"] = "tokens" if error.kind == "tokens" else "requests"
     if error.retry_after_s is not None:
         body["error"]["retry_after_s"] = error.retry_after_whole_s

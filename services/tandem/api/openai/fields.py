@@ -1,12 +1,14 @@
-"""Request fields that Tandem accepts but that have no effect, and unknown fields.
+"""Request fields that have no effect in Tandem, and unknown request fields.
 
-The fields without effect are those of OpenAI's completions and chats, and vLLM's and SGLang's
-additions to them. Some are accepted with any value. The others are accepted only with a neutral
-value, which is a value without an effect on the answer. Any other value is refused with the field's
-name, because Tandem would not honour the value.
+  field                                              what happens
+  no effect on the text or the reply, such as        accepted with any value
+  `user`
+  asks for something that Tandem cannot do, such     accepted only with a neutral value, which asks
+  as `suffix`                                        for nothing, such as ""; otherwise an error
+  unknown                                            dropped, and named in the response header
+                                                     `warning`; with `--strict-fields` an error
 
-Clients also send notes of their own, and fields of other servers. Such an unknown field is dropped
-and named in the response header `warning`. With `--strict-fields` an unknown field is refused.
+The first two rows are fields of OpenAI's completions and chats, and additions of vLLM and SGLang.
 """
 
 import re
@@ -16,14 +18,15 @@ from typing import Any
 
 from tandem.errors import BadRequest
 
-# fields that change neither the generated text nor the reply; accepted with any value
+# fields that change neither the generated text nor the reply
 _HINTS = ("service_tier", "parallel_tool_calls")
 IGNORED = frozenset((*_HINTS, "user", "metadata", "store", "safety_identifier"))
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),  # unused in chats; completions support it
+    "best_of": (1,),  # has an effect in completions only
     "priority": (0,),
-    "top_logprobs": (0,),  # unused in completions, whose `logprobs` is the number; chats support it
+    # has an effect in chats only; in completions, `logprobs` is the number of tokens
+    "top_logprobs": (0,),
     "continue_final_message": (False,),
     **dict.fromkeys(("add_generation_prompt", "spaces_between_special_tokens"), (True,)),
     **dict.fromkeys(("tools", "functions"), ([],)),
@@ -33,7 +36,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": ([],),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
-    # An empty tuple means that null is the only neutral value.
+    # An empty tuple: only null is neutral.
     **dict.fromkeys(("audio", "prediction", "verbosity", "moderation"), ()),
     **dict.fromkeys(("web_search_options", "chat_template"), ()),
     **dict.fromkeys(("allowed_token_ids", "cache_salt"), ()),
@@ -47,8 +50,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class UnusedFields:
-    """The fields of an API that have no effect. A field in `ignored` is accepted with any value. A
-    field in `neutral` is accepted only with one of the listed values, or with null."""
+    """The fields that an API accepts although they have no effect. A field in `ignored` may have
+    any value. A field in `neutral` may only be null or have one of the listed values."""
 
     ignored: frozenset[str] = frozenset()
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -56,7 +59,7 @@ class UnusedFields:
 
 CHAT_FIELDS = UnusedFields(IGNORED, _NEUTRAL)
 
-# Limits for the header `warning`: the number of names, and the characters of each name.
+# Limits of the header `warning`: number of field names, and number of characters of each name.
 _WARNED_MAX = 8
 _WARNED_CHARACTERS_MAX = 40
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.-]")
@@ -65,7 +68,8 @@ _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.-]")
 def drop_unknown(
     body: dict[str, Any], supported: frozenset[str], unused: UnusedFields = CHAT_FIELDS
 ) -> list[str]:
-    """Removes unknown fields from a body, and returns their names."""
+    """Removes from a body the fields that are neither in `supported` nor in `unused`. Returns the
+    names of the removed fields."""
     known = supported | unused.neutral.keys() | unused.ignored
     unknown = [name for name in body if name not in known]
     for name in unknown:
@@ -74,8 +78,8 @@ def drop_unknown(
 
 
 def warn(headers: dict[str, str], text: str, names: Sequence[str]) -> None:
-    """Adds these names to the header `warning` (RFC 7234: warn-code, agent, text). Without names
-    the header is unchanged."""
+    """Adds `text` and `names` to the header `warning` (RFC 7234). If `names` is empty, the header
+    does not change."""
     shown = [_NOT_PLAIN.sub("?", name)[:_WARNED_CHARACTERS_MAX] for name in names[:_WARNED_MAX]]
     if (num_more := len(names) - len(shown)) > 0:
         shown.append(f"and {num_more} more")
@@ -89,8 +93,8 @@ def strip_unused(
 ) -> dict[str, Any]:
     """Returns the supported fields that are not null. Null means absent, as in OpenAI's API.
 
-    Raises BadRequest for the first field that is unknown, or that has no effect and a value that is
-    not neutral. The error names the field.
+    Raises BadRequest for an unknown field, and for a field without effect whose value is not
+    neutral. The error names the field.
     """
     kept = {}
     for name, value in body.items():

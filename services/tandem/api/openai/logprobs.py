@@ -1,8 +1,9 @@
-"""Formats log probabilities. The format for choices is OpenAI's, and the format for prompts is
-vLLM's.
+"""Formats log probabilities: those of generated tokens in OpenAI's format, and those of prompt
+tokens in vLLM's format.
 
-A completion has the offset of each token in the choice's text. An offset is the sum of the lengths
-of the preceding tokens' texts, so offsets are exact unless a character spans two tokens.
+In a completion, `text_offset` has the position of each token in the choice's text: the number of
+characters in the texts of all earlier tokens. If a character is split between two tokens, it is
+counted twice, and later positions are too large.
 """
 
 from typing import Any
@@ -13,18 +14,18 @@ from tandem.net.rpc.tandem.v1.worker_pb2 import LogprobEntry
 from tandem.router.request.delta import Delta
 from tandem.router.request.request import ClientRequest
 
-_LEAST = -9999.0  # replaces minus infinity, which JSON does not have
+_LEAST = -9999.0  # sent instead of minus infinity, which JSON does not have
 
 
 class ChoiceLogprobs:
-    """Formats the log probabilities of one choice. The caller passes the choice's deltas in
+    """Formats the log probabilities of one choice. The methods must get the choice's deltas in
     order."""
 
     def __init__(self, tokenizer: Tokenizer, parsed: ParsedRequest, request: ClientRequest) -> None:
         self._tokenizer = tokenizer
         self._parsed = parsed
         self._request = request
-        self._offset = 0  # number of characters of text before the next token
+        self._offset = 0  # number of characters in the texts of all tokens so far
 
     def chat(self, delta: Delta) -> dict[str, list[Any]]:
         """Formats a delta's tokens as the `logprobs` of a chat."""
@@ -36,8 +37,8 @@ class ChoiceLogprobs:
         return {"content": content}
 
     def completion(self, delta: Delta) -> dict[str, list[Any]]:
-        """Formats a delta's tokens as the `logprobs` of a completion. If the prompt is echoed, the
-        first delta has the prompt's tokens, too."""
+        """Formats a delta's tokens as the `logprobs` of a completion. If the client asks for an
+        echo of the prompt, the result for the first delta begins with the prompt's tokens."""
         columns: dict[str, list[Any]] = {
             name: [] for name in ("text_offset", "token_logprobs", "tokens", "top_logprobs")
         }
@@ -65,9 +66,9 @@ class ChoiceLogprobs:
         return columns
 
     def prompt(self, delta: Delta) -> list[dict[str, Any] | None]:
-        """Formats the prompt's log probabilities. `delta` is the first delta. The result has one
-        entry for each prompt token, which maps token ids to log probabilities. The entry of the
-        first token is None."""
+        """Formats the log probabilities of the prompt's tokens. `delta` is the choice's first
+        delta. For each prompt token, the result has a dict: token id -> log probability, rank and
+        text. The first prompt token has None instead."""
         num_top = self._parsed.prompt_logprobs
         entries: list[dict[str, Any] | None] = [None]
         token_ids = (delta.prompt_token_ids or [])[1:]

@@ -1,7 +1,7 @@
-"""Builds `/openapi.json`: FastAPI's document, and the schemas of request bodies.
+"""Builds `/openapi.json`: FastAPI's document, with the schemas of request bodies.
 
-The routes read and parse request bodies themselves, to limit size and time. So FastAPI does not
-know the schemas, and this module adds them.
+Tandem's routes read and parse request bodies themselves, to limit size and time. So FastAPI does
+not know the schemas of the bodies, and this module adds them.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ class ErrorReply(BaseModel):
 
 
 def body_route(*bodies: type[BaseModel]) -> dict[str, Any]:
-    """Builds the FastAPI arguments of a route that takes one of these bodies."""
+    """Builds the arguments of a FastAPI route decorator, for a route that takes one of `bodies`."""
     references = [{"$ref": _REF.format(model=body.__name__)} for body in bodies]
     schema = references[0] if len(references) == 1 else {"anyOf": references}
     content = {"application/json": {"schema": schema}}
@@ -36,7 +36,8 @@ def body_route(*bodies: type[BaseModel]) -> dict[str, Any]:
 
 
 def generation_route(*bodies: type[BaseModel]) -> dict[str, Any]:
-    """Builds the FastAPI arguments of a route that takes one of these bodies and may stream."""
+    """Builds the arguments of a FastAPI route decorator, for a route that takes one of `bodies` and
+    may answer with a stream."""
     return {
         **body_route(*bodies),
         "responses": {200: {"description": "The answer", "content": {"text/event-stream": {}}}},

@@ -10,13 +10,14 @@ class ParsedRequest:
     """The requests of one body, one for each prompt, and the options of the reply."""
 
     request_id: str
-    requests: tuple[ClientRequest, ...]  # at least one; all completions or all chats
+    # at least one request; either all are completions or all are chats
+    requests: tuple[ClientRequest, ...]
     stream: bool
     include_usage: bool
-    continuous_usage: bool  # True: each chunk of a stream has the usage so far
+    continuous_usage: bool  # True: each chunk of a stream has the usage up to this chunk
     return_token_ids: bool
-    # number of most likely tokens to show for each prompt token, as the client sent it; workers may
-    # compute more, because an echoed prompt needs `logprobs`, too
+    # number of most likely tokens to show for each prompt token, as the client sent it. If the
+    # prompt is echoed, workers may report more, as the client's `logprobs` requires.
     prompt_logprobs: int | None
     tokens_as_ids: bool
 
@@ -25,6 +26,6 @@ class ParsedRequest:
         return len(self.requests) * self.requests[0].sampling.n
 
     def request_of(self, choice: int) -> ClientRequest:
-        """Returns the request to which a choice belongs. The choices of a request have consecutive
-        indices."""
+        """Returns the request to which a choice belongs. With n=2, request 0 has the choices 0 and
+        1, and request 1 has the choices 2 and 3."""
         return self.requests[choice // self.requests[0].sampling.n]

@@ -34,17 +34,19 @@ def summed(usages: Iterable[Usage]) -> Usage:
 
 @dataclass(slots=True)
 class Replies:
-    """The reply to one request, as chunks or as a complete body. If the client asks for token ids,
-    they are in the same fields as in vLLM's replies."""
+    """The reply to one request: builds the chunks of a stream, or the complete body. Token ids, if
+    the client asks for them, are in the same fields as in vLLM's replies."""
 
     parsed: ParsedRequest
     model: str
     tokenizer: Tokenizer | None = None  # needed only if the client asks for log probabilities
     created: int = field(default_factory=lambda: int(time.time()))
-    _begun: set[int] = field(default_factory=set)  # indices of choices that have sent a chunk
-    # usage of each prompt for which all choices have ended
+    # indices of the choices for which a chunk was built
+    _begun: set[int] = field(default_factory=set)
+    # usages of the prompts whose choices have all ended
     _ended: list[Usage] = field(default_factory=list)
-    _logprobs: dict[int, ChoiceLogprobs] = field(default_factory=dict)  # by the choice's index
+    # choice index -> formatter of the choice's log probabilities
+    _logprobs: dict[int, ChoiceLogprobs] = field(default_factory=dict)
 
     @property
     def is_chat(self) -> bool:
@@ -60,11 +62,11 @@ class Replies:
         return self.parsed.num_choices
 
     def events(self, choice: int, delta: Delta) -> bytes:
-        """Encodes the chunks of a delta as events."""
+        """Encodes the chunks for one delta as server-sent events."""
         return b"".join(map(event, self.chunks(choice, delta)))
 
     def ending(self) -> bytes:
-        """Encodes the event that ends a complete stream."""
+        """Encodes the event that ends a stream without an error."""
         return DONE
 
     def failure(self, error: TandemError) -> bytes:
@@ -109,10 +111,10 @@ class Replies:
         return choice
 
     def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """Builds the chunks for a delta of a choice, usually one chunk.
+        """Builds the chunks for one delta of a choice: usually one chunk.
 
-        In a chat, a chunk with the role precedes the first chunk of each choice. If the client asks
-        for the usage, a chunk with the usage follows after the last choice has ended.
+        In a chat, the first chunk of each choice has only the role. If the client asks for the
+        usage, the last chunk of the stream has the usage.
         """
         chunks = []
         if self.is_chat and index not in self._begun:
@@ -131,7 +133,7 @@ class Replies:
 
     @property
     def _sends_each_token(self) -> bool:
-        """True if a chunk is sent even for a delta without text."""
+        """True if every delta gets a chunk, also a delta without text."""
         parsed = self.parsed
         wants_logprobs = parsed.requests[0].sampling.logprobs is not None
         shows_tokens = parsed.return_token_ids or wants_logprobs
@@ -148,7 +150,8 @@ class Replies:
         }
         body = self._chunk_head()
         if self.is_chat:
-            # Each chunk has `reasoning_content`, because SGLang's clients always read it.
+            # SGLang's clients read `reasoning_content` of every chunk, so every chunk has this
+            # field.
             choice["delta"] = {"reasoning_content": None, **message}
         else:
             choice["text"] = delta.text

@@ -1,8 +1,8 @@
 """Request bodies of OpenAI's completions and chat completions, and their conversion to
 ClientRequests.
 
-In this module pydantic checks only the types of values. `SamplingParams` and `ClientRequest` check
-the ranges, for all APIs.
+The pydantic classes of this module check only the types of values. `SamplingParams` and
+`ClientRequest` check whether a number is in its range, for all APIs.
 """
 
 from collections.abc import Mapping
@@ -34,15 +34,15 @@ from tandem.router.request.conversation import Conversation, Message
 from tandem.router.request.request import MODEL_DEFAULTS, ClientRequest, Prompt
 from tandem.router.request.retention import asked_retention
 
-# Default of `max_tokens` for completions, as in OpenAI's API and vLLM. A chat without `max_tokens`
-# may continue to the end of the context.
+# Default of `max_tokens` for completions, as in OpenAI's API and vLLM. Without `max_tokens`, a chat
+# may fill the model's context.
 COMPLETION_MAX_TOKENS = 16
-# Fields of bodies that have the name of a field of SamplingParams, but another type or meaning.
+# These fields of a body also exist in SamplingParams, but with another type or meaning.
 _OTHERS = {"logprobs", "structured_outputs"}
 _SAMPLING = {*SamplingParams.__struct_fields__} - _OTHERS
 _ROLE_ALIASES = {"developer": "system"}
 _ALTERNATIVES = ("str", "list[int]", "list[str]")
-COMPLETION_LOGPROBS_MAX = 5  # OpenAI's limit for `logprobs` of completions
+COMPLETION_LOGPROBS_MAX = 5  # OpenAI's limit for `logprobs` of a completion
 _ALLOWED = {
     **ALLOWED,
     "prompt": f"{ALLOWED['prompt']}, or a list of at most {CHOICES_MAX} such prompts",
@@ -75,7 +75,7 @@ class BudgetField(Strict):
     kv_budget: SentKvBudget | None = Field(None, description=ALLOWED["kv_budget"])
 
     def budget(self) -> KvBudget | None:
-        """Returns the KV budget, or None. Its values are checked later."""
+        """Returns the KV budget that the client sent, or None. ClientRequest checks the values."""
         return None if self.kv_budget is None else KvBudget(**self.kv_budget.model_dump())
 
 
@@ -93,8 +93,8 @@ def _refuse_content(value: object) -> None:
         raise PydanticCustomError("unsupported", "it is not supported; leave it out or send null")
 
 
-# A field of a message that Tandem does not support. Only null and empty values are accepted,
-# because answers have these fields, and clients send answers back as part of the conversation.
+# Type of a message's field that Tandem does not support. The field may be null or empty, because
+# OpenAI's answers have such fields, and clients send answers back as part of the conversation.
 _Unsupported = Annotated[None, BeforeValidator(_refuse_content)]
 
 
@@ -121,8 +121,8 @@ class ChatMessage(BaseModel):
     tool_calls: list[SentToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # name of `reasoning_content` in newer clients of vLLM
-    thinking: str | None = None  # name of `reasoning_content` in gpt-oss
+    reasoning: str | None = None  # newer clients of vLLM use this name for `reasoning_content`
+    thinking: str | None = None  # gpt-oss uses this name for `reasoning_content`
     annotations: _Unsupported = None
     audio: _Unsupported = None
     function_call: _Unsupported = None
@@ -130,8 +130,8 @@ class ChatMessage(BaseModel):
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:
-        """Raises an error for a message without content. Only the assistant may leave the content
-        out, if its message has tool calls or reasoning."""
+        """Raises an error for a message without content. An assistant's message that has tool calls
+        or reasoning needs no content."""
         says_more = self.tool_calls or self.thought
         if self.content is None and not (self.role == "assistant" and says_more):
             raise PydanticCustomError("missing", "it must have a content")
@@ -216,25 +216,24 @@ class _Body(StructuredFields, BudgetField, RetentionFields):
         )
 
     def sampling_params(self) -> SamplingParams:
-        """Returns the sampling parameters. All come from fields of the same names, except the
-        numbers of log probabilities. Raises BadRequest."""
+        """Returns the SamplingParams of the body. Raises BadRequest."""
         same = self.model_dump(include=_SAMPLING)
         measured = {"logprobs": self.num_logprobs(), "prompt_logprobs": self.num_prompt_logprobs()}
         return SamplingParams(**{**same, **measured, "logit_bias": _by_token_id(self.logit_bias)})
 
     def num_made(self) -> int | None:
-        """Returns the number of completions to generate, of which the best `n` are returned.
-        Returns None if only `n` are to be generated."""
+        """Returns the number of completions to generate, if the best `n` of them are returned.
+        Returns None if `n` completions are generated and all are returned."""
         return None
 
     def num_logprobs(self) -> int | None:
-        """Returns the number of most likely tokens to report besides each generated token. Returns
-        None if the client asks for no log probabilities."""
+        """Returns how many of the most likely tokens are reported for each generated token, besides
+        the generated token itself. Returns None if the client asks for no log probabilities."""
         raise NotImplementedError
 
     def num_prompt_logprobs(self) -> int | None:
-        """Returns the number of most likely tokens that workers report for each token of the
-        prompt. Returns None if no log probabilities of the prompt are needed."""
+        """Returns how many of the most likely tokens the workers report for each prompt token.
+        Returns None if the prompt needs no log probabilities."""
         return self.prompt_logprobs
 
 
@@ -257,8 +256,8 @@ def prompt_kind(prompt: object) -> str | None:
     return "list[str]" if prompt and isinstance(prompt[0], str | list) else "list[int]"
 
 
-# The function `prompt_kind` selects the type of a prompt. Without it, pydantic would try all types
-# and report the errors of each, instead of the error in the type that the client used.
+# A prompt is a text, a list of token ids, or a list of prompts. `prompt_kind` tells pydantic which
+# one the client sent. Without it, an error would list the problems with all three types.
 TextPrompt = Annotated[str, Tag("str")]
 TokenIdsPrompt = Annotated[list[int], Tag("list[int]")]
 OnePrompt = Annotated[TextPrompt | TokenIdsPrompt, Discriminator(prompt_kind)]
@@ -277,26 +276,26 @@ class CompletionBody(_Body):
     best_of: int | None = Field(None, description=ALLOWED["best_of"])
 
     def num_made(self) -> int | None:
-        """Returns `best_of`. Raises BadRequest if a stream asks for more completions than `n`,
-        because the best ones are known only at the end."""
+        """Returns `best_of`. A stream cannot return the best of more than `n` completions, because
+        these are known only at the end. Raises BadRequest in this case."""
         if self.stream and self.best_of not in (None, self.n):
             raise refusal("best_of", self.best_of)
         return self.best_of
 
     def num_logprobs(self) -> int | None:
-        """Returns `logprobs`. Raises BadRequest if the value exceeds OpenAI's limit."""
+        """Returns `logprobs`. Raises BadRequest if the number exceeds OpenAI's limit."""
         if not 0 <= (self.logprobs or 0) <= COMPLETION_LOGPROBS_MAX:
             raise _refusal("logprobs")
         return self.logprobs
 
     def num_prompt_logprobs(self) -> int | None:
-        """Returns `prompt_logprobs`. If the prompt is echoed, returns `logprobs` if that is
-        larger."""
+        """Returns `prompt_logprobs`, or if the prompt is echoed, the larger of `prompt_logprobs`
+        and `logprobs`."""
         asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((num for num in asked if num is not None), default=None)
 
     def prompts(self) -> list[str] | list[str | list[int]]:
-        """Returns the prompts of the body as a list, also if there is only one."""
+        """Returns the body's prompts as a list. A single prompt becomes a list of one."""
         if prompt_kind(self.prompt) == "list[str]":
             return cast("list[str | list[int]]", self.prompt)
         return [cast("str | list[int]", self.prompt)]
@@ -346,16 +345,16 @@ class ChatBody(ConversationFields, _Body):
         return self.top_logprobs if self.logprobs else None
 
     def structured_output(self) -> StructuredOutput | None:
-        """Returns the required form of the output. A required tool call leaves no text, so
-        `response_format` has no effect then."""
+        """Returns the required form of the output, or None. If a tool call is required, the output
+        has no text, so `response_format` has no effect."""
         form = super().structured_output()
         has_text = self.tool_choice.choice != "required"
         return form if has_text or form is None or form.field != "response_format" else None
 
 
 def drop_unknown_fields(kind: type[Strict], body: dict[str, Any]) -> list[str]:
-    """Removes all unknown fields from a body of the given class, and from its nested objects.
-    Returns the names of the removed fields."""
+    """Removes the fields that the class `kind` does not know from a body and from its nested
+    objects. Returns the names of the removed fields."""
     unknown = drop_unknown(body, kind.supported, kind.unused)
     for part, its_kind in kind.parts.items():
         if isinstance(sent := body.get(part), dict):
@@ -365,8 +364,8 @@ def drop_unknown_fields(kind: type[Strict], body: dict[str, Any]) -> list[str]:
 
 
 def parse_completion(body: dict[str, Any], request_id: str) -> ParsedRequest:
-    """Parses the body of a completion. Raises BadRequest, which names the invalid field and the
-    allowed values."""
+    """Parses the body of a completion. Raises BadRequest with the name and the allowed values of
+    the invalid field."""
     parsed = validate(CompletionBody, body)
     prompts = parsed.prompts()
     requests = []
@@ -388,8 +387,8 @@ def parse_completion(body: dict[str, Any], request_id: str) -> ParsedRequest:
 
 
 def parse_chat(body: dict[str, Any], request_id: str) -> ParsedRequest:
-    """Parses the body of a chat. Raises BadRequest, which names the invalid field and the allowed
-    values."""
+    """Parses the body of a chat. Raises BadRequest with the name and the allowed values of the
+    invalid field."""
     parsed = validate(ChatBody, body)
     if parsed.max_tokens is None:
         parsed.max_tokens = parsed.max_completion_tokens
@@ -419,8 +418,8 @@ _BodyT = TypeVar("_BodyT", bound=Strict)
 
 
 def validate(kind: type[_BodyT], body: dict[str, Any]) -> _BodyT:
-    """Checks a body against its pydantic class. Raises BadRequest, which names the invalid field
-    and the allowed values."""
+    """Checks a body against the pydantic class `kind`. Raises BadRequest with the name and the
+    allowed values of the invalid field."""
     try:
         return kind.model_validate(strip_unused(body, kind.supported, kind.unused))
     except ValidationError as error:
@@ -433,12 +432,12 @@ def _as_bad_request(error: ValidationError, allowed: Mapping[str, str]) -> BadRe
     name = str(place[0])
     is_missing = first["type"] == "missing" and len(place) == 1
     verb = "is missing; it" if is_missing else "is not valid; it"
-    # The location of an error contains pydantic's names for the alternatives of a union, such as
-    # `str`. They are left out, because they tell a client nothing.
+    # For a field of several types, pydantic adds the name of a type such as `str` to the location
+    # of the error. The name says nothing to a client and is left out.
     inside = [str(part) for part in place[1:7] if part not in _ALTERNATIVES]
     where = ".".join([name, *inside])
-    # The messages of Tandem's own validators are shown. pydantic's messages say less than
-    # `allowed`.
+    # The message of a validator of Tandem is shown. A message of pydantic is not shown, because
+    # `allowed` says more.
     is_ours = first["type"] == "unsupported"
     detail = f" ({where}: {first['msg']})" if inside or is_ours else ""
     return BadRequest(f"{name} {verb} must be {allowed[name]}{detail}", param=name)

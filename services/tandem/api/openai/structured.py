@@ -1,5 +1,5 @@
-"""Request fields for structured output: OpenAI's `response_format`, and additions of vLLM and
-SGLang."""
+"""Request fields for structured output: OpenAI's `response_format`, and the additional fields of
+vLLM and SGLang."""
 
 import json
 from collections.abc import Mapping
@@ -22,9 +22,11 @@ class Strict(BaseModel):
 
     supported: ClassVar[frozenset[str]]
     unused: ClassVar[UnusedFields] = CHAT_FIELDS
-    # for error messages: the allowed values of fields that only this body has, by the field's name
+    # field name -> allowed values in words, for error messages; only fields that other bodies do
+    # not have
     allowed: ClassVar[Mapping[str, str]] = {}
-    # Classes of nested objects, by the field's name. Their unknown keys are dropped as well.
+    # field name -> class of the nested object in this field; unknown fields of the object are
+    # dropped, too
     parts: ClassVar[Mapping[str, type["Strict"]]] = {}
 
     @classmethod
@@ -35,7 +37,8 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
-    continuous_usage_stats: bool = False  # vLLM's addition; has an effect only with `include_usage`
+    # vLLM's addition, which has an effect only if `include_usage` is true
+    continuous_usage_stats: bool = False
 
 
 class JsonSchema(Strict):
@@ -73,8 +76,8 @@ class StructuredOutputs(Strict):
     grammar: str | None = None
 
     def wanted(self) -> StructuredOutput:
-        """Converts the one field that is set to a StructuredOutput. Raises BadRequest unless
-        exactly one field is set."""
+        """Converts the single field that is set to a StructuredOutput. Raises BadRequest if no
+        field or more than one is set."""
         given = {
             name: value
             for name, value in self.model_dump(by_alias=True).items()
@@ -86,8 +89,8 @@ class StructuredOutputs(Strict):
         return _wanted("structured_outputs", name, value)
 
 
-# Top-level fields that request structured output, and the kind of output of each. The `guided_...`
-# fields are vLLM's, the others SGLang's.
+# Top-level fields that request structured output -> kind of output. The fields `guided_...` are
+# vLLM's, the others SGLang's.
 _FORMS = {
     **{f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")},
     "regex": "regex",
@@ -110,8 +113,8 @@ class StructuredFields(Strict):
     ebnf: str | None = Field(None, description=ALLOWED["ebnf"])
 
     def structured_output(self) -> StructuredOutput | None:
-        """Returns the required form of the output, or None if the output is free text. Raises
-        BadRequest if several fields require a form."""
+        """Returns the required form of the output, or None if any output is allowed. Raises
+        BadRequest if more than one field requires a form."""
         named = [
             field.wanted() for field in (self.response_format, self.structured_outputs) if field
         ]

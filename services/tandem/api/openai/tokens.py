@@ -1,7 +1,8 @@
 """Request bodies of /tokenize and /detokenize, compatible with vLLM and SGLang.
 
-A prompt is tokenized like the prompt of a completion, and messages like those of a chat, with the
-same fields and defaults.
+A body has either a prompt, which is tokenized like the prompt of a completion, or messages, which
+are tokenized like the messages of a chat. The fields and defaults are those of completions and
+chats.
 """
 
 from collections.abc import Sequence
@@ -55,13 +56,13 @@ TokenizeBody = TokenizePromptBody | TokenizeChatBody
 
 
 def kind_of(body: dict[str, Any]) -> type[TokenizeBody]:
-    """Selects the body type of /tokenize: a body with `messages` is a chat."""
+    """Selects the class of a body of /tokenize. A body with `messages` is a chat."""
     return TokenizeChatBody if "messages" in body else TokenizePromptBody
 
 
 def parse_tokenize(body: dict[str, Any], tenant: str) -> tuple[TokenizeBody, list[ClientRequest]]:
-    """Validates a body. Returns the validated body and one request for each prompt. Raises
-    BadRequest."""
+    """Validates a body of /tokenize. Returns the validated body and one request for each prompt.
+    Raises BadRequest."""
     parsed = validate(kind_of(body), body)
     return parsed, [replace(request, tenant=tenant) for request in parsed.requests()]
 
@@ -73,8 +74,8 @@ def tokenize_reply(
     *,
     max_model_len: int,
 ) -> dict[str, Any]:
-    """Builds the reply body. If the prompt was a list, `count`, `tokens` and `token_strs` are
-    lists, too."""
+    """Builds the reply body of /tokenize. If the client sent a list of prompts, `count`, `tokens`
+    and `token_strs` are lists with an entry for each prompt."""
     is_list = isinstance(body, TokenizePromptBody) and isinstance(body.prompt, list)
     counts = [len(ids) for ids in tokens]
     return {

@@ -15,7 +15,8 @@ def _wrong(message: str) -> PydanticCustomError:
 
 
 def _check_tool(tool: object) -> object:
-    """Validates the parts of a tool that Tandem uses; the chat template gets the tool unchanged."""
+    """Validates the fields of a tool that Tandem uses. The tool itself does not change, because the
+    chat template gets it as the client sent it."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise _wrong('its type must be "function"')
     function = tool.get("function")
@@ -36,7 +37,8 @@ TOOLS = TypeAdapter(list[Tool])
 
 class ToolChoice(NamedTuple):
     choice: Literal["auto", "none", "required"] = "auto"
-    # only with `required`: the function that must be called; empty: any function
+    # name of the function that must be called; "": any function. Set only if `choice` is
+    # "required".
     function: str = ""
 
 
@@ -69,14 +71,14 @@ class SentToolCall(BaseModel):
     function: _SentFunction
 
     def to_tool_call(self) -> ToolCall:
-        """Converts the call to a ToolCall, whose arguments are an object, because chat templates
+        """Converts the call to a ToolCall. The arguments become an object, because chat templates
         expect one."""
         return ToolCall(self.id, self.function.name, arguments_of(self.function.arguments))
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """Parses the arguments of a call. Malformed JSON from a model becomes one argument named
-    `arguments`, so that the conversation can continue."""
+    """Parses the arguments of a tool call. If a model wrote malformed JSON, the result is
+    {"arguments": text}, so that the conversation can continue."""
     try:
         arguments = json.loads(text, strict=False) if text.strip() else {}
     except (ValueError, RecursionError):
@@ -85,21 +87,21 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 
 def call_body(call: CallDelta) -> dict[str, Any]:
-    """Formats a tool call of a complete reply."""
+    """Formats a tool call for a complete reply."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
 def call_chunk(call: CallDelta) -> dict[str, Any]:
-    """Formats a part of a tool call for a chunk. Only the call's first chunk has the id and the
-    name. The arguments are spread over several chunks."""
+    """Formats a delta of a tool call for a stream. The arguments of a call are spread over several
+    deltas. Only the first delta of a call has the id and the name."""
     if not call.name:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     return {"index": call.index, **call_body(call)}
 
 
 def joined(deltas: list[CallDelta]) -> list[CallDelta]:
-    """Joins the deltas of an answer into complete tool calls, in the order of the calls."""
+    """Joins the deltas of an answer's tool calls into complete tool calls, in order."""
     calls: list[CallDelta] = []
     for delta in deltas:
         if delta.index == len(calls):

@@ -1,4 +1,4 @@
-"""Pages of the input items of a kept response."""
+"""Lists the input items of a kept response, page by page."""
 
 import re
 import uuid
@@ -10,7 +10,7 @@ from tandem.errors import BadRequest
 
 _LIMIT, _LIMIT_MAX = 20, 100
 _ORDERS = ("asc", "desc")
-# prefix of an item's id, by the type of the item
+# item type -> prefix of the item's id
 _PREFIXES = {
     "message": "msg",
     "function_call": "fc",
@@ -20,7 +20,7 @@ _PREFIXES = {
 
 
 def items_with_ids(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Formats the input items of a request as the API returns them. Each item gets a new id."""
+    """Formats the input items of a request as the API returns them, each with a new id."""
     return [
         {
             "id": f"{_PREFIXES[item.type]}_{uuid.uuid4().hex}",
@@ -32,7 +32,8 @@ def items_with_ids(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def page_of(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Selects the page described by the query parameters. Raises BadRequest if one is malformed."""
+    """Returns the page of items that the query parameters select. Raises BadRequest if a parameter
+    is malformed."""
     limit = query.get("limit", str(_LIMIT))
     order = query.get("order", "desc")
     if not re.fullmatch("[1-9][0-9]{0,2}", limit) or int(limit) > _LIMIT_MAX:

@@ -1,6 +1,7 @@
-"""The input items of a response, and their conversion to chat messages.
+"""The input items of a request to the Responses API, and their conversion to chat messages.
 
-Consecutive items of the assistant become one message: reasoning, then text, then calls.
+The API has separate items for an assistant's reasoning, text and function calls. A chat has one
+assistant message with all three. So consecutive items of the assistant become one message.
 
 https://platform.openai.com/docs/api-reference/responses/create
 """
@@ -26,7 +27,7 @@ _TEXTS = ("input_text", "output_text", "text")
 
 
 def _as_texts(content: object) -> object:
-    """Converts a string to one text part, and refuses parts that are not text."""
+    """Converts a string to a list of one text part. Raises an error for a part that is not text."""
     if isinstance(content, str):
         return [{"type": "input_text", "text": content}]
     for index, part in enumerate(content if isinstance(content, list) else ()):
@@ -89,7 +90,8 @@ _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def _as_items(sent: object) -> object:
-    """Converts a string to one user message, and refuses items of unknown types."""
+    """Converts a string to a list of one user message. Raises an error for an item of an unknown
+    type."""
     if isinstance(sent, str):
         return [{"type": "message", "role": "user", "content": sent}]
     items = []
@@ -115,14 +117,14 @@ Items = Annotated[list[Item], BeforeValidator(_as_items)]
 
 
 def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Converts items to the messages of an equivalent chat."""
+    """Converts input items to the messages of a chat with the same content."""
     messages: list[dict[str, Any]] = []
-    # the assistant's message to which further items may be added; None after other messages
+    # the last chat message if it is the assistant's; None if not. The next item may be added to it.
     turn: dict[str, Any] | None = None
 
     def assistant(*taken: str) -> dict[str, Any]:
-        """Returns the assistant's message to which an item can be added. A new message begins if
-        there is none, or if the current message already has one of the keys in `taken`."""
+        """Returns the assistant's message to which the next item is added. This is a new message if
+        the last message is not the assistant's, or already has one of the keys `taken`."""
         nonlocal turn
         if turn is None or any(turn.get(key) is not None for key in taken):
             turn = {"role": "assistant", "content": None}

@@ -1,12 +1,13 @@
 """Keeps a router's latest responses, so that clients can read them and continue conversations.
 
-`--responses-kept` sets the number of responses to keep, which is 0 by default. A completed response
+`--responses-kept` is the maximum number of responses, which is 0 by default. A completed response
 is kept until a client deletes it, until it is evicted, or until the router ends.
 
 Responses are kept in memory, separately in each router replica. A tenant cannot see the responses
-of another tenant. If there are too many responses, or too many bytes, the router evicts the oldest
-response of the tenant that has the most. So a tenant with many responses cannot evict those of a
-tenant with few.
+of another tenant. If there are too many responses, the router evicts the oldest response of the
+tenant that has the most responses. If they have too many bytes, it evicts the oldest response of
+the tenant that has the most bytes. So a tenant with many responses cannot evict those of a tenant
+with few.
 """
 
 from collections import OrderedDict
@@ -18,20 +19,24 @@ import msgspec
 
 from tandem.errors import PreviousResponseNotFound, ResponseNotFound
 
-# expected average size of a response, from which the limit for all responses together is computed
+# expected mean size of a response. All responses together may have `num_max` times this size.
 _BYTES_EACH = 64 << 10
-# minimum of the limit for all responses together, so that the largest possible response fits
+# The limit for all responses together is at least this size, so that the largest possible response
+# fits.
 _BYTES_MIN = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """A response with the data to continue its conversation. All `bytes` fields are JSON."""
+    """A response, and the data that a client needs to continue its conversation. Fields of the type
+    `bytes` have JSON."""
 
     tenant: str
     body: bytes
-    messages: bytes  # chat messages of the whole conversation and the answer, without instructions
-    input_items: bytes  # input items of this request only, without those of earlier requests
+    # chat messages of the whole conversation, including this answer but not `instructions`
+    messages: bytes
+    # input items of this request, without those of earlier requests of the conversation
+    input_items: bytes
 
     @classmethod
     def of(
@@ -50,7 +55,7 @@ class KeptResponse:
 
 @dataclass(slots=True)
 class _Share:
-    """The kept responses of one tenant, oldest first."""
+    """The kept responses of one tenant, by response id, oldest first."""
 
     responses: OrderedDict[str, KeptResponse] = field(default_factory=OrderedDict)
     num_bytes: int = 0
@@ -62,14 +67,14 @@ class KeptResponses:
     def __init__(self, num_max: int) -> None:
         self._num_max = num_max
         self._bytes_max = max(_BYTES_MIN, num_max * _BYTES_EACH)
-        self._shares: dict[str, _Share] = {}  # by tenant
+        self._shares: dict[str, _Share] = {}  # tenant -> responses of the tenant
 
     @property
     def is_on(self) -> bool:
         return self._num_max > 0
 
     def keep(self, response_id: str, response: KeptResponse) -> None:
-        """Keeps a response, and evicts old responses while a limit is exceeded."""
+        """Keeps a response. Evicts old responses until no limit is exceeded."""
         share = self._shares.setdefault(response.tenant, _Share())
         share.responses[response_id] = response
         share.num_bytes += response.num_bytes
@@ -79,15 +84,15 @@ class KeptResponses:
             self._forget_oldest(max(self._shares, key=lambda t: self._shares[t].num_bytes))
 
     def find(self, response_id: str, tenant: str) -> KeptResponse:
-        """Finds a response of the tenant. Raises ResponseNotFound."""
+        """Returns a kept response of the tenant. Raises ResponseNotFound."""
         share = self._shares.get(tenant)
         if share is None or response_id not in share.responses:
             raise ResponseNotFound(self._why(response_id), param="response_id")
         return share.responses[response_id]
 
     def messages_of(self, response_id: str | None, tenant: str) -> Sequence[dict[str, Any]]:
-        """Returns the messages of a conversation up to and including a response. Returns no
-        messages if `response_id` is None. Raises PreviousResponseNotFound."""
+        """Returns the chat messages of the conversation that ends with this response, or () if
+        `response_id` is None. Raises PreviousResponseNotFound."""
         if response_id is None:
             return ()
         try:

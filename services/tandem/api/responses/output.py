@@ -1,4 +1,4 @@
-"""Builds the output items of a response, and the stream events about them."""
+"""Builds the output items of a response, and the stream events for these items."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,13 +8,13 @@ from tandem.router.parsers.machine import CallDelta
 from tandem.router.request.delta import Delta
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-# name of the events that carry an item's text, by the type of the item
+# item type -> name of the events with the item's text
 _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 class OutputItems:
-    """Converts deltas to output items and stream events. `items` has the completed items. At most
-    one item is open, which means that it can still grow."""
+    """Converts deltas to output items and stream events. `items` has the completed items. The item
+    that is still growing is called the open item, and there is at most one."""
 
     def __init__(self, request_id: str, logprobs: ChoiceLogprobs | None) -> None:
         self.items: list[dict[str, Any]] = []
@@ -24,16 +24,16 @@ class OutputItems:
         # log probabilities of tokens whose text has not arrived yet
         self._measured: list[dict[str, Any]] = []
         self._item: dict[str, Any] | None = None  # the open item, if there is one
-        self._text = ""  # text of the open item; arguments if the item is a function call
+        self._text = ""  # text of the open item; for a function call, the arguments
         self._text_logprobs: list[dict[str, Any]] = []  # log probabilities of the open item's text
 
     def push(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        """Yields the events of a delta."""
+        """Adds a delta to the output items. Yields the stream events for the delta."""
         self.has_begun = True
         if self._logprobs is not None:
             measured = self._logprobs.chat(delta)["content"]
-            # If the generation did not end at the length limit, the last token counts as a stop
-            # token, which has no text. Its log probability is left out.
+            # A generation that did not end at the length limit has ended with a stop token, which
+            # has no text. The log probability of this last token is left out.
             ends = delta.finish_reason not in ("", "length")
             self._measured += measured[:-1] if ends else measured
         if delta.reasoning:
@@ -106,7 +106,7 @@ class OutputItems:
         self._item = None
 
     def _part(self) -> dict[str, Any]:
-        """Builds the content part of the open item."""
+        """Builds the content part with the text of the open item."""
         assert self._item is not None
         kind = _TEXTS[self._item["type"]]
         if kind == "reasoning_text":

@@ -2,13 +2,17 @@
 
 A stream has these events, in this order:
 
-  response.created, response.in_progress
-  for each output item: output_item.added, content_part.added, the deltas of the text, the complete
-                        text, content_part.done, output_item.done
-  response.completed or response.incomplete
+  1. response.created, response.in_progress
+  2. for each output item (reasoning, a message or a function call):
+       output_item.added
+       content_part.added (not for a function call)
+       several events with a piece of the text or of the arguments, ending in `.delta`
+       one event with the complete text or the complete arguments, ending in `.done`
+       content_part.done (not for a function call)
+       output_item.done
+  3. response.completed; if the length limit was reached, response.incomplete
 
-An output item is reasoning, a message, or one function call. A function call has no content parts,
-so the events of content parts are left out. Events have consecutive `sequence_number`s.
+Each event has a `sequence_number`, counted from 0.
 https://www.openresponses.org/specification
 """
 
@@ -37,8 +41,8 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 
 class ResponseReplies:
-    """The reply to one request. `response` is the response object, as far as it has been
-    generated."""
+    """The reply to one request. `response` is the response object with the output generated so
+    far."""
 
     num_choices = 1
 
@@ -50,7 +54,7 @@ class ResponseReplies:
         *,
         keep: Callable[[dict[str, Any]], None] | None,
     ) -> None:
-        """The complete response is passed to `keep`. None: the response is not kept."""
+        """`keep` is called with the complete response. None: the response is not kept."""
         request_id = parsed.chat.request_id
         self.reply_id = f"resp_{request_id}"
         self._keep = keep
@@ -91,11 +95,12 @@ class ResponseReplies:
         return b"".join(self._numbered(one) for one in self._events(delta))
 
     def ending(self) -> bytes:
-        """Encodes the event that ends a complete stream."""
+        """Encodes the event that ends a stream without an error."""
         return DONE
 
     def failure(self, error: TandemError) -> bytes:
-        """Encodes the events that end a stream early: `error` and `response.failed`."""
+        """Encodes the two events that end a stream after an error: `error` and
+        `response.failed`."""
         about = {"code": error.code, "message": error.message}
         ending = self._numbered({"type": "error", **about, "param": error.param})
         code = "rate_limit_exceeded" if error.http_status == 429 else "server_error"

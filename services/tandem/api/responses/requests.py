@@ -22,7 +22,8 @@ from tandem.common.sampling_params import LOGPROBS_MAX
 from tandem.errors import BadRequest
 from tandem.router.request.allowed import ALLOWED
 
-# Fields of OpenAI's chat API, and the names that error messages use for them in this API.
+# Names of fields in OpenAI's chat API -> names of the corresponding fields in this API. Error
+# messages use the names of this API.
 NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
@@ -33,7 +34,7 @@ NAMES = {
 _LOGPROBS = "message.output_text.logprobs"
 _SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "parallel_tool_calls")
 _CACHE = ("prompt_cache_key", "prompt_cache_retention", "kv_priority")
-# Fields of the request that the response repeats unchanged.
+# fields of the request that the response repeats unchanged
 _TOLD = (
     *("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls"),
     *("top_logprobs", "truncation", "metadata", "safety_identifier", "prompt_cache_key", "user"),
@@ -76,13 +77,13 @@ def _check_tool(tool: object) -> object:
 
 
 def drop_tools(body: dict[str, Any]) -> list[str]:
-    """Removes all tools that are not functions from a body, because Tandem does not run tools.
-    Returns the types of the removed tools; if a tool has a name, as TYPE.NAME.
+    """Removes the tools that are not functions from a body, because Tandem does not run tools.
+    Returns what was removed: TYPE.NAME for a tool with a name, TYPE for a tool without a name.
 
-    A tool of the type `namespace` contains functions. These are removed with it, because a client
-    expects a call of such a function to have both the namespace's and the function's name.
+    A tool of the type `namespace` contains functions, which are removed with it. A client expects a
+    call of such a function to have the name of the namespace, which Tandem's answers do not have.
 
-    Raises BadRequest if `tool_choice` requires one of the removed tools.
+    Raises BadRequest if `tool_choice` requires a removed tool.
     """
     tools = body.get("tools")
     if not isinstance(tools, list):
@@ -108,7 +109,7 @@ def _kind(tool: object) -> str | None:
 
 
 def _is_chosen(tool: dict[str, Any], choice: object) -> bool:
-    """Returns True if `choice`, the value of `tool_choice`, names the tool or a function inside the
+    """Returns True if the client's `tool_choice` names this tool, or a function inside this
     tool."""
     if not isinstance(choice, dict):
         return False
@@ -130,8 +131,8 @@ class FunctionTool(ContentPart):
     strict: bool | None = None
 
     def to_chat(self) -> dict[str, Any]:
-        """Converts the tool to a tool of OpenAI's chat API. Only the fields that the client sent
-        are set."""
+        """Converts the tool to a tool of OpenAI's chat API. Fields that the client did not send are
+        left out."""
         return {
             "type": "function",
             "function": self.model_dump(exclude_none=True, exclude={"type"}),
@@ -163,7 +164,8 @@ class TextFormat(ContentPart):
 
 class TextOptions(ContentPart):
     format: TextFormat = TextFormat(type="text", schema=None)
-    verbosity: Literal["medium"] | None = None  # without effect: chat templates have no verbosity
+    # has no effect, because chat templates have no option for it
+    verbosity: Literal["medium"] | None = None
 
 
 class Reasoning(ContentPart):
@@ -218,7 +220,7 @@ class ResponsesBody(Strict):
 
     def to_chat(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Converts the body to a body of OpenAI's chat API. `messages` are the chat messages of the
-        conversation, without `instructions`."""
+        whole conversation without `instructions`."""
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         chat: dict[str, Any] = {
             **{
@@ -238,7 +240,8 @@ class ResponsesBody(Strict):
             effort = self.reasoning.effort
             chat["reasoning_effort"] = "xhigh" if effort == "max" else effort
         if self.truncation == "auto":
-            chat["truncate_prompt_tokens"] = -1  # keeps as many tokens as fit into the context
+            # -1 keeps the last tokens of the prompt, as many as fit into the context
+            chat["truncate_prompt_tokens"] = -1
         return chat
 
     def _tool_choice(self) -> str | dict[str, Any]:
@@ -252,7 +255,7 @@ class ResponsesBody(Strict):
         return _LOGPROBS in self.include or self.top_logprobs > 0
 
     def told(self) -> dict[str, Any]:
-        """Returns the fields of the response that repeat the options of the request."""
+        """Returns the request's options in the form in which the response repeats them."""
         choice = self.tool_choice
         effort = self.reasoning.effort if self.reasoning is not None else None
         return {
@@ -268,18 +271,19 @@ class ResponsesBody(Strict):
 
 @dataclass(frozen=True, slots=True)
 class ParsedResponse:
-    """A body of this API, and the chat request that was made from it."""
+    """A body of this API, and the chat request into which it was converted."""
 
     body: ResponsesBody
     chat: ParsedRequest
-    messages: tuple[dict[str, Any], ...]  # messages of the chat, without the instructions
+    messages: tuple[dict[str, Any], ...]  # messages of the chat request, without `instructions`
 
 
 def parse_response(
     body: ResponsesBody, earlier: Sequence[dict[str, Any]], request_id: str
 ) -> ParsedResponse:
-    """Parses a body whose conversation begins with the `earlier` messages. Raises BadRequest. Some
-    errors name a field of OpenAI's chat API; `NAMES` maps those fields to fields of this API."""
+    """Converts a body to a chat request. The conversation begins with the messages `earlier`.
+    Raises BadRequest. Some of these errors name fields of OpenAI's chat API; `NAMES` has the names
+    that the fields have in this API."""
     messages = (*earlier, *to_messages(body.input))
     if not messages:
         raise BadRequest(f"input must be {_ALLOWED['input']}", param="input")

@@ -1,14 +1,18 @@
-"""The steps of a generation over HTTP that all APIs share: from the body to the reply.
+"""The steps of a generation over HTTP that all APIs share, from the request body to the reply:
 
   1. The body is read within limits of size and time, and unknown fields are dropped.
   2. The route of the API parses the body.
   3. The reply is sent complete or as a stream of events.
 
-A request with the header `x-tandem-timing: 1` gets the duration of its stages in the header
-`Server-Timing` (W3C), which browsers and proxies understand. The header of a stream covers only the
-time to the first token, so a comment at the end of the stream, which SSE clients ignore, has all
-stages. If the body has several prompts, the header of a stream describes the prompt with the first
-token, and the header of a complete reply describes the prompt that ended last.
+If a request has the header `x-tandem-timing: 1`, the reply has the duration of each stage, in the
+format of the header `Server-Timing` (W3C), which browsers and proxies understand:
+
+  reply      place of the durations                    stages                 prompt
+  complete   header `Server-Timing`                    all                    ended last
+  stream     header `Server-Timing`                    up to the first token  had the first token
+  stream     comment at the end, ignored by clients    all                    ended last
+
+The last column says which prompt is meant if the body has several prompts.
 """
 
 import time
@@ -43,21 +47,21 @@ from tandem.router.request.generator import Generator
 from tandem.router.request.request import ClientRequest
 from tandem.router.request.retention import is_of_session
 
-# the pydantic class of a body, or a function that selects the class by the body's content
+# class of a body, or a function that looks at a body and returns the class
 BodyKind = type[Strict] | Callable[[dict[str, Any]], type[Strict]]
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class GenerationRoutes:
-    """Reads requests and builds replies for the routes of all APIs."""
+    """The functions for reading requests and building replies that the routes of all APIs use."""
 
     def __init__(self, config: RouterConfig, generator: Generator) -> None:
         self.config = config
         self.generator = generator
 
     async def read(self, request: Request, kind: BodyKind) -> tuple[dict[str, Any], dict[str, str]]:
-        """Reads a body and drops unknown fields. Returns the body, and response headers with a
-        warning that names the dropped fields. Raises the errors of `read_json_object`."""
+        """Reads a body and drops unknown fields. Returns the body and response headers. If fields
+        were dropped, a header `warning` names them. Raises the errors of `read_json_object`."""
         body = await read_json_object(request, self.config)
         own = kind if isinstance(kind, type) else kind(body)
         headers: dict[str, str] = {}
@@ -66,7 +70,8 @@ class GenerationRoutes:
         return body, headers
 
     def tenant(self, request: Request) -> str:
-        """Determines the tenant of a call. Raises BadRequest for a malformed header."""
+        """Returns the tenant of a call, from the API key or a header. Raises BadRequest for a
+        malformed header."""
         named = request.headers.getlist(TENANT_HEADER)
         return tenant_of(request.state.key, named, trusted=self.config.trust_tenant_header)
 
@@ -78,8 +83,8 @@ class GenerationRoutes:
     def with_caller(
         self, request: Request, prepared: Sequence[ClientRequest], *, is_whole: bool = False
     ) -> list[ClientRequest]:
-        """Returns the requests with the fields that depend on the caller, such as the tenant.
-        `is_whole` is True if the reply is not streamed."""
+        """Returns copies of the requests with the fields that depend on the caller, such as the
+        tenant. `is_whole`: True if the reply is complete, False if it is streamed."""
         caller = {
             "tenant": self.tenant(request),
             "limits": limits_of(request.state.key),
@@ -91,9 +96,9 @@ class GenerationRoutes:
         return [replace(one, **caller) for one in prepared]
 
     def _hint(self, request: Request) -> PlacementHint | None:
-        """Reads the hint of an endpoint picker, which names the workers for the request. Returns
-        None if there is no hint, if this router is not a front, or if the hint is invalid or
-        meant for another front."""
+        """Reads the hint in which an endpoint picker names the workers for the request. Returns
+        None if there is no valid hint, if the hint is for another front, or if this router is not a
+        front (a router beside one decode worker)."""
         value = request.headers.get(HINT_HEADER)
         own = self.config.gateway.front_of
         if value is None or not own:
@@ -120,7 +125,7 @@ class GenerationRoutes:
         *,
         stream: bool,
     ) -> Response:
-        """Starts a generation for each of `requests`, and builds the response."""
+        """Starts a generation for each of `requests`, and builds the HTTP response."""
         sent = request.headers
         prepared = self.with_caller(request, requests, is_whole=not stream)
         deltas = generate_choices(self.generator, prepared, self.trace(request))

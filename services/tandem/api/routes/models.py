@@ -15,7 +15,8 @@ from tandem.router.request.generator import Generator, LoadedModel
 
 
 def add_model_routes(app: FastAPI, generator: Generator) -> None:
-    """Adds the routes under /v1/models. A header of Anthropic's clients selects the format."""
+    """Adds the routes under /v1/models. The format is Anthropic's if the header `anthropic-version`
+    is present, else OpenAI's."""
 
     def bodies(request: Request, model: LoadedModel) -> list[dict[str, Any]]:
         name = generator.served_name
@@ -65,7 +66,7 @@ def openai_model(model: LoadedModel, name: str, max_model_len: int) -> dict[str,
 
 
 def openai_adapter(base: dict[str, Any], adapter: Adapter) -> dict[str, Any]:
-    """Formats a LoRA adapter like vLLM, but without the path of its folder."""
+    """Formats a LoRA adapter as vLLM does, but without the path of the adapter's folder."""
     own = {"id": adapter.name, "root": adapter.name, "parent": base["id"]}
     return {**base, **own, "created": int(adapter.added_at)}
 

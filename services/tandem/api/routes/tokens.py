@@ -1,5 +1,5 @@
-"""Routes that convert text to token ids and back. The conversion takes turns with the tokenization
-of other requests' prompts."""
+"""Routes that convert text to token ids and back. The conversions wait in the same queue as the
+prompts of other requests, in which tenants take turns."""
 
 from typing import Any
 
@@ -33,7 +33,8 @@ def add_token_routes(app: FastAPI, routes: GenerationRoutes) -> None:
         prepared = routes.with_caller(request, prompts)
 
         async def count() -> dict[str, Any]:
-            # The prompts are tokenized one at a time, so that other requests get their turn.
+            # The prompts are tokenized one after another, so that other requests' prompts are
+            # tokenized between them.
             tokens = [await generator.tokenize(each) for each in prepared]
             assert generator.model is not None
             spell = generator.model.tokenizer.tokens

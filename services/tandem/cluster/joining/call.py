@@ -1,5 +1,5 @@
-"""The side of protocol.py of a machine that joins a cluster. The machine verifies the cluster's
-certificate authority before it sends the join token."""
+"""Sends the request of this machine to join a cluster (protocol.py). The machine verifies the
+cluster's certificate authority before it sends the join token."""
 
 import hashlib
 import http.client
@@ -21,9 +21,9 @@ _BYTES_MAX = 100_000
 def request_join(
     host: str, port: int, *, token: str, ca_sha256: str, own_address: str
 ) -> tuple[JoinReply, str]:
-    """Asks a host of the cluster to let this machine join. Returns the host's reply and this
-    machine's address (`own_address` if it is given, else that of the connection). Raises
-    ConfigError that says what to do."""
+    """Sends a join request to a host of the cluster. Returns the host's reply and the address of
+    this machine: `own_address`, or if that is empty, the local address of the connection. Raises
+    ConfigError if the machine cannot join."""
     where = f"{host}:{port}"
     try:
         ca = _fetch_ca(host, port)
@@ -41,8 +41,8 @@ def request_join(
 
 
 def _fetch_ca(host: str, port: int) -> bytes:
-    """Fetches the authority's certificate as DER, without verification and without sending a
-    secret. Raises ValueError unless the server sends exactly one certificate."""
+    """Fetches the authority's certificate, in DER, over a connection that is not verified. No
+    secret is sent. Raises ValueError unless the server sends exactly one certificate."""
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import Encoding
 
@@ -65,7 +65,8 @@ def _fetch_ca(host: str, port: int) -> bytes:
 
 
 def _name_in(ca: bytes) -> str:
-    """Derives the name of the join server from that of the authority."""
+    """Returns the DNS name of the join server. The authority's name contains the cluster's id, from
+    which this name is built: "CA of local-1a" gives join.local-1a.tandem."""
     from cryptography import x509
     from cryptography.x509.oid import NameOID
 

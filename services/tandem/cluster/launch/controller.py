@@ -2,10 +2,12 @@
 
   take the lease of the head -> connect to Ray -> start the controller -> renew the lease ...
 
-The controller is a detached actor on this program's node, and continues when the program ends. A
-cluster has one active controller. When a second one starts, it gets a higher fencing number, and
-the first one changes nothing any more. The program and all nodes have the cluster's variables in
-their environments. While Ray has no head, workers continue as long as their nodes do.
+The controller is a detached Ray actor on this program's node, and continues when the program ends.
+A cluster has one active controller: if a second one starts, it gets a higher fencing number, and
+Redis refuses all writes of the first one.
+
+This program and all nodes need the cluster's variables in their environments
+(common/config/cluster.py). While Ray has no head, workers continue as long as their nodes do.
 """
 
 import logging
@@ -84,8 +86,8 @@ def make_spec(
     host_id: str,
     number: int,
 ) -> ClusterSpec:
-    """Builds the spec. `host_id` is Ray's id of this node, `number` the fencing number of the
-    lease."""
+    """Builds the spec for the controller. `host_id` is Ray's id of this node, `number` the fencing
+    number of the lease."""
     sizes: dict[Pool, int] = {"prefill": options.num_prefill, "decode": options.num_decode}
     folder = os.environ.get(RUN_FOLDER_VARIABLE, str(Path(tempfile.gettempdir()) / "tandem"))
     return ClusterSpec(
@@ -131,8 +133,8 @@ def _take(lease: HeadLease) -> int:
 
 
 def _renew(lease: HeadLease, number: int, address: str) -> bool:
-    """Renews the lease. Returns False if there is a later controller. Returns True if Redis is
-    unreachable."""
+    """Renews the lease. Returns False if a later controller has taken over. Returns True if Redis
+    is unreachable."""
     try:
         return lease.renew(number, address)
     except UNREACHABLE as error:

@@ -1,6 +1,10 @@
 """`tandem join` makes this machine a host of a cluster, in the foreground, until it is stopped.
 
-  ask to join -> run folder, certificates, guardian -> model -> Ray node up -> watch
+1. It asks a host of the cluster to let this machine join.
+2. It creates the run folder and the certificates, and starts the guardian.
+3. It downloads and checks the model.
+4. It starts Ray, which joins the head, and the join server for further machines.
+5. It restarts Ray and the guardian when they end.
 
 The pool controller places routers and workers on this host as on the first machine. They continue
 while Ray has no head. With an external Redis, this host may become the head.
@@ -105,7 +109,7 @@ def join(options: JoinOptions) -> int:
 
 
 class _JoinedHost:
-    """This machine's membership in a cluster, from the run folder to the cleanup."""
+    """Makes this machine a host: starts everything that a host needs, watches it and cleans up."""
 
     def __init__(self, options: JoinOptions, reply: JoinReply, address: str, token: str) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
@@ -147,7 +151,8 @@ class _JoinedHost:
             self._console.print(f"[dim]{time.monotonic() - self._began:5.1f} s[/]  {text}")
 
     def start(self) -> None:
-        """Joins Ray. Raises ConfigError if this host cannot join."""
+        """Starts Ray and returns once it has joined the head. Raises ConfigError if this host
+        cannot join."""
         model = fetch_model(self._options, self.say)
         spec = make_spec(
             self._options,
@@ -178,7 +183,7 @@ class _JoinedHost:
         return self._ray.is_up
 
     def leave(self) -> None:
-        """Moves the members of this host to other hosts."""
+        """Moves the routers and workers of this host to other hosts."""
         leaving = Leaving(
             controller_url=self._run.environment[REDIS_URL_VARIABLE],
             worker_url=self._run.environment[f"{REDIS_URL_OF_KIND}worker"],
@@ -190,7 +195,8 @@ class _JoinedHost:
 
     @contextmanager
     def _bars(self, *steps: ProgressRow) -> Iterator[Waiting]:
-        """Shows the progress of a wait on a terminal; `say` prints above it."""
+        """Shows progress rows on a terminal during the `with` statement. `say` prints above the
+        rows."""
         with Waiting(*steps) as waiting:
             self._waiting = waiting
             try:

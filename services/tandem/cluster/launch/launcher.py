@@ -1,16 +1,20 @@
 """`tandem up` runs a complete cluster on this machine, in the foreground, and stops all of it.
 
-  check ports, model -> guardian -> Redis -> workers and routers -> ready -> Ray -> watch
+1. It checks the ports, the memory and the model.
+2. It starts the guardian, Redis, the workers and the routers, and waits until these are ready.
+3. It starts Ray. Requests are served meanwhile, because they do not need Ray.
+4. It restarts Redis, Ray and the guardian when they end.
 
-Requests do not need Ray, so Ray is started when they are served already. Until Ray is up, the
-launcher restarts workers and routers that end. Then Ray's agents start, find the processes by their
-records and adopt them. When Ray ends, requests continue, and the agents of a new head adopt the
-processes. A Redis that ended is restarted at its address. No process outlives the launcher. In an
-orderly shutdown the launcher stops all processes; after a kill -9 of the launcher, the guardian
-does.
+Until Ray is up, the launcher restarts workers and routers that end. Then Ray's agents start, find
+the processes by their records and adopt them. When Ray ends, requests continue, and the agents of a
+new head adopt the processes. A Redis that ended is restarted at its address.
+
+No process outlives the launcher. In an orderly shutdown the launcher stops all processes; after a
+kill -9 of the launcher, the guardian does.
 """
 
 import errno
+import math
 import os
 import secrets
 import socket
@@ -36,6 +40,7 @@ from tandem.cluster.launch.options import (
 from tandem.cluster.launch.readiness import Readiness
 from tandem.cluster.launch.run import Run
 from tandem.cluster.launch.screen import LaunchScreen
+from tandem.cluster.logs.run_logs import Addresses
 from tandem.cluster.pools import ClusterSpec, Member, plan
 from tandem.cluster.processes import process
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
@@ -59,7 +64,8 @@ from tandem.net.store.control_state import Head
 _REDIS_STOP_S = 0.5
 _GPU = Path("/dev/nvidiactl")  # exists if NVIDIA's driver is loaded
 _RETRY_S = 2.0  # pause between attempts to start Redis, a Ray head or a worker
-_LOOK_S = 0.2  # interval of looks at a head that starts
+_TELL_S = 30.0  # time after which the screen says that Ray still starts
+_LOOK_S = 0.2  # interval at which the launcher checks whether Ray's starting head takes the spec
 
 
 def up(options: LaunchOptions) -> int:
@@ -87,7 +93,7 @@ def up(options: LaunchOptions) -> int:
 
 
 class _Launch:
-    """One cluster, from the run folder to the cleanup."""
+    """Starts, watches and stops one cluster."""
 
     def __init__(
         self, options: LaunchOptions, screen: LaunchScreen, model: ModelFolder | None
@@ -111,9 +117,10 @@ class _Launch:
         self._ray_host: RayHost | None = None
         self._ray_pids: dict[str, int] = {}
         self._spec: ClusterSpec | None = None
-        # Member id -> member and pid of the processes that the launcher restarts. It is empty once
-        # Ray's head has the spec.
+        # Member id -> (member, pid) of the processes that the launcher restarts. The mapping is
+        # empty once Ray's head has the spec, because Ray then restarts them.
         self._members: dict[str, tuple[Member, int]] = {}
+        self._head_awaited_at = math.inf  # when the first head was started, until `_TELL_S` later
 
     def __enter__(self) -> Self:
         return self
@@ -136,6 +143,7 @@ class _Launch:
         with self._screen.bars():
             model, readiness = self._start_all()
         command_to_join = self._open_join_port() if self._listening else ""
+        self._run.logs.announce(Addresses(self._options.http_url, self._options.admin_url))
         logs = str(self._run.logs.folder)
         self._screen.show_ready(
             model.name, readiness.members, readiness.transports, logs, command_to_join
@@ -239,14 +247,15 @@ class _Launch:
             started = self._start_member(self._spec, member)
         except ConfigError as error:
             self._screen.say(f"[red]{escape(printable(error.message))}")
-            return  # Ray starts it when its head is up
+            return  # Ray's agent starts the process once Ray is up
         self._members[member_id] = member, started.pid
         ends.add(member_id, started.pid)
         started.close()
 
     def _start_first_head(self, ends: EndWatch) -> None:
-        """Starts Ray's head without the spec, so that no agent starts a process at the same time as
-        the launcher does."""
+        """Starts Ray's head without the spec. Without the spec, Ray starts no agents, which could
+        start a process at the same time as the launcher does."""
+        self._head_awaited_at = time.monotonic()
         self._ray_head.start()
         if self._ray_host is not None:
             assert self._spec is not None
@@ -256,20 +265,27 @@ class _Launch:
             ends.add("ray head", self._ray_head.pid)
 
     def _hand_over_members(self, ends: EndWatch) -> None:
-        """Leaves the restarts of workers and routers to Ray as soon as its head takes the spec."""
+        """Sends Ray's head the spec once the head is listening. From then on, Ray restarts workers
+        and routers, and the launcher does not."""
         assert self._spec is not None
         if self._ray_host is None:
-            with suppress(ConfigError):  # `_adopt_new_head` tells why the head ended
+            with suppress(ConfigError):  # `_adopt_new_head` reports why the head ended
                 self._ray_head.started()
-        # A `RayHost` starts a second head, after a first one that failed, with the spec.
+        # If the first head failed, a `RayHost` has already started a second one with the spec.
         if self._ray_head.is_listening and not self._ray_head.has_spec:
             self._ray_head.send_spec(self._spec)
         if self._ray_head.has_spec:
             ends.forget(*self._members)
             self._members = {}
+        elif time.monotonic() - self._head_awaited_at > _TELL_S:
+            self._head_awaited_at = math.inf
+            is_busy = os.getloadavg()[0] > 2 * len(os.sched_getaffinity(0))
+            why = " because this machine is busy" if is_busy else ""
+            self._screen.say(f"Ray is not up after {_TELL_S:.0f} s{why}; still waiting")
 
     def _become_head(self) -> int:
-        """Makes this host the first of Ray's heads. Returns its fencing number."""
+        """Takes the lease for this host, whose Ray head will be the cluster's first. Returns the
+        fencing number."""
         assert self._listening is not None
         self._ray_host = self._listening.ray_host(
             self._ray_head, may_lead=True, say=self._screen.say
@@ -287,7 +303,7 @@ class _Launch:
         )
 
     def _publish_head(self, *, address: str = "", why: str = "") -> None:
-        """Publishes the head for the routers, in a thread, because Redis may not answer."""
+        """Writes the head to Redis for the routers, in a thread, because Redis may not answer."""
         cluster = (self._run.environment[REDIS_URL_VARIABLE], self._run.cluster_id)
         head = Head(0, "", address, why)
         threading.Thread(target=publish_head, args=(*cluster, head), daemon=True).start()
@@ -299,7 +315,8 @@ class _Launch:
         ends.add("ray head", self._ray_head.pid)
 
     def _adopt_new_head(self, ends: EndWatch) -> None:
-        """Adopts the new head once its starting process has ended, or starts another one."""
+        """Starts to watch the new head, after the process that starts the head has ended. If the
+        head could not be started, starts another one."""
         try:
             head = self._ray_head.started()
             assert head is not None, "its output has ended"
@@ -344,7 +361,8 @@ class _Launch:
 
 def _check_memory(options: LaunchOptions, model: ModelFolder | None) -> None:
     """Raises ConfigError if the machine has too little free memory for the workers. If the model is
-    not known yet, only the KV pools count. Workers themselves check the memory of GPUs."""
+    not known yet, only the KV pools count. Does nothing if workers use GPUs, because they check the
+    memory of their GPUs themselves."""
     config = options.engine
     if config.device == "cuda" or (config.device == "auto" and _GPU.exists()):
         return

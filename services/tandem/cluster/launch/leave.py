@@ -1,12 +1,14 @@
-"""The orderly exit of a host from a cluster while its processes still serve.
+"""Moves the routers and workers of a host to other hosts before the host ends.
 
-  1. The host is marked "leaves": the controller starts replacements on other hosts.
-  2. When these are ready, the host is marked "drains": its members hand over their streams and end.
-  3. When no member is left, the host ends.
+1. The host is marked "leaves" in Redis. The controller then starts replacements on other hosts.
+2. When the replacements are ready, the host is marked "drains". Its routers and workers hand over
+   their streams and end.
+3. When none of them is left, the host ends.
 
-`LEAVE_DEADLINE_S` limits steps 1 and 2 together, of which `DRAIN_S` is reserved for step 2. Step 1
-does not wait for members that no other host can take, such as the second router of two hosts. The
-mark is written to Redis repeatedly, because Redis may lose it.
+Steps 1 and 2 together take at most `LEAVE_DEADLINE_S` (180 s), of which `DRAIN_S` (60 s) is kept
+for step 2. Step 1 does not wait for a process that no other host can take. Example: each host can
+have only one router, so if only one other host is left, a second router has no place. The mark is
+written repeatedly, because Redis may lose it.
 """
 
 import json
@@ -24,20 +26,20 @@ from tandem.net.store.client import UNREACHABLE, SyncClient, connect_blocking
 from tandem.net.store.registry import WorkerRecord
 
 LEAVE_DEADLINE_S = 180.0
-DRAIN_S = 60.0  # limit for step 2; longer than an agent gives its process to drain
-_SETTLED_S = 10.0  # time within which a controller places all members that it can
+DRAIN_S = 60.0  # limit for step 2; longer than an agent waits for its process to drain
+_SETTLED_S = 10.0  # step 1 ends if no replacement has been starting for this long
 _INTERVAL_S = 0.5
 _ROUTER_STARTS_S = 5.0
 _LEAVING = ("draining", "gone", "lost")
 
 
 class Leaving:
-    """Moves the members of one host to other hosts."""
+    """Moves the routers and workers of one host to other hosts."""
 
     def __init__(
         self, *, controller_url: str, worker_url: str, cluster_id: str, host_id: str
     ) -> None:
-        """`controller_url` and `worker_url` are URLs of Redis for its users `controller` and
+        """`controller_url` has the Redis user `controller`, `worker_url` the Redis user
         `worker`."""
         self._controller_url = controller_url
         self._worker_url = worker_url
@@ -51,8 +53,8 @@ class Leaving:
         show: Callable[[ProgressRow], None] = lambda _: None,
     ) -> None:
         """Returns when no process is left on this host, the deadline is over or Redis is
-        unreachable. `tick` is called repeatedly, because this host may have to remain Ray's head.
-        `show` gets the progress."""
+        unreachable. `tick` is called repeatedly, so that this host can renew its lease if it is
+        Ray's head. `show` gets the progress."""
         give_up_at = time.monotonic() + LEAVE_DEADLINE_S
         redis = connect_blocking(self._controller_url)
         records = connect_blocking(self._worker_url)
@@ -85,8 +87,9 @@ class Leaving:
         tick: Callable[[], None],
         show: Callable[[ProgressRow], None],
     ) -> list[str]:
-        """Waits until each pool has its wanted number of ready processes on other hosts, or no
-        further process starts. Returns the pools that still lack processes."""
+        """Waits until each pool has its wanted number of ready processes on other hosts. Waits at
+        most to the time `until`, and at most `_SETTLED_S` while no replacement is starting. Returns
+        the pools that still lack processes."""
         settles_at = time.monotonic() + _SETTLED_S
         while True:
             pools = self._pools(redis)
@@ -102,13 +105,13 @@ class Leaving:
             time.sleep(_INTERVAL_S)
 
     def _check_others(self, pools: dict[str, Any], records: SyncClient) -> tuple[list[str], bool]:
-        """Returns the pools that lack processes on other hosts, and whether such a process is still
-        starting."""
+        """Returns the pools that have too few ready processes on other hosts, and whether a process
+        of these pools is still starting there."""
         lacking = []
         is_coming = False
         for pool, state in pools.items():
             if pool == "grpc":
-                continue  # each host with a router also gets a gRPC replica
+                continue  # gRPC replicas need no check, because each host with a router gets one
             others = [
                 agent
                 for agent in state["agents"]

@@ -1,7 +1,8 @@
-"""The listeners of a host that machines can join: its Ray node, and the join server.
+"""The ports of a host that other hosts connect to: its Ray node, and the join server.
 
-Machines of `tandem up --listen` and of `tandem join` are equal: other machines can join each of
-them, and with an external Redis each can become Ray's head (cluster/ray/ray_host.py).
+The machine of `tandem up --listen` and those of `tandem join` are equal: other machines can join
+through each of them, and with an external Redis each can become Ray's head
+(cluster/ray/ray_host.py).
 """
 
 import os
@@ -28,12 +29,12 @@ from tandem.common.config.cluster import REDIS_URL_VARIABLE
 from tandem.common.config.tls import KINDS, Kind
 from tandem.errors import ConfigError
 
-_REDIS_PORT = 8  # offset from the first port of the cluster
+_REDIS_PORT = 8  # offset of Redis's port from the first port of the cluster
 _SOCKET = "redis.socket"
 
 
 class Listening:
-    """One host's listeners for the other hosts. The run folder must exist."""
+    """Opens one host's ports for other hosts. The run folder must exist."""
 
     def __init__(
         self, options: LaunchOptions, run: Run, authority: Authority, ray_token: str
@@ -100,7 +101,7 @@ class Listening:
         )
 
     def redis_urls(self, redis: EmbeddedRedis | None) -> dict[str, str]:
-        """Builds the URLs of Redis for other hosts, by kind of process."""
+        """Returns kind of process -> Redis URL for processes of this kind on other hosts."""
         if redis is None:
             return dict.fromkeys(KINDS, self._options.redis_url)
         host = f"[{self._options.listen}]" if ":" in self._options.listen else self._options.listen
@@ -151,7 +152,7 @@ def read_join_token(path: str) -> str:
 
 
 def for_this_host(url: str, run: Run) -> str:
-    """Fills in this machine's tls folder in a Redis URL of `JoinReply`."""
+    """Replaces `{tls}` in a Redis URL of `JoinReply` by this machine's tls folder."""
     return url.replace("{tls}", str(run.folder / "tls"))
 
 

@@ -112,7 +112,7 @@ class LaunchOptions(Options):
                 f"anyone who reaches {outer[0]} could use the cluster, which has no API keys; "
                 "name --keys-file, or say --allow-anonymous"
             )
-        # raises ConfigError for invalid settings, as a router would
+        # Building the autoscaler's settings raises ConfigError if they are invalid.
         assert self.autoscaler is not None
 
     @property
@@ -164,7 +164,8 @@ class LaunchOptions(Options):
 
 
 def check_listen(address: str, option: str = "--listen") -> None:
-    """Raises ConfigError unless the value is empty or one specific IP address."""
+    """Raises ConfigError unless the option's value is empty or an IP address. A wildcard address
+    such as 0.0.0.0 is not allowed."""
     if not address:
         return
     try:
@@ -175,8 +176,8 @@ def check_listen(address: str, option: str = "--listen") -> None:
 
 
 def check_gpus(options: LaunchOptions, num_gpus: int) -> None:
-    """Raises ConfigError if this machine has fewer GPUs than its workers need. If other machines
-    can join, workers wait for GPUs instead. If no GPU is found, the workers report that
+    """Raises ConfigError if this machine has too few GPUs for the workers. Two cases are no error:
+    if other machines can join, workers wait for GPUs, and if no GPU is found, workers report that
     themselves."""
     limit = options.gpu_limit
     num_workers = options.num_prefill + options.num_decode
@@ -190,8 +191,8 @@ def check_gpus(options: LaunchOptions, num_gpus: int) -> None:
 
 
 def options_for_others(options: LaunchOptions) -> list[str]:
-    """Builds the command line for machines that join. Options that apply only to this machine are
-    left out. This machine's address stays; `on_host` replaces it."""
+    """Builds the command line that machines get when they join. It lacks the options that apply
+    only to this machine. It still has this machine's address, which `on_host` replaces."""
     own = replace(options, parent_pid=None, join_token_file="", labels=())
     return to_argv(own)
 
@@ -199,7 +200,8 @@ def options_for_others(options: LaunchOptions) -> list[str]:
 def on_host(
     options: LaunchOptions, *, first: str, address: str, labels: tuple[str, ...]
 ) -> LaunchOptions:
-    """Adapts the options of the machine of `tandem up`, at `first`, to the machine at `address`."""
+    """Adapts the options of `tandem up` to a machine that joins. `first` is the IP address of the
+    machine of `tandem up`, `address` that of the joining machine."""
     host = address if options.host == first else options.host
     admin = replace(
         options.admin, host=address if options.admin.host == first else options.admin.host
@@ -247,12 +249,13 @@ def make_spec(
 
 
 def certificate_folder(run_folder: Path, kind: Kind) -> Path:
-    """Folder with the certificate of this machine's processes of one kind."""
+    """Returns the folder with the certificate of this machine's processes of one kind."""
     return run_folder / "tls" / kind
 
 
 def _reachable(host: str) -> str:
-    """Converts a bind address to one that a client on this machine can use in a URL."""
+    """Converts a bind address to one that a client on this machine can use in a URL: 0.0.0.0
+    becomes 127.0.0.1."""
     if host in ("0.0.0.0", "::", ""):
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host
@@ -283,8 +286,8 @@ def _router(
             "admin_grpc_port": options.admin.grpc_port,
         }
     else:
-        # With several machines, routers on other machines need a fixed HTTP port of this replica.
-        # On one machine the system chooses the port.
+        # With several machines, other machines' routers call this replica's HTTP ports, which must
+        # be fixed then. On one machine the system chooses the ports.
         names = ("http_port", "admin_port", "admin_grpc_port")
         first = options.cluster_port + _GRPC_PORTS if options.listen else 0
         ports = {name: first and first + n for n, name in enumerate(names)}

@@ -1,12 +1,14 @@
-"""Creates the certificate of a pod's Ray processes, which other pods verify by the pod's address.
+"""Creates the certificate of a pod's Ray processes. Other pods check that it names the pod's
+address.
 
   python -m tandem.cluster.launch.pod_certificate AUTHORITY FOLDER NAME...
 
-AUTHORITY is the mounted folder of a Secret with the authority's tls.crt and tls.key (elliptic
-curve). ca.crt, tls.crt and tls.key are written to FOLDER. Each NAME is an IP address or a DNS name
-of the pod. In the head's pod, KubeRay sets FQ_RAY_IP to the name by which nodes reach the head.
+AUTHORITY is a folder with tls.crt and tls.key of the certificate authority (elliptic curve), such
+as a mounted Secret. The program writes ca.crt, tls.crt and tls.key to FOLDER. Each NAME is an IP
+address or a DNS name of the pod. In the head's pod, KubeRay sets the variable FQ_RAY_IP to the name
+by which nodes reach the head; the certificate gets this name, too.
 
-The program exits with status 2 and one line if the authority cannot be used.
+If the authority cannot be used, the program prints one line and exits with status 2.
 """
 
 import os
@@ -23,7 +25,8 @@ _LOCAL = ("127.0.0.1", "localhost")  # Ray's processes within a pod use these ad
 def make_pod_certificate(
     authority: Path, folder: Path, names: Sequence[str], environment: Mapping[str, str]
 ) -> None:
-    """Writes the three files to `folder`. Raises ConfigError if the authority cannot be used."""
+    """Writes ca.crt, tls.crt and tls.key to `folder`. Raises ConfigError if the authority cannot be
+    used."""
     head = environment.get("FQ_RAY_IP", "")
     known = dict.fromkeys(name for name in (*names, head, *_LOCAL) if name)
     _read(authority).write(folder, "ray", addresses=list(known))

@@ -15,8 +15,8 @@ _OWN = ("ray.io", "tandem-")
 
 
 class LabelledSize(int):
-    """A pool size together with the labels that the pool's hosts must have. It equals only a size
-    with the same labels."""
+    """A pool size with the labels that the pool's hosts must have, such as 2:gpu=H100. It equals
+    only a size with the same labels."""
 
     labels: tuple[str, ...]
 

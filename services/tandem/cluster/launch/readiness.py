@@ -28,7 +28,8 @@ from tandem.net.store.registry import LoadingNotice, WorkerRecord
 _DEADLINE_S = 300.0  # limit without progress; loading weights of a large model counts as progress
 _INTERVAL_S = 0.05
 _REPLY_DEADLINE_S = 2.0
-# This is short, because a decode worker without connected prefill workers prefills itself.
+# This is short, because a decode worker can serve without connections to prefill workers: it then
+# prefills prompts itself.
 _PAIRS_DEADLINE_S = 5.0
 
 
@@ -76,7 +77,8 @@ class Readiness:
             self._wait_for_pairs(redis)
 
     def _steps(self, loaded: int, to_load: int) -> list[ProgressRow]:
-        """Builds the progress rows: members, and the weights that they load."""
+        """Builds the progress rows: how many processes are ready, and how many bytes of weights are
+        loaded."""
         total = len(self.members)
         ready = total - len(self._waiting)
         left = ", ".join(self._waiting)
@@ -110,13 +112,15 @@ class Readiness:
         if member.pool in ROUTER_POOLS:
             url = self.options.http_url if member.pool == "router" else self._url(member_id, redis)
             try:
-                # Identity does not matter for this check, and the certificate names another host.
+                # The certificate is not verified: it names another host, and this request has no
+                # secret.
                 context = ssl._create_unverified_context()
                 ready = f"{url}/ready"
                 with urllib.request.urlopen(ready, timeout=_REPLY_DEADLINE_S, context=context):
                     return True
             except urllib.error.HTTPError:
-                # The router is up; it may be waiting for a decode worker on another machine.
+                # The router is up, but not ready. That is enough if all decode workers are on other
+                # machines, because the router may be waiting for them.
                 return all(m.pool != "decode" for m in self.members)
             except (OSError, ValueError):  # no answer, or the URL is not announced yet
                 return False
@@ -148,7 +152,7 @@ class Readiness:
         try:
             record = redis.get(f"{{tandem:{self.cluster_id}}}:worker:{member_id}")
         except UNREACHABLE:
-            return None  # slow or unreachable; tried again later
+            return None  # Redis is slow or unreachable; the caller tries again
         if not isinstance(record, bytes):
             return None
         return msgspec.msgpack.decode(record, type=WorkerRecord)

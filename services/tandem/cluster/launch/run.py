@@ -1,7 +1,7 @@
-"""The folder, logs, environment and guardian of `tandem up` or `tandem join`.
+"""The run folder, logs, environment and guardian of `tandem up` or `tandem join`.
 
-A run begins when its object is created. After `end`, the folder and all processes of the cluster on
-this machine are gone. If the launcher is killed, its guardian cleans up.
+A run begins when a `Run` is created. After `end`, the folder and all processes of the cluster on
+this machine are gone. If the launcher is killed, the guardian cleans up.
 """
 
 import os
@@ -18,7 +18,7 @@ from tandem.cluster.processes import guardian, process
 from tandem.common.config.cluster import CLUSTER_ID_VARIABLE, TOKEN_VARIABLE
 from tandem.net.socket_folder import is_short, make_socket_folder
 
-_DRAIN_S = 2.5  # time for routers and workers to drain at the end; the total limit is 5 s
+_DRAIN_S = 2.5  # time for routers and workers to drain at the end; the whole shutdown may take 5 s
 
 
 class Run:
@@ -29,8 +29,8 @@ class Run:
         processes."""
         self.cluster_id = cluster_id
         self.folder = Path(tempfile.mkdtemp(prefix="tandem-"))
-        # TMPDIR of all processes, which create sockets there. The folder is outside the run folder
-        # if its path would otherwise be too long for a socket.
+        # All processes get this folder as TMPDIR and create sockets in it. The path of a socket
+        # must be short. So if the path of the run folder is too long, this folder is elsewhere.
         self.tmp = self.folder / "tmp"
         if is_short(self.tmp):
             self.tmp.mkdir()
@@ -38,12 +38,12 @@ class Run:
             self.tmp = make_socket_folder()
         self.logs = RunLogs(self.folder, cluster_id)
         self.guardian = self._start_guardian()
-        # Redis inherits this process's environment. The variable makes Redis recognizable as part
-        # of the cluster.
+        # Redis inherits this process's environment. By this variable, the guardian finds Redis as a
+        # process of the cluster.
         os.environ[CLUSTER_ID_VARIABLE] = cluster_id
         self.environment = {**process.child_environment(os.environ), **(more or {})}
         self.environment[TOKEN_VARIABLE] = token
-        # Files of killed processes are deleted with this folder.
+        # Killed processes leave files in this folder, which is deleted at the end.
         self.environment["TMPDIR"] = str(self.tmp)
 
     def restart_guardian(self) -> None:
@@ -67,7 +67,8 @@ class Run:
         script = guardian.__file__
         return subprocess.Popen(
             [sys.executable, "-I", "-S", script, self.cluster_id, str(self.folder), str(self.tmp)],
-            # The other end of this pipe is open only in this process, because it is closed on exec.
+            # Only this process has the other end of this pipe, because it is closed on exec. So the
+            # guardian reads EOF when this process ends.
             stdin=subprocess.PIPE,
             env={},
             start_new_session=True,

@@ -13,18 +13,20 @@ from tandem.cluster.launch.options import LaunchOptions
 from tandem.cluster.pools import Member
 from tandem.common.process.progress import ProgressRow, Waiting
 
-# The small model answers this prompt identically in bf16 and fp32, with and without cached blocks.
+# The built-in model answers this prompt identically in bf16 and fp32, with and without cached
+# blocks.
 _PROMPT = "What is gravity? Explain in two sentences."
 
 
 class LaunchScreen:
-    """Shows the progress, and records the duration of each part that `done` reports."""
+    """Shows the progress, and records the durations that `done` receives for the summary."""
 
     def __init__(self, options: LaunchOptions) -> None:
         self._options = options
         self._console = Console(highlight=False, soft_wrap=True)
         self._started = time.monotonic()
-        # name, duration in seconds, completion time in seconds since the start
+        # (name of the part, its duration in seconds, its completion time in seconds since the
+        # start)
         self._rows: list[tuple[str, float, float]] = []
         self._waiting: Waiting | None = None
 
@@ -39,7 +41,7 @@ class LaunchScreen:
 
     @contextmanager
     def bars(self) -> Iterator[None]:
-        """Shows on a terminal the rows that `wait_for` sets."""
+        """Shows the rows of `wait_for` on a terminal during the `with` statement."""
         with Waiting() as self._waiting:
             try:
                 yield
@@ -51,8 +53,7 @@ class LaunchScreen:
             self._waiting.show(*steps)
 
     def without_bars(self) -> AbstractContextManager[None]:
-        """Hides the progress rows for the duration of the context, so that something else can
-        print."""
+        """Hides the progress rows during the `with` statement, so that something else can print."""
         return self._waiting.hidden() if self._waiting is not None else nullcontext()
 
     def show_ready(
@@ -88,6 +89,7 @@ class LaunchScreen:
         api = f"{self._options.http_url}/v1/chat/completions"
         header = "-H 'Content-Type: application/json'"
         print_(f"  curl {api} {header} \\\n    -d '{json.dumps(body)}'", markup=False)
+        print_("  tandem chat", markup=False)
         if command_to_join:
             print_("\non another machine, with a copy of the token file:")
             print_(f"  {command_to_join}", markup=False)

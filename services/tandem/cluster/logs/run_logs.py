@@ -1,10 +1,11 @@
 """Logs of the runs of `tandem up` on this machine. They are kept after a run has ended.
 
   $XDG_STATE_HOME/tandem/runs/START-CLUSTER/ID.log    START is the time in UTC, sortable by name
+  .../START-CLUSTER/addresses.json                    where the cluster is reached, while it runs
 
-A running cluster holds a lock on its folder. Each new run deletes the oldest folders beyond
-`RUNS_KEPT`, except those of running clusters. A large log is renamed to ID.log.1, and a new file is
-started.
+A running cluster holds a lock on its folder. Each new run deletes all folders but the newest
+`RUNS_KEPT`; it spares those of running clusters. A large log is renamed to ID.log.1, and a new file
+is started.
 """
 
 import fcntl
@@ -16,7 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
+
+import msgspec
 
 from tandem.common.printable import printable
 from tandem.errors import OperateError
@@ -25,6 +28,7 @@ from tandem.net.observability.log_file import older
 log = logging.getLogger(__name__)
 
 RUNS_KEPT = 5
+_ADDRESSES_FILE = "addresses.json"
 _POLL_S = 0.2
 _STATE = ".local/state"
 
@@ -35,8 +39,16 @@ def runs_folder() -> Path:
     return (Path(state) if state else Path.home() / _STATE) / "tandem" / "runs"
 
 
+class Addresses(msgspec.Struct, frozen=True):
+    """URLs of a cluster of `tandem up`: the public API, and the operators' port."""
+
+    http: str
+    admin: str
+
+
 class RunLogs:
-    """The logs of one run. `RUN_FOLDER/logs` is a link to the folder of the logs until `close`."""
+    """The logs of one run. RUN_FOLDER/logs is a symbolic link to `folder`. Later runs do not delete
+    the logs before `close`."""
 
     def __init__(self, run_folder: Path, cluster_id: str) -> None:
         """Creates the folder. If that fails, the logs are written to the run folder, which is
@@ -54,11 +66,39 @@ class RunLogs:
         self.folder = kept
         _drop_old(kept.parent)
 
+    def announce(self, addresses: Addresses) -> None:
+        """Writes where the cluster is reached, for commands on this machine (`running`)."""
+        with suppress(OSError):
+            (self.folder / _ADDRESSES_FILE).write_bytes(msgspec.json.encode(addresses))
+
     def close(self) -> None:
         """Ends the run. Later runs may then delete its logs."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def running() -> list[Addresses]:
+    """Returns the addresses of the clusters that this user runs on this machine."""
+    found = []
+    for run in sorted(_folders(runs_folder())):
+        try:
+            os.close(_locked(run))  # possible only if the run has ended
+        except OSError:
+            with suppress(OSError, msgspec.DecodeError):
+                text = (run / _ADDRESSES_FILE).read_bytes()
+                found.append(msgspec.json.decode(text, type=Addresses))
+    return found
+
+
+def find_address(kind: Literal["http", "admin"], default: str) -> str:
+    """Returns the public or the admin address of the cluster that runs on this machine, or else
+    `default`. Raises OperateError if several clusters run."""
+    found = [getattr(each, kind) for each in running()]
+    if len(found) > 1:
+        urls = " or ".join(found)
+        raise OperateError(f"{len(found)} clusters run here: name one with --url {urls}")
+    return found[0] if found else default
 
 
 def find_log(process_id: str) -> Path:
@@ -75,8 +115,8 @@ def find_log(process_id: str) -> Path:
 
 
 def lines(path: Path, is_over: Callable[[], bool]) -> Iterator[str]:
-    """Yields the text of a log, then the text that is appended. Ends when `is_over` returns True at
-    the end of the log."""
+    """Yields the text of a log, then each text that is appended to it. At the end of the log, calls
+    `is_over` and ends if the result is True."""
     if older(path).is_file():
         yield older(path).read_text(errors="replace")
     while True:
@@ -88,12 +128,12 @@ def lines(path: Path, is_over: Callable[[], bool]) -> Iterator[str]:
                     return
                 else:
                     time.sleep(_POLL_S)
-            if text := stream.read():  # the rest of the renamed file
+            if text := stream.read():  # text from before the file was renamed
                 yield text
 
 
 def _is_named(stream: TextIO, path: Path) -> bool:
-    """Says whether the open file still has this name, that is, the log was not rotated."""
+    """Returns whether the open file still has this name. It has another name after a rotation."""
     try:
         return os.path.samestat(os.fstat(stream.fileno()), path.stat())
     except FileNotFoundError:
@@ -101,7 +141,7 @@ def _is_named(stream: TextIO, path: Path) -> bool:
 
 
 def show_log(path: Path, *, follow: bool) -> None:
-    """Prints a log; with `follow`, until it is interrupted."""
+    """Prints a log. With `follow`, waits for further text and prints it until an interrupt."""
     with suppress(KeyboardInterrupt, BrokenPipeError):
         for text in lines(path, lambda: not follow):
             sys.stdout.write(printable(text, keep="\n\t"))

@@ -1,7 +1,7 @@
-"""`tandem logs` prints the log of a process on this machine, or on another one through a router.
+"""`tandem logs` prints the log of one process.
 
-A router knows the machine of each worker. If no router answers, the newest run on this machine that
-has a log of this name is used.
+If the process runs on this machine, its log file is read. A router fetches the log of a process on
+another machine. If no router answers, the newest log of that name on this machine is printed.
 """
 
 import os
@@ -24,7 +24,8 @@ _POLL_S = 0.5
 
 
 def show_worker_log(url: str, process_id: str, *, follow: bool) -> None:
-    """Prints a log; with `follow`, until it is interrupted. Raises OperateError."""
+    """Prints a log. With `follow`, waits for further text and prints it until an interrupt. Raises
+    OperateError."""
     with Waiting(ProgressRow(process_id, "is looked up")):
         state, why_unknown = _state(url)
     local = _local(process_id)
@@ -43,7 +44,8 @@ def show_worker_log(url: str, process_id: str, *, follow: bool) -> None:
 
 
 def _show_remote(url: str, process_id: str, local: Path | None, *, follow: bool) -> None:
-    """Prints the log as sent by the process, or the local file if the process sends none."""
+    """Prints the log that a router fetches from the process. If this fails, prints the file
+    `local`."""
     path = f"/v1/cluster/workers/{urllib.parse.quote(process_id, safe='')}/log"
     try:
         with Waiting(ProgressRow(process_id, "is asked for its log")):
@@ -63,8 +65,8 @@ def _note(text: str) -> None:
 
 
 def _state(url: str) -> tuple[Mapping[str, Any], str]:
-    """Fetches the cluster's state. Also returns why a worker may be unknown. If no router answers,
-    the state is empty."""
+    """Fetches the cluster's state from a router. If no router answers, the state is empty. Also
+    returns the message to print for a worker that is not in the state."""
     try:
         state = call_router(url, "GET")
     except OperateError as error:
@@ -105,8 +107,8 @@ def _writes(worker: Mapping[str, Any], log: Path) -> bool:
 
 
 def _other_host(state: Mapping[str, Any], worker_id: str) -> str:
-    """Finds the other machine on which a worker without a record last ran; empty if there is
-    none."""
+    """Returns the host on which a worker without a record last ran. Returns "" if that was this
+    machine or is unknown."""
     host = str(_row(state, worker_id).get("host", ""))
     is_local = _worker(state, worker_id) or host.partition(" (")[0] in ("", socket.gethostname())
     return "" if is_local else host
@@ -130,8 +132,8 @@ def _where_log_is(state: Mapping[str, Any], process_id: str) -> str:
 
 
 def _show_pieces(url: str, path: str, piece: Mapping[str, str], *, follow: bool) -> None:
-    """Prints a part of a log and the parts after it; with `follow`, until it is interrupted. Raises
-    OperateError."""
+    """Prints `piece`, a part of a log, and the parts after it, which the router fetches one by one.
+    With `follow`, waits for further parts until an interrupt. Raises OperateError."""
     is_away = False
     while piece["text"] or follow:
         sys.stdout.write(piece["text"])

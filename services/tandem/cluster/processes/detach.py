@@ -1,9 +1,13 @@
 """Starts a command that outlives its caller: `detach.py RECORD LOG COMMAND...`.
 
-This file is run as a script (`python -I -S`) and imports nothing from Tandem. The command gets its
-own session. The script exits immediately, so that the command is no child of the caller. Otherwise
-Ray would kill the command when the caller, an actor, ends. RECORD, a JSON object with `pid` and
-`start_ticks`, is written before the command runs and before this script exits.
+The caller may be an actor, and Ray kills the child processes of an actor that ends. So the command
+must not be a child of the caller: this script starts it in a session of its own and exits
+immediately.
+
+RECORD is the path of a file. The script writes a JSON object with `pid` and `start_ticks` to it
+before the command runs and before the script exits. LOG is a file for the output of the command.
+
+The file is run as a script (`python -I -S`) and imports nothing from Tandem.
 """
 
 import os
@@ -11,8 +15,8 @@ import sys
 
 
 def start_ticks(pid: int) -> int:
-    """Reads the start time of a process in clock ticks since boot. Together with the pid it is
-    unique."""
+    """Reads the start time of a process in clock ticks since boot. A pid alone does not identify a
+    process, because Linux reuses pids; the pid and the start time together do."""
     with open(f"/proc/{pid}/stat") as stat:
         return int(stat.read().rpartition(")")[2].split()[19])
 
@@ -21,8 +25,8 @@ def main(record: str, log: str, *command: str) -> None:
     read_end, write_end = os.pipe()
     if os.fork():
         os.close(write_end)
-        # This read returns nothing (EOF) once the child has called exec, or else the child's error
-        # message.
+        # The child's end of the pipe is closed without data as soon as exec succeeds. If exec
+        # fails, the child writes its error message to the pipe.
         failed = os.read(read_end, 1000)
         sys.stderr.buffer.write(failed)
         sys.exit(1 if failed else 0)

@@ -1,10 +1,9 @@
 """A Redis-compatible server (Valkey, BSD licence) as a child process, for a cluster on one host.
 
-States: created -> `start` -> running -> `stop` or `kill` (or a crash) -> `start`/`restart` ->
-running
+`start` starts the server. After `stop`, `kill` or a crash, `start` or `restart` starts it again.
+The address and the passwords stay the same during the object's life, so that clients find a
+restarted server. A restarted server is empty, because workers publish everything again.
 
-Address and passwords do not change during the object's life, so that clients find a restarted
-server. Nothing is persisted, because workers publish everything again; the folder has only the log.
 The child runs in its own session, so Ctrl-C in a terminal does not reach it. The process that uses
 this module must stop the server. If that process is killed, this module does not stop the server.
 """
@@ -26,15 +25,15 @@ from tandem.errors import ConfigError
 from tandem.net.store.client import wait_until_answers
 from tandem.net.store.roles import rules
 
-# These ports are below Linux's range of ephemeral ports (32768 and up). So while the server is
-# down, no client on this host can be assigned its port, and a restart finds the port free.
+# Linux gives ports from 32768 on to clients. The server's port is below, so no client takes it
+# while the server is down, and a restart finds it free.
 _PORTS = range(20_000, 32_768)
 _START_ATTEMPTS = 5
 _LOG_TAIL_BYTES = 2000
 
 
 class EmbeddedRedis:
-    """One server with a password on a private port of `host`, by default on loopback."""
+    """One server with a password on a free port of `host`, which is loopback by default."""
 
     def __init__(
         self,
@@ -45,11 +44,11 @@ class EmbeddedRedis:
         cluster_id: str = "",
         unix_socket: Path | None = None,
     ) -> None:
-        """Prepares a server. `folder` gets the log and is kept; by default a temporary folder is
-        used. With `unix_socket` the server also listens there.
+        """Prepares a server. It logs to `folder`, which is kept, or to a temporary folder, which
+        `stop` removes. With `unix_socket` the server also listens there.
 
-        With a cluster's id there is also a Redis user for each kind of the cluster's processes
-        (`url_of`).
+        If `cluster_id` is given, the server has a Redis user for each kind of the cluster's
+        processes (`url_of`).
         """
         self._cluster_id = cluster_id
         self._unix_socket = unix_socket
@@ -78,7 +77,8 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """URL with the password. Pass it in the environment, never on a command line."""
+        """URL with the password. It must be passed in the environment, because other users can read
+        command lines."""
         return f"redis://:{self._password}@{self._host}:{self.port}/0"
 
     def url_of(self, kind: Kind) -> str:
@@ -131,7 +131,7 @@ class EmbeddedRedis:
             self._process = None
 
     def restart(self, deadline_s: float = 10.0) -> None:
-        """Starts a new, empty server at the same address. An old one that still runs is killed."""
+        """Starts a new, empty server at the same address. Kills the old server if it still runs."""
         self.kill()
         self.start(deadline_s)
 
@@ -176,8 +176,8 @@ class EmbeddedRedis:
                 f"requirepass {self._password}",
                 "daemonize no",
                 *([f"unixsocket {self._unix_socket}"] if self._unix_socket else []),
-                # The guardian finds the process by its environment, which setting the title would
-                # overwrite.
+                # The guardian finds the cluster's processes by their environments. Setting the
+                # title would overwrite the environment of the server.
                 "set-proc-title no",
                 'save ""',
                 "appendonly no",

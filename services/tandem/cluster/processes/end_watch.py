@@ -5,15 +5,16 @@ import select
 
 
 class EndWatch:
-    """Watches processes, each under a name of its own."""
+    """Watches processes. Each process has a name, which `wait` returns when the process has
+    ended."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
-        self._names: dict[int, str] = {}  # keyed by pidfd
+        self._names: dict[int, str] = {}  # pidfd -> name
         self._gone: list[str] = []
 
     def add(self, name: str, pid: int) -> None:
-        """Watches a process. If it no longer exists, it counts as ended."""
+        """Watches a process. A process that does not exist counts as ended."""
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -28,8 +29,8 @@ class EndWatch:
             self._close(pidfd)
 
     def wait(self, timeout_s: float | None = None) -> str | None:
-        """Waits until a process has ended; returns its name. Returns each name once, and None after
-        `timeout_s`."""
+        """Waits until a process has ended and returns its name. Each name is returned once. Returns
+        None after `timeout_s`."""
         if not self._gone:
             timeout_ms = None if timeout_s is None else round(timeout_s * 1000)
             self._gone += [self._close(pidfd) for pidfd, _ in self._poll.poll(timeout_ms)]

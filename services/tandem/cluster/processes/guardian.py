@@ -1,10 +1,15 @@
 """Ends all processes of a cluster when its launcher has ended for any reason.
 
 The guardian is run as a script (`python -I -S guardian.py CLUSTER_ID FOLDER ...`). Its standard
-input is a pipe whose other end is open only in the launcher. At EOF the guardian ends every process
-that has the cluster's id in its environment, and every process in the session of such a process, if
-the cluster created that session. Then it removes the folders. It imports nothing from Tandem, so
-that it is small and cannot fail.
+input is a pipe from the launcher. The pipe reaches its end (EOF) when the launcher ends. Then the
+guardian
+
+1. ends every process that has the cluster's id in its environment
+2. ends every other process in the sessions that these processes created, but not in the session of
+   the user's shell
+3. removes the folders.
+
+The script imports nothing from Tandem, so that it is small and cannot fail.
 """
 
 import os
@@ -20,8 +25,7 @@ _SCAN_INTERVAL_S = 0.05
 
 
 def cluster_processes(cluster_id: str) -> dict[int, int]:
-    """Finds the running processes of a cluster, except this one. Returns their session ids by
-    pid."""
+    """Finds the running processes of a cluster, except this one. Returns pid -> session id."""
     marker = f"{CLUSTER_ID_VARIABLE}={cluster_id}".encode()
     sessions: dict[int, int] = {}
     marked: set[int] = set()
@@ -40,8 +44,8 @@ def cluster_processes(cluster_id: str) -> dict[int, int]:
                     marked.add(pid)
         except (OSError, ValueError):  # the process has ended, or belongs to another user
             continue
-    # Use only sessions whose leader belongs to the cluster or has ended, so never the session of a
-    # shell.
+    # A session belongs to the cluster if its leader does or has ended. The leader of a shell's
+    # session is the shell, so the shell's other processes are not ended.
     own = {s for s in map(sessions.__getitem__, marked) if s in marked or s not in sessions}
     own.discard(os.getsid(0))
     return {pid: s for pid, s in sessions.items() if pid in marked or s in own}
@@ -69,7 +73,7 @@ def end_session(session_id: int) -> None:
 
 def end_cluster(cluster_id: str, term_s: float = _TERM_S, spare: "int | None" = None) -> bool:
     """Ends the processes of a cluster except `spare`: sends SIGTERM, and after `term_s` SIGKILL.
-    Returns False if others remain."""
+    Returns False if some of them do not end."""
     term_until = time.monotonic() + term_s
     kill_until = term_until + _KILL_S
     signalled: set[int] = set()

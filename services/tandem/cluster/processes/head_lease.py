@@ -1,13 +1,15 @@
 """The lease by which one host of a cluster runs Ray's head, and the fencing number of that head.
 
-  {tandem:CLUSTER}:head         STRING, JSON of `Head`, with a time to live that its host renews
-  {tandem:CLUSTER}:head-number  STRING, the highest fencing number so far
-  {tandem:CLUSTER}:owned        STRING, JSON of `owned.Owned`, written by the newest controller
+  key                           value
+  {tandem:CLUSTER}:head         JSON of `Head`; expires unless the head's host renews it
+  {tandem:CLUSTER}:head-number  the highest fencing number so far
+  {tandem:CLUSTER}:owned        JSON of `owned.Owned`, written by the newest controller
 
-Each head has a higher number than all heads before it. Every write of a head or its controller
-carries the number, and Redis refuses a number that is not the highest. So a head that was paused or
-cut off while another one took over changes nothing when it returns. If Redis loses its data, the
-current head writes its number again.
+Each head has a higher fencing number than all heads before it. Every write of a head or its
+controller carries the number, and Redis refuses a number that is not the highest. Example: head 1
+is paused, its lease expires, and another host becomes head 2. When head 1 continues, Redis refuses
+its writes, because 1 is less than 2. If Redis loses its data, the current head writes its number
+again.
 """
 
 import logging
@@ -23,8 +25,8 @@ log = logging.getLogger(__name__)
 LEASE_S = 8.0
 RENEW_INTERVAL_S = 2.0
 
-# KEYS: head, head-number. ARGV: host, time to live in ms. Returns the new number, or 0 if another
-# host has the lease.
+# KEYS: head, head-number. ARGV: host, time to live in ms. Returns 0 if another host has the lease,
+# otherwise the new number.
 _TAKE = """
 local held = redis.call('get', KEYS[1])
 if held and cjson.decode(held).host ~= ARGV[1] then return 0 end
@@ -34,8 +36,8 @@ redis.call('set', KEYS[1], head, 'PX', ARGV[2])
 return number
 """
 
-# KEYS: head, head-number. ARGV: number, JSON of the head, time to live in ms. Returns 1, or 0 if
-# there is a head with a higher number.
+# KEYS: head, head-number. ARGV: number, JSON of the head, time to live in ms. Returns 0 if there is
+# a head with a higher number, otherwise 1.
 _RENEW = """
 local highest = tonumber(redis.call('get', KEYS[2]) or '0')
 if highest > tonumber(ARGV[1]) then return 0 end
@@ -44,8 +46,8 @@ redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
 return 1
 """
 
-# KEYS: head-number, then the keys to set. ARGV: number, then a value for each key. Returns 1, or 0
-# if there is a head with a higher number.
+# KEYS: head-number, then the keys to set. ARGV: number, then a value for each key to set. Returns 0
+# if there is a head with a higher number, otherwise 1.
 _SET = """
 local highest = tonumber(redis.call('get', KEYS[1]) or '0')
 if highest > tonumber(ARGV[1]) then return 0 end
@@ -56,7 +58,8 @@ return 1
 
 
 class HeadLease:
-    """One host's access to the lease. Calls raise the exceptions in `store.client.UNREACHABLE`."""
+    """Takes, renews and reads the lease for one host. Calls raise the exceptions in
+    `store.client.UNREACHABLE`."""
 
     def __init__(self, redis_url: str, cluster_id: str, host_id: str) -> None:
         self._cluster_id = cluster_id
@@ -105,8 +108,8 @@ def fenced_set(
 
 
 def publish_head(redis_url: str, cluster_id: str, head: Head) -> None:
-    """Publishes the head of a single machine for the routers; such a head needs no lease. Does
-    nothing if Redis does not answer."""
+    """Publishes the head of a cluster of one machine, so that routers can show it. This head has no
+    lease. Does nothing if Redis does not answer."""
     try:
         redis = connect_blocking(redis_url)
         redis.set(control_key(cluster_id, HEAD_KEY), msgspec.json.encode(head))

@@ -2,12 +2,12 @@
 
   python -m tandem.cluster.processes.leave_node DEADLINE_S
 
-The program creates the file `leaving` in the run folder, sends SIGTERM to each worker so that it
-drains, and waits until all workers have ended or the deadline has passed.
+The program creates the file `leaving` in the run folder and sends SIGTERM to each worker, which
+then drains. It exits when all workers have ended or the deadline has passed.
 
-It uses neither Ray nor Redis, because the agents of the node may have ended. A running agent that
-finds the file does not restart its worker, and reports to the controller that the worker drains.
-The file must be removed before the node's Ray is started again.
+The program uses neither Ray nor Redis, because the agents of the node may have ended. An agent that
+still runs and finds the file does not restart its worker, and reports to the controller that the
+worker drains. The file must be removed before Ray is started on the node again.
 """
 
 import logging

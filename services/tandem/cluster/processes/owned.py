@@ -1,12 +1,15 @@
-"""State that the pool controller must not lose: wanted sizes, hosts, and members with their states.
+"""The state that the pool controller must not lose: wanted sizes, hosts, and members with their
+states.
 
-  on one machine           `controller.json` in the run folder
-  if machines can join     the key `owned` in Redis, fenced (head_lease.py), and the same file
+  cluster                 where the state is stored
+  on one machine          file `controller.json` in the run folder
+  machines can join       key `owned` in Redis, fenced (head_lease.py), with a copy in the same file
 
 Only the controller writes the state. It does so before it sends commands, and again if Redis has
-lost the state. An agent that Ray restarted reads the state to find out whether its process is still
-wanted. The agent that received the command to drain has ended then, and the controller may have
-ended, too.
+lost the state.
+
+Agents read the state. An agent that Ray restarted has forgotten a command to drain its process, and
+the controller may not run at that time. So the agent looks up whether the process is still wanted.
 """
 
 import logging
@@ -65,7 +68,8 @@ def write_spec(run_folder: Path, spec: ClusterSpec) -> None:
 
 
 def read_leaving(redis: SyncClient, cluster_id: str) -> dict[str, Leave]:
-    """Reads the hosts that want to leave. Raises the exceptions in `store.client.UNREACHABLE`."""
+    """Reads the hosts that want to leave: host id -> "leaves" or "drains". Raises the exceptions in
+    `store.client.UNREACHABLE`."""
     found = redis.smembers(f"{{tandem:{cluster_id}}}:leaving")
     words = sorted(w.decode() if isinstance(w, bytes) else str(w) for w in found)
     return {
@@ -75,7 +79,8 @@ def read_leaving(redis: SyncClient, cluster_id: str) -> dict[str, Leave]:
 
 
 def write_leaving(redis: SyncClient, cluster_id: str, host_id: str, leave: Leave) -> None:
-    """Records for the controller that a host wants to leave. Raises what `read_leaving` raises."""
+    """Records for the controller that a host wants to leave. Raises the same exceptions as
+    `read_leaving`."""
     words = [host_id, f"{host_id} drains"] if leave == "drains" else [host_id]
     redis.sadd(f"{{tandem:{cluster_id}}}:leaving", *words)
 
@@ -95,7 +100,7 @@ class SharedOwned:
         self._client: SyncClient | None = None
 
     def read(self) -> Owned | None:
-        """Reads the state; None if it was never written, or if Redis or its data is lost."""
+        """Reads the state; None if Redis does not have it or is unreachable."""
         try:
             found = self._redis().get(f"{{tandem:{self._cluster_id}}}:owned")
         except UNREACHABLE as error:
@@ -117,7 +122,8 @@ class SharedOwned:
             return True
 
     def leaving(self) -> dict[str, Leave]:
-        """Reads the hosts that want to leave; none while Redis is unreachable."""
+        """Reads the hosts that want to leave, as `read_leaving` does; none while Redis is
+        unreachable."""
         try:
             return read_leaving(self._redis(), self._cluster_id)
         except UNREACHABLE:

@@ -1,8 +1,8 @@
-"""A process of a pool that outlives its agent: started detached, and found again by its record.
+"""Starts a pool's process so that it outlives its agent, and finds the running process again later.
 
-The record, `RUN_FOLDER/processes/ID.json`, has the pid and the start time, so a later process with
-the same pid is not mistaken for this one. The process is not a child, so its exit status is
-unknown. A pidfd reports its end without polling.
+The process has a record, the file RUN_FOLDER/processes/ID.json with its pid and start time. The
+start time shows whether the pid now belongs to another process. The process is not a child of the
+agent (detach.py), so its exit status may be unknown, but a pidfd reports its end without polling.
 """
 
 import json
@@ -42,8 +42,8 @@ class DetachedProcess:
     log_path: Path
 
     def wait(self, timeout_s: float | None, wake_fd: int | None = None) -> bool:
-        """Waits for the end of the process. Returns False after `timeout_s`, or if `wake_fd` is
-        readable."""
+        """Waits until the process has ended and returns True. Returns False after `timeout_s`, or
+        if `wake_fd` becomes readable."""
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         if wake_fd is not None:
@@ -117,7 +117,7 @@ def find(process_id: str, run_folder: Path) -> DetachedProcess | None:
         return None
     process = DetachedProcess(process_id, pid, pidfd, log_path(run_folder, process_id))
     with suppress(FileNotFoundError):
-        # Check after the pidfd is open, because from then on the pidfd cannot refer to another
+        # This check must come after `pidfd_open`: from then on, the pidfd cannot refer to another
         # process.
         if detach.start_ticks(pid) == int(record["start_ticks"]) and not process.wait(0):
             return process
@@ -154,12 +154,12 @@ def log_path(run_folder: Path, process_id: str) -> Path:
 
 
 def child_environment(environment: Mapping[str, str], pool: Pool | None = None) -> dict[str, str]:
-    """Copies the environment for a process of a pool, without Ray's settings and an operator's API
-    key.
+    """Copies the environment for a process of a pool, without Ray's settings and the operator's API
+    key. Ray made these settings for the agent, so they must not reach the agent's process.
 
-    The settings that Ray made for an agent must not reach the agent's process. REDIS_URL_VARIABLE
-    gets the URL of the Redis user for this kind of process, and the URLs of other kinds are
-    removed. If `pool` is None, the process starts others, and all URLs are kept.
+    REDIS_URL_VARIABLE is set to the Redis URL for this kind of process, router or worker. The
+    variables with the URLs for other kinds are removed. If `pool` is None, all URLs are kept,
+    because the process starts processes of several kinds.
     """
     left_out = ("RAY_", "__RAY", API_KEY_VARIABLE)
     child = {k: v for k, v in environment.items() if not k.startswith(left_out)}

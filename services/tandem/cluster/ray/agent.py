@@ -1,11 +1,17 @@
 """The agent of one process of a pool: a small detached Ray actor that keeps the process running.
 
-  start or adopt the process -> running -> (the process ended) restarting, after a back-off -> start
-  running -> (`drain`) draining: SIGTERM, and SIGKILL at the deadline -> gone
+  state        meaning                                            next state
+  running      the process runs                                   restarting, if the process ends
+  restarting   the agent waits (back-off), then starts it again   running
+  draining     the process got SIGTERM; SIGKILL at the deadline   gone
+  gone         the process has ended for good
 
-If the process is not wanted any more when the agent starts, a running process is drained, and none
-is started. With several hosts, a router is told first that it leaves, and gets some time to tell
-its clients.
+A new agent adopts its process if that already runs, and starts it otherwise. `drain` makes a
+running process drain. If the process is not wanted any more when the agent starts, it is drained or
+not started.
+
+With several hosts, a router first receives LEAVE_SIGNAL. It then reports to its clients that it
+leaves, and is drained `leave_notice_s` later.
 
 A Ray node that is about to end is marked (leave_node.py). Its agents then drain their processes and
 start none. The agents remain until the node ends, so that Ray places nothing else on the node.
@@ -63,10 +69,12 @@ class Agent:
         configure_logging(member.agent_name)
         if spec.on_nodes:
             folder = os.environ.get(RUN_FOLDER_VARIABLE, spec.run_folder)
-            own_files.make_folder(Path(folder))  # this folder identifies the processes of this node
+            # the processes of this node have their records in this folder
+            own_files.make_folder(Path(folder))
             spec = msgspec.structs.replace(spec, run_folder=folder)
         elif member.host:
-            # The argument is the spec of another host; this host's spec is in its run folder.
+            # `spec` describes the host of the controller. The spec of this host is in its run
+            # folder.
             spec = read_spec(Path(os.environ[RUN_FOLDER_VARIABLE]))
         self._spec = spec
         self._member = member
@@ -79,7 +87,7 @@ class Agent:
         self._state: MemberState = "pending"
         self._pid = 0
         self._num_starts = 0  # number of restarts; the first start does not count
-        # True if an earlier agent had started the process
+        # True if an earlier agent has already started the process.
         self._was_started = member.state != "pending"
         self._last_line = ""
         self._ending = ""
@@ -164,8 +172,8 @@ class Agent:
 
     def _read_owned(self) -> Owned | None:
         if self._spec.on_nodes:
-            # Nodes may not read the controller's state. The controller drains unwanted processes
-            # itself.
+            # Nodes cannot read the controller's state. The controller sends `drain` to the agents
+            # of unwanted processes instead.
             return None
         if not self._member.host:
             return owned.read(self._run_folder)
@@ -199,8 +207,9 @@ class Agent:
         self._report_ended()
 
     def _report_ended(self) -> None:
-        """Reports that no process is left. While the node ends, the state is "draining" instead of
-        "gone", because a removed agent would free resources on the node."""
+        """Reports that the process has ended. If the node is about to end, reports "draining"
+        instead of "gone": the controller would remove a "gone" agent, and Ray could use its
+        resources for another process on this node."""
         self._report("draining" if self._node_is_ending() else "gone", 0)
 
     def _report(self, state: MemberState, pid: int) -> None:
@@ -210,7 +219,7 @@ class Agent:
             controller = ray.get_actor(CONTROLLER_NAME)
             controller.report.remote(*self.status())
         except (ValueError, ray.exceptions.RayError) as error:
-            # This report is lost, but a restarted controller requests the status of every agent.
+            # This report is lost. A restarted controller requests the status of every agent.
             log.warning("the pool controller does not hear that this is %s: %s", state, error)
 
 

@@ -6,9 +6,9 @@ pools (`pools.plan`), writes the new state to a file, creates and drains agents,
 state of the pools in Redis. When Ray restarts the actor, the actor reads the file, finds the agents
 by name, and requests their status.
 
-If machines can join, the same state is in Redis, fenced by the number of this head. The controller
-acts only on state that it has written to Redis; while Redis is unreachable, it changes nothing.
-Once another head has a higher number, the controller stops for good.
+If machines can join, the state is also in Redis. Redis refuses the controller's writes once another
+head has a higher fencing number (head_lease.py). The controller then stops for good. It acts only
+on state that it has written to Redis, so it changes nothing while Redis is unreachable.
 
 On nodes of a Ray cluster with an autoscaler, the controller requests the nodes that the wanted
 sizes need (`NodeRequests`). After a member has drained, its agent is removed, and Ray ends a node
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 _EVENTS_MAX = 10_000
 _LOST_MAX = 100
-_REPEAT_INTERVAL_S = 20.0  # interval at which an unchanged request of nodes is repeated
+_REPEAT_INTERVAL_S = 20.0  # an unchanged request to Ray for nodes is repeated at this interval
 _RETRY_S = 2.0  # pause between attempts to write the state
 
 
@@ -127,7 +127,9 @@ class PoolController:
                 self._attach(member)
         self._channel.start()
         if self._shared is not None:
-            self._update_hosts()  # the previous head's host may be back if Ray restarted this actor
+            # If Ray restarted this actor, the host of the previous head may have joined already.
+            # Without this update, that host would count as lost.
+            self._update_hosts()
             self._hosts.start(lambda: self._events.put(self._update_hosts))
         while not self._channel.is_superseded:
             is_done = self._reconcile()
@@ -250,7 +252,8 @@ class PoolController:
         )(Agent)
         agent = actor.options(name=member.agent_name, get_if_exists=True).remote(self._spec, member)
         self._agents[member.agent_name] = agent
-        if member.pid or member.leaves:  # an existing agent does not report by itself
+        # An agent that already exists does not report by itself.
+        if member.pid or member.leaves:
             threading.Thread(target=self._request_status, args=(agent,), daemon=True).start()
 
     def _request_status(self, agent: Any) -> None:
@@ -286,8 +289,8 @@ class PoolController:
 class NodeRequests:
     """Requests nodes from Ray's autoscaler by the resources that the processes need.
 
-    Ray keeps only the last request. An unchanged request is repeated at intervals, because a new
-    head of Ray does not know it.
+    Ray keeps only the last request, and a new Ray head knows no request. So an unchanged request is
+    repeated at intervals.
     """
 
     def __init__(self) -> None:
@@ -322,8 +325,8 @@ def _on_host(spec: ClusterSpec, host_id: str) -> dict[str, str] | None:
 
 
 def _without_oldest_lost(members: list[Member]) -> list[Member]:
-    """Drops the oldest lost members beyond _LOST_MAX, which limits the list if hosts never
-    return."""
+    """Removes the oldest lost members if there are more than _LOST_MAX. This limits the list if
+    hosts never return."""
     lost = sorted((m for m in members if m.state == "lost"), key=lambda m: m.ordinal)
     forgotten = {m.ordinal for m in lost[:-_LOST_MAX]}
     return [m for m in members if m.ordinal not in forgotten]
@@ -332,8 +335,8 @@ def _without_oldest_lost(members: list[Member]) -> list[Member]:
 def start_controller(spec: ClusterSpec) -> Any:
     """Creates the cluster's controller and returns its handle. The caller must be connected to Ray.
 
-    Redis's URL is a secret and is no argument, because Ray stores arguments. The controller reads
-    it from its node's environment.
+    The URL of Redis is not an argument, because it is a secret and Ray stores arguments. The
+    controller reads it from the environment of its node.
     """
     actor = ray.remote(
         num_cpus=0,

@@ -2,10 +2,12 @@
 
   python -m tandem.cluster.ray.head RUN_FOLDER [NODE]
 
-NODE is a `RayNode` as JSON; by default a head on free ports of 127.0.0.1. For a head, the program
-starts GCS and raylet, prints the line `LISTENING`, reads a `ClusterSpec` as JSON from standard
-input (which may be sent later) and creates the pool controller. For a node, it starts a raylet. At
-the end it prints one line of JSON (`HeadStarted`) and exits; the processes that it started remain.
+NODE is a `RayNode` as JSON. By default, the program starts a head on free ports of 127.0.0.1.
+
+1. The program starts a raylet, and for a head also a GCS.
+2. For a head, it prints the line `LISTENING` and waits for a `ClusterSpec` as JSON on standard
+   input. The caller may send the spec later. Then the program creates the pool controller.
+3. It prints one line of JSON (`HeadStarted`) and exits. The processes that it started remain.
 """
 
 import sys
@@ -15,9 +17,14 @@ from pathlib import Path
 import msgspec
 
 from tandem.cluster.pools import ClusterSpec
-from tandem.cluster.ray.node import LISTENING, NAMESPACE, HeadStarted, RayNode, start_head
-
-_CONTROLLER_DEADLINE_S = 90.0
+from tandem.cluster.ray.node import (
+    LISTENING,
+    NAMESPACE,
+    START_DEADLINE_S,
+    HeadStarted,
+    RayNode,
+    start_head,
+)
 
 
 def main(run_folder: Path, node: RayNode) -> None:
@@ -42,7 +49,7 @@ def main(run_folder: Path, node: RayNode) -> None:
             _node_ip_address=node.address,
         )
         controller = start_controller(spec)
-        ray.get(controller.state.remote(), timeout=_CONTROLLER_DEADLINE_S)
+        ray.get(controller.state.remote(), timeout=START_DEADLINE_S)
     done = HeadStarted(address, pids, head_s, time.monotonic() - spec_at)
     sys.stdout.buffer.write(msgspec.json.encode(done) + b"\n")
 

@@ -1,12 +1,14 @@
-"""Starts Ray's head in a process, sends it the spec, kills it and starts another one.
+"""Runs Ray's head, and replaces a head that has ended.
 
-  start --> `is_listening` --spec sent--> `started` (with the controller; the process itself exits)
-   ^                                         |
-   `--- GCS or raylet ended: the rest of this head is killed before another one is started
+1. `start` starts a process (head.py), which starts GCS and raylet. When both are up, `is_listening`
+   becomes True.
+2. `send_spec` sends the spec to the process, which then creates the pool controller.
+3. `started` returns the data of the head. The process of step 1 exits; the head continues.
 
-If only the GCS ends, the rest of Ray lives for another minute, including the controller and the
-agents. Beside a new head, they would take its scale requests and start processes twice. All Ray
-processes share the session of the process that started them; `end` kills this session.
+If GCS or raylet ends, the caller calls `start` again. `start` first kills the rest of the old head:
+if only the GCS ends, the old controller and its agents live for another minute. Beside a new head,
+they would take scale requests from the new controller and start processes twice. All Ray processes
+are in the session of the process of step 1, and `end` kills this session.
 """
 
 import select
@@ -25,7 +27,7 @@ from tandem.cluster.ray.node import LISTENING, HeadStarted, RayNode, head_enviro
 
 
 class HeadProcess:
-    """Runs one head at a time. `start` kills the remains of the previous one."""
+    """Runs one head at a time, or one node that joins the head of another host."""
 
     def __init__(
         self, run_folder: Path, environment: Mapping[str, str], node: RayNode | None = None
@@ -40,8 +42,8 @@ class HeadProcess:
 
     @property
     def pid(self) -> int:
-        """Pid of the process that starts the head, and session id of all processes that it
-        starts."""
+        """Pid of the process that starts the head. It is also the id of the session of all Ray
+        processes."""
         assert self._process is not None
         return self._process.pid
 
@@ -89,7 +91,7 @@ class HeadProcess:
 
     def send_spec(self, spec: ClusterSpec) -> None:
         """Sends the spec to the starting head, which then creates the pool controller. Does nothing
-        if the process has already ended; `started` then raises the reason."""
+        if the head has already ended; `started` then raises an error with the reason."""
         assert self._process is not None
         assert self._process.stdin is not None
         with suppress(BrokenPipeError), self._process.stdin as stdin:
@@ -109,8 +111,8 @@ class HeadProcess:
         return None
 
     def end(self) -> None:
-        """Kills all processes of the head together, because its agents would restart stopped
-        processes."""
+        """Kills all processes of the head at the same time, its agents included. An agent that
+        survived would restart workers and routers that the caller ends next."""
         if self._process is None:
             return
         guardian.end_session(self._process.pid)

@@ -1,16 +1,18 @@
 """The hosts that the pool controller may use, from Ray's list of nodes.
 
-  joined -> alive -> (Ray reports its node as dead) silent -> lost after `LOST_AFTER_S`
-             ^---------------- its node is back ------'-----------------'
+  state      meaning                                                           gets new members
+  expected   belonged to the previous head, has not joined the new one yet     yes
+  alive      Ray reports the host's node as alive                              yes
+  silent     Ray has reported the node as dead for at most `LOST_AFTER_S`      no
+  lost       was silent or expected for too long                               no
 
-A silent host gets no new members and keeps its existing ones, because a restarted raylet is back
-soon.
+A silent host keeps its members, because a restarted raylet is back soon. The members of a lost host
+are replaced on other hosts. A silent or lost host becomes alive when its node is back.
 
-A new head gives all hosts of the previous head `FIRST_JOIN_S` to join it. The host on which the
-previous head ran gets no time, because it was already silent for a whole lease. A host that has not
-joined yet is expected: members can already be placed on it, and their agents start when it joins.
-Otherwise all replacements would go to the hosts that join first, and would have to move again
-later.
+A host is expected for `FIRST_JOIN_S` after the start of a new head. Agents of members that are
+placed on it start when it joins. If expected hosts got no members, all replacements would go to the
+hosts that join first, and would have to move again later. The host of the previous head counts as
+lost at once, because it was already silent for a whole lease.
 
 If Ray starts and ends its nodes itself, each alive Ray node is a host, with Ray's node id. A
 restarted node is a different host.
@@ -36,7 +38,7 @@ FIRST_JOIN_S = 20.0
 
 
 class HostWatch:
-    """Tracks the hosts. `alive` has the reachable ones by id."""
+    """Tracks the hosts. `alive` maps host ids to the hosts that Ray reports as alive."""
 
     def __init__(
         self, own: Host | None, host_before: str = "", expected: Iterable[Host] = ()
@@ -52,7 +54,7 @@ class HostWatch:
         self._started_at = time.monotonic()
 
     def is_lost(self, host_id: str) -> bool:
-        """Says whether a host has been silent for so long that its members are placed elsewhere."""
+        """Says whether a host is lost, so that its members are replaced on other hosts."""
         if host_id in self.alive:
             return False
         if host_id not in self._seen_at:
@@ -73,8 +75,8 @@ class HostWatch:
         ]
 
     def start(self, changed: Callable[[], None]) -> None:
-        """Starts a thread that calls `changed` every INTERVAL_S. The controller's own thread must
-        then call `update`."""
+        """Starts a thread that calls `changed` every INTERVAL_S. `changed` must make the
+        controller's own thread call `update`."""
 
         def tick() -> None:
             while True:

@@ -7,6 +7,7 @@ public, so it may have to change with new versions of Ray.
 
 import secrets
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -26,8 +27,11 @@ NODE_LABEL = "ray.io/node-id"  # set by Ray on each of its nodes
 CORES_LABEL = "tandem-cores"
 GPUS_LABEL = "tandem-gpus"
 _TOKEN_FILE = "ray.token"
+# Time that GCS, raylet and pool controller each may need to start, on a very busy machine.
+START_DEADLINE_S = 300.0
+_REGISTER_POLL_S = 0.2
 _NUM_ACTOR_PORTS = 200
-_FIRST_ACTOR_PORT = 20  # offset from the first port of the cluster
+_FIRST_ACTOR_PORT = 20  # offset of the actors' first port from the cluster's first port
 
 # With these settings an idle actor uses 0.4% of a core on a small machine, instead of 0.6%.
 _QUIET = {
@@ -46,21 +50,27 @@ _QUIET = {
     "RAY_task_events_report_interval_ms": "0",
 }
 
-# When memory is short, Ray's memory monitor would end Tandem's agents first. So would Linux's OOM
-# killer, because Ray gives them a score of 1000. Both are switched off: an agent has 40 MB and is
-# restarted at once, so ending it frees nothing.
+# When memory is short, Ray's memory monitor and Linux's OOM killer would end Tandem's agents first:
+# Ray gives them an OOM score of 1000. That would free nothing, because an agent has 40 MB and is
+# restarted at once. So the monitor is off, and the score is not raised.
 _SPARE_AGENTS = {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_oom_score_adjustment": "0"}
 
-# By default, Ray gives its actors a niceness of 15, and processes started by agents would inherit
-# it. A restarted worker would get a thirtieth of the CPU time of one started by the launcher.
+# By default, Ray gives its actors a niceness of 15, which the processes of the agents would
+# inherit. At that niceness, a restarted worker would get a thirtieth of the CPU time of a worker
+# that the launcher started.
 _KEEP_PRIORITY = {"RAY_worker_niceness": "0"}
 
-# Tandem's nodes have no CPUs for Ray's tasks. By default, Ray would then start a node's agents one
-# after another, which takes several times as long on a busy machine.
+# Tandem's nodes have no CPUs for Ray's tasks (num_cpus=0). By default, Ray would start the agents
+# of such a node one after another, which takes several times as long on a busy machine.
 _START_TOGETHER = {"RAY_worker_maximum_startup_concurrency": "8"}
 
-# With these settings, a lost host is detected in about 10 s. A raylet that was only slow is
-# restarted.
+_WAIT_LONG = {
+    "RAY_gcs_server_port_wait_time_s": f"{START_DEADLINE_S:.0f}",
+    "RAY_raylet_start_wait_time_s": f"{START_DEADLINE_S:.0f}",
+}
+
+# With these settings, Ray reports a lost host after about 10 s. A raylet that only was slow counts
+# as lost, too, and is restarted.
 _SEE_LOSS = {
     "RAY_health_check_initial_delay_ms": "5000",
     "RAY_health_check_period_ms": "2000",
@@ -70,7 +80,7 @@ _SEE_LOSS = {
 
 
 class RayNode(msgspec.Struct, frozen=True):
-    """A machine's part of Ray. Without `first_port` the system chooses all ports."""
+    """The settings of Ray on one machine. If `first_port` is 0, the system chooses all ports."""
 
     address: str = LOOPBACK
     host_id: str = ""
@@ -92,7 +102,8 @@ class RayNode(msgspec.Struct, frozen=True):
 
     @property
     def ports(self) -> dict[str, int]:
-        """Ports of Ray's listeners, by the names of Ray's parameters; 0: the system chooses."""
+        """Ports of Ray's listeners: name of Ray's parameter -> port. Port 0 means that the system
+        chooses."""
         if not self.first_port:
             return {"gcs_server_port": 0}
         first = self.first_port
@@ -118,7 +129,7 @@ class RayNode(msgspec.Struct, frozen=True):
 
 class HeadStarted(msgspec.Struct, frozen=True):
     address: str
-    pids: dict[str, int]  # by name of the process: gcs_server, raylet and others
+    pids: dict[str, int]  # process name -> pid; the names are gcs_server, raylet and others
     head_s: float
     controller_s: float
 
@@ -126,8 +137,8 @@ class HeadStarted(msgspec.Struct, frozen=True):
 def head_environment(
     environment: Mapping[str, str], run_folder: Path, node: RayNode | None = None
 ) -> dict[str, str]:
-    """Builds the environment of Ray's processes on a machine. For the head of a single machine,
-    also writes a new token."""
+    """Builds the environment of Ray's processes on a machine. In a cluster of one machine, also
+    writes a file with a new token."""
     node = node or RayNode()
     if not node.host_id:
         write_ray_token(run_folder, secrets.token_hex(32))
@@ -137,15 +148,17 @@ def head_environment(
         **_SPARE_AGENTS,
         **_KEEP_PRIORITY,
         **_START_TOGETHER,
+        **_WAIT_LONG,
         **(_SEE_LOSS if node.host_id else {}),
         **_tls_environment(node),
         RUN_FOLDER_VARIABLE: str(run_folder),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(run_folder / _TOKEN_FILE),
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Listen only on loopback; by default Ray uses the machine's external address.
+        # 0: Ray listens only on loopback. By default, it uses the machine's external address.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1" if node.address != LOOPBACK else "0",
-        # Workers inherit the agents' environment and must see the host's GPUs (gpus.py).
+        # 0: Ray does not hide the GPUs from actors without GPUs. Agents are such actors, and the
+        # workers inherit their environment (gpus.py).
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
 
@@ -187,7 +200,7 @@ def shown_cores(cores: Sequence[int]) -> str:
 
 
 def read_cores(text: str) -> list[int]:
-    """Parses the format of `shown_cores`."""
+    """Parses ranges of cores in the format of `shown_cores`: 0-1_4-5 gives 0, 1, 4 and 5."""
     pairs = [part.split("-") for part in text.split("_") if part]
     return [core for first, last in pairs for core in range(int(first), int(last) + 1)]
 
@@ -202,6 +215,11 @@ def start_head(temp_dir: Path, node: RayNode | None = None) -> tuple[str, dict[s
     class Small(Node):  # type: ignore[misc]
         def start_api_server(self, **_: Any) -> None:
             self._webui_url = ""
+
+        def start_ray_processes(self) -> None:
+            super().start_ray_processes()
+            # Ray itself gives up after 30 s, which a busy machine may need.
+            _wait_until_registered(self)
 
     node = node or RayNode()
     is_head = not node.head_address
@@ -227,6 +245,28 @@ def start_head(temp_dir: Path, node: RayNode | None = None) -> tuple[str, dict[s
         no_monitor=True,
         **ports,
     )
+    # shutdown_at_exit=False: the processes outlive this one.
     started = Small(params, head=is_head, shutdown_at_exit=False, spawn_reaper=False)
     pids = {name: infos[0].process.pid for name, infos in started.all_processes.items()}
     return started.gcs_address, pids
+
+
+def _wait_until_registered(node: Any) -> None:
+    """Waits until the GCS knows a `ray._private.node.Node` whose processes were started.
+
+    Raises RuntimeError if one of these processes ends or after `START_DEADLINE_S`.
+    """
+    from ray._private.services import get_node
+
+    deadline = time.monotonic() + START_DEADLINE_S
+    while True:
+        try:
+            get_node(node.gcs_address, node._node_id)
+            return
+        except RuntimeError as error:  # the raylet has not registered yet
+            for name, infos in node.all_processes.items():
+                if any(info.process.poll() is not None for info in infos):
+                    raise RuntimeError(f"Ray's {name} ended") from error
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_REGISTER_POLL_S)

@@ -1,5 +1,11 @@
 """One host's role in Ray if machines can join: head while it holds the lease, else node.
 
+  state      meaning
+  apart      this host runs no Ray
+  node       this host runs a raylet that joins the head of another host
+  starting   this host has the lease and starts a head
+  head       this host has the lease, and its head is up
+
   state           event                                           next state
   apart           another host holds the lease, with an address   node of that head
   node            its raylet ends, or the head has a new number   node of the current head
@@ -8,11 +14,13 @@
   starting, head  one of these processes ends                     starting, with a new number
   starting, head  Redis has a higher number                       apart
 
-`tick` is called about every `RENEW_INTERVAL_S`. Other hosts join a head as soon as its GCS and
-raylet are up, while its controller still starts. If a head or a node ends, its agents end, too. The
-processes of these agents continue, and the next agents adopt them. While Redis is unreachable,
-nothing changes: a head that cannot renew its lease continues, and its controller changes nothing
-(controller.py).
+The numbers are fencing numbers (head_lease.py). `tick` is called about every `RENEW_INTERVAL_S` and
+looks for these events. Other hosts join a head as soon as its GCS and raylet are up, while its
+controller still starts.
+
+If a head or a node ends, its agents end, too. The processes of these agents continue, and the next
+agents adopt them. While Redis is unreachable, the states stay: a head that cannot renew its lease
+continues, and its controller changes nothing (controller.py).
 """
 
 import logging
@@ -74,8 +82,7 @@ class RayHost:
         return number
 
     def take_spec(self, spec: ClusterSpec) -> None:
-        """Sets the spec of this host's processes. Without a spec the host cannot become the
-        head."""
+        """Sets the spec of this host. Without a spec the host cannot become the head."""
         self._spec = spec
 
     def take_started(self, started: HeadStarted) -> None:
@@ -85,7 +92,7 @@ class RayHost:
             self._ends.add(name, pid)
 
     def tick(self) -> None:
-        """Makes the transition that the lease and the state of Ray's processes require."""
+        """Looks for an event of the table in the module's docstring and changes the state."""
         try:
             self._tick()
         except UNREACHABLE as error:

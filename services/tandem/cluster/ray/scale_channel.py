@@ -1,13 +1,16 @@
 """Connects the pool controller to Redis: reads scale requests and publishes the state of the pools.
 
-  {tandem:CLUSTER}:scale   LIST of JSON sizes, LPUSHed by routers, taken by BRPOP; of requests
-                           that waited for a controller only the newest sizes count
-  {tandem:CLUSTER}:pools   STRING, JSON of `pool_state.describe`, written on each change, and
-                           whenever BRPOP returns, in case Redis has lost it
-  {tandem:CLUSTER}:controller  the heartbeat of store/control_state.py, written at the same times
+  key                          content
+  {tandem:CLUSTER}:scale       LIST of scale requests, such as {"decode": 3}
+  {tandem:CLUSTER}:pools       STRING, the state of the pools as JSON (`pool_state.describe`)
+  {tandem:CLUSTER}:controller  STRING, the heartbeat of the controller (store/control_state.py)
 
-Routers send requests through Redis, so they do not need Ray. While Redis is unreachable, they can
-neither send requests nor read the state; the channel retries, and the controller continues.
+Routers append requests to the list with LPUSH, so they do not need Ray. The controller takes them
+with BRPOP. If several requests have waited, only the newest size of each pool counts.
+
+The other two keys are written on each change, and each time BRPOP returns, because Redis may have
+lost them. While Redis is unreachable, routers can neither send requests nor read the state. The
+channel tries again, and the controller continues.
 """
 
 import json
@@ -40,7 +43,8 @@ _TAKE_MAX = 1000
 
 
 class ScaleChannel:
-    """Calls `on_sizes` with valid sizes, in its own thread."""
+    """Reads scale requests in a thread of its own and calls `on_sizes` with valid sizes. `publish`
+    writes the state."""
 
     def __init__(
         self,
@@ -78,9 +82,9 @@ class ScaleChannel:
         self.is_superseded = True
 
     def _run(self) -> None:
-        # These requests were taken from Redis, but not handled yet. The next write shows whether
-        # they belong to a later head. If so, they are pushed back, unless they are so old that the
-        # later head may have handled newer ones.
+        # Requests that were taken from Redis, but not handled yet. If the next write shows that
+        # another head has taken over, they are pushed back for its controller. Old ones are dropped
+        # then, because that controller may have handled newer requests already.
         taken: list[bytes | str] = []
         taken_at = 0.0
         while taken or not self.is_superseded:
@@ -106,7 +110,7 @@ class ScaleChannel:
     def _waiting(self) -> Sequence[bytes | str]:
         try:
             taken = self._redis.rpop(self._requests, _TAKE_MAX)
-        except UNREACHABLE:  # the caller's next use of Redis fails, too, and is handled there
+        except UNREACHABLE:  # `_run` uses Redis next and handles the same error
             return ()
         return taken if isinstance(taken, list) else ()
 
@@ -137,7 +141,8 @@ class ScaleChannel:
 
     @cached_property
     def _redis(self) -> SyncClient:
-        """Created on first use, because a client of a Redis Cluster connects immediately."""
+        """The client of Redis. It is created on first use, because a client of a Redis Cluster
+        connects immediately."""
         reply_timeout_s = _TAKE_TIMEOUT_S + REPLY_TIMEOUT_S
         return connect_blocking(self._redis_url, reply_timeout_s=reply_timeout_s)
 

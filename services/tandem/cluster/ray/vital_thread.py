@@ -12,7 +12,8 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 _EXIT_STATUS = 1
-_PAUSE_S = 1.0  # pause before the exit, because the next thread may fail immediately, too
+# pause before the exit, so that a thread that always fails does not restart its actor all the time
+_PAUSE_S = 1.0
 
 
 def start_vital(name: str, run: Callable[[], None]) -> None:

@@ -53,25 +53,27 @@ class AutoscaleConfig(Options):
     """Seconds between two decisions."""
     idle_s: Seconds = 40.0
     """Seconds without a request, after which pools get their smallest size at once. 0: off."""
-    history_s: Constant[float] = 600.0  # period of load samples used for forecasts
-    # Quantile of the loads in ten-second periods for which there should be enough workers. Shorter
-    # bursts may queue.
+    history_s: Constant[float] = 600.0  # forecasts use the loads of this period
+    # Pools are sized for this quantile of the loads, each measured over ten seconds. Requests may
+    # queue in periods with a higher load.
     load_quantile: Constant[float] = 0.7
-    # Quantile of the latencies that must be within the service levels.
+    # This quantile of the latencies must be within the service levels: with 0.95, 95% of them.
     slo_quantile: Constant[float] = 0.95
-    # target share of time in which a worker is busy at the load `load_quantile`
+    # target share of time in which workers are busy at the load of `load_quantile`
     utilization: Constant[float] = 0.9
     kv_use_max: Constant[float] = 0.85  # largest allowed use of a decode worker's KV pool
-    # Pools are not made smaller than the largest wanted size within this period.
+    # A pool does not become smaller than its largest wanted size in the last `down_window_s`
+    # seconds.
     down_window_s: Constant[float] = 600.0
     # A pool shrinks only if the load needs less than this share of the smaller pool's capacity.
     # With 0.8, pools shrink later: there are fewer changes and service-level misses for 6% more
     # worker-hours (docs/autoscaler.md).
     down_margin: Constant[float] = 1.0
     down_interval_s: Constant[float] = 60.0  # shortest time between two scale-downs
-    # Largest share of a pool that is removed in one step, but at least one worker.
+    # A pool shrinks by at most this share of its size at a time, or by one worker if that is more.
     step_down: Constant[float] = 0.25
-    reversal_s: Constant[float] = 600.0  # at most one change of direction within this period
+    # shortest time between two changes of direction (growth, shrinking)
+    reversal_s: Constant[float] = 600.0
 
     def check_together(self) -> None:
         for pool in ("prefill", "decode"):

@@ -18,17 +18,19 @@ Pool = Literal["router", "grpc", "prefill", "decode"]
 SIZED_POOLS: tuple[Pool, ...] = ("router", "prefill", "decode")  # pools whose size operators set
 ROUTER_POOLS: tuple[Pool, ...] = ("router", "grpc")
 REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
-# Prefix of the variables with the Redis URLs, one for each kind of process. Each kind has its own
-# Redis user. A launcher sets REDIS_URL_VARIABLE of a process to the URL of the process's kind.
+# Prefix of the variables with the Redis URLs for each kind of process: a launcher has
+# TANDEM_REDIS_URL_OF_worker and TANDEM_REDIS_URL_OF_router, because each kind has a Redis user of
+# its own. A worker gets the first URL as its REDIS_URL_VARIABLE.
 REDIS_URL_OF_KIND = "TANDEM_REDIS_URL_OF_"
 TOKEN_VARIABLE = "TANDEM_CLUSTER_TOKEN"
-# for operators' commands; processes do not pass it on to others
+# variable with the API key for operators' commands; child processes do not get it
 API_KEY_VARIABLE = "TANDEM_API_KEY"
 CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
 # Signal that announces a router's end. The router continues to serve but reports that it is not
 # ready.
 LEAVE_SIGNAL = signal.SIGUSR1
-RUN_FOLDER_VARIABLE = "TANDEM_RUN_FOLDER"  # lets Ray's agents find the settings of their host
+# variable with the path of the run folder, in which Ray's agents find the spec of their host
+RUN_FOLDER_VARIABLE = "TANDEM_RUN_FOLDER"
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,9 +177,9 @@ class EngineConfig(EngineOptions):
 
     model: ModelName
     model_revision: ModelRevision = ""
-    # Largest number of consecutive tokens forced by a grammar that are computed together. More
-    # would delay the other sequences. 0: one token at a time. The setting does not change any
-    # token.
+    # At some positions a grammar allows only one token. Up to this many consecutive tokens of this
+    # kind are computed together; more would delay the other sequences. 0: one token at a time. The
+    # setting does not change any token.
     forced_max: Constant[int] = 16
     # True: reports of stored blocks include token ids, for KV events.
     report_block_tokens: Constant[bool] = False

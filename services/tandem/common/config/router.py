@@ -148,8 +148,8 @@ class RouterOptions(AdmissionOptions):
     """Name of the router."""
     tls_dir: TlsDir = ""
     tls: PublicTls = field(default_factory=PublicTls)
-    # Pool -> RESOURCE/NAME in this pod's namespace. On Kubernetes, the size of a pool is the scale
-    # of that Kubernetes object.
+    # Pool -> Kubernetes object (RESOURCE/NAME) in this pod's namespace. The scale of the object is
+    # the size of the pool.
     scale_objects: Annotated[
         Mapping[str, str],
         Own,
@@ -188,8 +188,8 @@ class RouterOptions(AdmissionOptions):
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     gateway: GatewayOptions = field(default_factory=GatewayOptions)
     body_bytes_max: Constant[Positive] = 4 << 20
-    # Limit of the requests that wait for an empty pool. The same limit applies to the requests that
-    # wait for their tenant's turn.
+    # Largest number of requests that wait for an empty pool. This is also the largest number of
+    # requests that wait for their tenant's turn.
     hold_requests_max: Constant[Positive] = 256
     request_deadline_s: Constant[float] = 600.0
     service_account: Constant[str] = SERVICE_ACCOUNT  # folder with the service account's token
@@ -210,23 +210,23 @@ class RouterOptions(AdmissionOptions):
 
     @property
     def has_leaking_port(self) -> bool:
-        """True if clients can reach only a gRPC port.
+        """True if clients reach this process only over gRPC.
 
-        Such a process may have to restart when its memory has grown: gRPC's core never frees the
-        tables of some headers (HPACK).
+        gRPC's core never frees the tables of some compressed headers (HPACK), so the memory of the
+        process grows. The process may then have to restart.
         """
         return self.api == "grpc" or bool(self.gateway.endpoint_picker)
 
     @property
     def connections_per_address_max(self) -> int:
-        """Largest number of connections of one address: the option, or half of
-        `connections_max`."""
+        """Largest number of connections of one address. It is half of `connections_max` unless the
+        option is set."""
         return self.addresses.connections_per_address or max(1, self.connections_max // 2)
 
     @property
     def requests_per_address_max(self) -> int:
-        """Largest number of unanswered requests of one address: the option, or half of
-        `connections_max`."""
+        """Largest number of unanswered requests of one address. It is half of `connections_max`
+        unless the option is set."""
         return self.addresses.requests_per_address or max(1, self.connections_max // 2)
 
 

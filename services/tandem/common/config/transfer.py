@@ -57,18 +57,20 @@ class TransferConfig(Options):
     # Interval of the heartbeats that a producer sends on the stream of a lease.
     heartbeat_interval_s: Constant[float] = 0.5
     release_deadline_s: Constant[float] = 5.0
-    # If more blocks are quarantined, no pull starts until the NIXL agent is replaced.
+    # A block is quarantined while an unfinished pull may still write to it. If more blocks than
+    # this are quarantined, no pull starts until the NIXL agent is replaced.
     quarantine_blocks_max: Constant[int] = 256
-    # Largest number of open leases of one producer. It refuses further leases.
+    # largest number of open leases of one producer, which refuses further leases
     leases_max: Constant[int] = 256
     leases_per_consumer_max: Constant[int] = 128
-    # Largest number of bytes that this worker pulls at the same time. Pulls from one peer may have
-    # half of them.
+    # Largest number of bytes that this worker pulls at the same time. At most half of this is for
+    # pulls from one peer.
     pull_bytes_in_flight_max: Constant[Positive] = 256 << 20
-    # Largest share of the pool for computed blocks of leases that are not released yet.
+    # A producer keeps the computed blocks of a lease until the lease is released. These blocks may
+    # be at most this share of the pool.
     leased_blocks_max_share: Constant[float] = 0.9
 
     @property
     def verify_every(self) -> int:
-        """Checksums are compared for every Nth pulled block; 0: for no block."""
+        """Returns N if the checksums of every Nth pulled block are compared; 0 for no block."""
         return {"off": 0, "sample": 16, "all": 1}[self.verify_blocks]

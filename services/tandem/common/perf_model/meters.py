@@ -1,16 +1,18 @@
 """Fits the numbers in `rates.py` online to the measured durations of steps and pulls. Does no I/O.
 
 This is weighted least squares with forgetting. An observation is weighted by its relative error, so
-that short and long observations count alike. Each newer observation reduces the weight of the older
-ones by `_KEEP`, so about the last 50 count. Four measures make the fit robust on a shared machine:
+that short and long observations count alike. With each new observation, the weight of the older
+ones is multiplied by `_KEEP`, so about the last 50 count. Four measures make the fit robust on a
+shared machine:
 
 - An outlier, such as a step that the machine's scheduler interrupted, has a smaller weight.
 - `_CHANGE_AFTER` outliers in a row on the same side mean a change. Older data is then dropped.
 - No coefficient is negative.
 - Each fit is drawn slightly to the previous one, and the first fit to the default.
 
-The last measure matters for coefficients that the observations cannot separate, for example if all
-steps have one size. Their ratio then stays as it is.
+The last measure matters if the observations cannot separate two coefficients. For example, if all
+steps have 512 tokens, they show only the sum step_s + 512 * token_s. The fit then keeps the
+previous ratio of step_s to token_s.
 """
 
 import math
@@ -20,9 +22,9 @@ from itertools import combinations
 from tandem.common.perf_model.rates import PairRate, default_pair
 
 _KEEP = 0.98
-# weight of the previous fit, relative to the weight of the observations for a coefficient
+# weight of the previous coefficient in a fit; the observations have a total weight of 1
 _INERTIA = 0.01
-# an observation whose error is a larger multiple of the expected error has a smaller weight
+# an observation is an outlier if its error is larger than this multiple of the expected error
 _OUTLIER = 3.0
 _CHANGE_AFTER = 8
 # The coefficients are solved after each of the first `_SOLVED_ALWAYS` observations, and then after
@@ -68,8 +70,8 @@ class LinearMeter:
             self.coefficients = self._solve()
 
     def stretch(self, times: float) -> None:
-        """Scales the fit by `times`: from now on, everything is expected to take `times` times as
-        long."""
+        """Multiplies all coefficients by `times`: from now on, everything is expected to take
+        `times` times as long."""
         self.coefficients = tuple(times * c for c in self.coefficients)
         self._a = [[x / times**2 for x in line] for line in self._a]
         self._b = [x / times for x in self._b]
@@ -77,7 +79,8 @@ class LinearMeter:
     def _start(self, scale: float) -> None:
         """Resets the fit to the default, scaled by `scale`."""
         self._error = _ERROR_FIRST  # expected relative error of an observation
-        # number of outliers in a row: positive if they were too long, negative if too short
+        # Number of outliers in a row. It is positive if they took longer than expected, negative if
+        # they took less time.
         self._outliers = 0
         self._a = [[0.0] * self._size for _ in self._guess]
         self._b = [0.0] * self._size
@@ -106,8 +109,8 @@ class LinearMeter:
                 line[j] = _KEEP * line[j] + weight * x * y
 
     def _solve(self) -> tuple[float, ...]:
-        """Returns the best coefficients of which none is negative. All subsets of the coefficients
-        are tried, which are few."""
+        """Returns the best coefficients of which none is negative. Tries all subsets of the
+        coefficients (there are few), and sets the coefficients outside the subset to 0."""
         a = [line.copy() for line in self._a]
         b = self._b.copy()
         for i in range(self._size):
@@ -124,7 +127,8 @@ class LinearMeter:
                 x = [0.0] * self._size
                 for i, value in zip(kept, solved, strict=True):
                     x[i] = value
-                # The loss at its minimum over the coefficients in `kept`, up to a constant.
+                # smallest loss with the coefficients in `kept`, minus a constant that all subsets
+                # share
                 loss = -_dot(b, x)
                 if loss < lowest:
                     best = tuple(x)
@@ -135,7 +139,8 @@ class LinearMeter:
 
 
 class PairMeter:
-    """Fits the rate of pulls over one transport from one peer."""
+    """Fits the rate of pulls over one transport from one peer. A pull takes latency_s + bytes /
+    bytes_per_s."""
 
     def __init__(self, transport: str) -> None:
         guess = default_pair(transport)
@@ -168,8 +173,8 @@ def _solve_positive(
 ) -> list[float] | None:
     """Solves the linear equations for the unknowns in `kept`. Returns None if one of them is
     negative."""
-    # The equations are scaled to a diagonal of 1, because seconds per byte and per step differ by
-    # 12 digits.
+    # The equations are scaled so that the diagonal is 1. Otherwise precision would be lost, because
+    # seconds per byte are some 10^12 times smaller than seconds per step.
     scale = [1 / math.sqrt(a[i][i]) for i in kept]
     n = len(kept)
     rows = [

@@ -1,9 +1,8 @@
-"""Predicts the duration of a prompt's prefill on a worker, for all parts of the cluster. Does no
-I/O.
+"""Predicts the duration of a prompt's prefill on a worker. Does no I/O.
 
-    |-- queue, or another wait --|-- pull of a prefix --|-- computing the rest --|
+    |-- queue, or another wait --|-- pull of a prefix --|-- computing the tokens after it --|
 
-These parts use it:
+The module is used by
 
 - the router's placement and admission
 - a decode worker, which chooses between its peers and itself
@@ -19,18 +18,19 @@ import msgspec
 from tandem.common.perf_model.rates import PairRate, WorkerRates, token_contexts
 
 ASK_S = 2e-3  # seconds to open, answer and release a lease
-# local prefill is chosen if it takes less than this share of the best peer's time
+# A decode worker prefills itself if this takes less than 0.95 times the time of the best peer.
 LOCAL_MARGIN = 0.95
-# Factor by which a queue may be faster than predicted. A request is refused early only if it would
-# be late even then.
+# Factor by which prefill may be faster than predicted. A request is refused at its arrival only if
+# it would be late even then.
 RATES_OFF = 1.25
-# a prompt begins only if this multiple of its predicted duration is left until its deadline
+# A waiting prompt is refused if less than this multiple of its predicted duration is left until its
+# deadline.
 OWN_SPARE = 1.05
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """A worker that has the first tokens of a prompt. `rate` is the speed of pulls from this
-    worker."""
+    """A worker that has the KV of a prompt's first `num_tokens` tokens. `rate` is the speed of
+    pulls from this worker."""
 
     num_tokens: int
     rate: PairRate
@@ -40,7 +40,8 @@ class Prefill(NamedTuple):
     """The prefill work of one prompt or of several."""
 
     num_tokens: int
-    contexts: int  # for each token, the number of tokens before it, summed over all tokens
+    # Sum over the tokens of the number of tokens before each: 0 + 1 + 2 for the first three.
+    contexts: int
 
     @classmethod
     def of(cls, missing: int, before: int) -> "Prefill":
@@ -48,11 +49,11 @@ class Prefill(NamedTuple):
         return cls(missing, token_contexts(missing, before))
 
     def seconds(self, rates: WorkerRates) -> float:
-        """Predicts the seconds to compute all tokens. Several prompts share the steps."""
+        """Predicts the seconds to compute all tokens. A step may have tokens of several prompts."""
         if not self.num_tokens:
             return 0.0
-        # The tokens are treated as those of one prompt, after a context that gives the same
-        # `contexts`.
+        # All tokens are treated as the tokens of one prompt. The number of tokens before them is
+        # chosen so that the sum `contexts` stays the same.
         context = self.contexts / self.num_tokens - (self.num_tokens - 1) / 2
         return rates.prefill.seconds(self.num_tokens, context, rates.step_tokens)
 
@@ -72,10 +73,10 @@ def summed(prefills: Iterable[Prefill]) -> Prefill:
 class Expected(msgspec.Struct, frozen=True):
     """The parts of a prompt's prefill time on one worker."""
 
-    queue_s: float  # seconds in the worker's queue, or of a longer wait for something else
+    queue_s: float  # seconds until the prefill starts: the worker's queue or a longer wait
     pull_s: float  # seconds to pull the prefix from a holder; 0: no prefix is pulled
-    compute_s: float  # seconds to compute the rest
-    start: int  # number of first tokens that are not computed
+    compute_s: float  # seconds to compute the tokens from `start` on
+    start: int  # number of the prompt's first tokens that are cached or pulled
 
     @property
     def total_s(self) -> float:
@@ -95,8 +96,8 @@ def expect(
 ) -> Expected:
     """Predicts the prefill of a prompt that starts after the queue, and not before `after_s`.
 
-    The prefix is pulled from the holder that gives the earliest result, unless computing the prefix
-    is as fast.
+    The prefix is pulled from the holder with which the prompt is computed soonest. If computing the
+    prefix is as fast, it is not pulled.
     """
     if queue_s < after_s:
         queue_s = after_s
@@ -107,8 +108,8 @@ def expect(
     for holder in holders:
         reached = holder.num_tokens
         pair = holder.rate
-        # Computing the remaining tokens takes at least `token_s` for each, without the cost of
-        # steps and of attention. If even this bound is too slow, the holder is skipped.
+        # Computing the tokens that this holder lacks takes at least `token_s` for each. If this
+        # alone is as slow as the best choice so far, the holder is skipped.
         if reached <= cached_tokens or (num_tokens - reached) * token_s >= lowest_s:
             continue
         pulled_bytes = rates.moved_bytes((reached - cached_tokens) / block_size)
@@ -142,16 +143,16 @@ def queue_seconds(rates: WorkerRates, queued_tokens: int) -> float:
 
 
 def token_seconds(rates: WorkerRates) -> float:
-    """Returns the seconds per prefilled token, including a token's share of a full step, without
-    attention."""
+    """Returns the seconds to prefill one token as a part of a full step, without attention."""
     return rates.prefill.token_s + rates.prefill.step_s / rates.step_tokens
 
 
 def beside_decode(rates: WorkerRates, chunk_tokens: int, num_running: int) -> WorkerRates:
-    """Returns the rates of prefill beside `num_running` decoding sequences.
+    """Returns the rates of prefill on a worker that also decodes `num_running` sequences.
 
-    Chunks have at most `chunk_tokens` tokens (0: a full step). Each step with a chunk also computes
-    one token of every decoding sequence.
+    A step then has a chunk of at most `chunk_tokens` tokens (0: a full step) and one token of every
+    decoding sequence. The time of the decoding sequences' tokens is spread over the tokens of the
+    chunk, so the returned `token_s` is larger.
     """
     chunk = min(rates.step_tokens, chunk_tokens or rates.step_tokens)
     token_s = rates.prefill.token_s + rates.decode.sequence_s * num_running / chunk
@@ -170,14 +171,15 @@ def is_local_faster(local_s: float, remote_s: float) -> bool:
 def likely_rates(
     reported: Iterable[WorkerRates], by: Callable[[WorkerRates], float] = token_seconds
 ) -> WorkerRates | None:
-    """Returns the measured rates whose value `by` is the median; None if no rates were measured."""
+    """Sorts the workers with measured rates by `by` and returns the rates of the worker in the
+    middle. Returns None if no rates were measured."""
     known = sorted((rates for rates in reported if rates.measured), key=by)
     return known[(len(known) - 1) // 2] if known else None
 
 
 def believed(reported: WorkerRates, likely: WorkerRates | None) -> WorkerRates:
-    """Returns the rates to assume for a worker: its reported rates if they were measured, otherwise
-    the likely ones."""
+    """Returns the rates to assume for a worker: its own rates if they were measured, otherwise the
+    `likely` ones."""
     if reported.measured or likely is None:
         return reported
     return msgspec.structs.replace(reported, prefill=likely.prefill, measured=True)

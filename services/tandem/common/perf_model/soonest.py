@@ -6,10 +6,15 @@
     `first` to `end` - 1            loaded from tiers
     from `end` on                   computed after that, or pulled from a peer
 
-The first blocks of a prompt are the cheapest to compute, and a load can begin with the last blocks.
-So blocks are computed from the front while others are loaded from the back. The rest is computed
-after that. If computing delays other sequences, each second of it counts once more for each of
-these sequences.
+Example: a prompt has 10 blocks. Blocks 0 and 1 are in the pool (num_held = 2), and the disk tier
+has blocks 0 to 7. The worker may load blocks 4 to 7 (first = 4, end = 8) and compute blocks 2 and 3
+meanwhile. It then computes blocks 8 and 9. The first blocks of a prompt are the cheapest to
+compute, and a load need not begin with the first missing block. So blocks are computed from the
+front while others are loaded from the back.
+
+The choice with the lowest cost in seconds is made. The cost is the time until the prompt is
+computed. If computing delays other sequences, each second of it counts once more for each of these
+sequences.
 
 A chunk cannot be interrupted, so a load that ends during a chunk must wait for the chunk. Therefore
 blocks computed during a load are expected to take `UNSURE` times as long. A choice with such blocks
@@ -32,8 +37,10 @@ from tandem.common.perf_model.predict import LOCAL_MARGIN
 from tandem.common.perf_model.rates import PrefillRate
 
 UNSURE = 1.5
-GAIN_MIN = 1.1  # factor by which other choices must be slower than one that computes during a load
-# Seconds by which the others must be slower. The duration of a small chunk varies by as much.
+# A choice that computes during a load is made only if others are slower by this factor.
+GAIN_MIN = 1.1
+# The others must also be slower by this many seconds, by which the duration of a small chunk
+# varies.
 GAIN_MIN_S = 0.02
 
 
@@ -53,12 +60,14 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Producer(msgspec.Struct, frozen=True):
-    """A peer that would compute the prompt after `wait_s`. Its blocks would then be pulled."""
+    """A peer that could compute the prompt, beginning after `wait_s`. This worker would then pull
+    the blocks from the peer."""
 
     rate: PrefillRate
     step_tokens: int
     wait_s: float
-    num_blocks: int = 0  # number of first blocks that the peer has after another `there_s` seconds
+    # number of the prompt's first blocks that the peer will have `there_s` seconds after its start
+    num_blocks: int = 0
     there_s: float = 0.0
     block_s: float = 0.0  # seconds to pull a block from the peer
     given_block_s: float = 0.0  # seconds for the peer to pull a block from this worker
@@ -69,7 +78,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
     num_tokens: int
     block_size: int
-    num_held: int  # number of first blocks that are in the pool
+    num_held: int  # number of the prompt's first blocks that are in the pool
     rate: PrefillRate
     step_tokens: int
     queue_s: float = 0.0  # seconds until the computation of the prompt can start
@@ -85,8 +94,8 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class LoadChoice(msgspec.Struct, frozen=True):
-    """A choice: blocks first..end - 1 are loaded. Blocks before `first` are held, or computed
-    during the load."""
+    """A way to get the missing blocks: blocks first..end - 1 are loaded. Blocks before `first` are
+    held, or computed during the load."""
 
     first: int
     end: int  # at most `first` if no block is loaded
@@ -116,7 +125,7 @@ def choose_soonest(
 
     `tiers` are ordered, fastest first. `load_queue_s` is the time until a load can start. If
     `meets` is False, no block is computed during a load. If `pulls_rest` is False, the blocks after
-    loaded ones are always computed.
+    loaded ones are never pulled.
     """
     load = _Load(tiers, load_queue_s)
     choices = [*_after(prompt, load, prompt.num_held, offer, producer)]
@@ -133,7 +142,7 @@ def choose_soonest(
 def produced_s(prompt: Prompt, producer: Producer, held: int) -> float:
     """Returns the seconds until all blocks from `held` on have been pulled from the producer.
 
-    The producer may pull the first `held` blocks from this worker.
+    Instead of computing the first `held` blocks, the producer may pull them from this worker.
     """
 
     def compute_s(first: int) -> float:
@@ -164,11 +173,11 @@ def load_seconds(tiers: Iterable[TierReach], first: int, end: int) -> float:
 def meeting_block(
     compute_s: Callable[[int], float], load_s: Callable[[int], float], first: int, end: int
 ) -> int:
-    """Returns the block in first..end at which computing from the front and loading from the back
-    meet soonest.
+    """Returns the block at which computing from the front and loading from the back meet soonest.
 
-    Computing the blocks before a block takes `compute_s` of this block, which grows with the block.
-    Loading the others takes `load_s` of this block, which shrinks.
+    This is the block b in first..end for which the longer of two durations is shortest:
+    `compute_s(b)`, to compute the blocks before b, and `load_s(b)`, to load the blocks from b on.
+    The first must not fall with b, the second must not rise.
     """
     low = first
     high = end
@@ -187,13 +196,14 @@ class _Load(msgspec.Struct, frozen=True):
     queue_s: float
 
     def seconds(self, first: int, end: int) -> float:
-        """Returns the seconds until blocks first..end - 1 are loaded."""
+        """Returns the seconds until blocks first..end - 1 are loaded, the wait for other loads
+        included."""
         return self.queue_s + load_seconds(self.tiers, first, end) if first < end else 0.0
 
 
 def _first_loaded(prompt: Prompt, load: _Load, end: int) -> int:
-    """Returns the first block to load if the load includes block `end` - 1, and the blocks before
-    the first one are computed during the load."""
+    """Returns the first block of the best load that ends with block `end` - 1. The missing blocks
+    before it are computed during the load."""
 
     def compute_s(block: int) -> float:
         return prompt.queue_s + UNSURE * prompt.compute_s(prompt.num_held, block)

@@ -1,24 +1,29 @@
 """The step-time model of an engine. It predicts how much prefill fits into a step beside decode.
 
-    step   |-- decode, all of it --|-- chunks of prompts --|
-           0                                               at most the limit
+    step   |-- decode of all running sequences --|-- chunks of prompts --|
+           0                                                             at most the limit
 
-The limit is the target time between two tokens. If decode alone takes most of this time, the limit
-is 1.5 times the decode time. So prompts get at least a third of the step and never starve. The
-duration of a step is predicted with numbers that are fitted to measured steps:
+The limit is `_MARGIN` (0.9) times the target time between two tokens, or 1.5 times the predicted
+decode time if that is more. So prompts get at least a third of the step and never starve. Example:
+with a target of 100 ms, decode of 40 ms leaves 90 - 40 = 50 ms for chunks, and decode of 80 ms
+leaves 120 - 80 = 40 ms. Steps without decode have no limit here. They use the scheduler's whole
+budget.
 
-    step_s + token_s * tokens + token_context_s * (tokens before each)        prefill only
-    step_s + sequence_s * sequences + context_s * (tokens before each)        decode only
-    (the second, with the chunk's context) + a * (the first, without step_s)  mixed
+The duration of a step is predicted with numbers that are fitted to measured steps. In the formulas,
+"contexts" is the sum, over the computed tokens, of the number of tokens before each:
 
-`a` is the cost of prefill tokens beside decode, relative to their cost in large chunks. `a` is
-below 1 as long as both wait for the same weights. It is fitted to recent mixed steps and is 1
-before the first mixed step.
+    prefill only   step_s + P,  where P = token_s * tokens + token_context_s * contexts
+    decode only    D = step_s + sequence_s * sequences + context_s * contexts
+    mixed          D + a * P,  where D also counts the mean context of the chunk's tokens
+
+step_s of prefill and step_s of decode are two numbers. The number `a` is the cost of prefill tokens
+beside decode, relative to their cost in large chunks. `a` is below 1 while prefill and decode wait
+for the same weights. It is fitted to recent mixed steps and is 1 before the first mixed step.
 
 If several mixed steps in a row are slower than the largest allowed `a` explains, the whole machine
-has become slower. Without this rule, a worker whose prompts always wait would only have mixed
-steps. It could not notice the change, and its chunks would shrink until prompts starve. Steps
-without decode are not limited here. They use the scheduler's whole budget.
+has become slower, and all numbers are scaled. Without this rule, a worker whose prompts always wait
+would only have mixed steps. It could not notice the change, and its chunks would shrink until
+prompts starve.
 
 So a worker needs no setting of the chunk size for its role, because the chunk size follows from its
 work. With `--numerics invariant` the generated tokens do not depend on the size of a chunk.
@@ -42,28 +47,32 @@ from tandem.common.perf_model.rates import (
     WorkerRates,
 )
 
-_MARGIN = 0.9  # share of the limit to use: the fit is a mean, so half of the steps take longer
-_DECODE_SHARE = 1.5  # a step may always take this multiple of the decode time
-# the rows of a step are a multiple of this, for few shapes and full tiles in the kernels
+_MARGIN = 0.9  # share of the target to use: the fit is a mean, so half of the steps take longer
+_DECODE_SHARE = 1.5  # a step may always take this multiple of the predicted decode time
+# The number of tokens in a step is rounded down to a multiple of this. So kernels see few shapes
+# and full tiles.
 _ROWS = 16
 _TOKENS_MIN = 4  # smallest number of prefill tokens in a step
-_GROWTH = 2  # largest growth of a chunk over the previous one, in case the fit is wrong
+# a chunk has about this multiple of the previous chunk's tokens at most, in case the fit is wrong
+_GROWTH = 2
 _COST_MIN = 0.1  # smallest value of `a`, the relative cost of a prefill token beside decode
-_COST_MAX = 4.0  # largest value of `a`; a small chunk after many tokens reads all their KV again
-# A mixed step is slow if it takes longer than this multiple of the expected decode time plus
-# `_COST_MAX` times the expected time of its chunks alone.
+# Largest plausible `a`. It may exceed 1: a small chunk also reads the KV of all tokens before it.
+_COST_MAX = 4.0
+# A mixed step is slow if it takes longer than `_SLOWER` times the predicted decode time plus
+# `_COST_MAX` times the predicted time of its chunks alone.
 _SLOWER = 1.5
 _CHANGE_AFTER = 4  # number of slow mixed steps in a row after which the machine counts as slower
 _PREFILL_SHARE_MIN = 0.1  # at least this share of a mixed step's time counts as prefill
 _COST_KEEP = 0.8  # weight of earlier mixed steps, so that about the last 5 count
-_OUTLIER = 3.0  # a chunk's time counts up to this multiple of the expected one
+_OUTLIER = 3.0  # the measured time of a chunk counts up to this multiple of the predicted time
 _DECODE_CONTEXT_S = DEFAULT_PREFILL.token_context_s
 
 
 @dataclass(slots=True)
 class StepWork:
-    """The work of a step. `prefill_contexts` and `decode_contexts` are the numbers of tokens before
-    each computed token, summed."""
+    """The work of a step. `prefill_contexts` is the sum, over the prefilled tokens, of the number
+    of tokens before each: 10 + 11 + 12 for a chunk of 3 tokens after 10. `decode_contexts` is the
+    same sum for the decoded tokens."""
 
     prefill_tokens: int = 0
     prefill_contexts: int = 0
@@ -83,16 +92,18 @@ class StepTimeModel:
         """`itl_target_s` is the target time between two tokens; 0 means no limit."""
         self._target_s = itl_target_s
         guess = msgspec.structs.astuple(DEFAULT_PREFILL)
-        # the cost of prefill in large chunks, fitted to steps that only prefill
+        # cost of prefill in large chunks, fitted to steps without decode
         self._prefill = LinearMeter(guess)
-        self._reported = LinearMeter(guess)  # fitted to all steps with prefill
+        # cost of prefill for the worker's report, fitted to all steps with prefill
+        self._reported = LinearMeter(guess)
         self._decode = LinearMeter(
             (DEFAULT_DECODE.step_s, DEFAULT_DECODE.sequence_s, _DECODE_CONTEXT_S)
         )
         self._beside_decode = _CostBesideDecode()
         self._num_slower = 0  # number of slow mixed steps in a row
         self._last_tokens: int | None = None  # prefill tokens of the last mixed step
-        self._mean_context = 0.0  # mean context of a sequence in the last decode-only step
+        # mean number of tokens before a decoded token in the last decode-only step
+        self._mean_context = 0.0
 
     @property
     def prefill_rate(self) -> PrefillRate | None:
@@ -102,8 +113,8 @@ class StepTimeModel:
 
     @property
     def decode_rate(self) -> DecodeRate | None:
-        """Rate of decode-only steps, for sequences with the mean context of the last such step.
-        None before the first one."""
+        """Rate of decode-only steps; None before the first one. It applies to sequences that are as
+        long as those of the last decode-only step were on average."""
         if not self._decode.num_observations:
             return None
         step_s, sequence_s, context_s = self._decode.coefficients
@@ -114,8 +125,8 @@ class StepTimeModel:
         return self._reported.num_observations > 0
 
     def rates(self, unmeasured: WorkerRates) -> WorkerRates:
-        """Returns the rates to report: `unmeasured` with the fitted rates. The decode rate is a
-        default until the first decode-only step."""
+        """Returns a copy of `unmeasured` with the fitted prefill and decode rates, for the worker's
+        report. The decode rate is a default until the first decode-only step."""
         return msgspec.structs.replace(
             unmeasured,
             prefill=PrefillRate(*self._reported.coefficients),
@@ -197,11 +208,12 @@ class StepTimeModel:
 
 
 class _CostBesideDecode:
-    """Cost of prefill in mixed steps, relative to the cost of the same prefill alone in large
-    chunks.
+    """The number `a` of the module's docstring: the cost of prefill in mixed steps, relative to the
+    cost of the same prefill in large chunks.
 
-    The cost is a ratio of sums, so that steps that are faster and slower than predicted cancel out.
-    A step may even take less time than predicted for its decode alone.
+    The cost is a ratio of two sums over the last steps. The ratio of a single step would be
+    useless: it is even negative if the step takes less time than was predicted for its decode
+    alone.
     """
 
     def __init__(self) -> None:
@@ -221,6 +233,6 @@ def _tokens_in(seconds: float, first_s: float, growth_s: float) -> int | None:
     Returns None if tokens cost nothing."""
     if seconds <= 0:
         return 0
-    # The quadratic formula in the form that is also valid for growth_s = 0.
+    # The solution of the quadratic equation in a form that is also valid for growth_s = 0.
     divisor = first_s + math.sqrt(first_s * first_s + 4 * growth_s * seconds)
     return int(2 * seconds / divisor) if divisor > 0 else None

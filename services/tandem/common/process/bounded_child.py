@@ -13,7 +13,9 @@ def run_bounded(
 
     A negative status is the number of the signal that ended the program. The limits are set after
     the program has started, so the program must read its input before it does anything else.
-    `deadline_s` allows for a busy machine, so it should be much longer than `cpu_s`.
+
+    `cpu_s` limits CPU time, `deadline_s` elapsed time. On a busy machine a program may wait for a
+    CPU, so `deadline_s` should be much longer than `cpu_s`.
     """
     bounds = {
         resource.RLIMIT_CPU: cpu_s,

@@ -1,4 +1,4 @@
-"""Ends a program that is stopped while it loads or that has no signal handlers of its own.
+"""Lets SIGTERM and Ctrl-C end a program that still loads or has no signal handlers of its own.
 
 `python -m tandem.common.process.early_end MODULE ARGUMENT...` runs a program so that Ctrl-C ends it
 without a traceback.
@@ -19,8 +19,10 @@ def end_on_sigterm() -> None:
 
     The kernel drops a signal to the first process of a container if the process has no handler for
     it. Without this handler, a pod that is deleted while its program loads would run until its
-    grace period ends. The chart starts programs with SIGTERM blocked (`env --block-signal`),
-    because Python takes a while to load; a pending signal is delivered here.
+    grace period ends.
+
+    Python itself takes a while to load. So the chart starts programs with SIGTERM blocked (`env
+    --block-signal`): a SIGTERM that arrives early waits until this function unblocks it.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(_STATUS))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -31,7 +33,7 @@ def quietly(main: Callable[[], int | None]) -> None:
     try:
         status = main()
     except KeyboardInterrupt:
-        sys.stderr.write("\n")  # the terminal has printed ^C
+        sys.stderr.write("\n")  # a new line, because the terminal has printed ^C
         status = _INTERRUPTED
     sys.exit(status)
 

@@ -12,8 +12,8 @@ import struct
 import time
 from pathlib import Path
 
-# PIDFD_GET_INFO of linux/pidfd.h, for the first version of `struct pidfd_info`, with
-# PIDFD_INFO_EXIT.
+# The ioctl PIDFD_GET_INFO of linux/pidfd.h. The number includes 64, the size of the first version
+# of `struct pidfd_info`.
 _GET_INFO = 0xC040FF0B
 _INFO_EXIT = 1 << 3
 _INFO = struct.Struct("QQ11Ii")

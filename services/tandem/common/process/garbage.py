@@ -28,7 +28,8 @@ def exempt_loaded() -> None:
     loaded."""
     gc.collect()
     gc.freeze()
-    # Python starts the next full collection when the number of new objects reaches a quarter of the
-    # survivors of the last one. This collection has almost no survivors, because frozen objects do
-    # not count. Without it, the next one would wait for a quarter of the frozen objects.
+    # Python starts the next full collection when the number of new objects reaches a quarter of
+    # those that survived the last one. After the first `collect`, these are some hundred thousand,
+    # so much garbage could pile up. After this second one they are few, because frozen objects do
+    # not count.
     gc.collect()

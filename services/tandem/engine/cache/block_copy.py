@@ -1,4 +1,8 @@
-"""Copies of blocks inside the pools, for sequences whose tokens diverge within a block."""
+"""Copies of blocks inside the KV pools, for a prompt that shares only the first tokens of a block.
+
+For example, a prompt shares 10 of the 16 tokens of a cached block. The engine copies the block, and
+the sequence computes only the other 6 tokens of the copy.
+"""
 
 from typing import NamedTuple
 
@@ -12,10 +16,10 @@ class BlockCopy(NamedTuple):
 
 
 class BlockPart(NamedTuple):
-    """The first tokens of a block, whose KV a sequence gets by a copy of the block."""
+    """The first `num_tokens` tokens of a block. A sequence gets their KV by a copy of the block."""
 
     num_tokens: int
-    # One source block per KV group, by its id in the pool; empty: nothing is copied.
+    # The block to copy in each KV group, as an id in the group's pool. Empty: nothing is copied.
     sources: tuple[int, ...]
 
 

@@ -1,12 +1,18 @@
-"""Block tables of sequences and chains, one for each KV group.
+"""Block tables: the ids of the blocks that hold the KV of a sequence, one table for each KV group.
+A chain of blocks that a peer pulls from this worker, or this worker from a peer, has tables too.
 
-The first blocks of a table are stored (hashed, shared, never written). The other blocks are own
-blocks: only this sequence or chain references and writes them. Blocks that no later token sees are
-not referenced any more, and their entries become NULL_BLOCK. Examples by the kind of group:
+The entry i of a table is for the block with index i in the sequence. An entry is one of these:
 
-    full attention   [ stored  stored  stored  stored | own ]
-    window           [ NULL    NULL    stored  stored | own ]    the first 2 blocks are passed
-    KV budget        [ own     NULL    own     own          ]    block 0 is kept; block 1 is passed
+- stored: a block that is cached under its hash. Sequences may share it. It is never written again.
+- own: a block that only this table references. Only its sequence, or a pull for it, writes it.
+- NULL_BLOCK: no block, because no later token sees the tokens of block i.
+
+Three examples of a table for 5 blocks of tokens:
+
+    block index i        0       1       2       3       4
+    full attention       stored  stored  stored  stored  own
+    window               NULL    NULL    stored  stored  own     the window starts in block 2
+    KV budget            own     NULL    NULL    own     own     all tokens see block 0, the sinks
 """
 
 from __future__ import annotations
@@ -29,21 +35,25 @@ class UnfilledBlock(NamedTuple):
 
     group: int
     chain_index: int
-    block_id: int  # an id in the group's pool
+    block_id: int  # the block's id in the pool of `group`
 
 
 @dataclass(slots=True)
 class BlockTables:
-    """`ids[g][i]` is the id of block i in the pool of group g.
+    """The block tables of one sequence or chain: `ids[g][i]` is the id, in the pool of group g, of
+    the block with index i.
 
-    The entries `kept[g]` to `firsts[g]` - 1 of a group are NULL_BLOCK; no kernel reads them.
+    The entries from `kept[g]` to `firsts[g]` - 1 of group g are NULL_BLOCK. No kernel reads them.
     """
 
     ids: list[list[int]] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
-    budget: KvLayout | None = None  # the layout under the sequence's KV budget; None without one
-    # Set if the KV budget keeps heavy hitters. The table then has only the blocks that are kept.
+    # The layout in which the sequence's KV budget is a window (`KvLayout.under`). None: no such
+    # budget.
+    budget: KvLayout | None = None
+    # Set if the KV budget keeps heavy hitters. The table then has only the kept blocks, without
+    # gaps, so an entry's position is not the block's index.
     hitters: HeavyHitters | None = None
 
     def __bool__(self) -> bool:
@@ -51,35 +61,37 @@ class BlockTables:
 
     @property
     def num_evicted_tokens(self) -> int:
-        """Number of computed tokens whose blocks were evicted and are no longer in the tables."""
+        """Number of computed tokens whose blocks were evicted by heavy hitters. The tables do not
+        have these blocks any more."""
         return 0 if self.hitters is None else self.hitters.num_evicted_tokens
 
     def num_full(self, num_computed: int) -> int:
-        """Returns the number of blocks in the first group's table that have KV once the first
-        `num_computed` tokens are computed. The last one may be partly filled."""
+        """Returns how many blocks of the first group's table have KV once `num_computed` tokens of
+        the sequence are computed. The last of these blocks may be partly filled."""
         return len(self.ids[0]) if self.hitters is None else self.hitters.num_blocks(num_computed)
 
     def evict(self, num_computed: int) -> None:
-        """Evicts blocks if `num_computed` is an eviction point. May only be called between
-        steps."""
+        """Evicts blocks if the KV budget keeps heavy hitters and `num_computed` is an eviction
+        point. May only be called between steps."""
         if self.hitters is not None:
             self.hitters.evict(self.ids[0], num_computed)
 
     def block_sums(self, num_computed: int) -> list[float]:
-        """Returns the attention sums of the blocks, which a peer needs to continue the sequence;
-        empty without heavy hitters."""
+        """Returns the attention sum of each block, which a peer needs to continue the sequence.
+        Returns an empty list without heavy hitters."""
         if self.hitters is None:
             return []
         sums: list[float] = self.hitters.sums(num_computed - self.num_evicted_tokens).tolist()
         return sums
 
     def set_sums(self, num_computed: int, sums: list[float]) -> None:
-        """Takes over the `block_sums` of a peer. Raises InternalError if their number is wrong."""
+        """Sets the attention sums to those that a peer's `block_sums` returned. Raises
+        InternalError if there is not one sum for each block."""
         if self.hitters is not None:
             self.hitters.set_sums(num_computed, sums)
 
     def held(self, group: int, first: int = 0) -> list[int]:
-        """Returns the ids of the referenced blocks in a group, from index `first` on."""
+        """Returns the ids of the blocks that a group's table references, from index `first` on."""
         ids = self.ids[group]
         kept = ids[first : self.kept[group]] if self.kept else []
         return kept + ids[max(first, self.firsts[group]) :]
@@ -94,10 +106,11 @@ def check_own(sequence_id: str, own: Collection[int], unsafe: Collection[int]) -
 
 
 def check_trusted(sequence_id: str, num_blocks: int, num_stored: int, num_held: int) -> None:
-    """Raises InternalError unless `num_stored` <= `num_blocks` <= `num_held`.
+    """Checks a report that the first `num_blocks` of a sequence's `num_held` blocks have correct
+    KV.
 
-    The first `num_blocks` of a sequence's `num_held` blocks are reported as trusted. They must
-    include all stored blocks.
+    Raises InternalError if `num_blocks` is larger than `num_held`, or smaller than the number of
+    stored blocks. Stored blocks had their KV before the pull that is reported.
     """
     if not num_stored <= num_blocks <= num_held:
         raise InternalError(

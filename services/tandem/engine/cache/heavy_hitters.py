@@ -1,16 +1,19 @@
 """The blocks that a sequence keeps under a KV budget with heavy hitters.
 
-The sequence's table has only the kept blocks, in order. Attention is independent of the order of
-keys, and keys keep the rotations of their own positions, so the kernels simply see a shorter
-context. At fixed eviction points, which depend on the number of computed tokens alone, the blocks
-with the least attention so far are evicted:
+Once the budget is used up, the blocks with the smallest sums of attention weights are evicted after
+every 64 tokens. The first blocks (the sinks) and the most recent blocks are never evicted. In this
+example the budget is 512 tokens with 16 sinks, and a block has 16 tokens. The numbers are blocks:
 
-    before an eviction   [ sinks | heavy hitters and others | recent ]     at most `budget.tokens`
-    after an eviction    [ sinks | heavy hitters | recent ][ free for the next tokens ]
+    before an eviction   [ 1 sink | 18 others        | 13 recent ]
+    after the eviction   [ 1 sink | 14 heavy hitters | 13 recent | 4 free for the next 64 tokens ]
 
-A block spans all heads and layers, and so does its sum of attention weights. Evicted tokens are not
-attended to again. Chunks, steps and workers do not change the sums, so the same tokens always lead
-to the eviction of the same blocks.
+Later tokens do not attend to evicted tokens. The kept blocks stay in the order of their tokens, and
+the kernels see a shorter context. This is correct because each cached key was already rotated for
+its own position, and attention does not depend on the order of keys.
+
+A block has one sum for all its heads and layers. The same tokens always lead to the same evictions:
+the eviction points depend only on the number of computed tokens, and the sums do not depend on
+chunks, steps or the worker.
 """
 
 from __future__ import annotations
@@ -25,21 +28,21 @@ from tandem.errors import InternalError
 
 Sums = npt.NDArray[np.float32]
 
-_BORDER_TOKENS = 64  # distance between eviction points, rounded up to whole blocks
+_BORDER_TOKENS = 64  # tokens between two eviction points; rounded up to whole blocks
 
 
 class HeavyHitters:
-    """Decides which blocks are evicted from a table. `num_evicted_tokens` counts the tokens of
-    evicted blocks."""
+    """Keeps the attention sums of one sequence's blocks and evicts blocks from its table.
+    `num_evicted_tokens` counts the tokens of the evicted blocks."""
 
     def __init__(self, budget: KvBudget, block_size: int) -> None:
         self._tokens = budget.tokens
         self._size = block_size
         self._border = border_tokens(block_size)
-        self._num_sinks = -(-budget.sinks // block_size)  # in blocks
+        self._num_sinks = -(-budget.sinks // block_size)  # number of sink blocks
         others = budget.tokens - self._num_sinks * block_size - self._border
-        self._num_recent = others // 2 // block_size  # in blocks
-        # the first eviction point, in computed tokens
+        self._num_recent = others // 2 // block_size  # number of recent blocks that are kept
+        # Number of computed tokens at the first eviction point.
         self._first = budget.tokens // self._border * self._border
         self._sums: Sums = np.zeros(0, np.float32)
         self.num_evicted_tokens = 0
@@ -51,15 +54,13 @@ class HeavyHitters:
         return self._border - num_computed % self._border
 
     def num_blocks(self, num_computed: int) -> int:
-        """Returns the number of blocks in the table that have KV after `num_computed` tokens were
-        computed."""
+        """Returns how many blocks of the table have KV once `num_computed` tokens are computed."""
         return -(-num_computed // self._size) - self._evicted_at(num_computed)
 
     def set_sums(self, num_computed: int, sums: Sequence[float]) -> None:
-        """Takes over a peer's attention sums, one per block of a table with `num_computed` computed
-        tokens.
+        """Sets the attention sums to those of a peer that has computed `num_computed` tokens.
 
-        Raises InternalError if the number of sums differs from the number of blocks.
+        Raises InternalError if there is not one sum for each block of the table.
         """
         num_blocks = self.num_blocks(num_computed)
         if len(sums) != num_blocks:
@@ -68,8 +69,8 @@ class HeavyHitters:
         self.num_evicted_tokens = self._evicted_at(num_computed) * self._size
 
     def sums(self, num_tokens: int) -> Sums:
-        """Returns the attention sums [blocks] of the first `num_tokens` kept tokens. The caller
-        adds to them in place."""
+        """Returns the attention sums, one for each block of the first `num_tokens` kept tokens. The
+        caller adds new attention weights to this array in place."""
         num_blocks = -(-num_tokens // self._size)
         if num_blocks > len(self._sums):
             self._sums = np.concatenate((self._sums, np.zeros(num_blocks, np.float32)))
@@ -96,8 +97,7 @@ class HeavyHitters:
         self.num_evicted_tokens += num * self._size
 
     def _evicted_at(self, num_computed: int) -> int:
-        """Returns the number of blocks that are evicted by the time `num_computed` tokens are
-        computed."""
+        """Returns the number of blocks evicted in total once `num_computed` tokens are computed."""
         if num_computed < self._first:
             return 0
         at_first = -(-(self._first + self._border - self._tokens) // self._size)
@@ -111,6 +111,7 @@ def border_tokens(block_size: int) -> int:
 
 
 def least_tokens(sinks: int, block_size: int) -> int:
-    """Returns the smallest budget in tokens: the sinks, plus one eviction interval each for new
-    tokens, recent blocks and heavy hitters."""
+    """Returns the smallest allowed budget in tokens: the sinks, and three times the distance
+    between eviction points, for new tokens, recent blocks and heavy hitters. With 16 sinks and
+    blocks of 16 tokens it is 16 + 3 * 64 = 208."""
     return -(-sinks // block_size) * block_size + 3 * border_tokens(block_size)

@@ -1,15 +1,18 @@
-"""The KV pools of all groups together: the blocks that a sequence holds in each, and those that a
-request can reuse.
+"""The KV pools of all KV groups together: allocates the blocks of each sequence, and finds the
+cached blocks that a request can reuse.
 
-A hit at depth d (in blocks) requires that the group with full attention has blocks [0, d) and that
-each group with a window has the blocks of [0, d) that the token after them sees. `match` finds the
-largest such d.
+A request can reuse the first d blocks of its prompt (a hit at depth d) under two conditions:
 
-A table covers a span of blocks in each group. Without a window it starts at block 0. With a window
-it starts at the first block that the next token sees: `free_out_of_window` releases the blocks
-before it, and `extend` allocates the blocks for the next tokens. The ids in tables belong to their
-group's pool. Callers outside the engine use ids that are unique among the pools
-(layout/kv_groups.py).
+- The group with full attention has all d blocks.
+- Each group with a window has those of the d blocks that the next token sees.
+
+`match` finds the largest such d. For example, with d = 5, blocks of 16 tokens and a window of 33
+tokens, the group with the window needs only blocks 3 and 4.
+
+A block table without a window starts at block 0. With a window it starts at the first block that
+the next token sees: `free_out_of_window` releases the blocks before, and `extend` allocates blocks
+for the next tokens. The ids in tables belong to the group's pool. Callers outside the engine use
+ids that are unique among the pools (layout/kv_groups.py).
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -27,8 +30,8 @@ from tandem.engine.cache.pool.window_pool import WindowPool
 from tandem.engine.cache.resumable_depths import ResumableChains, ResumableDepths
 from tandem.engine.types import BlockChanges, StoredBlock
 
-# Limit on the listed hashes per distinct block, because each chain repeats the prefix that it
-# shares with others.
+# `hot_prefixes` lists at most this many hashes per distinct block. Chains that share a prefix
+# repeat its hashes, so without a limit the list could be much longer than the number of blocks.
 _LISTED_PER_BLOCK_MAX = 16
 
 
@@ -46,12 +49,14 @@ class KvCache:
         self._depths = ResumableDepths(layout) if layout.has_windows else None
         has_chains = report_tokens and layout.has_windows and layout.groups[0].window is None
         self._chains = ResumableChains() if has_chains else None
-        # Changes of the chains for the events that were taken last; None: already taken.
+        # The changes of `_chains` in the last `take_events`. None: there were none, or they were
+        # taken.
         self._chain_changes: BlockChanges | None = None
         self.has_windows = layout.has_windows
 
     def rates(self, step_tokens: int) -> WorkerRates:
-        """Returns the rates of a worker with these pools before any rate is measured."""
+        """Returns the rates that a worker with these pools reports until it has measured its
+        own."""
         windows = tuple(
             WindowBytes(group.decode_blocks, group.layout.block_bytes)
             for group in self.layout.groups
@@ -62,7 +67,8 @@ class KvCache:
         )
 
     def match(self, block_hashes: Sequence[bytes]) -> int:
-        """Returns the number of first blocks of a chain that can be reused. References no block."""
+        """Returns how many leading blocks of a chain of block hashes a request can reuse.
+        References no block."""
         depth = len(block_hashes)
         for group, pool in zip(self.layout.groups, self.pools, strict=True):
             if group.window is None:
@@ -76,8 +82,8 @@ class KvCache:
         """Returns the cached block that shares the most first tokens with `token_ids`, and the
         number of these tokens.
 
-        Only blocks whose parent is `parent_hash` are considered. Returns None if none of them
-        starts with the first token. References no block.
+        Only blocks that follow the block `parent_hash` are considered. Returns None if none of them
+        starts with the first of `token_ids`. References no block.
         """
         for num_tokens, block_hash in self.pools[0].children.closest(parent_hash, token_ids):
             found = [pool.find(block_hash) for pool in self.pools]
@@ -97,18 +103,19 @@ class KvCache:
         budget: KvBudget | None = None,
         loaded: int = 0,
     ) -> BlockTables | None:
-        """Returns the block tables of a sequence. They reference the first `depth` blocks of its
-        chain, which are cached, and the other blocks are allocated.
+        """Returns the block tables of a sequence. They reference the first `depth` blocks of the
+        chain `block_hashes`, which must be cached. The other blocks are newly allocated.
 
         Returns None, and changes nothing, if there is not enough room.
 
         - The tables cover a sequence of `num_tokens` tokens that resumes after `resume` tokens.
-          With a window they start at the first block that the next token sees, and cover at least
-          a decode step. With a KV budget no cached block is referenced.
+          With a window they start at the first block that the next token sees, and cover at least a
+          decode step. With a KV budget no cached block is referenced.
         - `loaded` is the number of leading blocks that have KV after a load from tiers; 0: no load.
-          The cached ones of these blocks are referenced too.
-        - `sources` has one block for each group, to be copied into the first allocated block of the
-          group. It is referenced until `end_copies`. A group whose table starts later ignores it.
+          Those of these blocks that are cached already are referenced.
+        - `sources` has one block for each group, which is to be copied into the group's first
+          allocated block. It stays referenced until `end_copies`. A group whose table starts after
+          this position ignores it.
         """
         if not self.can_reserve(
             block_hashes,
@@ -173,7 +180,7 @@ class KvCache:
         return True
 
     def unfilled(self, tables: BlockTables, end: int) -> list[UnfilledBlock]:
-        """Returns the blocks of the tables before index `end` that have no KV yet, group by
+        """Returns the blocks before index `end` of the tables that have no KV yet, group by
         group."""
         return [
             UnfilledBlock(number, index, ids[index])
@@ -185,8 +192,8 @@ class KvCache:
         ]
 
     def want_copies(self, block_hashes: Sequence[bytes]) -> None:
-        """Lets tiers copy the blocks in windows that a request needs to resume after this chain, or
-        one block before the chain's end."""
+        """Lets tiers copy the blocks of windows that a request needs to resume at the end of this
+        chain, or one block before the end."""
         resume = (len(block_hashes) - 1) * self.layout.block_size
         for group, pool in zip(self.layout.groups, self.pools, strict=True):
             if block_hashes and isinstance(pool, WindowPool):
@@ -200,8 +207,8 @@ class KvCache:
     def _copied(
         self, sources: Sequence[int], spans: Sequence[tuple[int, int, int]], depth: int
     ) -> list[int | None]:
-        """Returns the source block of each group; None if the group's table starts after the block
-        at `depth`, which would be the copy."""
+        """Returns the block to copy in each group. None for a group whose table starts after index
+        `depth`, where the copy would be."""
         if not sources:
             return [None] * len(spans)
         pairs = zip(sources, spans, strict=True)
@@ -216,10 +223,10 @@ class KvCache:
         return self.has_windows or tables.budget is not None
 
     def room_for_import(self, block_hashes: Sequence[bytes], depth: int) -> int:
-        """Returns the number of leading blocks of a chain that can be reserved without eviction, if
-        the first `depth` blocks are cached.
+        """Returns how many leading blocks of a chain can be reserved without an eviction, if the
+        first `depth` blocks are cached.
 
-        With windows this is either the length of the chain or `depth`.
+        With windows the result is either the length of the chain or `depth`.
         """
         num_blocks = len(block_hashes)
         num_tokens = num_blocks * self.layout.block_size
@@ -276,20 +283,20 @@ class KvCache:
         adapter: Adapter | None = None,
         resumable: Collection[int] = (),
     ) -> None:
-        """Caches blocks first..last - 1 of the tables under their hashes. The blocks before them
-        are cached already.
+        """Caches the blocks with indices `first` to `last` - 1 of the tables under their hashes.
+        The blocks before them are cached already.
 
         If the pool already has an equal block, the table gets that block instead of its own.
         `block_tokens(i)` returns the token ids of block i, if known. `adapter` is only used in
-        events. A request is expected to resume after each of the depths in `resumable`, so tiers
-        may copy the blocks that windows need there.
+        events. `resumable` has the depths at which later requests are expected to resume; tiers may
+        copy the blocks that windows need there.
         """
         for group, pool, ids, held in zip(
             self.layout.groups, self.pools, tables.ids, tables.firsts, strict=True
         ):
             for i in range(max(first, held), last):
                 if pool.find(block_hashes[i]) == ids[i]:
-                    continue  # this block was cached before the blocks around it were loaded
+                    continue  # cached before the load; the load filled the blocks around it
                 ids[i] = pool.store(
                     ids[i],
                     parent_id=ids[i - 1] if i and group.window is None else None,
@@ -304,8 +311,8 @@ class KvCache:
                 self.want_copies(block_hashes[:depth])
 
     def release(self, tables: BlockTables, unsafe: Collection[int] = ()) -> None:
-        """Releases the tables' references. `unsafe` blocks stay in quarantine until they are
-        safe."""
+        """Drops the tables' references to their blocks. The blocks in `unsafe`, which a read may
+        still write, stay in quarantine until `unquarantine`."""
         for number, quarantined in enumerate(self._by_group(unsafe)):
             if tables:
                 pool = self.pools[number]
@@ -313,8 +320,9 @@ class KvCache:
                 pool.release([b for b in tables.held(number) if b not in quarantined])
 
     def replace(self, tables: BlockTables, unsafe: Collection[int]) -> bool:
-        """Quarantines `unsafe` blocks of the tables and allocates other blocks in their place.
-        Returns False, and changes nothing, if too few blocks are available."""
+        """Quarantines the blocks in `unsafe`, which a read may still write, and puts newly
+        allocated blocks into the tables instead. Returns False, and changes nothing, if too few
+        blocks are available."""
         by_group = self._by_group(unsafe)
         if any(
             len(blocks) > pool.num_available
@@ -330,13 +338,13 @@ class KvCache:
         return True
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
-        """Frees quarantined blocks, which no read writes any more. Ignores other blocks."""
+        """Frees the quarantined ones of these blocks. No read may write them any more."""
         for pool, blocks in zip(self.pools, self._by_group(block_ids), strict=True):
             pool.unquarantine(blocks)
 
     def global_ids(self, tables: BlockTables, first: int = 0) -> list[int]:
-        """Returns the ids, unique among the pools, of the tables' blocks from index `first` on,
-        group after group."""
+        """Returns the blocks of the tables from index `first` on, group after group, as ids that
+        are unique among the pools."""
         return [
             start + block
             for number, start in enumerate(self.layout.first_ids)
@@ -352,7 +360,8 @@ class KvCache:
         return found
 
     def drop_cached(self) -> int:
-        """Frees all CACHED blocks, so that `match` finds USED ones only. Returns their number."""
+        """Frees all CACHED blocks, so that `match` finds only blocks that sequences use. Returns
+        their number."""
         return sum(pool.drop_cached() for pool in self.pools)
 
     @property
@@ -360,7 +369,8 @@ class KvCache:
         return sum(pool.num_quarantined for pool in self.pools)
 
     def group_loads(self) -> tuple[GroupLoad, ...]:
-        """Returns the load of each pool; empty without windows, where there is one pool."""
+        """Returns how many blocks of each pool are used. Empty for a model without windows, which
+        has a single pool."""
         if not self.has_windows:
             return ()
         return tuple(
@@ -373,10 +383,10 @@ class KvCache:
         return any(pool.has_events for pool in self.pools)
 
     def take_events(self) -> tuple[list[StoredBlock], list[bytes]]:
-        """Returns the net changes since the last call: (stored, parents first; removed, children
-        first).
+        """Returns the net changes since the last call: (stored blocks, hashes of removed blocks).
 
-        With windows these are the blocks that became, or stopped being, resumable.
+        Stored blocks are listed parents first, removed ones children first. With windows, a block
+        counts as stored when it becomes resumable, and as removed when it stops being resumable.
         """
         events = [pool.take_events() for pool in self.pools]
         if self._depths is None:
@@ -387,7 +397,8 @@ class KvCache:
         return resumable
 
     def take_chain_changes(self) -> BlockChanges | None:
-        """Returns the changes of `ResumableChains` for the events that were taken last.
+        """Returns how the blocks in the chains of resumable blocks changed in the last
+        `take_events` (`ResumableChains`).
 
         Returns None without windows, without `report_tokens`, or if no group has full attention.
         """
@@ -402,16 +413,16 @@ class KvCache:
         return self._depths.block_hashes(first, end)
 
     def hot_prefixes(self, blocks_max: int) -> list[list[bytes]]:
-        """Returns the hashes of the most recently used chains, each from its first block to the
-        largest depth at which a request can resume."""
+        """Returns the most recently used chains as lists of block hashes, each from its first block
+        to the largest depth at which a request can resume."""
         if self.layout.groups[0].window is not None:
             return []  # a pool with a window does not record chains
         chains = _hot_prefixes(self.pools[0], blocks_max)
         return [cut for chain in chains if (cut := chain[: self.match(chain)])]
 
     def check_integrity(self, tables: Iterable[BlockTables]) -> None:
-        """Raises AssertionError if a pool is inconsistent. `tables` are all tables that reference
-        blocks."""
+        """Raises AssertionError if a pool is inconsistent. `tables` must include every table that
+        references blocks."""
         held = [each for each in tables if each]
         for number, pool in enumerate(self.pools):
             for each in held:
@@ -421,14 +432,14 @@ class KvCache:
 
 
 def _most_kept(budget: KvBudget | None, num_tokens: int) -> int:
-    """Returns the largest number of tokens whose KV a sequence of `num_tokens` tokens keeps at the
-    same time."""
+    """Returns the largest number of tokens whose KV a sequence of `num_tokens` tokens keeps at one
+    time."""
     return min(num_tokens, budget.tokens) if budget and budget.keeps_hitters else num_tokens
 
 
 def _spans(layout: KvLayout, num_tokens: int, resume: int) -> list[tuple[int, int, int]]:
-    """Returns (kept, first, end) for each group. The group's table has the blocks first..end - 1,
-    and the blocks 0..kept - 1, which a KV budget keeps."""
+    """Returns (kept, first, end) for each group. The group's table has the blocks `first` to `end`
+    - 1 and the first `kept` blocks, which every token sees under a KV budget."""
     num_blocks = layout.blocks_of(num_tokens)
     spans = []
     for group in layout.groups:
@@ -441,13 +452,14 @@ def _spans(layout: KvLayout, num_tokens: int, resume: int) -> list[tuple[int, in
 
 
 def _hot_prefixes(pool: BlockPool, blocks_max: int) -> list[list[bytes]]:
-    """Returns the hashes of the most recently used chains, each from its first block on.
+    """Returns the most recently used chains as lists of block hashes, each from its first block on.
 
-    All chains together have at most `blocks_max` distinct blocks; a prefix that chains share counts
-    once. Only the first blocks of the last chain may be included.
+    All chains together have at most `blocks_max` distinct blocks. The last chain may be cut short
+    to keep this limit.
     """
     chains: list[list[bytes]] = []
-    taken: set[int] = set()  # ids of listed blocks, which include the parents of each
+    # ids of the blocks listed so far; the parents of a listed block are listed too
+    taken: set[int] = set()
     num_listed = 0
     for leaf in pool.leaves():
         room = blocks_max - len(taken)

@@ -1,20 +1,25 @@
-"""The resumable blocks of a model with windows: those after which a request can continue. The
-prefix tree lists them.
+"""Finds the resumable blocks of a model with sliding windows. A request can resume after such a
+block, because all blocks that its next token needs are in the pools. Workers report these blocks to
+the prefix tree.
 
-A block is resumable if the group with full attention has it (and therefore its parents), and each
-group with a window has it and the blocks before it that the next token sees. Each block of a group
-with a window has a count: the number of consecutive blocks in the group's pool that end with this
-block, at most the length of the window. Removing a block lowers the counts of the blocks after it.
-An example with a window of 3 blocks, in which c and d are not resumable after b is removed:
+A block is resumable if two conditions hold:
+
+- The group with full attention has the block, and therefore all blocks before it.
+- Each group with a window has the block and those before it that the next token sees.
+
+For the second condition, each block of a window's pool has a count: how many consecutive blocks
+that end with this block are in the pool. Counts go up to the length of the window, and only a block
+with this count is resumable. Removing a block lowers the counts of the blocks after it. An example
+with a window of 3 blocks, in which c and d are not resumable once b is removed:
 
               all present     b is removed
     blocks    a b c d e f     a . c d e f
     counts    3 3 3 3 3 3     3   1 2 3 3
 
-No block precedes a chain's first block, so the first block has the count of a full window.
+The first block of a chain needs no block before it, so its count is that of a full window.
 
-The counts follow the events of the pools. They may miss a depth that a pool could still serve, but
-never list a depth that it cannot serve.
+The counts follow the events of the pools. They may miss a block after which a request could resume,
+but they never include a wrong one.
 """
 
 from __future__ import annotations
@@ -38,8 +43,8 @@ class ResumableDepths:
         self._published: dict[bytes, None] = {}
 
     def update(self, events: Sequence[Events]) -> Events:
-        """Applies the events of each group's pool. Returns the blocks that became resumable and
-        those that no longer are."""
+        """Applies the events of each group's pool. Returns (blocks that became resumable, hashes of
+        blocks that are no longer resumable)."""
         known: dict[bytes, StoredBlock] = {}
         changed: dict[bytes, None] = {}
         full = iter(self._full)
@@ -78,12 +83,12 @@ class ResumableDepths:
 
 
 class ResumableChains:
-    """The resumable blocks and their ancestors in the chains, all of which the group with full
-    attention has.
+    """The resumable blocks and all blocks before them in their chains. The group with full
+    attention has all of these blocks.
 
-    KV events name these blocks, because a subscriber knows a block only together with all its
-    parents. Each block has a use count: one if it is resumable itself, plus one for each child in a
-    chain.
+    KV events list these blocks, because a subscriber needs the parents of each block too. Each
+    block has a use count: one if it is resumable itself, plus one for each of its children in this
+    set.
     """
 
     def __init__(self) -> None:
@@ -91,8 +96,9 @@ class ResumableChains:
         self._num_uses: Counter[bytes] = Counter()
 
     def update(self, full: Events, resumable: Events) -> BlockChanges:
-        """Applies the events of the full-attention group and of the resumable blocks. Returns the
-        blocks that joined a chain and those that are in no chain any more."""
+        """Applies the events of the full-attention group's pool, and the changes that
+        `ResumableDepths.update` returned. Returns the blocks that joined this set and those that
+        left it."""
         self._blocks.update((each.block_hash, each) for each in full[0])
         stored = [block for each in resumable[0] for block in self._use(each.block_hash)]
         removed = [found for block_hash in resumable[1] for found in self._release(block_hash)]
@@ -123,13 +129,13 @@ class ResumableChains:
 
 
 class _Window:
-    """The blocks of one group's pool. The count of a block is the number of consecutive blocks in
-    the pool that end with this block."""
+    """The blocks in the pool of one group with a window, and their counts, which are defined at the
+    top of this file."""
 
     def __init__(self, blocks_seen: int) -> None:
         self._blocks_seen = max(1, blocks_seen)
         self._in_row: dict[bytes, int] = {}
-        self._roots: set[bytes] = set()  # the first blocks of chains
+        self._roots: set[bytes] = set()  # hashes of the first blocks of chains
         self._parents: dict[bytes, bytes] = {}
         self._children: dict[bytes, list[bytes]] = {}
 
@@ -137,7 +143,7 @@ class _Window:
         return self._in_row.get(block_hash, 0) >= self._blocks_seen
 
     def update(self, stored: Iterable[StoredBlock], removed: Iterable[bytes]) -> list[bytes]:
-        """Applies a pool's events. Returns the blocks whose counts changed."""
+        """Applies a pool's events. Returns the hashes of the blocks whose counts changed."""
         changed = []
         for block in stored:
             if block.index == 0:
@@ -159,8 +165,8 @@ class _Window:
         return changed
 
     def _count_from(self, block_hash: bytes) -> list[bytes]:
-        """Recomputes the count of a block and of the blocks after it. Returns the blocks whose
-        counts changed."""
+        """Recomputes the count of a block and of the blocks after it. Returns the hashes of the
+        blocks whose counts changed."""
         changed = []
         waiting = [block_hash]
         while waiting:

@@ -1,15 +1,16 @@
 """The order in which blocks are transferred to a peer that continues a sequence. Producer and
 consumer number the blocks in this order.
 
-The order is by index in the chain and, for each index, by group. In a group with a window, or under
-a KV budget, only the blocks are transferred that the first token after the resume depth sees. The
-numbers of the blocks of two groups in an example:
+Blocks are ordered by their index in the chain, and blocks with the same index by KV group. In a
+group with a window, or under a KV budget, only the blocks are transferred that the peer's first
+token sees. The table shows the numbers of the blocks for a model with two groups, if the peer
+continues after 4 blocks:
 
     index in the chain    0  1  2  3
     full attention        0  1  2  4
     window of 2 blocks    -  -  3  5      blocks at index 0 and 1 are not transferred
 
-A consumer that has index 0 already receives the blocks from number 1 on.
+A consumer that already has the block at index 0 receives the blocks from number 1 on.
 """
 
 from tandem.engine.cache.block_table import BlockTables
@@ -19,10 +20,11 @@ from tandem.engine.cache.layout.kv_groups import KvLayout
 def transfer_order(
     layout: KvLayout, tables: BlockTables, first: int, end: int, *, depth: int
 ) -> list[int]:
-    """Returns the ids, unique among the pools, of the blocks to transfer whose index in the chain
-    is in first..end - 1.
+    """Returns the blocks to transfer, of those with the indices `first` to `end` - 1 in the chain.
+    The ids are unique among the pools.
 
-    The request resumes after `depth` blocks.
+    The sequence continues after `depth` blocks. With windows or a KV budget, blocks that no later
+    token reads are left out.
     """
     if tables.budget is None and not layout.has_windows:
         return tables.ids[0][first:end]

@@ -1,7 +1,7 @@
-"""Chooses the kernels that compute a model on a device.
+"""Chooses the kernels that compute a model on a device: native (C++), Triton or torch.
 
-The setting `kernels` names them. With "auto", they are the fastest kernels for the device, or torch
-if those cannot compute the model.
+The setting `kernels` names the kernels. With the setting "auto", the choice is the fastest kernels
+for the device. If the fastest kernels cannot compute the model, the choice is torch.
 """
 
 import importlib.util
@@ -16,6 +16,7 @@ from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.native.decoder import why_not_native
 from tandem.errors import ConfigError
 from tandem.models.config.model import ModelConfig
+from tandem_kernels.native.library import why_unusable
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +26,17 @@ Choice = Literal["native", "torch", "triton"]
 def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfig) -> Choice:
     """Returns the kernels for a model on a device.
 
-    Raises ConfigError if the settings name kernels that cannot compute the model. With "auto", logs
-    a warning if the choice is torch because the faster kernels cannot compute the model.
+    Raises ConfigError if the settings name kernels that cannot compute the model, or if the native
+    kernels were not built for this processor. With "auto", logs a warning if the choice is torch
+    because the faster kernels cannot compute the model.
     """
     fastest: Choice = "triton" if device.type == "cuda" else "native"
     chosen = fastest if config.kernels == "auto" else config.kernels
+    if chosen == "native" and device.type == "cpu" and (reason := why_unusable()):
+        raise ConfigError(
+            f"{reason}. Run `make` in the repository, or install the package again; kernels=torch "
+            "computes without them, many times slower"
+        )
     reason = _why_not(chosen, config, device, model)
     if reason and config.kernels != "auto":
         raise ConfigError(f"kernels={chosen} cannot compute this: {reason}")
@@ -57,8 +64,8 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
 
 
 def why_not_triton(device: torch.device, numerics: str) -> str:
-    """Returns why the Triton kernels cannot run on this device with these numerics; empty if they
-    can."""
+    """Returns the reason why the Triton kernels cannot run on this device with these numerics. The
+    result is empty if they can."""
     if numerics == "invariant":
         return "the invariant numerics are torch's and the native kernels'"
     if importlib.util.find_spec("triton") is None:
@@ -71,11 +78,11 @@ def why_not_triton(device: torch.device, numerics: str) -> str:
 
 
 def _why_no_launcher() -> str:
-    """Returns why Triton cannot compile its launchers; empty if it can.
+    """Returns the reason why Triton cannot compile C code; empty if it can.
 
-    A launcher is a C function that starts a kernel. Triton compiles it at the kernel's first launch
-    and raises if it finds no compiler. This function looks for a compiler in the same places as
-    Triton (triton/runtime/build.py).
+    At the first launch of a kernel, Triton compiles a C function that launches the kernel, and
+    raises an exception if there is no C compiler. This function looks for a compiler in the same
+    places as Triton (triton/runtime/build.py).
     """
     named = os.environ.get("CC")
     compilers = ("gcc", "clang") if named is None else (named,)

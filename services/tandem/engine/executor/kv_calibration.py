@@ -1,18 +1,20 @@
-"""Calibrates the keys of an int4 KV pool (tandem_kernels/kv_int4_keys.py), once for each model.
+"""Computes the order and the scales of the key channels for an int4 KV pool, once for each model.
+A channel is one element of a head. tandem_kernels/kv_int4_keys.py quantizes keys with them.
 
-The model runs on a sample text in fp32. For each layer, KV head and channel, the root mean square
-of the rotated keys, k, and of the queries that attend to them, q, is measured:
+The model runs on a sample text in fp32. For each layer, KV head and channel, two root mean squares
+are measured: k, of the rotated keys, and q, of the rotated queries that attend to these keys.
 
-    importance   k * q; the most important quarter of a head's channels comes first
-    scale        k^0.75 * q^-0.25, rounded to a quarter of a power of two, and multiplied by 1.5
-                 for the first quarter of the channels
+    importance   k * q; the most important quarter of a head's channels comes first in the order
+    scale        k^0.75 * q^-0.25, rounded to a power of 2^(1/4); then multiplied by 1.5 for the
+                 first quarter of the channels
 
-All workers of a model must use the same channel order and scales. The digest of both is part of the
-KV data type's name, so workers with a different digest do not exchange blocks. The order and the
-scales come from `FILE` in the model's folder, otherwise from the cache. If neither has them, they
-are computed and cached. Rounding makes the result independent of the last bits of the computation,
-except for a value next to a rounding boundary. If two kinds of processors compute different
-results, the file of one must be copied into the model's folder.
+The order and the scales are read from `FILE` in the model's folder, or else from a cache on this
+machine. If neither has them, they are computed and written to the cache.
+
+All workers of a model must use the same order and scales. The name of the KV data type includes a
+digest of both, so workers with different digests do not exchange blocks. Two kinds of processors
+compute slightly different k and q. Rounding hides this difference in almost all cases. If it does
+not, the cached file of one worker must be copied into the model's folder of all workers.
 """
 
 from __future__ import annotations
@@ -43,19 +45,19 @@ from tandem_kernels.kv_cache import make_pool
 from tandem_kernels.kv_int4_keys import KeyChannels
 
 FILE = "kv_calibration.safetensors"
-_VERSION = 1  # version of the calibration; part of the cached file's name
+_VERSION = 1  # number in the cached file's name, increased when the calibration changes
 _TOKENS = 1024
 _CHUNK = 256
 _BLOCK_SIZE = 16
 _FIRST_QUARTER = 1.5
-# Lower bound of a root mean square, relative to the largest one of the head. It gives a channel of
-# zeros a scale above 0.
+# Smallest root mean square of a channel, relative to the largest one of the same head. With this
+# bound, a channel of zeros has a scale above 0.
 _LEAST = 1e-3
 
 
 def key_channels(folder: ModelFolder) -> KeyChannels:
-    """Returns the channel order and the scales of a model. Raises ConfigError if the file that
-    stores them does not match the model."""
+    """Returns the channel order and the scales of a model, from a file or by calibration. Raises
+    ConfigError if the file does not match the model."""
     config = folder.config
     if config.head_dim % 16:
         raise ConfigError(
@@ -96,7 +98,7 @@ def calibrate(folder: ModelFolder) -> KeyChannels:
 
 
 class _ObservedDecoder(Decoder):
-    """A decoder that also sums the squares of each layer's queries and keys."""
+    """A decoder that also adds up the squares of each layer's rotated queries and keys."""
 
     def observe(self, num_layers: int) -> None:
         size = num_layers, self._config.num_kv_heads, self._config.head_dim
@@ -118,7 +120,8 @@ class _ObservedDecoder(Decoder):
 
 @torch.inference_mode()
 def _mean_squares(folder: ModelFolder, token_ids: list[int]) -> list[torch.Tensor]:
-    """Returns the mean squares of keys and of queries, each float64 [layers, KV heads, D]."""
+    """Returns the mean squares of the keys and of the queries over the tokens, each float64
+    [layers, KV heads, D]."""
     config = folder.config
     weights = load_weights(
         folder.weight_files, config, dtype=torch.float32, device=torch.device("cpu")

@@ -1,8 +1,7 @@
-"""A model with its KV pools on one device. The runner computes a step's batch and returns logits.
+"""Runs a model with its KV pools on one device: computes a step's batch and returns logits.
 
 The runner chooses the device, dtypes and kernels from the settings and the hardware, loads the
-weights and owns the pools. It does no scheduling and uses the block tables of a batch without
-checking them.
+weights and owns the pools. It does no scheduling. It does not check the block tables of a batch.
 """
 
 from __future__ import annotations
@@ -54,26 +53,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Up to this many tokens, reading the weights limits a step, and the native kernels read them
-# faster. With more tokens, hardware that multiplies bfloat16 is several times faster than the fp32
-# products of the native kernels. This concerns arm64 only: on x86 the native kernels also use the
-# bfloat16 hardware.
+# Largest number of tokens of a step for which the native kernels compute a bfloat16 model on arm64.
+# Such a step mostly reads weights, and the native kernels do so faster than torch. Steps with more
+# tokens use torch, which multiplies bfloat16 in hardware. On x86 the native kernels do so as well,
+# and compute all steps.
 _NATIVE_TOKENS_MAX = 16
-# Instruction sets whose fp32 code is that of another set, and so computes the same bits.
+# Instruction sets that share their fp32 code with another set. Both compute the same bits.
 _FP32_AS = {"amx": "avx512", "avx512_bf16": "avx512"}
 
 
 class LoadedAdapter(NamedTuple):
-    """A LoRA adapter in the form that the decoders read."""
+    """A LoRA adapter in the forms that the decoders read."""
 
     weights: LoraWeights
-    packed: PackedLora | None  # the adapter in the form of the C++ decoder
+    packed: PackedLora | None  # the form for the C++ decoder; None if that decoder is not used
 
 
 class ModelRunner:
     """Runs the steps of one model. After `allocate`, one thread at a time may call `forward`."""
 
-    # the memory of all pools, one after the other, uint8 [pool_bytes]; set by `allocate`
+    # The memory of the pools of all KV groups, one after the other: uint8 [bytes of all pools]. Set
+    # by `allocate`.
     kv: torch.Tensor
     pools: list[KvPool]  # one pool for each KV group
 
@@ -85,9 +85,9 @@ class ModelRunner:
         pool_fd: int | None = None,
         on_progress: OnProgress = ignore_progress,
     ) -> None:
-        """Loads the weights. `pool_fd` is a memfd that holds the pools if the device is a CPU. The
-        process that created the memfd can then map the pools too. `on_progress` is called with the
-        progress of the load.
+        """Loads the weights and calls `on_progress` meanwhile. `pool_fd` is the file descriptor of
+        a memfd in which the pools are allocated if the device is a CPU, so that another process can
+        map the pools too.
 
         Raises ConfigError for settings that this machine or model does not support, and
         UnsupportedModel for a checkpoint that does not match its config.
@@ -107,11 +107,12 @@ class ModelRunner:
         kernels = choose_kernels(config, self.device, model)
         int8 = config.weights == "int8"
         keeps = keeps_quantized(config, folder, kernels)
-        # All other kernels, and the native kernels for fp8, compute with the dequantized numbers.
-        # Native kernels that multiply quantized weights directly compute other bits.
+        # Most kernels dequantize quantized weights before they multiply, so all of them compute the
+        # same bits. Only the native kernels for integer formats multiply the quantized numbers
+        # directly, and compute other bits.
         has_own_bits = keeps and kernels == "native" and not folder.config.is_fp8
-        # `dtype_name` names everything that changes the bits of KV. Workers with different names do
-        # not exchange blocks.
+        # `dtype_name` includes the name of each choice that changes the bits of KV. Workers with
+        # different names do not exchange blocks.
         form = "+int8" * int8 + "+blocks" * has_own_bits
         self.dtype_name = dtype_name + form + "+long-rope" * model.is_long
         self._dtype = _DTYPES[dtype_name]
@@ -151,7 +152,7 @@ class ModelRunner:
             self._small = self._large = native = NativeDecoder(
                 model, weights, num_threads=config.num_threads, int8=int8
             )
-            if config.numerics == "invariant":  # the invariant bits depend on the instruction set
+            if config.numerics == "invariant":  # the bits depend on the instruction set
                 name = native.instructions or ""
                 self.numerics_name = f"invariant-{_FP32_AS.get(name, name)}"
             widens = dtype_name == "bfloat16" and not native.multiplies_bf16
@@ -162,8 +163,7 @@ class ModelRunner:
 
     @property
     def native(self) -> NativeDecoder | None:
-        """The C++ decoder; None if the native kernels are not used. It measures the time of each
-        stage of a step."""
+        """The C++ decoder; None if the native kernels are not used."""
         return self._small if isinstance(self._small, NativeDecoder) else None
 
     def layout(self, *num_blocks: int) -> KvLayout:
@@ -176,8 +176,8 @@ class ModelRunner:
         )
 
     def allocate(self, *num_blocks: int) -> None:
-        """Allocates the pools and fills them with zeros. Kernels read whole blocks, so numbers that
-        a mask hides must be finite too.
+        """Allocates the pools and fills them with zeros, because kernels also read elements to
+        which no KV was written. A mask hides these elements, but NaN or infinity would spread.
 
         Raises ConfigError if there is not enough memory.
         """
@@ -201,20 +201,19 @@ class ModelRunner:
         return self._static_kv.of_layers(list(group.layers), self.device)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copies the KV of blocks, each (source, target, KV group).
+        """Copies the KV of one block for each (source id, target id, KV group).
 
-        A block is one span of memory. The copies run after all earlier steps and before all later
-        steps, also on a CUDA device.
+        The copies run after all earlier steps and before all later steps, also on a CUDA device.
         """
         for source, target, group in copies:
             memory = self.pools[group].memory
             memory[target].copy_(memory[source])
 
     def load_adapter(self, adapter: Adapter) -> LoadedAdapter:
-        """Reads an adapter for `add_adapter`. May run in any thread, also during a step.
+        """Reads an adapter's files. The result is for `add_adapter`. May be called in any thread,
+        also during a step.
 
-        Raises ConfigError and AdapterUnavailable, and the message says what is wrong with the
-        adapter's folder.
+        Raises ConfigError or AdapterUnavailable if the adapter cannot be used.
         """
         weights = load_lora(
             adapter,
@@ -257,27 +256,27 @@ class ModelRunner:
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
     ) -> list[int]:
-        """Returns a sampled token id for each row of the last step's logits, or for each of
-        `rows`."""
+        """Samples one token for each row of the last step's logits, or only for `rows` if given.
+        Returns the token ids."""
         return self._last.sample(logits, draws, rows)
 
     def logprobs(
         self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int
     ) -> Logprobs:
-        """Returns the log probabilities of one token for each of `rows` of the last step's
-        logits."""
+        """Returns, for each of `rows` of the last step's logits, the log probabilities of one given
+        token and of the `num_top` most likely tokens."""
         return self._last.logprobs(logits, rows, token_ids, num_top)
 
     def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
-        """Returns the hidden states after the final norm, each [hidden]. `rows` are rows of the
-        last step's logits."""
+        """Returns the hidden states after the final norm, each [hidden], from which the given rows
+        of the last step's logits were computed."""
         return self._last.final_hidden(rows)
 
 
 def _static_kv(folder: ModelFolder, kv_dtype: str) -> StaticKv | None:
     if kv_dtype == "int4":
-        # The import is here because kv_calibration.py imports a tokenizer, which need not be
-        # installed for GPU benchmarks.
+        # kv_calibration.py imports a tokenizer library, which need not be installed for GPU
+        # benchmarks. So the import is not at the top of this file.
         from tandem.engine.executor.kv_calibration import key_channels
 
         return key_channels(folder)
@@ -300,11 +299,11 @@ def _choose_device(wanted: str) -> torch.device:
 
 
 def _tokens_per_step(device: torch.device) -> int:
-    """Returns the largest number of tokens in a step.
+    """Returns the largest number of tokens in a step, unless the settings give another one.
 
-    On CUDA it is 16 tokens per multiprocessor, rounded down to a power of 2 (H100: 2,048; A100:
-    1,024). A product with 4,096 columns then has about four tiles of 128 x 128 for each
-    multiprocessor.
+    On CUDA it is 16 tokens per multiprocessor, rounded down to a power of 2: 2,048 on an H100 with
+    132 multiprocessors. A product with 4,096 columns then has 512 tiles of 128 x 128, about four
+    for each multiprocessor.
     """
     if device.type != "cuda":
         return STEP_TOKENS
@@ -313,8 +312,8 @@ def _tokens_per_step(device: torch.device) -> int:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Returns whether the hardware multiplies bfloat16. Products that software emulates are slower
-    than float32."""
+    """Returns whether the hardware multiplies bfloat16. If it does not, bfloat16 is emulated, which
+    is slower than float32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return cpu_has_bfloat16()
@@ -323,11 +322,11 @@ def has_bfloat16(device: torch.device) -> bool:
 def _check_memory(
     config: EngineConfig, folder: ModelFolder, device: torch.device, *, dtype: str, kernels: str
 ) -> None:
-    """Raises ConfigError if the machine or the GPU has too little free memory for these
-    settings."""
+    """Raises ConfigError if the free memory of the machine or of the GPU is less than these
+    settings need."""
     needs = []
     memory = read_memory()
-    # the block copies of --kv-host-memory need host memory, not GPU memory
+    # --kv-host-memory is compared with the free host memory, everything else with the GPU's.
     if device.type == "cuda":
         copies_bytes = config.kv_host_bytes
         needs = [(Need(f"--kv-host-memory {copies_bytes}", copies_bytes, 0), memory)]

@@ -1,15 +1,18 @@
-"""Samples the tokens of a step, and measures the log probabilities that its sequences request.
+"""Samples the next tokens of a step's sequences, and computes the log probabilities that clients
+request.
 
-The draw of a sequence's token i depends only on the seed and on i. So a sequence that was migrated,
-preempted or prefilled on another worker continues with the same tokens. Log probabilities are the
-model's own: logit edits change the draw, not the measured log probabilities.
+The random number for token i of a sequence depends only on the seed and on i. So a sequence that
+was migrated, preempted or prefilled on another worker continues with the same tokens. Log
+probabilities are computed from the model's logits before logit edits.
 
-The logits have these rows:
+A step has a chunk of tokens of each sequence. The logits of the step have these rows:
 
-    kind of chunk                    rows
-    decode                           1: the next token
-    last chunk of a prompt           1: the first token of the completion
-    chunk with prompt logprobs       all its tokens; row i has the log probability of token i + 1
+    chunk                                rows of logits
+    one token of a decoding sequence     1, for the next token
+    last chunk of a prompt               1, for the first token of the completion
+    earlier chunk of a prompt            none
+    chunk of a prompt whose log          one for each token of the chunk; the row of token i has the
+      probabilities are requested          log probability of token i + 1
 """
 
 from collections.abc import Iterable
@@ -27,7 +30,7 @@ from tandem_kernels.sampling import Draw
 
 
 class Sampled(NamedTuple):
-    """The next token of a sequence."""
+    """A sampled token, and its log probabilities if they are requested."""
 
     sequence: Sequence
     token_id: int
@@ -35,8 +38,8 @@ class Sampled(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """A token whose log probability is requested. `num_top` is the number of most likely tokens to
-    report in addition."""
+    """A request for the log probability of a token, computed from row `row` of the logits. The
+    `num_top` most likely tokens of this row are reported too."""
 
     row: int
     token_id: int
@@ -44,7 +47,7 @@ class _Wanted(NamedTuple):
 
 
 def next_draw(sequence: Sequence) -> Draw:
-    """Returns the parameters of the draw for the sequence's next token."""
+    """Returns the sampling parameters for the sequence's next token."""
     sampling = sequence.spec.sampling
     return Draw(
         temperature=sampling.temperature,
@@ -58,11 +61,11 @@ def next_draw(sequence: Sequence) -> Draw:
 
 
 class StepSampler:
-    """The rows of one step's logits and the sequences to which they belong. The object must be
-    created before the step, because the step advances the sequences."""
+    """Samples the tokens of one step. Knows which row of the step's logits belongs to which
+    sequence. Must be created before the step runs, because the step advances the sequences."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
-        # sequences to sample, each with its row of logits
+        # the sequences whose next token is sampled, each with the number of its row of logits
         self._drawn: list[tuple[Sequence, int]] = []
         self._prompts: list[tuple[Sequence, _Wanted]] = []
         num_rows = 0
@@ -79,17 +82,16 @@ class StepSampler:
 
     @property
     def grammars(self) -> list[GrammarMatcher]:
-        """The grammars of the sequences to sample."""
+        """The grammar matchers of the sequences whose next token is sampled."""
         return [s.grammar for s, _ in self._drawn if s.grammar is not None]
 
     def skip_late(self) -> None:
-        """Leaves out the sequences whose grammar masks are not ready. They get no token in this
-        step."""
+        """Samples no token in this step for the sequences whose grammar masks are not ready."""
         self._drawn = [drawn for drawn in self._drawn if not drawn[0].awaits_mask]
 
     def run(self, runner: Runner, logits: torch.Tensor) -> list[Sampled]:
-        """Samples a token for each sequence that has a row for it and was not left out. Stores log
-        probabilities of prompts in the sequences."""
+        """Samples the next tokens and returns them with their log probabilities. Stores the log
+        probabilities of prompts, and embeddings, in the sequences."""
         token_ids: list[int] = []
         if self._drawn:
             rows = [row for _, row in self._drawn]
@@ -128,8 +130,8 @@ class StepSampler:
 
 
 def _prompt_tokens(chunk: Chunk, first_row: int) -> Iterable[tuple[Sequence, _Wanted]]:
-    """Yields the prompt tokens that the chunk's logits predict, except tokens that an earlier step
-    measured."""
+    """Yields the prompt tokens whose log probabilities follow from the chunk's logits. Tokens whose
+    log probability is already known are left out."""
     sequence = chunk.sequence
     num_top = sequence.spec.sampling.prompt_logprobs
     assert num_top is not None

@@ -1,10 +1,12 @@
 """The batch of one step as the scheduler passes it to the model: plain lists, no tensors.
 
-For each scheduled sequence, a step computes the `num_tokens` tokens after those whose KV is in the
-pool. Prefill, a chunk of a prefill and decode differ only in the number of tokens.
+For each scheduled sequence, a step computes the next `num_tokens` tokens, whose KV is not in the
+pool yet. Prefill, a chunk of a prefill and decode differ only in this number. For example, if 100
+tokens of a sequence are computed and the step computes 28, then `num_tokens` is 28 and
+`context_len` is 128:
 
-    tokens of a sequence    [ computed before        | this step's tokens ]
-    number up to this end   context_len - num_tokens   context_len
+    tokens 0 to 99          computed in earlier steps
+    tokens 100 to 127       computed in this step
 """
 
 from __future__ import annotations
@@ -19,26 +21,27 @@ if TYPE_CHECKING:
 
 
 class SequenceSlice(NamedTuple):
-    """One sequence's part of a step. It is a tuple for speed: each step makes one for every
-    sequence."""
+    """The tokens of one sequence that a step computes. It is a tuple for speed, because each step
+    makes one for every sequence."""
 
-    token_ids: list[int]  # ids of the tokens of this step, `num_tokens` in number
-    context_len: int  # tokens in the KV pool after this step
-    # Ids of blocks in the first KV group's pool that cover at least context_len tokens, in order.
-    # Entries before the group's window, and those that `visible` hides, are ignored and may be any
-    # block of the pool.
+    token_ids: list[int]  # the `num_tokens` token ids that this step computes
+    context_len: int  # number of the sequence's tokens in the KV pool after this step
+    # The sequence's block ids in the first KV group's pool, for at least `context_len` tokens. The
+    # entries for tokens before the window, or hidden by `visible`, are ignored.
     block_table: list[int]
-    # Whether the last token's logits are needed. Only the last chunk of a prompt needs them.
+    # True: the last token's logits are needed. False for all chunks of a prompt but the last.
     wants_logits: bool
-    all_logits: bool = False  # whether the logits of all tokens of the slice are needed
-    wants_hidden: bool = False  # whether the last token's hidden state is also needed
+    all_logits: bool = False  # True: the logits of all tokens of the slice are needed
+    wants_hidden: bool = False  # True: the last token's hidden state is needed
     other_tables: Sequence[list[int]] = ()  # block tables of the other KV groups
     adapter: str = ""  # digest of the LoRA adapter; empty for the base model
     # The keys that each token sees in layers without a sliding window; None: all keys.
     visible: VisibleKeys | None = None
-    # Number of evicted tokens. They count in positions, but not in context_len.
+    # Number of the sequence's evicted tokens. They count in the positions of later tokens, but not
+    # in `context_len`.
     num_evicted: int = 0
-    # Attention sums of the blocks [blocks] fp32. The step adds its attention weights in place.
+    # The sum of attention weights of each block, fp32 [blocks]; None without heavy hitters. The
+    # step adds its attention weights in place.
     block_sums: Sums | None = None
 
     @property
@@ -52,7 +55,7 @@ class SequenceSlice(NamedTuple):
 
     @property
     def num_logits(self) -> int:
-        """Number of the slice's last tokens whose logits are needed."""
+        """Number of tokens at the end of the slice whose logits are needed."""
         return self.num_tokens if self.all_logits else int(self.wants_logits)
 
 

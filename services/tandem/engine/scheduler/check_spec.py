@@ -1,5 +1,5 @@
-"""Checks a spec before its sequence enters an engine: the ranges of its values, the model's context
-and the size of the KV pools."""
+"""Checks the spec of a sequence before the sequence enters an engine: the ranges of its values, the
+model's context and the size of the KV pools."""
 
 from collections.abc import Callable
 
@@ -11,10 +11,11 @@ from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.types import Mode, SequenceSpec
 from tandem.errors import BadRequest, ContextTooLong, NeverFits
 
-# Largest bias or penalty: far above any logit, and small enough that sums stay finite in fp32.
+# Largest bias, penalty or temperature: far above any logit, and small enough that sums stay finite
+# in fp32.
 _EDIT_MAX = 1e6
 _REPETITION_PENALTY_MIN = 1e-6  # a logit divided by this value stays finite
-# Smallest and largest value of each sampling parameter with which sampling can compute.
+# Smallest and largest allowed value of each sampling parameter.
 _RANGES = {
     "temperature": (0.0, _EDIT_MAX),
     "top_p": (0.0, 1.0),
@@ -34,9 +35,9 @@ def check_spec(
     check_adapter: Callable[[Adapter | None], None],
     why_no_budgets: str = "",
 ) -> None:
-    """Raises BadRequest, ContextTooLong or NeverFits with the allowed values, and
-    AdapterUnavailable as `check_adapter` does. If the engine allows no KV budgets,
-    `why_no_budgets` says why."""
+    """Raises BadRequest, ContextTooLong or NeverFits if the engine cannot run the sequence. The
+    message has the allowed values. Errors of `check_adapter`, such as AdapterUnavailable,
+    propagate. If the engine allows no KV budgets, `why_no_budgets` has the reason."""
     num_tokens = len(spec.token_ids)
     if not 1 <= spec.num_prompt_tokens <= num_tokens:
         raise BadRequest(
@@ -45,8 +46,8 @@ def check_spec(
             param="prompt",
         )
     if min(spec.token_ids) < 0 or max(spec.token_ids) >= vocab_size:
-        # A prompt of text may have such ids too, if its tokenizer knows tokens that the model does
-        # not embed.
+        # Even a prompt of text can have such ids, if the tokenizer has tokens for which the model
+        # has no embedding.
         raise BadRequest(
             f"token ids are from {min(spec.token_ids)} to {max(spec.token_ids)}; the model has "
             f"those from 0 to {vocab_size - 1}",
@@ -76,7 +77,7 @@ def check_spec(
 
 
 def _check_numbers(sampling: SamplingParams) -> None:
-    """Refuses values that would make a logit NaN or infinite, so that nothing can be sampled."""
+    """Raises BadRequest for values that could make a logit NaN or infinite."""
     for name, (least, largest) in _RANGES.items():
         _check_number(name, getattr(sampling, name), least, largest)
     for bias in (sampling.logit_bias or {}).values():
@@ -84,7 +85,7 @@ def _check_numbers(sampling: SamplingParams) -> None:
 
 
 def _check_number(name: str, value: float, least: float, largest: float) -> None:
-    if not least <= value <= largest:  # NaN is in no range
+    if not least <= value <= largest:  # true for NaN too
         raise BadRequest(
             f"{name} is {value:g}; it must be from {least:g} to {largest:g}", param=name
         )

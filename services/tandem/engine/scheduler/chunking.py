@@ -1,4 +1,5 @@
-"""Chooses the size of the next chunk of a prompt whose blocks a peer pulls as they become final.
+"""Chooses the size of the next chunk of a prompt that this worker prefills for a peer. The peer
+(consumer) pulls the blocks as they become final. Time runs to the right:
 
     compute  |--- chunk 1 ---|--- chunk 2 ---|- 3 -|
     pull                     |-- 1 --|       |- 2 -||3|
@@ -7,8 +8,8 @@
 The pull of a chunk overlaps the computation of later chunks, so only the last pull is exposed. But
 each additional chunk costs a step, which reads all weights again. Over a fast link, one chunk is
 best. Over a slow link, chunks shrink towards the end, so that each pull takes as long as the
-computation of the next chunk. The functions predict the end of a few such plans and take the first
-chunk of the best one. The next call plans again.
+computation of the next chunk. `next_chunk` predicts when a few such plans would end, and returns
+the first chunk of the best plan. Each call makes new plans.
 
 The functions depend on their arguments only. Blocks are reported a little before their step ends.
 The predictions ignore this, so pulls start a little earlier than predicted.
@@ -19,27 +20,28 @@ from dataclasses import dataclass
 
 from tandem.common.perf_model.rates import PrefillRate
 
-# Chunks shrink only near the prompt's end: within this many times the token budget of a step.
+# Chunks shrink only near the prompt's end, when at most this many times the step's token budget is
+# missing.
 _SHAPED_BUDGETS = 4
 _LAST_MIN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Speed of KV transfer to the consumer: a latency per pull and seconds per token.
+    """The speed at which the consumer pulls KV: a latency for each pull, and seconds per token.
 
-    Layers with a window transfer only the KV of a prompt's last tokens.
+    For layers with a window, only the KV of a prompt's last tokens is pulled.
     """
 
     latency_s: float
     token_s: float  # seconds per token for all layers
-    # For each window: index of the first token that is transferred, and seconds per token for the
-    # window's layers, which are included in `token_s`.
+    # For each window: (index of the first token whose KV is pulled, seconds per token for the
+    # window's layers). `token_s` includes these seconds.
     windows: tuple[tuple[int, float], ...] = ()
 
     def pull_s(self, num_tokens: int, context: int) -> float:
-        """Returns the duration in seconds of the pull of `num_tokens` tokens after `context`
-        others."""
+        """Returns the seconds to pull the KV of `num_tokens` tokens that follow the first `context`
+        tokens."""
         seconds = self.latency_s + num_tokens * self.token_s
         for first, token_s in self.windows:
             seconds -= token_s * max(0, min(num_tokens, first - context))
@@ -58,9 +60,9 @@ def next_chunk(
 ) -> int:
     """Returns the number of tokens in the next chunk, from 1 to `tokens_left`.
 
-    `num_missing` tokens follow `context` computed ones. `lag_s` is the time that pulls of earlier
-    chunks still take. `tokens_left` is the rest of this step's token `budget`; later steps have the
-    full budget.
+    The first `context` tokens of the prompt are computed, and `num_missing` tokens are not. Pulls
+    of earlier chunks still take `lag_s` seconds. This step has room for `tokens_left` tokens, and
+    each later step for `budget` tokens.
     """
     if num_missing > _SHAPED_BUDGETS * budget:
         return tokens_left
@@ -69,17 +71,18 @@ def next_chunk(
 
 
 def tail_chunk(num_missing: int, *, tokens_left: int, budget: int) -> int:
-    """Returns the number of tokens in the next chunk while the speed of KV transfers is unknown.
+    """Returns the number of tokens in the next chunk while the speed of pulls is unknown.
 
-    The last chunk is a quarter of the budget, so that little KV is left to send after it.
+    The last chunk is at most a quarter of the budget, so that little KV is left to pull after it.
     """
     return _tail_plan(num_missing, tokens_left, budget)[0]
 
 
 def lag_after(num_tokens: int, context: int, lag_s: float, rate: PrefillRate, link: Link) -> float:
-    """Returns the seconds that pulls still take once a chunk of `num_tokens` tokens is computed.
+    """Returns for how many seconds pulls continue after a chunk of `num_tokens` tokens is computed.
 
-    `lag_s` is that time at the start of the chunk. The pull of the chunk itself is included.
+    `lag_s` is the same number at the start of the chunk. For example, with a lag of 2 s, a chunk
+    that takes 3 s to compute and 1 s to pull leaves a lag of 1 s.
     """
     computed_s = rate.seconds(num_tokens, context, num_tokens)
     return max(0.0, lag_s - computed_s) + link.pull_s(num_tokens, context)
@@ -88,7 +91,7 @@ def lag_after(num_tokens: int, context: int, lag_s: float, rate: PrefillRate, li
 def finish_s(
     plan: Sequence[int], context: int, lag_s: float, rate: PrefillRate, link: Link
 ) -> float:
-    """Returns the seconds from now until the consumer has the last chunk's blocks."""
+    """Returns the seconds from now until the consumer has pulled the last chunk of the plan."""
     computed_s = 0.0
     for num_tokens in plan:
         computed_s += rate.seconds(num_tokens, context, num_tokens)
@@ -107,8 +110,8 @@ def _plans(num_missing: int, budget: int, rate: PrefillRate, link: Link) -> Iter
 
 
 def _shaped(num_missing: int, last: int, budget: int, rate: PrefillRate, link: Link) -> list[int]:
-    """Returns a plan whose last chunk has `last` tokens. Going backwards, each chunk is as large as
-    the link can pull while the next chunk is computed."""
+    """Returns a plan whose last chunk has `last` tokens. Each earlier chunk is as large as the link
+    can pull while the chunk after it is computed. The plan is made from the end."""
     sizes = [last]
     while (left := num_missing - sum(sizes)) > 0:
         hidden_s = max(0.0, rate.step_s + sizes[-1] * rate.token_s - link.latency_s)
@@ -131,8 +134,8 @@ def _tail_plan(num_missing: int, tokens_left: int, budget: int) -> list[int]:
 
 
 def _fit(plan: list[int], tokens_left: int, budget: int) -> list[int]:
-    """Returns the plan with its chunks split to fit the steps: the first step has `tokens_left`
-    tokens left, and each later one has `budget`."""
+    """Splits the chunks of a plan that are too large for their step. The first step has room for
+    `tokens_left` tokens, and each later step for `budget` tokens."""
     fitted: list[int] = []
     for size in plan:
         while size:

@@ -1,13 +1,13 @@
 """Finds sequences whose first token would be late, before any of their tokens is computed.
 
 - `check` runs when a sequence arrives. It predicts the time to compute all queued prompts and the
-  new one. This is far ahead, so it refuses only sequences that would be late even if the rates were
-  off by a factor of `RATES_OFF`. A sequence that finds the engine idle is never refused, because
-  refusing it would help no other sequence.
+  new one. Such a long prediction may be wrong, so `check` refuses only sequences that would be late
+  even if this engine were `RATES_OFF` times as fast as predicted. A sequence that finds the engine
+  idle is never refused, because refusing it would help no other sequence.
 - `find_late` runs while sequences wait. It predicts when each sequence would have its first token
   if it were computed next, and refuses those that would be late even then. This is precise, because
-  little more than the sequence's own prompt is predicted. It enforces the deadlines if several
-  routers independently sent too many requests.
+  the prediction covers little more than the sequence's own prompt. It enforces the deadlines if
+  several routers independently sent too many requests.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -20,10 +20,10 @@ from tandem.errors import Overloaded
 
 
 class Deadlines:
-    """Checks the deadlines of an engine's sequences, `SequenceSpec.first_token_by`.
+    """Checks the deadlines of an engine's sequences (`SequenceSpec.first_token_by`).
 
-    `rates` returns the prefill rates in steps that also decode the current sequences; None before
-    rates are measured.
+    `rates` returns the prefill rates in steps that also decode the sequences that decode now. It
+    returns None before any rates are measured.
     """
 
     def __init__(
@@ -33,12 +33,13 @@ class Deadlines:
         clock: Callable[[], float],
     ) -> None:
         self._rates = rates
-        self._has_rates = has_rates  # returns whether `rates` has a value, without computing it
+        # returns whether `rates` would return rates, without computing them
+        self._has_rates = has_rates
         self.clock = clock
 
     def queued_s(self, sequences: Iterable[Sequence]) -> float | None:
-        """Predicts the seconds until all missing prompt tokens are computed; None if no rates are
-        measured."""
+        """Predicts the seconds until all missing prompt tokens of these sequences are computed.
+        Returns None if no rates are measured."""
         spans = [span for s in sequences if (span := s.missing_span)[0]]
         if not spans and self._has_rates():
             return 0.0
@@ -46,7 +47,8 @@ class Deadlines:
         return None if rates is None else queued_seconds(rates, spans)
 
     def check(self, new: Sequence, before: Iterable[Sequence]) -> None:
-        """Raises Overloaded if a new sequence would be late behind the sequences in `before`."""
+        """Raises Overloaded if a new sequence would be late when it is computed after the sequences
+        in `before`."""
         by = new.spec.first_token_by
         if not by or new.mode is Mode.WAITING_FOR_REMOTE_KV:
             return
@@ -60,7 +62,7 @@ class Deadlines:
             raise _overloaded(late_s)
 
     def find_late(self, sequences: Collection[Sequence]) -> Iterator[tuple[Sequence, Overloaded]]:
-        """Yields the waiting sequences that would be late even if each were computed right after
+        """Yields each waiting sequence that would be late even if it were computed directly after
         the sequences that have started."""
         waiting = [s for s in sequences if s.spec.first_token_by and s.has_waited]
         waiting = [s for s in waiting if not s.is_begun]

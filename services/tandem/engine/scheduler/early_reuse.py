@@ -1,12 +1,13 @@
-"""Early reuse: a sequence waits while another one computes the blocks that both start with.
+"""Early reuse: a sequence waits while another sequence computes, loads or pulls the blocks that
+both start with. Then it reuses these blocks.
 
     WAITING --the blocks are in the pool--> admitted; reuses the blocks
             `--the other sequence has ended, or the wait was too long--> admitted; computes them
 
 A sequence waits only for sequences that hold their blocks: RUNNING, LOADING or awaiting KV from a
-peer. It holds no blocks itself, so no cycle of waits is possible on one worker. A cycle over two
-workers is excluded by one exception: a sequence that prefills for a peer does not wait for a
-sequence that awaits KV from a peer.
+peer. A waiting sequence holds no blocks, so no cycle of waits is possible on one worker. A cycle
+over two workers is excluded by an exception: a sequence that prefills for a peer does not wait for
+a sequence that awaits KV from a peer.
 """
 
 import time
@@ -21,8 +22,9 @@ from tandem.engine.types import Mode
 
 class EarlyReuse:
     def __init__(self, kv: KvCache, wait_max_s: float) -> None:
-        """`wait_max_s` is the longest time for which a sequence waits for blocks that others
-        compute or pull; 0 disables such waits."""
+        """`wait_max_s` is the longest time for which a sequence waits for blocks that other
+        sequences compute or pull. 0 disables these waits, but not the wait for blocks that another
+        sequence loads."""
         self._kv = kv
         self.wait_max_s = wait_max_s
         self.clock = time.monotonic
@@ -35,8 +37,8 @@ class EarlyReuse:
         awaiting: Iterable[Sequence],
         loading: Iterable[Sequence],
     ) -> bool:
-        """Returns whether a waiting sequence should wait for another one to provide its first
-        missing block."""
+        """Returns whether a waiting sequence should wait because another sequence will provide the
+        first block that it is missing."""
         if self._awaits_load(sequence, loading):
             return True
         if not self.wait_max_s:
@@ -51,7 +53,8 @@ class EarlyReuse:
         return self.clock() - sequence.shared_since < self.wait_max_s
 
     def end(self, sequence: Sequence) -> None:
-        """Ends the wait of a sequence that is admitted, if it waited."""
+        """Ends the wait of a sequence that is now admitted. Does nothing if the sequence did not
+        wait."""
         if sequence.shared_since:
             sequence.shared_wait_s += self.clock() - sequence.shared_since
             sequence.shared_since = 0.0
@@ -63,12 +66,12 @@ class EarlyReuse:
 
 
 def find_parent(sequence: Sequence, running: Iterable[Sequence], depth: int) -> Sequence | None:
-    """Returns the RUNNING sequence that a sequence with `depth` cached blocks may fork; None if
-    there is none.
+    """Returns a RUNNING sequence from which a waiting sequence can copy a partly filled block (a
+    fork). Returns None if there is none. `depth` is the number of cached blocks.
 
-    This is the sequence that the `fork_of` of `sequence` names, or one for whose blocks `sequence`
-    waited. Copying from it is safe: the KV of a RUNNING sequence is committed, so no pull writes
-    its blocks, and no sequence is preempted between this call and the copy.
+    The parent is the sequence that `fork_of` names, or one for whose blocks the waiting sequence
+    waited. The copy is safe: no pull writes the blocks of a RUNNING sequence, and no sequence is
+    preempted between this call and the copy.
     """
     if name := sequence.spec.fork_of:
         return next((s for s in running if s.sequence_id == name), None)
@@ -77,8 +80,9 @@ def find_parent(sequence: Sequence, running: Iterable[Sequence], depth: int) -> 
 
 
 def _computes_next_of(other: Sequence, hashes: list[bytes]) -> bool:
-    """Returns whether the next block that `other` stores is in the chain `hashes`. If so, `other`
-    has the earlier blocks of the chain too, because a block's hash covers them."""
+    """Returns whether the next block that `other` stores is in the chain `hashes`. If so, both
+    chains also have all earlier blocks in common, because a block's hash covers the blocks before
+    it."""
     first = other.num_stored_blocks
     theirs = other.block_hashes
     return first < min(len(hashes), len(theirs)) and hashes[first] == theirs[first]
@@ -87,8 +91,9 @@ def _computes_next_of(other: Sequence, hashes: list[bytes]) -> bool:
 def _pulls_most_of(other: Sequence, hashes: list[bytes]) -> bool:
     """Returns whether it pays to wait for the blocks that `other` pulls.
 
-    All blocks of a pull become usable together, when the last one has arrived. So the blocks that
-    both chains have in common must be at least half of the missing blocks of the longer chain.
+    All blocks of a pull become usable at the same time, when the last one has arrived. So waiting
+    pays only if the common blocks of both chains are at least half of the blocks that the longer
+    chain is missing.
     """
     if not _computes_next_of(other, hashes):
         return False
@@ -97,8 +102,7 @@ def _pulls_most_of(other: Sequence, hashes: list[bytes]) -> bool:
 
 
 def _num_to_come(other: Sequence, hashes: list[bytes]) -> int:
-    """Returns the number of blocks that both chains have in common and `other` has not stored
-    yet."""
+    """Returns the number of common blocks of both chains that `other` has not stored yet."""
     pairs = zip(other.block_hashes, hashes, strict=False)
     return (
         sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) - other.num_stored_blocks

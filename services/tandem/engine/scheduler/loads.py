@@ -1,14 +1,15 @@
-"""Decides which blocks of a sequence are loaded from tiers below the pool, and which of its blocks
-the engine computes during the load.
+"""Decides which blocks of a sequence are loaded from tiers, and which of them the engine computes
+during the load.
 
-perf_model/soonest.py compares the ways to get the blocks, by the measured rates and the queues of
-the tiers and of this engine, and by the blocks that peers offer. A sequence that computes during
-its load gets the tokens that other sequences leave in a step, in whole blocks. In each step, the
-progress of the load determines how far the sequence should compute.
+perf_model/soonest.py predicts which way to get the blocks is the fastest: to load, pull or compute
+them. It uses the measured rates, the queues of the tiers and of this engine, and the blocks that
+peers offer. A sequence that computes during its load gets the tokens of each step that other
+sequences leave, in whole blocks. How far it should compute is decided anew in each step, by the
+progress of the load.
 
 With windows, a load brings the blocks that a sequence needs to resume at one depth, and this engine
-computes the tokens after them. The sequence computes nothing during the load and awaits no peer's
-KV after it, because at another depth the windows would need other blocks.
+computes the tokens after that depth. The sequence computes nothing during the load, and awaits no
+peer's KV after it, because at another depth the windows would need other blocks.
 """
 
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ from tandem.common.perf_model.soonest import (
 )
 from tandem.common.perf_model.step_time import StepTimeModel
 from tandem.engine.cache.kv_cache import KvCache
-from tandem.engine.sequence import Admission, Loading, Sequence
+from tandem.engine.sequence import Loading, Sequence, SequenceStart
 from tandem.engine.tiers.jobs import Load
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
@@ -48,53 +49,54 @@ class Loads:
         self._max_tokens_per_step = max_tokens_per_step
 
     def plan(
-        self, sequence: Sequence, admission: Admission, *, queued_tokens: int, num_delayed: int
+        self, sequence: Sequence, start: SequenceStart, *, queued_tokens: int, num_delayed: int
     ) -> Loading:
-        """Returns the load of a sequence that is about to be admitted.
+        """Decides what is loaded for a sequence that is about to be admitted.
 
-        `queued_tokens` tokens of other prompts are computed before this one. `num_delayed` other
+        `queued_tokens` tokens of other prompts are computed before this prompt. `num_delayed` other
         sequences are delayed while this sequence computes.
         """
         if (rate := self._step_time.prefill_rate) is not None:
             self._tiers.take_rate(rate)
         if self._kv.has_windows:
             sequence.num_known_blocks = self._tiers.known_depth(sequence.reusable_hashes)
-        if not sequence.may_load or admission.is_fork:
+        if not sequence.may_load or start.is_fork:
             return Loading()
-        loading = self._choose(sequence, admission, queued_tokens, num_delayed)
+        loading = self._choose(sequence, start, queued_tokens, num_delayed)
         if not self._kv.has_windows or not loading.end:
             return loading
         awaits_more = sequence.mode is not Mode.WAITING_FOR_REMOTE_KV and (
             sequence.spec.offer is None and sequence.num_prefix_blocks > loading.end
         )
-        if awaits_more or not self._fits(sequence, admission, loading):
+        if awaits_more or not self._fits(sequence, start, loading):
             return Loading()
         loading.awaits = False
         return loading
 
-    def admission(self, sequence: Sequence, num_cached_blocks: int) -> Admission:
-        """Returns the admission of a sequence with a load. It resumes after the loaded blocks."""
-        admission = sequence.plan(num_cached_blocks)
-        return replace(admission, resume=sequence.loading.end * sequence.block_size)
+    def start_after_load(self, sequence: Sequence, num_cached_blocks: int) -> SequenceStart:
+        """Returns the admission of a sequence with a load: the sequence resumes after the loaded
+        blocks."""
+        start = sequence.plan(num_cached_blocks)
+        return replace(start, resume=sequence.loading.end * sequence.block_size)
 
-    def _fits(self, sequence: Sequence, admission: Admission, loading: Loading) -> bool:
-        """Returns whether there is room for the blocks of a load.
+    def _fits(self, sequence: Sequence, start: SequenceStart, loading: Loading) -> bool:
+        """Returns whether the pools have room for the blocks of a load.
 
-        The sequence resumes deeper after the load than without it, so windows need other blocks
-        than those for which the admission has found room.
+        Without the load, the sequence would resume at a smaller depth, where windows need other
+        blocks. Room was found only for those blocks.
         """
         return self._kv.can_reserve(
             sequence.reusable_hashes,
-            admission.num_cached_blocks,
+            start.num_cached_blocks,
             num_tokens=sequence.num_tokens,
             resume=loading.end * sequence.block_size,
             loaded=loading.end,
         )
 
     def _choose(
-        self, sequence: Sequence, admission: Admission, queued_tokens: int, num_delayed: int
+        self, sequence: Sequence, start: SequenceStart, queued_tokens: int, num_delayed: int
     ) -> Loading:
-        held = admission.num_cached_blocks
+        held = start.num_cached_blocks
         tiers = self._tiers.reach(sequence.reusable_hashes, held)
         deepest = max((tier.num_blocks for tier in tiers), default=0)
         rate = self._step_time.prefill_rate
@@ -128,8 +130,8 @@ class Loads:
         return Loading(choice.end, computes, choice.first - held, may_await and not computes)
 
     def awaits_lookup(self, sequence: Sequence, kv: KvCache) -> bool:
-        """Returns whether a sequence should wait for the result of a look-up of its blocks in the
-        object store."""
+        """Returns whether a sequence should wait until the object store was searched for its
+        blocks."""
         if not sequence.may_load or not self._tiers.lookups.are_on:
             return False
         hashes = sequence.reusable_hashes
@@ -143,7 +145,7 @@ class Loads:
         return self._tiers.lookups.awaits_answer(sequence.sequence_id, hashes, cached, compute_s)
 
     def start(self, sequence: Sequence) -> None:
-        """Starts the load of a sequence that has its blocks."""
+        """Starts the load of a sequence whose blocks are reserved."""
         end = sequence.loading.end
         self.use(sequence)
         self._tiers.load(
@@ -157,14 +159,15 @@ class Loads:
         load.expected_s = {tier: r.block_s for tier, r in zip(load.ends, reach, strict=True)}
 
     def use(self, sequence: Sequence) -> None:
-        """Reports to the tiers which blocks a sequence has stored or reused since the last call."""
+        """Reports to the tiers which blocks a sequence has stored or reused since the last call for
+        this sequence."""
         if used := sequence.take_used():
             asked = sequence.spec.retention
             self._tiers.use(used, keep=asked.returns, priority=asked.priority)
 
     def take(self, load: Load, sequence: Sequence) -> bool:
-        """Records the loaded blocks of a load that ended. Returns False if they are of no use,
-        because a block that windows need could not be loaded."""
+        """Records in the sequence which blocks a load that ended has filled. Returns False if these
+        blocks are useless, because a block that windows need could not be loaded."""
         if not self._kv.has_windows:
             sequence.take_loaded(load.blocks, load.first_block, load.num_read_by_tier)
             return True
@@ -172,8 +175,8 @@ class Loads:
         by_tier = load.num_read_by_tier
         if load.is_whole:
             num_held = end - sum(by_tier.values())
-            # Without full attention, blocks before the windows count as loaded too, because no
-            # token needs them.
+            # If all groups have a window, no token needs the blocks before the windows. They count
+            # as loaded.
             if self._kv.layout.groups[0].window is not None:
                 by_tier[next(iter(by_tier))] += num_held
                 num_held = 0
@@ -181,8 +184,8 @@ class Loads:
         return load.is_whole
 
     def find_chunk(self, sequence: Sequence, tokens_left: int) -> int:
-        """Returns how many tokens a LOADING sequence should compute in a step, at most
-        `tokens_left`."""
+        """Returns how many tokens a LOADING sequence should compute in a step that has room for
+        `tokens_left` tokens."""
         rate = self._step_time.prefill_rate
         if not sequence.loading.computes or rate is None:
             return 0
@@ -204,8 +207,8 @@ class Loads:
         return (min(end, meeting_block(compute_s, load_s, at, load.blocks.start)) - at) * size
 
     def find_slow(self, loading: Iterable[Sequence]) -> list[str]:
-        """Returns the ids of LOADING sequences whose loads have stalled, or are so slow that
-        computing all their blocks is expected to be faster."""
+        """Returns the ids of LOADING sequences whose loads should be given up: they have stalled,
+        or it is expected to be faster to compute all their blocks."""
         slow = self._tiers.find_stalled()
         return slow + [
             each.sequence_id
@@ -220,7 +223,8 @@ class Loads:
         left_s = part_s * num_left
         is_late = part_s > _LATE * load.expected_s[load.tier]
         if rate is None or not is_late or min(read_s, left_s) <= _PATIENCE_S:
-            return False  # the first block of a tier may take much longer than the next ones
+            # too early to tell: the first block of a tier may take much longer than the next ones
+            return False
         start = sequence.num_stored_blocks
         size = sequence.block_size
         num_tokens = (sequence.loading.end - start) * size
@@ -234,11 +238,11 @@ class Loads:
         return computes or bool(self.find_slow(loading))
 
     def take_chunk(self, sequence: Sequence, num_tokens: int) -> int:
-        """Removes blocks from the load of a LOADING sequence, so that its next `num_tokens` tokens
-        can be computed instead.
+        """Removes blocks from the load of a LOADING sequence, so that the engine can compute the
+        sequence's next `num_tokens` tokens instead.
 
-        Returns the number of tokens to compute. It is smaller if the tier is already reading some
-        of these blocks.
+        Returns the number of tokens to compute. It is smaller than `num_tokens` if the load has
+        begun to read some of these blocks.
         """
         size = sequence.block_size
         load = self._tiers.find_load(sequence.sequence_id)
@@ -249,7 +253,7 @@ class Loads:
 
 
 def is_awaited(index: int, block_hashes: list[bytes], loading: Iterable[Sequence]) -> bool:
-    """Returns whether a LOADING sequence loads the block at `index` of the chain
+    """Returns whether a LOADING sequence is loading the block at `index` of the chain
     `block_hashes`."""
     return any(
         s.num_stored_blocks <= index < s.loading.end
@@ -259,9 +263,9 @@ def is_awaited(index: int, block_hashes: list[bytes], loading: Iterable[Sequence
 
 
 def _may_compute(sequence: Sequence, num_blocks: int) -> bool:
-    """Returns whether a sequence may compute blocks during a load of its first `num_blocks` blocks.
+    """Returns whether a sequence may compute blocks while its first `num_blocks` blocks are loaded.
 
-    It may not if it must wait for a peer's KV after the load, for an unknown time.
+    It may not if it must wait for a peer's KV after the load, because this wait may be long.
     """
     if sequence.mode is Mode.WAITING_FOR_REMOTE_KV and sequence.spec.producer is None:
         missing = sequence.num_tokens - num_blocks * sequence.block_size

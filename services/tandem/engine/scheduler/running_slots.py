@@ -1,19 +1,20 @@
 """Limits how many sequences decode at the same time, so that each gets its next token within the
-ITL limit. The result depends on the arguments only.
+limit on the inter-token latency (ITL).
 
-A sequence occupies a *running slot* from its admission, when it has blocks and decodes here or
-awaits its KV to decode here, until it ends. A sequence without a running slot waits.
+A sequence occupies a *running slot* from its admission until it ends, if it will decode on this
+engine. This includes sequences that still await their KV from a peer. A sequence without a running
+slot waits.
 
-The number of slots is chosen so that a decode step, by the measured rates, takes
-`RUNNING_SLOTS_SHARE` of the limit. Prompt chunks lengthen such a step by at most half
-(`perf_model/step_time.py`). The remaining time is a reserve for steps that take longer than
-predicted: 99 of 100 steps should be within the limit.
+An example with an ITL limit of 100 ms: the number of slots is chosen so that a decode step is
+predicted to take 50 ms (`RUNNING_SLOTS_SHARE`). Chunks of prompts may lengthen a step to 75 ms
+(`STEP_SHARE`, perf_model/step_time.py). The remaining 25 ms are a reserve for steps that take
+longer than predicted: 99 of 100 steps should be within the limit.
 """
 
 from tandem.common.perf_model.rates import DecodeRate
 
 RUNNING_SLOTS_SHARE = 0.5
-# A step with prompt chunks is planned to take this share of the limit on the inter-token latency.
+# A step with prompt chunks is planned to take at most this share of the ITL limit.
 STEP_SHARE = 0.75
 _ROUNDING = 1e-9
 
@@ -28,6 +29,6 @@ def num_running_slots(rate: DecodeRate | None, *, max_num_seqs: int, itl_limit_s
     left_s = RUNNING_SLOTS_SHARE * itl_limit_s - rate.step_s
     if left_s >= max_num_seqs * rate.sequence_s:
         return max_num_seqs
-    if rate.sequence_s <= 0:  # a fitted rate may be 0
+    if rate.sequence_s <= 0:  # a rate that was fitted to measurements may be 0
         return 1
     return max(1, int(left_s / rate.sequence_s + _ROUNDING))

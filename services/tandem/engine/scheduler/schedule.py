@@ -1,4 +1,4 @@
-"""The plan of one step: its chunks, and the block copies that precede them."""
+"""The plan of one step: the chunks to compute, and the block copies to make before."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,7 +12,8 @@ from tandem.engine.sequence import Sequence
 
 
 class Chunk(NamedTuple):
-    """The next `num_tokens` missing tokens of a sequence."""
+    """The tokens of one sequence that a step computes: the next `num_tokens` of those without
+    KV."""
 
     sequence: Sequence
     num_tokens: int
@@ -57,10 +58,11 @@ class Chunk(NamedTuple):
 class Schedule:
     chunks: list[Chunk] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
-    # Block copies to make before the step's forward pass.
+    # Copies of blocks to make before the forward pass of the step.
     copies: list[BlockCopy] = field(default_factory=list)
     work: StepWork = field(default_factory=StepWork)
-    num_prompt_logits: int = 0  # number of logit rows for log probabilities of prompts
+    # number of tokens whose logits are needed for log probabilities of prompts
+    num_prompt_logits: int = 0
 
     @property
     def batch(self) -> StepBatch:
@@ -81,8 +83,8 @@ class Schedule:
             self.work.prefill_contexts += contexts
 
     def evict(self) -> None:
-        """Evicts the least attended blocks of sequences with heavy hitters that reached an eviction
-        point."""
+        """For each sequence with heavy hitters that has reached an eviction point, evicts the
+        blocks with the least attention."""
         for sequence, *_ in self.chunks:
             if sequence.tables.hitters is not None:
                 sequence.tables.evict(sequence.num_computed_tokens)

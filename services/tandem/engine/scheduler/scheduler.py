@@ -1,30 +1,30 @@
 """Plans each step: the chunks to compute, the sequences that get blocks, and those that are
 preempted.
 
-The scheduler knows sequences and the block pool, no tensors. The token budget of a step goes to
+The scheduler knows sequences and block pools, but no tensors. The token budget of a step goes to
 decode first and then to prefill in order of arrival. Prefill chunks are sized to keep the step
 within its time limit (perf_model/step_time.py). Then waiting sequences are admitted, oldest first.
 
-Loads: if a tier below the pool has more blocks of a sequence than the pool, the sequence is LOADING
-first, while others run. A LOADING sequence holds all its blocks, like a sequence that awaits KV. If
-a step has tokens left, it may compute its first blocks during the load (loads.py).
+Loads: if a tier has more blocks of a sequence than the pool, the sequence is LOADING first, while
+others run. A LOADING sequence holds all its blocks, like a sequence that awaits KV. If a step has
+tokens left, the sequence may compute its first blocks during the load (loads.py).
 
-Blocks: a sequence is admitted only if every block that its tokens need can be reserved; until then
-it holds no block. In a KV group with a window, admission reserves only the blocks of a decode step.
+Blocks: a sequence is admitted only if every block that its tokens need can be reserved. Until then
+it holds no block. In a KV group with a window, a start reserves only the blocks of a decode step.
 The other blocks of a chunk are allocated when the chunk is planned, and released when it is
 computed. A decoding sequence allocates one more block when its last one is full.
 
 Preemption: if the pool has no block, the youngest running sequence is preempted. It releases its
-blocks, waits again in its place by age, and computes them again. Sequences that are LOADING or
-WAITING_FOR_KV (reads are in flight) or PREFILL_ONLY (a consumer relies on the blocks) are never
-preempted. A sequence that awaited only its prefix (`prefix_blocks`) can be preempted once it runs,
-and awaits nothing after that.
+blocks, waits again in its place by age, and is computed again. A sequence is never preempted while
+it is LOADING or WAITING_FOR_KV, because reads write to its blocks. A PREFILL_ONLY sequence is never
+preempted, because a consumer relies on its blocks. A sequence that awaited only its prefix
+(`prefix_blocks`) can be preempted once it runs. After that it does not wait for its prefix again.
 
-Two sequences cannot preempt each other for ever. No sequence takes blocks from an older one:
-without a younger victim it preempts itself. Waiting sequences are admitted oldest first. An
-admitted sequence produces at least one token before it can need another block. The oldest of all
-therefore advances with every admission. It waits only for blocks that are leased to peers or
-awaited, and leases have deadlines.
+Two sequences cannot preempt each other for ever. No sequence takes blocks from an older one: if
+there is no younger sequence, it preempts itself. Waiting sequences are admitted oldest first. An
+admitted sequence produces at least one token before it can need another block. So the oldest
+sequence advances with each of its admissions. It can only wait for blocks that are leased to peers
+or awaited from them, and leases have deadlines.
 """
 
 import time
@@ -43,21 +43,21 @@ from tandem.engine.scheduler.early_reuse import EarlyReuse, find_parent
 from tandem.engine.scheduler.loads import Loads
 from tandem.engine.scheduler.running_slots import num_running_slots
 from tandem.engine.scheduler.schedule import Chunk, Schedule
-from tandem.engine.sequence import Admission, Sequence, Status
+from tandem.engine.sequence import Sequence, SequenceStart, Status
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
 from tandem.errors import Overloaded
 
-# Maximum number of logit rows in a step for log probabilities of prompts; a row of 150,000 tokens
-# has 0.6 MB.
+# Maximum number of tokens in a step whose logits are needed for log probabilities of prompts. The
+# logits of one token have 0.6 MB with a vocabulary of 150,000 tokens.
 PROMPT_LOGITS_MAX = 128
 
 _arrival = attrgetter("arrival")
 
 
 class Scheduler:
-    """The queues of one engine, and the plan of each step. `waiting` and `running` are sorted by
-    arrival."""
+    """The queues of an engine's sequences, and the plan of each step. `waiting` and `running` are
+    sorted by arrival."""
 
     def __init__(
         self,
@@ -92,17 +92,18 @@ class Scheduler:
         insort(self.waiting, sequence, key=_arrival)
 
     def start(self, sequence: Sequence) -> None:
-        """Makes a sequence RUNNING. It must have its blocks, and waits for no more KV."""
+        """Makes a sequence RUNNING. The sequence must have its blocks. It does not wait for a
+        peer's KV any more."""
         self.withdraw(sequence)
         sequence.stop_awaiting_kv()
         sequence.status = Status.RUNNING
         insort(self.running, sequence, key=_arrival)
 
     def start_local(self, sequence: Sequence) -> None:
-        """Lets this engine compute a sequence for which no KV arrived.
+        """Lets this engine compute a sequence that waited in vain for a peer's KV.
 
-        With windows or a KV budget it is queued again, because it holds only the blocks for the
-        awaited KV.
+        With windows or a KV budget the sequence is queued again, because it has only the blocks for
+        the KV of the peer.
         """
         if self._kv.is_windowed(sequence.tables):
             self.restart_local(sequence)
@@ -121,8 +122,8 @@ class Scheduler:
         self.enqueue(sequence)
 
     def enter(self, sequence: Sequence) -> None:
-        """Makes a sequence RUNNING, or WAITING_FOR_KV if it must wait for a peer's KV. It must have
-        its blocks."""
+        """Makes a sequence WAITING_FOR_KV if it must wait for a peer's KV, and RUNNING otherwise.
+        The sequence must have its blocks."""
         self.withdraw(sequence)
         if sequence.lacks_kv:
             sequence.status = Status.WAITING_FOR_KV
@@ -138,7 +139,7 @@ class Scheduler:
         self.enqueue(sequence)
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Removes the sequence from its queue. It keeps its blocks."""
+        """Removes a sequence from the queue in which it is. The sequence keeps its blocks."""
         for queue in (self.waiting, self.running, self.awaiting, self.loading):
             if sequence in queue:
                 queue.remove(sequence)
@@ -150,21 +151,22 @@ class Scheduler:
         self.deadlines.check(sequence, before)
 
     def find_late(self) -> list[tuple[Sequence, Overloaded]]:
-        """Returns the sequences, with errors, whose first token would be late and that have no
-        computed token yet."""
+        """Returns the sequences whose first token would be late and that have no computed token
+        yet, each with the error for its client."""
         return list(self.deadlines.find_late([*self.running, *self.waiting]))
 
     def returnable(self, sequence_ids: Collection[str]) -> list[Sequence]:
-        """Returns the given sequences that wait and hold no blocks, the oldest first.
+        """Returns those of the given sequences that may be returned, so that another worker can
+        compute them. They wait and hold no blocks. The oldest comes first.
 
-        Sequences that wait for a grammar, or for blocks that others provide, are left out: on
-        another worker they would wait too, or compute more.
+        Sequences that wait for a grammar, or for blocks that other sequences provide, are left out.
+        On another worker they would wait too, or more of their tokens would have to be computed.
         """
         return [
             s
             for s in self.waiting
             if s.sequence_id in sequence_ids
-            and s.has_waited  # otherwise it may start in the next step
+            and s.has_waited  # a sequence that has not waited yet may start in the next step
             and not (s.is_begun or s.num_preemptions or s.awaits_grammar or self._awaits_blocks(s))
         ]
 
@@ -172,16 +174,16 @@ class Scheduler:
         if self.running or self.loads.has_work(self.loading) or self.find_late():
             return True
         oldest = self._next_waiting()
-        return oldest is not None and self._admission(oldest, Schedule()) is not None
+        return oldest is not None and self._find_start(oldest, Schedule()) is not None
 
     def awaits_threads(self) -> bool:
-        """Returns whether a waiting sequence's grammar is being compiled, or an adapter is being
-        read."""
+        """Returns whether a thread is compiling the grammar of a waiting sequence or reading an
+        adapter."""
         return self._adapters.is_reading or any(s.awaits_grammar for s in self.waiting)
 
     def schedule(self) -> Schedule:
-        """Plans a step. Admission and preemption take effect here; the caller may leave the chunks
-        uncomputed."""
+        """Plans a step. Admissions and preemptions take effect at once. The caller need not compute
+        the planned chunks."""
         schedule = Schedule()
         preempted = self._plan_decode(schedule)
         for sequence in self.running:
@@ -189,8 +191,8 @@ class Scheduler:
                 self._add_chunk(schedule, sequence)
         for sequence in self.loading:
             self._compute_meanwhile(schedule, sequence)
-        # After a preemption, free blocks are scarce: a newly admitted sequence would be the next to
-        # be preempted.
+        # No admission after a preemption: blocks are scarce, and a sequence admitted now would be
+        # the next to be preempted.
         if not preempted:
             self._admit(schedule)
         for chunk in schedule.chunks:
@@ -200,8 +202,8 @@ class Scheduler:
         return schedule
 
     def check_integrity(self, sequences: Collection[Sequence]) -> None:
-        """Raises AssertionError unless each sequence is in the queue of its status, and in no
-        other."""
+        """Raises AssertionError unless each sequence is in exactly one queue, the one for its
+        status."""
         for queue, status in (
             (self.waiting, Status.WAITING),
             (self.running, Status.RUNNING),
@@ -221,7 +223,7 @@ class Scheduler:
             )
 
     def _plan_decode(self, schedule: Schedule) -> bool:
-        """Plans the decoding sequences. Returns whether one was preempted."""
+        """Plans the tokens of the decoding sequences. Returns whether a sequence was preempted."""
         num_waiting = len(self.waiting)
         for sequence in [s for s in self.running if s.in_decode and not s.awaits_mask]:
             if schedule.work.num_tokens >= self._max_tokens_per_step:
@@ -235,23 +237,23 @@ class Scheduler:
 
     def _admit(self, schedule: Schedule) -> None:
         while (sequence := self._next_waiting()) and (
-            admission := self._admission(sequence, schedule)
+            start := self._find_start(sequence, schedule)
         ):
-            self._plan_load(sequence, admission)
+            self._plan_load(sequence, start)
             if sequence.loading.end:
-                admission = self.loads.admission(sequence, admission.num_cached_blocks)
+                start = self.loads.start_after_load(sequence, start.num_cached_blocks)
             tables = self._kv.reserve(
                 sequence.reusable_hashes,
-                admission.num_cached_blocks,
+                start.num_cached_blocks,
                 num_tokens=sequence.num_tokens,
-                resume=admission.resume,
-                sources=admission.sources,
+                resume=start.resume,
+                sources=start.sources,
                 budget=sequence.spec.kv_budget,
                 loaded=sequence.loading.end,
             )
             assert tables is not None
             self.early_reuse.end(sequence)
-            schedule.copies += sequence.hold(tables, admission)
+            schedule.copies += sequence.hold(tables, start)
             if sequence.loading.end:
                 self.withdraw(sequence)
                 sequence.status = Status.LOADING
@@ -266,12 +268,12 @@ class Scheduler:
             if sequence.status is Status.RUNNING:
                 self._add_chunk(schedule, sequence)
 
-    def _plan_load(self, sequence: Sequence, admission: Admission) -> None:
-        """Decides, at admission, which blocks of a sequence are loaded from a tier."""
+    def _plan_load(self, sequence: Sequence, start: SequenceStart) -> None:
+        """Decides which blocks of a sequence that is being admitted are loaded from a tier."""
         prefilling = [s for s in self.running if not s.in_decode]
         sequence.loading = loading = self.loads.plan(
             sequence,
-            admission,
+            start,
             queued_tokens=sum(s.num_missing_tokens for s in prefilling),
             num_delayed=len(self.running) - len(prefilling) + len(self.waiting) - 1,
         )
@@ -279,7 +281,8 @@ class Scheduler:
             sequence.stop_awaiting_kv()
 
     def _compute_meanwhile(self, schedule: Schedule, sequence: Sequence) -> None:
-        """Plans a chunk of a LOADING sequence. The chunk ends before the blocks being read."""
+        """Plans a chunk of a LOADING sequence. The chunk ends before the first block that the load
+        has begun to read."""
         tokens_left = self._tokens_left(schedule, sequence.num_computed_tokens)
         if len(schedule.chunks) < self._max_num_seqs:
             num_tokens = self.loads.find_chunk(sequence, tokens_left)
@@ -287,11 +290,11 @@ class Scheduler:
                 schedule.add(sequence, num_tokens)
 
     def _next_waiting(self) -> Sequence | None:
-        """Returns the oldest waiting sequence whose grammar and adapter are ready, and that need
-        not wait for blocks of other sequences.
+        """Returns the oldest waiting sequence that can start: its grammar and adapter are ready,
+        and it need not wait for blocks of other sequences.
 
         If a sequence gets no slot for its adapter, all younger sequences with adapters are skipped
-        too. Otherwise they might keep all slots in use for ever.
+        too. Otherwise the younger ones might keep all slots in use for ever.
         """
         is_full = False
         for sequence in self.waiting:
@@ -316,35 +319,37 @@ class Scheduler:
         of_admitted = (s.spec.adapter for s in (*self.running, *self.awaiting, *self.loading))
         return {adapter.digest for adapter in of_admitted if adapter is not None}
 
-    def _admission(self, sequence: Sequence, schedule: Schedule) -> Admission | None:
-        """Returns how a sequence would start; None if it gets no running slot or its blocks cannot
-        be reserved."""
+    def _find_start(self, sequence: Sequence, schedule: Schedule) -> SequenceStart | None:
+        """Returns how a sequence would start. Returns None if the sequence gets no running slot or
+        its blocks cannot be reserved."""
         if not self._has_slot(sequence, schedule):
             return None
         depth = self._kv.match(hashes := sequence.reusable_hashes)
         parent = find_parent(sequence, self.running, depth)
         part = self._kv.find_partial_block(*sequence.reusable_part(depth))
-        # The second try is without the partial block, which may itself have to be evicted.
+        # Tries with the partly matching block first, and then without it: the pool may have to
+        # evict this block to have room.
         for each in (part, None):
-            admission = sequence.plan(depth, parent, each)
+            start = sequence.plan(depth, parent, each)
             if self._kv.can_reserve(
                 hashes,
                 depth,
                 num_tokens=sequence.num_tokens,
-                resume=admission.resume,
-                sources=admission.sources,
+                resume=start.resume,
+                sources=start.sources,
                 budget=sequence.spec.kv_budget,
             ):
-                return admission
+                return start
         return None
 
     def _has_slot(self, sequence: Sequence, schedule: Schedule) -> bool:
-        """Returns whether a sequence can be admitted in addition to the admitted sequences.
+        """Returns whether a sequence can be admitted besides the sequences that are admitted
+        already.
 
-        A sequence that will decode here needs a running slot, and a place in each step beside all
-        admitted sequences. Otherwise the sequences that await KV could fill every step when their
-        KV arrives, and no prompt would be computed. A PREFILL_ONLY sequence does not wait for
-        sequences that await KV, because two workers may prefill for each other.
+        A sequence that will decode here needs a running slot. It also needs a place in each step
+        besides all admitted sequences. Otherwise sequences that await KV could fill every step once
+        their KV has arrived, and no prompt would be computed. A PREFILL_ONLY sequence does not wait
+        for sequences that await KV, because two workers may prefill for each other.
         """
         if sequence.mode is not Mode.PREFILL_ONLY:
             admitted = (*self.running, *self.awaiting, *self.loading)
@@ -379,16 +384,16 @@ class Scheduler:
 
     @property
     def chunk_tokens(self) -> int:
-        """Number of tokens of a prompt's first chunk that fit in a step with the current
-        decodes."""
+        """Largest number of prompt tokens that fit into a step besides the sequences that decode
+        now, for the first chunk of a prompt."""
         decoding = [s for s in self.running if s.in_decode]
         contexts = sum(s.num_computed_tokens for s in decoding)
         work = StepWork(decode_tokens=len(decoding), decode_contexts=contexts)
         return self._tokens_left(Schedule(work=work), 0)
 
     def _tokens_left(self, schedule: Schedule, context: int) -> int:
-        """Returns the largest number of tokens of a chunk that still fits the step. The chunk
-        follows `context` tokens of its sequence."""
+        """Returns the largest number of tokens that a further chunk of this step may have.
+        `context` is the number of tokens before the chunk in its sequence."""
         tokens_left = self._max_tokens_per_step - schedule.work.num_tokens
         in_time = self._step_time.chunk_max(schedule.work, context)
         return max(0, tokens_left if in_time is None else min(tokens_left, in_time))
@@ -406,15 +411,15 @@ class Scheduler:
         num_tokens = min(num_tokens, sequence.num_next_tokens)
         if sequence.needs_mask_first:
             num_tokens = min(num_tokens, sequence.num_missing_tokens - 1)
-        # The pool of a window may have room for only a part of the chunk, while other sequences
-        # still hold blocks for the chunks of their own.
+        # A window's pool may have room for only a part of the chunk, while other sequences hold
+        # blocks for their own chunks.
         end = self._kv.extend(sequence.tables, sequence.num_computed_tokens + num_tokens)
         if end > sequence.num_computed_tokens:
             schedule.add(sequence, end - sequence.num_computed_tokens)
 
     def computed(self, chunk: Chunk) -> None:
-        """Updates the pull lag of a chunk's sequence. Must be called before the chunk's tokens
-        count as computed."""
+        """Updates `pull_lag_s` of a chunk's sequence: the time for which the consumer's pulls still
+        continue. Must be called before the chunk's tokens count as computed."""
         sequence = chunk.sequence
         link = self._link(sequence)
         rate = self._step_time.prefill_rate
@@ -439,7 +444,7 @@ class Scheduler:
 
     def _chunk_prefill_only(self, sequence: Sequence, tokens_left: int) -> int:
         """Returns the size of the next chunk of a PREFILL_ONLY sequence, chosen so that the
-        consumer has all blocks soonest (chunking.py)."""
+        consumer has all blocks as soon as possible (chunking.py)."""
         num_missing = sequence.num_missing_tokens
         rate = self._step_time.prefill_rate
         link = self._link(sequence)
@@ -458,13 +463,13 @@ class Scheduler:
         )
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Allocates a block for a decoding sequence's next token if it needs one, and preempts
-        younger sequences if no block is available.
+        """Allocates a block if a decoding sequence needs one for its next token. If no block is
+        available, younger sequences are preempted.
 
         Returns False if the sequence itself was preempted, because there was no younger one.
         """
         num_tokens = sequence.num_tokens
-        # Fast path for one group: most steps need no block.
+        # Fast path for models with one KV group: in most steps the last block still has room.
         if (
             not self._kv.has_windows
             and len(sequence.block_table) * sequence.block_size >= num_tokens

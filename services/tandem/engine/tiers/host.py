@@ -1,4 +1,4 @@
-"""The slots of a tier in host memory. They are lost when the process ends."""
+"""Keeps the blocks of a tier in host memory. They are lost when the process ends."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ class HostStorage(Storage):
     name = HOST
 
     def __init__(self, pages: HostPages, *, block_bytes: int) -> None:
-        """`pages` hold a whole number of blocks."""
+        """The size of `pages` must be a multiple of `block_bytes`."""
         self._slots = pages.data.reshape(-1, block_bytes)
         self._is_device_accessible = pages.is_device_accessible
         self.num_slots = len(self._slots)
@@ -28,14 +28,16 @@ class HostStorage(Storage):
             np.copyto(target, self._slots[slot])
 
     def forget(self) -> None:
-        """Does nothing, because only the slot pool knows which slots hold a block."""
+        """Does nothing, because the storage does not record which slots hold a block. The slot pool
+        does."""
 
     def entries(self) -> list[tuple[int, Entry]]:
         return []
 
     def close(self) -> None:
-        """Does nothing: the memory is freed with its last reference."""
+        """Does nothing. The memory is freed when nothing references it any more."""
 
     def _has(self, slot: int, data: Bytes) -> bool:
-        """Returns whether `data` is the slot's own memory, which the device reads and writes."""
+        """Returns whether `data` is the memory of the slot itself. Then the device reads or writes
+        the slot directly, and no copy is needed."""
         return self._is_device_accessible and np.may_share_memory(self._slots[slot], data)

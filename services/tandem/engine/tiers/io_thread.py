@@ -10,7 +10,7 @@ from typing import Protocol
 
 log = logging.getLogger(__name__)
 
-_NICE = 5  # the engine's thread has priority when both need a core
+_NICE = 5  # lowers the priority, so that the engine's thread goes first when both need a core
 
 
 class JobThread(Protocol):
@@ -39,12 +39,12 @@ class IoThread:
         self._thread.join(deadline_s)
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # Linux sets the niceness of a single thread
+        with contextlib.suppress(OSError):  # on Linux this lowers the priority of this thread only
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            # This is a bug or a panic in obstore; whatever waits for the job has a deadline.
+            # A bug, or a panic in obstore. Whatever waits for this job has a deadline.
             except BaseException:
                 log.exception("a job of %s failed", threading.current_thread().name)
             self._on_job_end()

@@ -1,10 +1,10 @@
 """The jobs of the tiers' threads: writes of blocks to a tier, and loads of a sequence's blocks from
 tiers.
 
-A job keeps its resources until the engine handles its end: the device block of a write is not
-reallocated, and the slots of a load stay referenced. A job cannot be stopped in the middle of a
-block. A load that fails or is cancelled also ends only when all copies to the device that it
-started are done.
+A job keeps its resources until the engine handles its end: the block of a write is not allocated
+again, and the slots of a load stay referenced. A job cannot be stopped in the middle of a block. A
+load that fails or is cancelled ends only when all copies that it has started to the device are
+done.
 """
 
 from __future__ import annotations
@@ -23,49 +23,52 @@ from tandem.engine.tiers.storage import BadBlock, Bytes, Entry, Storage
 
 log = logging.getLogger(__name__)
 
-_AHEAD = 16  # maximum number of reads of a load in flight
-# Read errors that may be temporary: a busy device, or a storage path that is failing over. A second
-# try costs little. A load reads from the last block to the first, so without it the engine would
-# compute this block and all blocks before it.
+_AHEAD = 16  # maximum number of reads in flight for one load
+# Read errors that may be temporary: a busy device, or a storage path that is failing over. Such a
+# read is tried a second time, which costs little. Without the second try, the engine would have to
+# compute this block and all blocks before it, because a load reads from the last block to the
+# first.
 _PASSING = frozenset({errno.EINTR, errno.EAGAIN, errno.EIO})
 
 
 @dataclass(slots=True)
 class Target:
-    """A slot to which a block is written."""
+    """The slot in one tier to which a block is written."""
 
     tier: int
     storage: Storage
-    table: list[int]  # referenced slots; the last one is written
-    is_rewrite: bool  # whether an unreadable copy in this slot is replaced
+    # Slots on which the write holds a reference until it is settled. The block is written to the
+    # last one.
+    table: list[int]
+    # True: an unreadable copy in the slot is replaced. False: the slot is empty.
+    is_rewrite: bool
     is_written: bool = False
-    is_settled: bool = False  # whether the engine has handled the end of the write
+    is_settled: bool = False  # True: the engine has handled the end of the write
 
 
 @dataclass(slots=True)
 class Write:
     block_id: int
     entry: Entry
-    after: Event  # the device event after which the block is full
+    after: Event  # once the device has reached this event, the block is full
     targets: list[Target]
-    generation: int  # the generation of the tiers' content; a reset starts a new one
+    num_resets: int  # resets of the tiers before this write
     on_end: Callable[[Write, Target], object]
     group: int = 0  # the KV group of the block
 
     @property
     def awaits(self) -> set[int]:
-        """Numbers of the tiers in which the write has not ended, or whose end the engine has not
-        handled yet."""
+        """Numbers of the tiers for which the engine has not yet handled the end of this write."""
         return {target.tier for target in self.targets if not target.is_settled}
 
     def begin_out(self, target: Target, channel: Channel) -> Callable[[], Bytes]:
-        """Starts to copy the block to the host for one target. The returned function waits for the
-        end of the copy and returns the bytes."""
+        """Starts to copy the block to host memory, for the write to one target. The returned
+        function waits for the end of the copy and returns the bytes."""
         return channel.begin_out(self.block_id, self.after, target.storage.memory(target.table[-1]))
 
     def begin(self, target: Target, data: Bytes) -> Callable[[], None]:
-        """Starts the write to one target. The returned function waits for its end and notifies the
-        engine."""
+        """Starts to write the block's bytes `data` to one target. The returned function waits for
+        the end of the write and calls `on_end`."""
         end_write = target.storage.begin_write(target.table[-1], self.entry, data)
 
         def end() -> None:
@@ -81,10 +84,11 @@ class Write:
 
 
 def write_all(writes: Sequence[tuple[Write, Target]], channel: Channel) -> None:
-    """Writes blocks to one tier and KV group.
+    """Writes blocks of one KV group to one tier.
 
-    `on_end` is called once for each write, also if one raises. After an error no more writes are
-    started. `on_end` of a write in flight is called only when nothing reads its block any more.
+    `on_end` is called once for each write, even if a write raises an error. After an error no more
+    writes are started. For a write in flight, `on_end` is called only when nothing reads the block
+    any more.
     """
     num_begun = 0
     try:
@@ -109,20 +113,20 @@ def _call_all(calls: Iterable[Callable[[], None]]) -> None:
     for call in calls:
         try:
             call()
-        except BaseException as error:  # a panic in obstore is no Exception
+        except BaseException as error:  # a panic in obstore is a BaseException, but no Exception
             errors.append(error)
     if errors:
         raise errors[0]
 
 
 class LoadPart(NamedTuple):
-    """One block of a load."""
+    """One read of a load: from a slot of a tier into a block of a KV group's pool."""
 
     tier: int
     storage: Storage
     slot: int
     block_hash: bytes
-    block_id: int  # an id in the pool of the block's group
+    block_id: int  # the block's id in the pool of `group`
     chain_index: int = 0
     group: int = 0
 
@@ -130,7 +134,8 @@ class LoadPart(NamedTuple):
         return self.storage.begin_read(self.slot, self.block_hash)
 
     def end_read(self, end: Callable[[Bytes], None], target: Bytes) -> None:
-        """Waits for a read that was started, and retries once after an error that may be temporary.
+        """Waits for the end of a read that `begin_read` started. Reads once more after an error
+        that may be temporary.
 
         Raises the errors of `Storage.read`.
         """
@@ -145,54 +150,64 @@ class LoadPart(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """Reads blocks from the last to the first. Meanwhile the engine may compute the first ones: it
-    takes their parts from the load, which does not read them.
+    """Loads the missing blocks of one sequence from tiers, the last block first. Meanwhile the
+    engine may compute the first blocks: it takes their parts from the load (`take`), and the load
+    does not read them. A part is the read of one block.
 
-        [ taken by the engine | not read yet | being read or copied | loaded ]
-         <---- num_taken ---->                <-------- num_begun -------->
-                                                                     <- num_read ->
+    A load of 10 parts, in the middle of its work:
+
+        part      state                      attributes
+        0 to 1    taken by the engine        num_taken = 2
+        2 to 5    not begun                  num_free = 6, the parts 0 to 5
+        6 to 7    being read or copied       num_begun = 4, the parts 6 to 9
+        8 to 9    loaded                     num_read = 2
 
     Each tier has a thread for reads. A load that needs several tiers moves from one tier's thread
     to the next, so a tier that hangs does not block loads from other tiers.
     """
 
     sequence_id: str
-    chain: Sequence[bytes]  # hashes of the prompt's blocks, up to the last one to load
-    parts: list[LoadPart]  # ordered by tier, the fastest first, and within a tier by chain index
-    # The slots that stay referenced until the load ends, by (tier, group).
+    # hashes of the prompt's blocks, from the first block to the last one to load
+    chain: Sequence[bytes]
+    parts: list[LoadPart]  # sorted by tier, the fastest first, and for each tier by chain index
+    # The slots that stay referenced until the load ends. The key is (tier, group).
     tables: dict[tuple[int, int], list[int]]
-    # Average size of a part, as a fraction of the sum of all groups' block sizes.
+    # The average size of a part, divided by the sum of the block sizes of all KV groups. 1.0 if the
+    # model has one group.
     share: float
-    # number of leading parts that the engine is expected to compute, so they need not be loaded
+    # Number of first parts that the engine is expected to compute, so the load does not read ahead
+    # into them.
     num_spared: int
 
     channels: Sequence[Sequence[Channel]]  # channels[group][tier]
-    after: Event  # the device event after the engine's last use of the blocks
+    after: Event  # copies to the pool start once the device has reached this event
     clock: Callable[[], float]  # returns the time in seconds
     on_end: Callable[[Load], object]
     continue_in: Callable[[int, Load], object]  # continues the load in the thread of the given tier
 
     # These fields are set by the load, its thread and the engine.
     num_taken: int = field(default=0, init=False)
-    # number of last parts that are loaded or being read
+    # number of parts at the end that are loaded or being read
     num_begun: int = field(default=0, init=False)
-    num_read: int = field(default=0, init=False)  # number of last parts that are loaded
+    num_read: int = field(default=0, init=False)  # number of parts at the end that are loaded
     failed: LoadPart | None = field(default=None, init=False)
     # True: the sequence is gone, so the load starts no more reads.
     is_cancelled: bool = field(default=False, init=False)
-    ends: dict[int, int] = field(init=False)  # index + 1 of the last part from each tier, by tier
-    tier: int = field(init=False)  # number of the tier from which the load reads now
+    # for each tier, the index in `parts` after the tier's last part
+    ends: dict[int, int] = field(init=False)
+    tier: int = field(init=False)  # the tier from which the load reads now
     # `clock` time at which the load was submitted to the current tier's thread
     submitted_at: float = field(init=False)
     # `clock` time at which the last block from the current tier was loaded; 0: none yet
     progress_at: float = field(default=0.0, init=False)
-    seconds: dict[int, float] = field(default_factory=dict, init=False)  # time spent by tier
-    # expected seconds per part, by tier
+    # for each tier, the seconds spent on its reads
+    seconds: dict[int, float] = field(default_factory=dict, init=False)
+    # for each tier, the expected seconds per part
     expected_s: dict[int, float] = field(default_factory=dict, init=False)
-    # (start time of the current tier's reads, number of parts loaded before that, index of the
-    # tier's first part); None before the reads start.
+    # (time at which the reads of the current tier started, number of parts loaded before that,
+    # index of the tier's first part). None before the reads start.
     _since: tuple[float, int, int] | None = field(default=None, init=False)
-    # copies to the device in flight, last parts first
+    # Copies in flight: the event at the end of each copy, in the order in which the copies started.
     _copies_in_flight: deque[Event] = field(default_factory=deque, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -203,11 +218,12 @@ class Load:
 
     @property
     def first_block(self) -> int:
-        """Index of the first part's block in its chain."""
+        """Chain index of the first part's block."""
         return self.parts[0].chain_index
 
     def __call__(self) -> None:
-        """Reads the parts of the current tier. Then continues with the next tier, or ends."""
+        """Runs in the current tier's thread: reads the parts of this tier, and then continues with
+        the next tier or ends."""
         tier: int | None = None
         try:
             tier = self._read_tier()
@@ -216,13 +232,14 @@ class Load:
 
     @property
     def num_free(self) -> int:
-        """Number of first parts that are not loaded or being read. The engine has taken some of
+        """Number of first parts that the load has not begun to read. The engine has taken some of
         them, or may take them."""
         return len(self.parts) - self.num_begun
 
     def take(self, num_parts: int) -> int:
-        """Lets the engine compute the first `num_parts` parts, except those being read. Returns the
-        number of parts taken so far."""
+        """Lets the engine compute the first `num_parts` parts instead of the load, except those
+        that the load has begun to read. Returns the total number of parts that the engine has
+        taken."""
         with self._lock:
             self.num_taken = max(self.num_taken, min(num_parts, self.num_free))
             return self.num_taken
@@ -234,7 +251,7 @@ class Load:
 
     @property
     def blocks(self) -> range:
-        """Chain indices of the loaded blocks. Only for parts of a single group."""
+        """Chain indices of the loaded blocks. Only correct if all parts belong to one KV group."""
         end = self.first_block + len(self.parts)
         return range(end - self.num_read, end)
 
@@ -251,18 +268,18 @@ class Load:
 
     @property
     def first_expected(self) -> int:
-        """Chain index of the first block that is expected to be read."""
+        """Chain index of the first block that the load itself is expected to read."""
         return self.first_block + max(self.num_spared, self.num_taken)
 
     @property
     def unsafe_parts(self) -> list[LoadPart]:
-        """Parts whose blocks may be written until the load has ended."""
+        """The parts whose blocks the load may write before it ends."""
         return self.parts[self.num_taken :]
 
     @property
     def num_read_by_tier(self) -> dict[str, int]:
-        """Number of loaded blocks by the name of the tier. A block whose groups come from several
-        tiers counts for the slowest of them."""
+        """Number of loaded blocks by the name of the tier. If a block's parts (one for each KV
+        group) come from several tiers, the block counts for the slowest of these tiers."""
         names = {part.chain_index: part.storage.name for part in self.parts_read}
         return dict(Counter(names.values()))
 
@@ -271,12 +288,12 @@ class Load:
         return self.parts[len(self.parts) - self.num_read :]
 
     def _read_tier(self) -> int | None:
-        """Reads the parts of the current tier. Returns the next tier with parts to read; None if
-        there is none or a read failed."""
+        """Reads the parts of the current tier. Returns the tier to continue with; None if no part
+        is left to read or a read failed."""
         first = next(i for i, part in enumerate(self.parts) if part.tier == self.tier)
         self._since = self.clock(), self.num_read, first
         begun: deque[Callable[[Bytes], None]] = deque()
-        num_ahead = self.num_begun  # number of last parts whose reads were started
+        num_ahead = self.num_begun  # number of parts at the end whose reads were started
         while (part := self._begin(first)) is not None:
             wanted = len(self.parts) - max(self.num_spared, self.num_taken, first)
             wanted = max(self.num_begun, min(wanted, self.num_begun + _AHEAD))
@@ -289,7 +306,8 @@ class Load:
         return self.parts[self.num_free - 1].tier if is_left else None
 
     def _begin(self, first: int) -> LoadPart | None:
-        """Returns the next part to read; None if no part from index `first` on is left to read."""
+        """Returns the next part to read. Returns None if no part of the current tier is left;
+        `first` is the index of the tier's first part."""
         with self._lock:
             if self.is_cancelled or self.num_free <= max(self.num_taken, first):
                 return None
@@ -312,7 +330,8 @@ class Load:
         return True
 
     def _follow(self, num_left: int) -> None:
-        """Counts finished copies to the device. Waits until at most `num_left` are in flight."""
+        """Counts the parts whose copies to the device are done. Waits until at most `num_left`
+        copies are in flight."""
         while self._copies_in_flight:
             if len(self._copies_in_flight) > num_left:
                 self._copies_in_flight[0].synchronize()

@@ -32,13 +32,13 @@ CHAIN_TOKENS = 8192  # a typical length of a conversation or a document
 
 @dataclass(frozen=True, slots=True)
 class TierInputs:
-    """The inputs of the functions that create a tier's storages. `blocks`, `identities` and `seals`
+    """What the functions need that create a tier's storages. `blocks`, `identities` and `seals`
     have one item for each KV group."""
 
     config: EngineConfig
     layout: KvLayout
     blocks: Sequence[DeviceBlocks]  # the blocks of the KV pools
-    identities: Sequence[str]  # strings that name everything on which the KV depends
+    identities: Sequence[str]  # each names everything on which the group's KV depends
     seals: Sequence[Seal]
 
 
@@ -51,7 +51,7 @@ def make_tiers(
 ) -> Tiers:
     """Returns the tiers of an engine.
 
-    `memory` holds all KV pools, of any shape and dtype. `identity` names everything on which the KV
+    `memory` holds all KV pools, in any shape and dtype. `identity` names everything on which the KV
     depends. Raises ConfigError for settings that tiers do not support.
     """
     layout = kv.layout
@@ -131,12 +131,13 @@ STORAGES: dict[str, Callable[[TierInputs], list[Storage]]] = {
 def _divide(
     option: str, given: int, layout: KvLayout, slots: Sequence[int], fixed: int = 0
 ) -> list[int]:
-    """Divides the bytes of a tier, except `fixed` bytes, among the KV groups. `slots` has the bytes
-    of a slot in each group.
+    """Divides the bytes of a tier among the KV groups, after it has subtracted `fixed` bytes.
+    `slots` has the bytes of one slot in each group.
 
-    The bytes are divided by what a group needs of a chain of `CHAIN_TOKENS` tokens: the whole chain
-    or, with a window, the blocks for a request that resumes after the prompt and for one that
-    resumes after the chain's end. Raises ConfigError if a group would have no slot.
+    Each group gets bytes in proportion to what it stores of a chain of `CHAIN_TOKENS` tokens. A
+    group without a window stores the whole chain. A group with a window stores the blocks for two
+    requests: one resumes after the prompt, the other after the end of the chain. Raises ConfigError
+    if a group would have no slot.
     """
     chain = layout.blocks_of(CHAIN_TOKENS)
     needs = [
@@ -156,8 +157,8 @@ def _pool_bytes(layout: KvLayout) -> list[int]:
 
 
 def device_blocks(rows: torch.Tensor) -> DeviceBlocks:
-    """Returns the interface through which tier threads access a pool, uint8 [num_blocks,
-    block_bytes]."""
+    """Returns the object through which tier threads copy the blocks of a pool. `rows` is the pool,
+    uint8 [num_blocks, block_bytes]."""
     if rows.device.type == "cpu":
         return BlocksInPlace(rows.numpy())
     return StagedBlocks(rows, CudaDevice(rows.device))

@@ -1,13 +1,13 @@
-"""Seals the bytes of blocks before they leave the worker's memory. A seal encrypts the bytes, or
-leaves them unchanged if there is no key.
+"""Seals the bytes of blocks before they leave the worker's memory. To seal means to encrypt, if
+there is a key. Without a key the bytes stay unchanged.
 
 An encrypted block has these fields (sizes in bytes):
 
     key id, 8 | nonce, 12 | the block's bytes, encrypted | tag, 16
 
 Encryption is AES-256-GCM (NIST SP 800-38D). The associated data are the identity of the KV and the
-block's hash, so the bytes of another block fail to decrypt. Nonces are random, and with random
-nonces NIST allows 2^32 blocks for a key.
+block's hash, so the bytes of another block fail to decrypt. Nonces are random. With random nonces,
+NIST allows 2^32 blocks for a key.
 """
 
 import hashlib
@@ -30,18 +30,19 @@ _HEAD_BYTES = _ID_BYTES + _NONCE_BYTES
 
 
 class Seal(Protocol):
-    name: str  # identifies the format of sealed bytes
-    num_extra_bytes: int  # the bytes that sealing adds to a block
+    name: str  # name of the format of sealed bytes
+    num_extra_bytes: int  # number of bytes that sealing adds to a block
 
     def seal(self, block_hash: bytes, data: Bytes) -> Bytes:
         """Returns the sealed bytes, which may be `data` itself."""
 
     def buffer(self, target: Bytes) -> Bytes:
-        """Returns a buffer for the sealed bytes of a block that will be opened into `target`."""
+        """Returns memory for the sealed bytes of a block, which `open` then unseals into `target`.
+        The memory may be `target` itself."""
 
     def open(self, block_hash: bytes, sealed: Bytes, target: Bytes) -> None:
-        """Unseals `sealed`, which is the filled result of `buffer`, into `target`. Raises
-        BadBlock."""
+        """Unseals `sealed` into `target`. `sealed` is the memory that `buffer` returned, filled
+        with the sealed bytes. Raises BadBlock."""
 
 
 class Plain:
@@ -55,7 +56,7 @@ class Plain:
         return target
 
     def open(self, block_hash: bytes, sealed: Bytes, target: Bytes) -> None:
-        """Does nothing: the bytes are in `target` already."""
+        """Does nothing. The bytes are in `target` already, because `buffer` returned `target`."""
 
 
 class Encrypted:
@@ -63,8 +64,8 @@ class Encrypted:
     num_extra_bytes = _HEAD_BYTES + _TAG_BYTES
 
     def __init__(self, keys: list[bytes], identity: str) -> None:
-        """`keys` starts with the key that seals blocks; the others only open blocks. `identity`
-        names everything on which the KV depends."""
+        """The first of `keys` seals blocks; the others only open blocks that they sealed earlier.
+        `identity` names everything on which the KV depends."""
         self._ciphers = {key_id(key): AESGCM(key) for key in keys}
         self._own = key_id(keys[0])
         self._identity = identity.encode()
@@ -98,7 +99,8 @@ class Encrypted:
 
 
 def make_seal(key_file: str, identity: str) -> Seal:
-    """Returns the seal for blocks; without a key file they stay unencrypted. Raises ConfigError."""
+    """Returns the seal for the keys in `key_file`. If `key_file` is empty, blocks stay unencrypted.
+    Raises ConfigError."""
     return Encrypted(read_keys(Path(key_file).expanduser()), identity) if key_file else Plain()
 
 

@@ -1,12 +1,14 @@
-"""Finds the tier that provides each missing block of a chain, and the depth to which a chain can be
-loaded.
+"""Finds the tier from which each missing block of a chain can be loaded, and the depth to which a
+chain can be loaded.
+
+The chains below are drawn from the first block to the last. In a window, the blocks of the pool and
+of the tiers may be in any order:
 
     group without a window   [ in the pool | in the first tier | in the second tier         ]
     group with a window      [ not needed               | pool | 2nd tier | pool | 1st tier ]
 
-In a window, the blocks of the pool and the tiers may be in any order. A chain can be loaded up to
-the deepest hit (`KvLayout.deepest_hit`), where a block may be in the pool or in any tier. This
-module knows no threads.
+The depth is the largest one at which a request can resume (`KvLayout.deepest_hit`) if each block is
+in the pool or in any tier. This module starts no threads and reads no bytes of blocks.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ class Sources:
     def reach(
         self, block_hashes: Sequence[bytes], held: int, tiers: Sequence[Tier]
     ) -> list[TierReach]:
-        """Returns, for each tier, the depth up to which a chain can be loaded from it and the
-        faster tiers, and the seconds per block.
+        """Returns, for each tier, the depth to which a chain can be loaded from this tier and the
+        faster ones, and the seconds per block.
 
         Only tiers in `tiers` are used. The seconds are an average over the blocks after the first
-        `held` blocks; 0 if no load is measured.
+        `held` blocks, which the pool has. They are 0 if no load was measured.
         """
         if not self._layout.has_windows:
             return [
@@ -61,11 +63,11 @@ class Sources:
     def find_parts(
         self, block_hashes: Sequence[bytes], wanted: Sequence[UnfilledBlock], tiers: Sequence[Tier]
     ) -> tuple[list[LoadPart], Tables]:
-        """Returns the parts of a load, the fastest tier's first, and the slots that are referenced
-        for them.
+        """Returns the parts of a load, sorted by tier with the fastest first, and the slots that
+        are now referenced for them.
 
-        Each wanted block must be in a tier. A tier that is not in `tiers` provides only the blocks
-        that no tier in `tiers` has.
+        Each wanted block must be in a tier. A tier outside `tiers` provides only the blocks that no
+        tier in `tiers` has.
         """
         parts: list[LoadPart] = []
         tables: Tables = {}
@@ -88,7 +90,7 @@ class Sources:
         block_hashes: Sequence[bytes],
         wanted: Sequence[UnfilledBlock],
     ) -> tuple[list[UnfilledBlock], list[UnfilledBlock]]:
-        """Divides a group's wanted blocks into those that a tier has and the others."""
+        """Divides a group's wanted blocks into (those that the tier has, the others)."""
         slots = tier.groups[group].pool
         found: list[UnfilledBlock] = []
         others: list[UnfilledBlock] = []
@@ -109,9 +111,8 @@ class Sources:
         block_hashes: Sequence[bytes],
         wanted: Sequence[UnfilledBlock],
     ) -> list[int]:
-        """References the slots of blocks that a tier has. The returned table ends with the
-        slots of these blocks; without a window, the slots of all earlier blocks of the chain
-        precede them."""
+        """References the slots that hold the wanted blocks and returns them. Without a window, the
+        slots of all earlier blocks of the chain are referenced too and come first."""
         if self._layout.groups[group].window is None:
             chain = block_hashes[: wanted[-1].chain_index + 1]
         else:
@@ -135,8 +136,8 @@ class Sources:
     def known_depth(
         self, block_hashes: Sequence[bytes], among: Sequence[Tier] | None = None
     ) -> int:
-        """Returns how many first blocks of a chain the full-attention group has in its pool or in
-        one of the tiers.
+        """Returns how many leading blocks of a chain the full-attention group has in its pool or in
+        one of the tiers `among`.
 
         `among` defaults to all tiers. Returns 0 if all groups have a window.
         """
@@ -147,8 +148,8 @@ class Sources:
         return max(len(self._pools[0].match(block_hashes)), *reached, 0)
 
     def _seconds(self, block_hashes: Sequence[bytes], depth: int, tiers: Sequence[Tier]) -> float:
-        """Returns the seconds to load the blocks that a request needs to resume after the first
-        `depth` blocks of a chain, and that are not in the pools."""
+        """Returns the expected seconds to load what a request needs to resume after the first
+        `depth` blocks of a chain. Blocks in the pools need no load."""
         seconds = 0.0
         for number, group in enumerate(self._layout.groups):
             first = group.first_seen(depth * self._layout.block_size)
@@ -166,7 +167,7 @@ def _parts(
     wanted: Sequence[UnfilledBlock],
     slots: Sequence[int],
 ) -> list[LoadPart]:
-    """Returns the parts of a load that fill a group's blocks from these slots of a tier."""
+    """Returns the parts of a load that read these slots of a tier into the wanted blocks."""
     storage = tier.groups[group].storage
     return [
         LoadPart(tier.number, storage, slot, block_hashes[index], block_id, index, group)

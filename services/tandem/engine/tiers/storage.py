@@ -1,8 +1,8 @@
 """The protocol of a tier's storage: numbered slots that hold one block each, in memory, on disk or
 in an object store. A tier has one storage for each KV group.
 
-Only the tier's I/O threads call `write` and `read`. One thread writes a slot; another may read it
-only after the write has ended.
+Only the tier's I/O threads call `write` and `read`. One thread writes a slot, and another thread
+may read the slot only after the write has ended.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Entry(NamedTuple):
-    """A block that is written to a slot."""
+    """The block that a slot holds, or that is written to a slot."""
 
     block_hash: bytes
     parent_hash: bytes  # empty for the first block of a chain
@@ -29,12 +29,13 @@ class BadBlock(Exception):
 class Storage(Protocol):
     name: str  # the tier's name, from common/kv_tiers.py
     num_slots: int
-    num_torn: int = 0  # slots whose block could not be recovered when the storage was opened
+    # number of slots whose block could not be recovered when the storage was opened
+    num_torn: int = 0
 
     @property
     def is_ready(self) -> bool:
-        """False after a recent failure: the storage is then neither written nor read for a
-        while."""
+        """False for a while after a failure. The storage is neither read nor written during this
+        time."""
         return True
 
     def write(self, slot: int, entry: Entry, data: Bytes) -> None:
@@ -46,25 +47,26 @@ class Storage(Protocol):
         `target` is undefined then."""
 
     def begin_write(self, slot: int, entry: Entry, data: Bytes) -> Callable[[], None]:
-        """Starts a write. The returned function waits for its end and raises the errors of
-        `write`."""
+        """Starts a write. The returned function waits for the end of the write and raises the
+        errors of `write`."""
         return partial(self.write, slot, entry, data)
 
     def begin_read(self, slot: int, block_hash: bytes) -> Callable[[Bytes], None]:
-        """Starts a read. The returned function fills its argument and raises the errors of
-        `read`."""
+        """Starts a read. The returned function waits for the bytes, puts them into its argument and
+        raises the errors of `read`."""
         return partial(self.read, slot, block_hash)
 
     def memory(self, slot: int) -> Bytes | None:
-        """Returns the slot's own memory if the device can copy to and from it; otherwise None.
+        """Returns the memory of a slot, if the device can copy to and from it. Otherwise returns
+        None.
 
-        Only a storage in page-locked memory has one. `write` and `read` accept this memory as their
-        buffer.
+        Only a storage in page-locked memory has such slots. Their memory may also be passed to
+        `write` and `read` as the buffer.
         """
         return None
 
     def take_lost(self) -> list[int]:
-        """Returns the slots whose bytes were found to be lost since the last call."""
+        """Returns the slots whose bytes were found to be missing since the last call."""
         return []
 
     def forget(self) -> None:

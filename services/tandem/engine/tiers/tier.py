@@ -1,8 +1,7 @@
-"""One tier: its measured rate and counters, and its storage and slots for each KV group.
+"""One tier: its storage and slots for each KV group, its measured load rate, and its counters.
 
 For a KV group without a window a tier holds complete prefixes. For a group with a window it holds
-the blocks that requests may need to resume (engine/cache/pool/window_pool.py). A chain can be
-loaded up to a depth at which each window has everything that the next token sees.
+the blocks that requests may need to resume (engine/cache/pool/window_pool.py).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tandem.engine.tiers.slots.slot_pool import SlotPool, WindowSlotPool
 from tandem.engine.tiers.storage import Entry, Storage
 from tandem.engine.types import StoredBlock, TierBlocks, TierStats
 
-_WEIGHT = 0.3  # weight of the newest load in the average
+_WEIGHT = 0.3  # weight of the newest load in the average load rate
 _DECLINE_FACTOR = 0.98
 
 
@@ -38,10 +37,11 @@ class TierGroup:
             self._publish(Entry(block_hash, parents[block_hash]))
 
     def target(self, entry: Entry) -> Target | None:
-        """Takes a slot for a block that the tier lacks.
+        """Takes a slot to which the block can be written, and protects the parent's slot until
+        `settle`.
 
-        Returns None if the tier lacks the parent, no slot is free, the policy refuses the block, or
-        the storage is not ready.
+        Returns None if the tier has a readable copy already or lacks the parent, if no slot is
+        free, if the policy refuses the block, or if the storage is not ready.
         """
         if not self.storage.is_ready:
             return None
@@ -65,8 +65,8 @@ class TierGroup:
         return Target(self._tier, self.storage, table, is_rewrite)
 
     def settle(self, entry: Entry, target: Target, *, is_current: bool) -> None:
-        """Handles the end of a write. With `is_current` False the block is dropped, because the
-        tier was reset meanwhile."""
+        """Handles the end of a write. `is_current`: False if the tier was reset during the write.
+        The block is dropped then."""
         self._being_written.discard(entry.block_hash)
         is_new = target.is_written and is_current
         if is_new and not target.is_rewrite:
@@ -81,8 +81,8 @@ class TierGroup:
             self._publish(entry)
 
     def learn(self, chain: Sequence[Entry]) -> None:
-        """Adds blocks, parents first, that another worker wrote to the storage. Bad copies stay bad
-        until they are written again."""
+        """Adds blocks that another worker wrote to the storage, parents first. A copy that is
+        marked as bad stays bad until this worker writes it again."""
         for entry in chain:
             if self.pool.find(entry.block_hash) is not None:
                 continue
@@ -104,11 +104,13 @@ class TierGroup:
             self.events.remove(block_hash)
 
     def take_lost(self) -> list[bytes]:
-        """Returns the hashes of blocks whose slots have lost their bytes since the last call."""
+        """Returns the hashes of blocks whose bytes were found to be missing in the storage since
+        the last call."""
         return [name for slot in self.storage.take_lost() if (name := self.pool.hash_of(slot))]
 
     def follow_evictions(self) -> list[bytes]:
-        """Returns the hashes evicted since the last call, except those of bad copies."""
+        """Returns the hashes of the blocks evicted since the last call, without those whose copies
+        were bad. Records the evictions as events."""
         removed = self.pool.take_removed()
         for block_hash in removed:
             self.events.remove(block_hash)
@@ -121,11 +123,12 @@ class TierGroup:
 
 
 class LoadRate:
-    """The measured rate of loads from a tier, by which the scheduler decides whether to load or to
-    compute blocks.
+    """The measured rate of loads from a tier. With it the scheduler decides whether to load blocks
+    or to compute them.
 
-    A declined load is not measured, so an estimate that is too slow would never be corrected.
-    Therefore each decline lowers the estimate a little, until a load is tried again.
+    If the rate seems too slow, loads are declined and not measured, so a wrong rate would never be
+    corrected. Therefore each declined load lowers the estimated seconds per block a little, until a
+    load is tried again.
     """
 
     def __init__(self) -> None:
@@ -155,8 +158,8 @@ class Tier:
             )
             for storage, group in zip(storages, layout.groups, strict=True)
         ]
-        self.rate = LoadRate()  # seconds for one block of every group together
-        self.paused_until = 0.0  # no write starts before this time of the tiers' clock
+        self.rate = LoadRate()  # `block_s` is for one block of every KV group together
+        self.paused_until = 0.0  # no write starts before this time, in seconds of the tiers' clock
         self.num_written = 0
         self.num_loaded = 0
         self.num_write_failures = 0
@@ -165,7 +168,7 @@ class Tier:
 
     @property
     def storage(self) -> Storage:
-        """The storage of the first KV group; its name is the tier's name."""
+        """The storage of the first KV group. The name of this storage is the tier's name."""
         return self.groups[0].storage
 
     @property
@@ -178,22 +181,22 @@ class Tier:
         return all(group.storage.is_ready for group in self.groups)
 
     def settle(self, group: int, entry: Entry, target: Target, *, is_current: bool) -> None:
-        """Handles the end of a write. With `is_current` False the block is dropped, because the
-        tier was reset meanwhile."""
+        """Handles the end of a write. `is_current`: False if the tier was reset during the write.
+        The block is dropped then."""
         self.num_written += target.is_written
         self.num_write_failures += not target.is_written
         self.groups[group].settle(entry, target, is_current=is_current)
 
     def take_rate(self, rate: PrefillRate) -> None:
-        """Passes the measured prefill rate to the policy, and updates the slots' ranks if the
-        policy uses it."""
+        """Passes the measured prefill rate to the policy. If this may lower the worth of blocks,
+        the ranks of all slots are updated."""
         if self.policy.take_rate(rate):
             for group in self.groups:
                 group.pool.reprice()
 
     def depth(self, block_hashes: Sequence[bytes]) -> int:
-        """Returns how many leading blocks of a chain this tier can load for the first KV group
-        now."""
+        """Returns how many leading blocks of a chain this tier can load now, for the first KV
+        group. Returns 0 if the tier is not ready."""
         return self.pool.depth(block_hashes) if self.is_ready else 0
 
     def mark_bad(self, group: int, block_hash: bytes) -> None:
@@ -205,8 +208,8 @@ class Tier:
         return any(group.events for group in self.groups)
 
     def take_events(self) -> TierBlocks:
-        """Returns the blocks that became readable and those that no longer are. With windows these
-        are resumable blocks."""
+        """Returns the blocks that became readable, and the hashes of those that are no longer
+        readable. With windows, only resumable blocks are reported."""
         events = [group.events.take() for group in self.groups]
         changed = events[0] if self._depths is None else self._depths.update(events)
         return TierBlocks(self.storage.name, *changed)

@@ -1,4 +1,5 @@
-"""The tiers below the device's KV pool: which blocks are written to them, and which are loaded.
+"""The tiers below the KV pool (host memory, disk, object store): which blocks are written to them,
+and which are loaded from them.
 
     hashed block of the pool   without a copy --Write--> with a copy --evict--> FREE
     sequence                   WAITING --admit--> LOADING --Load--> RUNNING, or WAITING_FOR_KV
@@ -6,12 +7,12 @@
 The engine's thread makes all decisions and updates all state, in `settle`, `write` and when a load
 ends. Each tier has two threads that move bytes, one in each direction, so a tier that hangs does
 not block another. The blocks of a chain are written from the first to the last, and a tier evicts
-leaves first, so each tier holds complete prefixes. A load that fails or stalls only costs the time
-to compute its blocks. It changes no token.
+leaves first, so each tier holds complete prefixes. If a load fails or stalls, the engine computes
+the blocks, and the tokens are the same.
 
 A model with sliding windows has a pool for each KV group, and a tier has slots for each group. A
-load brings all blocks that a sequence needs to resume at one depth, or none, because windows need
-other blocks at another depth.
+load then brings all blocks that a sequence needs to resume at one depth, or none, because windows
+need different blocks at different depths.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from tandem.engine.tiers.tier import Tier, is_held
 from tandem.engine.tiers.writes import PoolGroup, Writes
 from tandem.engine.types import TierBlocks, TierStats
 
-STALL_S = 2.0  # a load without a new block for this time is cancelled
-TURN_S = 8e-5  # limit on the engine thread's time per step, for finished writes or for new ones
-_CLOSE_S = 3.0  # limit on the time to write blocks without a copy when the engine closes
+STALL_S = 2.0  # a load that gets no block for this many seconds is cancelled
+TURN_S = 8e-5  # seconds that a step of the engine spends on finished writes, or on new writes
+_CLOSE_S = 3.0  # seconds to write blocks without a copy when the engine closes
 
 
 class Tiers:
@@ -49,8 +50,8 @@ class Tiers:
         tiers: Sequence[Tier],
         start_thread: Callable[[str], JobThread] = IoThread,
     ) -> None:
-        """`blocks` has the blocks of each group's pool. `tiers` are ordered from the fastest to the
-        slowest."""
+        """`blocks` has one item for each KV group: the blocks of the group's pool. `tiers` are
+        ordered from the fastest to the slowest."""
         self.tiers = tiers
         self._writers = [start_thread(f"{tier.storage.name}-writes") for tier in tiers]
         self._readers = [start_thread(f"{tier.storage.name}-loads") for tier in tiers]
@@ -68,14 +69,14 @@ class Tiers:
         self._sources = Sources(layout, pools, tiers)
         self._ended: SimpleQueue[Load] = SimpleQueue()
         self._loads: dict[str, Load] = {}  # loads in flight, by sequence id
-        self._cancelled: list[Load] = []  # cancelled loads in flight, whose sequence is gone
+        self._cancelled: list[Load] = []  # cancelled loads that have not ended yet
         self._settles = False  # True: this step handles finished writes
         self._starts_load = False  # True: this step starts a load
-        # True: finished writes were handled since writes were last started.
+        # True: finished writes were handled after the last start of new writes.
         self._has_settled = False
-        # True: `write` was skipped because of a load since it last ran.
+        # True: `write` was already put off for one load, so another load does not put it off again.
         self._has_waited = False
-        # Uses that the policies have not counted yet: (block hashes, whether to keep them,
+        # Uses that were not passed to the policies yet: (block hashes, whether to keep the blocks,
         # priority).
         self._uses: list[tuple[Sequence[bytes], bool, int]] = []
         self.clock = time.monotonic
@@ -87,21 +88,21 @@ class Tiers:
 
     @property
     def has_results(self) -> bool:
-        """True if the next step has work for the tiers: results to handle, events to report, writes
-        to start, or stalled loads to cancel."""
+        """True if the next engine turn has work for the tiers: results to handle, events to report,
+        writes to start, or stalled loads to cancel."""
         has_ended = not self._ended.empty() or self.lookups.has_ended or self._writes.have_ended
         has_events = any(tier.has_events for tier in self.tiers)
         return has_ended or has_events or self._writes.are_wanted or bool(self.find_stalled())
 
     @property
     def is_busy(self) -> bool:
-        """True while threads work. `has_results` may turn True when they finish."""
+        """True while threads of the tiers work. When they finish, `has_results` may become True."""
         is_reading = self._loads or any(not self._is_stalled(load) for load in self._cancelled)
         return bool(is_reading or self._writes.are_under_way or self.lookups.is_busy)
 
     @property
     def num_fenced(self) -> int:
-        """Number of quarantined device blocks that cancelled loads may still write."""
+        """Number of quarantined blocks that cancelled loads may still write."""
         return sum(len(load.unsafe_parts) for load in self._cancelled)
 
     def settle(self) -> None:
@@ -118,12 +119,12 @@ class Tiers:
             self._writes.settle(until)
 
     def write(self) -> None:
-        """Counts uses and starts new writes, for about `turn_s` seconds.
+        """Passes uses to the policies and starts new writes, for about `turn_s` seconds.
 
-        Where possible, each step does only one of three things: it starts writes here, it handles
-        finished writes in `settle`, or it starts a load. After a step of the model neither code nor
-        data is in the processor's caches, so the first block of each of these takes many times as
-        long as the next ones.
+        Where possible, a step does only one of three things: it starts writes (here), handles
+        finished writes (in `settle`) or starts a load. The reason is the processor's caches, which
+        hold neither code nor data of these three after a step of the model. So the first block
+        takes many times as long as the next ones, for each of the three.
         """
         waits = self._settles or (self._starts_load and not self._has_waited)
         self._has_waited |= self._starts_load
@@ -139,33 +140,35 @@ class Tiers:
             self._follow_evictions()
 
     def take_rate(self, rate: PrefillRate) -> None:
-        """Passes the measured prefill rate to the policies, which value blocks by it."""
+        """Passes the measured prefill rate to the tiers' policies, one of which values blocks by
+        their compute time."""
         for tier in self.tiers:
             tier.take_rate(rate)
 
     def use(self, block_hashes: Sequence[bytes], *, keep: bool, priority: int) -> None:
-        """Records that a sequence computed or reuses these blocks. `keep`: True if they are likely
-        to be needed again.
+        """Records that a sequence computed or reused these blocks. `keep`: True if the blocks are
+        likely to be needed again.
 
-        The policies count the uses before the next writes, because some accept only blocks that are
-        used often.
+        The policies count the uses before the next writes start, because some accept only blocks
+        that are used often.
         """
         if self.tiers:
             self._uses.append((block_hashes, keep, priority))
 
     def reach(self, block_hashes: Sequence[bytes], held: int = 0) -> list[TierReach]:
-        """Returns, for each tier, how many leading blocks of a chain can be loaded from it and the
-        faster tiers, and the seconds per block after the first `held` blocks (0: not measured)."""
+        """Returns, for each tier, how many leading blocks of a chain can be loaded from this tier
+        and the faster ones, and the seconds per block. The seconds are an average over the blocks
+        after the first `held` blocks; 0: not measured."""
         return self._sources.reach(block_hashes, held, self._readable)
 
     def known_depth(self, block_hashes: Sequence[bytes]) -> int:
-        """Returns how many first blocks of a chain the full-attention group has in the pool or in a
-        tier."""
+        """Returns how many leading blocks of a chain the full-attention group has in its pool or in
+        a tier."""
         return self._sources.known_depth(block_hashes)
 
     def decline(self) -> None:
-        """Records that a load was not made, because another way to get the blocks was expected to
-        be faster."""
+        """Records that blocks were not loaded, because another way to get them was expected to be
+        faster."""
         for tier in self.tiers:
             tier.rate.decline()
 
@@ -177,11 +180,11 @@ class Tiers:
         *,
         num_spared: int = 0,
     ) -> None:
-        """Starts a load of the `wanted` blocks of a chain, which are ordered by chain index in each
-        group. Each of them must be in a tier.
+        """Starts a load of the `wanted` blocks of a chain. They are sorted by chain index within
+        each group, and each must be in a tier.
 
         The engine is expected to compute the first `num_spared` of these blocks during the load
-        (`Load.take`). This must be 0 if there are several groups.
+        (`Load.take`). `num_spared` must be 0 if there are several groups.
         """
         parts, tables = self._sources.find_parts(block_hashes, wanted, self._readable)
         load = Load(
@@ -202,16 +205,16 @@ class Tiers:
         self._readers[load.tier].submit(load)
 
     def reach_of(self, load: Load) -> list[TierReach]:
-        """Returns, for each tier of a load, the chain index at which its blocks end, and the
-        expected seconds per block."""
+        """Returns, for each tier of a load, the chain index up to which the tier provides blocks,
+        and the expected seconds per block."""
         return [
             TierReach(load.first_block + end, load.share * self.tiers[number].rate.block_s)
             for number, end in load.ends.items()
         ]
 
     def take_ended(self) -> list[Load]:
-        """Returns the loads that ended, except cancelled ones. No thread writes to the blocks of
-        ended loads any more."""
+        """Returns the loads that ended since the last call, without cancelled ones. No thread
+        writes to the blocks of ended loads any more."""
         ended = []
         while not self._ended.empty():
             load = self._ended.get_nowait()
@@ -229,8 +232,8 @@ class Tiers:
         return ended
 
     def cancel_load(self, sequence_id: str) -> list[int]:
-        """Cancels a sequence's load, if it has one. Returns the ids of the blocks that may still be
-        written."""
+        """Cancels a sequence's load, if it has one. Returns the ids of the blocks that the load may
+        still write."""
         self.lookups.forget(sequence_id)
         load = self._loads.pop(sequence_id, None)
         if load is None:
@@ -248,7 +251,8 @@ class Tiers:
         return [name for name, load in self._loads.items() if self._is_stalled(load)]
 
     def reset(self) -> None:
-        """Drops all copies. The copy of a write in flight is dropped when the write ends."""
+        """Drops all copies of blocks. A copy that is being written is dropped when its write
+        ends."""
         self._writes.forget()
         for tier in self.tiers:
             for group in tier.groups:
@@ -258,19 +262,20 @@ class Tiers:
 
     @property
     def queued_s(self) -> float:
-        """Expected seconds until the loads in flight have ended."""
+        """Expected seconds until all loads in flight have ended."""
         return sum(
             load_seconds(self.reach_of(load), load.first_expected, load.blocks.start)
             for load in self._loads.values()
         )
 
     def take_events(self) -> list[TierBlocks]:
-        """Returns the changes of each tier whose blocks changed since the last call."""
+        """Returns the changes of each tier since the last call. Tiers without changes are left
+        out."""
         return [tier.take_events() for tier in self.tiers if tier.has_events]
 
     def block_hashes(self, name: str, first: bytes, end: bytes) -> list[bytes]:
-        """Returns the hashes h that a tier can load with `first` <= h < `end`; an empty `end` means
-        no upper bound."""
+        """Returns the hashes h with `first` <= h < `end` of the blocks that the tier `name` can
+        load; an empty `end` means no upper bound."""
         tier = next((tier for tier in self.tiers if tier.storage.name == name), None)
         return [] if tier is None else tier.block_hashes(first, end)
 
@@ -305,7 +310,8 @@ class Tiers:
         return self._sources.depth(block_hashes, self._readable)
 
     def _continue_in(self, tier: int, load: Load) -> None:
-        """Continues a load in the thread of a tier; called in the thread of the previous one."""
+        """Continues a load in the thread of another tier. Called in the thread of the tier that the
+        load has finished."""
         load.submitted_at = self._progress_at[load.tier] = self.clock()
         load.progress_at = 0.0
         load.tier = tier
@@ -335,8 +341,8 @@ class Tiers:
             self._drop_chain(load, load.failed)
 
     def _drop_chain(self, load: Load, failed: LoadPart) -> None:
-        """Handles a block that could not be read. The tier's copies of this block and of the
-        earlier blocks in its chain are marked as bad, except copies that this load has read.
+        """Handles a block that could not be read. Marks the tier's copies of this block and of all
+        earlier blocks in the chain as bad, except the copies that this load has read.
 
         Damage often affects several blocks, and each bad block would end another load. Bad copies
         are written again when their blocks are computed. If the tier is not ready, only the block
@@ -374,7 +380,8 @@ class Tiers:
         return self.clock() - last > STALL_S
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the tiers' slots or the copies of blocks are inconsistent."""
+        """Raises AssertionError if the slots of a tier are inconsistent, or do not match the pool's
+        record of copies."""
         loads = [*self._loads.values(), *self._cancelled]
         for group in self._groups:
             for tier in self.tiers:

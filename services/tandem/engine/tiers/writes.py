@@ -1,10 +1,10 @@
-"""The writes of blocks to the tiers: which ones start, and how they end.
+"""The writes of blocks to the tiers. The state of a block's copy (`Copy`) changes as follows:
 
-    state of a block's copy (`Copy`)   NONE --start--> WRITING --settle--> COMPLETE or LOST
+    NONE --start--> WRITING --settle--> COMPLETE or LOST
 
-The engine's thread starts writes, in the order of the pool (`BlockPool.next_unwritten`), and
-handles their ends. Each tier's writer thread moves the bytes. A block is written to all tiers that
-accept it, and its write ends when it has ended in each of them. A tier that hangs or fails gets no
+The engine's thread starts writes, in the order of `BlockPool.next_unwritten`, and handles the ends
+of writes. Each tier's writer thread moves the bytes. A block is written to all tiers that accept
+it, and its write ends when it has ended in each of these tiers. A tier that hangs or fails gets no
 new writes for a while. It does not block writes to other tiers.
 """
 
@@ -24,9 +24,9 @@ from tandem.engine.tiers.jobs import Target, Write, write_all
 from tandem.engine.tiers.storage import Entry
 from tandem.engine.tiers.tier import Tier, is_held
 
-HUNG_S = 2.0  # a tier hangs if none of its writes ends for this time
-_PAUSE_S = 1.0  # a tier gets no writes for this time after one failed; the disk may be full
-_WRITES_MAX = 64  # maximum number of writes in flight in one group
+HUNG_S = 2.0  # a tier with writes in flight hangs if none of them ends for this many seconds
+_PAUSE_S = 1.0  # seconds without new writes after a write failed; the disk may be full
+_WRITES_MAX = 64  # maximum number of writes in flight for one KV group
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class PoolGroup:
     blocks: DeviceBlocks
     channels_out: list[Channel]  # channels of the writer threads, one per tier
     channels_in: list[Channel]  # channels of the reader threads, one per tier
-    # writes in flight, by the id of the device block
+    # writes in flight, by the block's id in the pool
     writes: dict[int, Write] = field(default_factory=dict)
     writes_max: int = field(init=False)
 
@@ -46,7 +46,7 @@ class PoolGroup:
         self.writes_max = max(1, min(_WRITES_MAX, self.pool.num_blocks // 8))
 
     def wants_writes(self, hung: Set[int]) -> bool:
-        """Returns whether another write may start. Writes that wait only for hung tiers do not
+        """Returns whether another write may start. Writes that wait only for tiers in `hung` do not
         count against the limit."""
         if not self.pool.has_unwritten:
             return False
@@ -57,16 +57,17 @@ class PoolGroup:
 
 
 class WriteProgress:
-    """Detects whether the writes of one tier hang, independently of other tiers.
+    """Detects whether the writes of one tier hang.
 
-    The engine's thread counts the writes that start, and the tier's thread those that end. Each
-    counter has one writer, so no lock is needed.
+    The engine's thread counts the writes that start, and the tier's thread counts those that end.
+    Each counter has one writer, so no lock is needed.
     """
 
     def __init__(self) -> None:
         self._num_begun = 0
         self._num_ended = 0
-        self._at = 0.0  # the last time a write ended, or started while no other was in flight
+        # the last time at which a write ended, or started while no other was in flight
+        self._at = 0.0
 
     def begin(self, now: float) -> None:
         """Records that a write is passed to the tier's thread."""
@@ -99,7 +100,7 @@ class Writes:
         self._clock = clock
         self._progress = [WriteProgress() for _ in tiers]
         self._ended: SimpleQueue[tuple[Write, Target]] = SimpleQueue()
-        self._generation = 0
+        self._num_resets = 0
 
     @property
     def are_under_way(self) -> bool:
@@ -112,20 +113,21 @@ class Writes:
 
     @property
     def are_wanted(self) -> bool:
-        """True if a block without a copy can be written now."""
+        """True if a block waits to be copied and a tier could take it now."""
         if not any(group.pool.has_unwritten for group in self._groups):
             return False
         hung = self._hung
         return any(g.wants_writes(hung) for g in self._groups) and bool(self._writable(hung))
 
     def start(self, until: float) -> None:
-        """Starts to write blocks without a copy, one of each group in turn. The blocks of a tier
-        and group are written by one job.
+        """Starts to write blocks that have no copy, one block of each group in turn. One job writes
+        all of them that have the same tier and group.
 
-        It continues until the time `until` of `time.perf_counter`, but starts at least one block.
+        Continues until the time `until` of `time.perf_counter`, but starts at least one block.
         """
         writes: defaultdict[tuple[int, int], list[tuple[Write, Target]]] = defaultdict(list)
-        after = self._groups[0].blocks.mark()  # all stored blocks are full at this event
+        # once the device has reached this event, all stored blocks are full
+        after = self._groups[0].blocks.mark()
         hung = self._hung
         tiers = self._writable(hung)
         groups = deque(group for group in self._groups if group.wants_writes(hung))
@@ -142,16 +144,17 @@ class Writes:
             self._threads[tier].submit(partial(write_all, of_tier, channel))
 
     def settle(self, until: float) -> None:
-        """Handles writes that ended, until the time `until` of `time.perf_counter`, but at least
-        one."""
+        """Handles writes that ended, until the time `until` of `time.perf_counter`. Handles at
+        least one."""
         while not self._ended.empty():
             self._settle_one(*self._ended.get_nowait())
             if time.perf_counter() >= until:
                 return
 
     def forget(self) -> None:
-        """Lets each tier drop the blocks in flight when their writes end."""
-        self._generation += 1
+        """Makes the tiers drop the blocks that are being written now, as soon as their writes
+        end."""
+        self._num_resets += 1
 
     def _writable(self, hung: Set[int]) -> list[Tier]:
         now = self._clock()
@@ -159,7 +162,8 @@ class Writes:
 
     @property
     def _hung(self) -> set[int]:
-        """The tiers whose writes hang. They get no more until one of these writes ends."""
+        """The numbers of the tiers that hang. Such a tier gets no more writes until one of its
+        writes ends."""
         now = self._clock()
         progress = enumerate(self._progress)
         return {number for number, each in progress if each.is_stalled(now, HUNG_S)}
@@ -177,24 +181,24 @@ class Writes:
             group.pool.end_write(block_id, has_copy=has_copy)
             return []
         group.pool.start_write(block_id)
-        write = Write(block_id, entry, after, targets, self._generation, self._end, group.number)
+        write = Write(block_id, entry, after, targets, self._num_resets, self._end, group.number)
         group.writes[block_id] = write
         for target in targets:
             self._progress[target.tier].begin(self._clock())
         return [(write, target) for target in targets]
 
     def _end(self, write: Write, target: Target) -> None:
-        """Records that a write to one tier ended; called in the tier's thread."""
+        """Records that the write to one tier ended. Called in the tier's thread."""
         self._progress[target.tier].end(self._clock())
         self._ended.put((write, target))
 
     def _settle_one(self, write: Write, target: Target) -> None:
-        is_current = write.generation == self._generation
+        is_current = write.num_resets == self._num_resets
         tier = self._tiers[target.tier]
         group = self._groups[write.group]
         tier.settle(group.number, write.entry, target, is_current=is_current)
         if not target.is_written and target.storage.is_ready:
-            # A storage that is not ready accepts no writes anyway.
+            # A storage that is not ready needs no pause, because it accepts no writes anyway.
             tier.paused_until = self._clock() + _PAUSE_S
         target.is_settled = True
         if len(write.targets) > 1 and not all(each.is_settled for each in write.targets):

@@ -93,7 +93,7 @@ def _forms(
     forms: dict[str, Form] = {}
     for name, shape in shapes.items():
         forms |= _forms_of(name, shape, stored, config)
-    if config.tie_word_embeddings:  # Some of these checkpoints still store the output matrix.
+    if config.tie_word_embeddings:  # Some checkpoints store the tied output matrix, too.
         again = _forms_of(OUTPUT, shapes[EMBEDDING], stored, config)
         first = _forms_of(EMBEDDING, shapes[EMBEDDING], stored, config)
         if again.keys() & stored.keys() and _parts(again) != _parts(first):
@@ -116,7 +116,7 @@ def _forms_of(
     scheme = config.quantization.of(module) if config.quantization else None
     if scheme and kind == "weight" and is_quantized(module, stored, scheme):
         return forms_of_parts(module, shape, stored, scheme)
-    if config.is_mxfp4 and len(shape) == 3:  # Tensors with three dimensions hold all experts.
+    if config.is_mxfp4 and len(shape) == 3:  # This tensor has the matrices of all experts.
         *rows, num_in = shape
         blocks = (*rows, num_in // MXFP4_BLOCK)
         return {

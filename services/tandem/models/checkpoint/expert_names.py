@@ -1,7 +1,13 @@
 """Names and shapes of the experts' tensors in checkpoints, by naming scheme.
 
-Names are relative to the layer: in layer 0, `mlp.gate.weight` is `model.layers.0.mlp.gate.weight`.
-E is the number of an expert, and "inner" is an expert's intermediate size.
+Schemes:
+- apart: each expert has its own tensors.
+- stacked: one tensor has the matrices of all experts; gate and up are joined.
+- GGUF: one tensor has the matrices of all experts; gate and up are separate.
+- gpt-oss: as stacked, but with biases, interleaved gate and up, and transposed matrices.
+
+In the table, names are relative to the layer, E is the number of an expert, and "inner" is an
+expert's intermediate size.
 
 scheme    name                                          shape                   models, or matrix
 apart     block_sparse_moe.gate.weight                  [experts, hidden]       Mixtral
@@ -38,7 +44,7 @@ from tandem.models.config.model import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
-MXFP4_BLOCK = 32  # number of consecutive weights that share a scale
+MXFP4_BLOCK = 32  # number of consecutive weights of a row that share a scale
 _STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _OF_GGUF = tuple(f"mlp.experts.{part}_proj.weight" for part in ("gate", "up", "down"))
 _PLACES: dict[ExpertForm, str] = {
@@ -65,7 +71,7 @@ class ExpertNames:
     form: ExpertForm
     is_stacked: bool
     is_mxfp4: bool = False
-    is_gguf: bool = False  # True: gate and up are separate stacked tensors.
+    is_gguf: bool = False  # True: the tensors have the names of the scheme GGUF.
 
     @classmethod
     def of(cls, config: ModelConfig, stored: Collection[str]) -> Self:

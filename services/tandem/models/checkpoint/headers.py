@@ -43,8 +43,8 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The allowed shapes and types of a tensor. An empty `shapes` allows every shape, an empty
-    `dtypes` every type."""
+    """The shapes and types that a stored tensor may have. An empty tuple of shapes allows every
+    shape, and an empty tuple of types allows every type."""
 
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()

@@ -30,8 +30,9 @@ _PATTERN = "re:"
 _REPEATS = re.compile(r"[*+{]")
 _REPEATS_MAX = 6
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
-_MIXED = "mixed-precision"  # format of a config in which each group states a format
-# Format name -> (coding, type of the numbers, allowed bits per number).
+# format of a checkpoint in which each group of `config_groups` states its own format
+_MIXED = "mixed-precision"
+# Format name -> coding, type of the numbers, allowed bits.
 _FORMATS: Mapping[str, tuple[Coding, str, tuple[int, ...]]] = {
     "float-quantized": ("scaled", "float", (8,)),
     "int-quantized": ("scaled", "int", (8,)),
@@ -49,7 +50,7 @@ def read_compressed_tensors(given: Mapping[str, Any]) -> Quantization | None:
     """Returns the schemes of the weights; None if no weights are quantized. Raises UnsupportedModel
     naming a setting that is not supported."""
     if given.get("kv_cache_scheme") and not given.get("config_groups"):
-        return None  # The config quantizes only the KV cache.
+        return None  # The checkpoint quantizes only the KV cache.
     form = demand(given, "format", (*_FORMATS, _MIXED))
     demand(given, "transform_config", (None, {}))
     demand(given.get("sparsity_config") or {}, "format", (None, "dense"), "sparsity_config.format")

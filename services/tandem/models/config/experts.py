@@ -11,8 +11,8 @@ from tandem.models.config.fields import flag, number, size
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """A division of the experts into `num` groups of equal size. For each token, the router first
-    chooses `top` groups, and then experts in these groups only."""
+    """Groups of experts, all of the same size. The router first chooses the `top` best groups for a
+    token, and then the token's experts from these groups."""
 
     num: int
     top: int  # groups chosen for each token
@@ -98,7 +98,8 @@ def _groups(config: Mapping[str, Any], family: Family, num: int, top_k: int) -> 
     if not family.is_corrected and config.get("topk_method") == "greedy":
         return None
     groups = ExpertGroups(size(config, "n_group"), size(config, "topk_group"))
-    # With `is_corrected`, the router ranks groups by the sum of the two best scores in a group.
+    # With `is_corrected` a group's score is the sum of the scores of its two best experts, so a
+    # group needs two experts.
     least = 2 if family.is_corrected else 1
     if num % groups.num or num // groups.num < least or groups.top > groups.num:
         raise UnsupportedModel(

@@ -38,7 +38,8 @@ class Family:
             names, or without `layer_types`: in families with `has_no_rope_layers` the layers
             without RoPE, in others the layers from number `max_window_layers` on;
         "pattern": the layers that `layer_types` names, or without `layer_types`: all but every
-            n-th layer, where n is `sliding_window_pattern`.
+            n-th layer, where n is `sliding_window_pattern`. With 6, layers 0 to 4 have a window,
+            and layer 5 has none.
     pattern: the default of `sliding_window_pattern`.
     rope_theta: the default of `rope_theta`.
     has_rope_by_kind: layers with a window have different RoPE parameters from the others.
@@ -61,11 +62,11 @@ class Family:
     is_latent: attention is latent (latent.py).
     has_extra_layers: checkpoints may have additional layers for multi-token prediction
         (`num_nextn_predict_layers`), which are not run.
-    has_sinks: each head has an attention sink, a learned score that takes part in the softmax but
-        has no value vector.
+    has_sinks: each head has an attention sink: the softmax over the head's scores has one more,
+        learned score, which has no value vector.
     has_clamped_gates: the gate and up projections are clamped to `swiglu_limit`.
-    quantization: a `quant_method` that only this family's checkpoints may have, in addition to the
-        methods in quantization.py.
+    quantization: a `quant_method` that only checkpoints of this family may have. The methods that
+        all families may have are in quantization.py.
     has_caps: logits and attention scores may be soft-capped (`final_logit_softcapping` and
         `attn_logit_softcapping`).
     refuses: keys that must be absent, null or false.

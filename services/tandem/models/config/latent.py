@@ -6,7 +6,7 @@ never computed. Instead, queries are projected into the latent space, and the at
 projected out of it:
 
     latent, key = W_a x
-    score       = (W_k^T q_plain) . latent + q_rope . key
+    score       = scale * ((W_k^T q_plain) . latent + q_rope . key)
     output      = W_v (sum over tokens of softmax(scores) * latent)
 
 The first line is computed once for each token; x is the token's hidden state. Then the latent is
@@ -34,8 +34,8 @@ class Latent:
     rope_dim: int  # size of the rotated key, and of q_rope
     plain_dim: int  # size of q_plain
     value_dim: int  # size of a head's value
-    # Size of the latent from which queries are computed. None: queries are computed from the hidden
-    # state directly.
+    # Size of the latent vector from which queries are computed. None: queries are computed directly
+    # from the hidden state.
     q_rank: int | None
     has_pairs: bool  # True: two elements that RoPE rotates together are stored side by side.
     scale: float  # factor on the attention scores

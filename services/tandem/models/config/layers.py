@@ -15,8 +15,8 @@ from tandem.models.config.rope import NO_ROPE, Rope, read_ropes
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
-LAYERS_MAX = 4096  # More layers mean that config.json is broken; reading them could exhaust memory.
-# transformers' defaults for absent keys.
+LAYERS_MAX = 4096  # maximum number of layers; a larger number means that config.json is broken
+# Values that transformers uses for absent keys.
 _DEFAULT_WINDOW_LAYERS = 28  # Qwen: number of layers without a window
 _DEFAULT_NO_ROPE_INTERVAL = 4  # SmolLM3: every 4th layer has no RoPE
 
@@ -29,7 +29,7 @@ class LayerSpec:
     # Number of tokens that a token attends to, including itself. None: the token itself and all
     # earlier tokens.
     window: int | None = None
-    experts: Experts | None = None  # None: a dense MLP
+    experts: Experts | None = None  # experts of the layer; None: the layer has a dense MLP
 
 
 def read_layers(
@@ -64,7 +64,8 @@ def _have_rope(config: Mapping[str, Any], family: Family, num_layers: int) -> li
     """Returns, for each layer, whether it applies RoPE."""
     if not family.has_no_rope_layers:
         return [True] * num_layers
-    given = config.get("no_rope_layers")  # one number a layer; 1: the layer has RoPE
+    # a list with one number per layer; despite the name, 1 means that the layer has RoPE
+    given = config.get("no_rope_layers")
     if given is not None:
         have_rope = _one_per_layer(given, "no_rope_layers", num_layers)
         if any(each not in (0, 1) for each in have_rope):

@@ -71,20 +71,24 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     torch_dtype: str  # dtype of the checkpoint; the engine chooses its own compute dtype
     norms: Norms = "before"
-    norm_offset: float = 0.0  # added to the stored weights of norms
-    activation: Activation = "silu"  # applied to the gate projection of the MLP
+    norm_offset: float = 0.0  # number that is added to the stored weights of norms
+    activation: Activation = "silu"  # function that is applied to the gate projection of the MLP
     multipliers: Multipliers = Multipliers()
     logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
-    attention_cap: float | None = None  # the same formula for attention scores
-    has_sinks: bool = False  # True: the softmax of each head includes a learned score, the sink.
-    gate_clamp: GateClamp | None = None  # replaces `activation`
+    attention_cap: float | None = None  # attention scores become cap * tanh(scores / cap)
+    # The softmax of each head has one more, learned score (an attention sink).
+    has_sinks: bool = False
+    # clamped SwiGLU, which replaces `activation`; None: `activation` is used
+    gate_clamp: GateClamp | None = None
     is_mxfp4: bool = False  # Experts are stored as MXFP4: 32 numbers of 4 bits share a scale.
     expert_form: ExpertForm = ""  # naming scheme of the experts' tensors
-    quantization: Quantization | None = None  # None: matrices are stored in torch_dtype
+    # quantization schemes; None: matrices are stored in torch_dtype
+    quantization: Quantization | None = None
     has_kv_scales: bool = False  # The checkpoint has static scales for a KV cache in fp8_e4m3.
     is_fused: bool = False  # Checkpoints store q, k and v as one matrix, and gate and up as one.
     latent: Latent | None = None  # sizes of latent attention; None: grouped-query attention
-    num_extra_layers: int = 0  # multi-token prediction layers in the checkpoint, which are not run
+    # number of multi-token prediction layers in the checkpoint; they are not run
+    num_extra_layers: int = 0
     # True: the model is the text part of a multimodal checkpoint (text_part.py).
     is_text_part: bool = False
 
@@ -108,9 +112,10 @@ class ModelConfig:
     def for_contexts(self, max_model_len: int) -> ModelConfig:
         """Returns the config for serving contexts of at most `max_model_len` tokens.
 
-        The maximum matters only for longrope scaling, which has short and long factors.
-        transformers chooses between the two by the length of each call. Tandem chooses once, by
-        `max_model_len`, because cached keys cannot be rotated again later."""
+        The maximum matters only for RoPE scaling of the kind longrope, which has short factors for
+        short contexts and long factors for long ones. transformers chooses between the two by the
+        length of each call. Tandem caches rotated keys, which cannot be rotated again, so
+        `max_model_len` decides for all sequences."""
         layers = tuple(
             replace(layer, rope=layer.rope.for_contexts(max_model_len)) for layer in self.layers
         )
@@ -252,7 +257,7 @@ def _family_of(model_type: object) -> str | None:
 def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Returns the config with transformers' defaults for absent keys."""
     filled = {**family.defaults, **config}
-    if config.get("rope_parameters") is None:  # `rope_scaling` is the older name of the same field.
+    if config.get("rope_parameters") is None:  # Older files call the field `rope_scaling`.
         scaled = bool(config.get("rope_scaling"))
         filled["rope_parameters"] = None if scaled else family.defaults.get("rope_parameters")
     return filled

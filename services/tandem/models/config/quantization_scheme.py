@@ -25,14 +25,15 @@ class Scheme:
     coding: Coding
     bits: int
     is_float: bool = False
-    # Number of inputs that share a scale. 0: all inputs of an output, or the whole matrix, share
-    # one.
+    # Number of consecutive inputs of a row that share a scale. 0: all inputs of a row, or all
+    # weights of the matrix, share a scale.
     group_size: int = 0
-    # Numbers of outputs and inputs in a block that shares a scale. None: scales are not per block.
+    # numbers of outputs and inputs that share a scale; None: scales are not per block
     block: tuple[int, int] | None = None
-    zero_offset: int = 0  # added to the stored zero points
-    # Only for "packed". True: zero points are stored. False: the zero point is the middle of the
-    # range, which is 8 for numbers from 0 to 15.
+    # number that is added to stored zero points; 1 if the file stores zero point - 1
+    zero_offset: int = 0
+    # Only for the coding "packed". True: zero points are stored. False: all zero points are the
+    # middle of the range of numbers, such as 8 with 4 bits.
     has_zeros: bool = False
 
     @property
@@ -55,7 +56,8 @@ class Quantization:
     `by_name` has priority over `by_pattern`, and `by_pattern` over `default`.
     """
 
-    default: Scheme | None = None  # scheme of all other modules; None: they are not quantized
+    # scheme of modules without another match; None: they are not quantized
+    default: Scheme | None = None
     by_name: Mapping[str, Scheme] = field(default_factory=dict)
     # Patterns are matched at the start of a module's name, and the first match wins.
     by_pattern: tuple[tuple[re.Pattern[str], Scheme], ...] = ()
@@ -75,7 +77,8 @@ class Quantization:
 
     @property
     def growth_max(self) -> float:
-        """Largest ratio, over all schemes, of a matrix's size in memory to its size in the file."""
+        """Upper bound, over all matrices, of the size in memory divided by the size in the
+        files."""
         return max(scheme.growth_max for scheme in self._schemes())
 
     def _schemes(self) -> Iterator[Scheme]:

@@ -14,7 +14,7 @@ from tandem.errors import UnsupportedModel
 from tandem.models.config.fields import flag, number, optional_number, optional_size, size
 
 _KINDS = ("full_attention", "sliding_attention")
-_LOCAL_THETA = 10000.0  # default for layers with a window (Gemma 3)
+_LOCAL_THETA = 10000.0  # default theta of layers with a window (Gemma 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,9 @@ class RopeScaling:
     def max_model_len(self, max_position_embeddings: int) -> int:
         """Returns the model's context in tokens, given `max_position_embeddings` of config.json.
 
-        With llama3 and longrope, config.json states the context after scaling. With linear and
-        yarn it states the context before scaling. vLLM reads the field in the same way.
+        As in vLLM, `max_position_embeddings` includes the scaling factor if the kind is llama3 or
+        longrope, and not if the kind is linear or yarn. For example, a linear factor of 4 and 2048
+        positions give a context of 8192 tokens.
         """
         if self.kind == "linear":
             return int(max_position_embeddings * self.factor)
@@ -68,9 +69,9 @@ class RopeScaling:
 class Rope:
     """The RoPE parameters of a layer."""
 
-    theta: float | None  # None: the layer has no RoPE (NoPE)
+    theta: float | None  # base of the rotation frequencies; None: the layer has no RoPE (NoPE)
     scaling: RopeScaling | None = None
-    rotary_share: float = 1.0  # fraction of a head's elements that are rotated; these come first
+    rotary_share: float = 1.0  # fraction of a head's elements that are rotated: the first ones
     is_long: bool = False  # True: longrope uses `long_factors`.
 
     def for_contexts(self, max_model_len: int) -> "Rope":
@@ -254,6 +255,6 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
 
 
 def yarn_scale(factor: float, mscale: float) -> float:
-    """Returns the factor by which YaRN multiplies cos and sin if scaling makes the context `factor`
-    times as long."""
+    """Returns YaRN's factor on cos and sin for a context that is `factor` times the original one:
+    0.1 * mscale * ln(factor) + 1."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

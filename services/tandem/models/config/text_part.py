@@ -12,9 +12,10 @@ The prefix of tensor names depends on the program that wrote the checkpoint, or 
     model.text_model.layers.0.mlp.up_proj.weight        Idefics and SmolVLM
     model.layers.0.mlp.up_proj.weight                   Qwen 2 VL
 
-An architecture is supported if its results for a prompt without images are exactly those of its
-text part. Not supported are, for example, PaliGemma, whose prompt tokens attend to later tokens,
-and BLIP, which needs an image. Images, audio and the tensors for them are ignored.
+An architecture is supported if, for a prompt without images, the complete model and the text part
+alone give exactly the same results. PaliGemma is not supported, because its prompt tokens attend to
+later tokens. BLIP is not supported, because it needs an image. Images, audio and the
+tensors for them are ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 from tandem.errors import UnsupportedModel
 
 _SUFFIX = "ForConditionalGeneration"
-# Architecture without the suffix -> model_type of the text part if text_config states none.
+# Architecture without `_SUFFIX` -> model_type to use if text_config has none.
 _DEFAULT_KINDS: Mapping[str, str] = {
     "AudioFlamingo3": "qwen2",
     "DeepseekVL": "llama",
@@ -160,8 +161,8 @@ def text_name(name: str) -> str | None:
 
 
 def _is_tied(config: Mapping[str, Any], part: Mapping[str, Any]) -> Any:
-    """Returns `tie_word_embeddings`. Depending on the version of transformers, the field is in
-    `config`, the outer config, or in `part`, the text part's config."""
+    """Returns `tie_word_embeddings`. Some versions of transformers write the field into the outer
+    config (`config`), others into the text part's config (`part`)."""
     said = [each.get("tie_word_embeddings") for each in (part, config)]
     said = [each for each in said if each is not None]
     return True if True in said else next(iter(said), None)
@@ -184,7 +185,8 @@ def _with_text_part_names(quantization: dict[str, Any]) -> dict[str, Any]:
 
 def _with_plain_rope(text: dict[str, Any], theta: float) -> dict[str, Any]:
     """Returns the config with ordinary RoPE in place of M-RoPE. M-RoPE gives each token three
-    positions. Without images these are equal, so both kinds of RoPE give the same result."""
+    positions. In a prompt without images the three positions of a token are equal, so ordinary RoPE
+    gives the same result."""
     plain = {"rope_theta": theta, **text}
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(given := plain.get(key), dict):

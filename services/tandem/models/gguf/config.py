@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SPECIAL = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 # general.architecture -> the equivalent Hugging Face class and model_type. GGUF files of Mistral
-# models have the architecture llama, which computes the same.
+# models have the architecture llama, because both compute the same.
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
@@ -40,8 +40,10 @@ _GEMMAS = ("gemma2", "gemma3")
 # Number of layers by which Gemma 2 27B and Gemma 3 27B are recognized. In these two models, the
 # scale of attention scores follows from hidden size / number of heads instead of the head size.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
-_WITH_EXPERTS = ("llama", "qwen3moe", "gpt-oss", "deepseek2")  # A llama with experts is Mixtral.
-# Keys with sizes that must equal attention.key_length in models without latent attention.
+# A llama file with experts is Mixtral.
+_WITH_EXPERTS = ("llama", "qwen3moe", "gpt-oss", "deepseek2")
+# Keys whose value must equal attention.key_length, because config.json has one head size. Latent
+# attention is an exception.
 _HEAD_SIZE_KEYS = (
     *("attention.value_length", "rope.dimension_count"),
     *("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"),
@@ -110,7 +112,7 @@ def hf_config(
     if metadata.architecture == "phi3":
         more |= _phi3(metadata, head_dim=head_dim)
     if metadata.architecture == "gpt-oss" and config["rope_scaling"] is None:
-        # Without this entry, transformers would use its default for gpt-oss, which is YaRN.
+        # Without this entry, transformers would use YaRN, its default for gpt-oss.
         config["rope_scaling"] = {"rope_type": "default"}
     if metadata.architecture in _GEMMAS:
         more = _gemma(metadata, head_dim=head_dim, wide=hidden_size // num_heads)
@@ -224,7 +226,7 @@ def _window(metadata: GgufMetadata) -> dict[str, Any]:
     window = metadata.count("attention.sliding_window", 0)
     if not window or metadata.architecture in (*_GEMMAS, "phi3"):
         return {}
-    # Every second layer has a window, starting with the first.
+    # In gpt-oss models, the layers 0, 2, 4 and so on have a window.
     if metadata.architecture == "gpt-oss":
         return {"sliding_window": window}
     if metadata.of_model("attention.sliding_window_pattern", 1) != 1:
@@ -236,7 +238,7 @@ def _window(metadata: GgufMetadata) -> dict[str, Any]:
         raise UnsupportedModel(f"a sliding window is not supported for {metadata.architecture}")
     if metadata.count("expert_count", 0):
         return {"sliding_window": window, "use_sliding_window": True}
-    if metadata.architecture == "llama":  # Mistral is Llama with a sliding window.
+    if metadata.architecture == "llama":  # A llama file with a sliding window is Mistral.
         return {
             "architectures": ["MistralForCausalLM"],
             "model_type": "mistral",

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from tandem.models.gguf.metadata import GgufMetadata
 
 CACHE_DIR_VARIABLE = "TANDEM_CACHE_DIR"
-CONVERSION_FILE = "tandem_conversion.json"  # file in the folder with the path of the GGUF file
+# name of the file in a converted folder that records the GGUF file's path
+CONVERSION_FILE = "tandem_conversion.json"
 
 # Part of the cache key. It must be incremented with every change to the output of a conversion.
 _VERSION = 7
@@ -55,10 +56,10 @@ def converted_folder(gguf_file: Path, *, cache_dir: Path | None = None) -> Path:
 
 
 def keep_conversion(place: Path, source: Path, convert: Callable[[Path], None]) -> Path:
-    """Returns the cache folder `place`. If it does not exist, `convert` is called to fill it.
-
-    `source` is the file to convert. If the folder was made from another copy of that file, the path
-    that the folder records is changed to `source`."""
+    """Returns the cache folder `place`. If the folder does not exist, `convert` is called with a
+    new folder to fill. `source` is the path of the file to convert; the folder records this path.
+    If the folder exists and records the path of another copy of the file, the recorded path is
+    changed to `source`."""
     if place.is_dir() and _source(place) == str(source.resolve()):
         return place
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -125,8 +126,8 @@ def _source(folder: Path) -> str:
 
 
 def _set_source(folder: Path, source: Path) -> None:
-    """Records the path of the file that holds the weights. The file that was recorded before may
-    have been deleted."""
+    """Records `source` in a converted folder as the file with the weights. The file whose path was
+    recorded before may have been deleted."""
     conversion = json.loads((folder / CONVERSION_FILE).read_text())
     changed = folder / f"{CONVERSION_FILE}.changed"
     write_json(changed, conversion | {"source": str(source.resolve())})
@@ -173,10 +174,12 @@ def _convert(files: Sequence[Path], folder: Path) -> None:
 
     with naming(files[0]):
         stored, metadata, config, generation = _read(files)
-        ModelConfig.from_hf(config, generation)  # Raises for a model that cannot be run.
+        # raises UnsupportedModel for a model that cannot be run
+        ModelConfig.from_hf(config, generation)
         tensors = [tensor for tensor in stored if tensor.name not in ROPE_TABLES]
         for tensor in tensors:
-            hf_name(tensor.name, config["architectures"][0])  # Raises for an unknown tensor.
+            # raises UnsupportedModel for an unknown tensor
+            hf_name(tensor.name, config["architectures"][0])
         write_json(folder / "config.json", config)
         write_json(folder / "generation_config.json", generation)
         write_tokenizer(metadata, folder)

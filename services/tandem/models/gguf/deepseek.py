@@ -73,8 +73,8 @@ def _latent(metadata: GgufMetadata) -> dict[str, Any]:
 def _head_sizes(metadata: GgufMetadata, *, kv_rank: int, rope: int) -> tuple[int, int]:
     """Returns the size of a head's key, including the rotated part, and the size of its value.
 
-    Newer files store both sizes under `*_length_mla`, and use `*_length` for the sizes of a token's
-    KV.
+    Newer files store the two sizes in `key_length_mla` and `value_length_mla`. In these files,
+    `key_length` and `value_length` are the sizes of a token's KV.
     """
     parts = ("key", "value")
     usual = [metadata.size(f"attention.{part}_length", None) for part in parts]
@@ -125,7 +125,7 @@ def _experts(metadata: GgufMetadata) -> dict[str, Any]:
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
         }
-    if is_normalized:  # Refused, because transformers ignores this key and other programs do not.
+    if is_normalized:  # Refused: transformers ignores this key, and other implementations do not.
         raise _refusal(metadata, "expert_weights_norm", is_normalized, "False, with softmax")
     has_groups = groups[0] > 1
     return config | {

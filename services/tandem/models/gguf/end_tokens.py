@@ -31,13 +31,15 @@ _ENDS = frozenset(
 _ENDS_IF_CONTROL = frozenset(
     (
         *("</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~["),
-        # Code models write these before the next file or before padding.
+        # Code models write these tokens after the end of a file, before the next file or before
+        # padding.
         *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
         *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
     )
 )
 _MESSAGE_END = "<|end|>"
-# If a vocabulary has all tokens of one of these sets, `<|end|>` ends a message and not the turn.
+# In models whose vocabulary has all tokens of one of these sets, an answer consists of several
+# messages. `<|end|>` ends a message and is therefore no end token.
 _WITH_MESSAGES = (
     frozenset(("<|return|>", "<|call|>")),
     frozenset(("<|return|>", "<|calls|>")),

@@ -22,7 +22,7 @@ def read_headers(files: Sequence[Path], architecture: str) -> dict[str, StoredTe
     """
     headers: dict[str, StoredTensor] = {}
     readable: dict[gguf.GGMLQuantizationType, bool] = {}
-    for each in read_parts(files).tensors:
+    for each in read_parts(files, skips_strings=True).tensors:
         if each.name in ROPE_TABLES:
             continue
         name = hf_name(each.name, architecture)

@@ -25,7 +25,7 @@ from tandem.models.files import naming
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_ALIGNMENT = 32  # bytes; the default if general.alignment is absent
+_ALIGNMENT = 32  # alignment of tensor data in bytes if general.alignment is absent
 _ALIGNMENT_MAX = 1 << 20
 _ALIGNMENT_KEY = "general.alignment"
 _KEYS_MAX = 1 << 16
@@ -40,7 +40,7 @@ _STRING = 8
 _ARRAY = 9
 # Number types -> their format characters in the struct module.
 _SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_SIZE_BYTES = 8  # size of the length field before a string
+_SIZE_BYTES = 8  # size of the field before a string that has the string's length
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class StoredTensor:
     file: Path
     name: str
     type: gguf.GGMLQuantizationType
-    shape: tuple[int, ...]  # in torch's order: the size of a row is last
+    shape: tuple[int, ...]  # sizes in torch's order: the length of a row is last
     begin: int  # offset of the first byte in the file
     end: int  # offset after the last byte in the file
 
@@ -60,24 +60,28 @@ class Layout:
     """The keys and tensor headers of a GGUF file."""
 
     tensors: list[StoredTensor]
-    keys: Mapping[str, Any]  # numbers, strings, booleans, and lists of them
+    keys: Mapping[str, Any]  # key -> value: a number, a string, a boolean, or a list of these
 
 
-def read_layout(path: Path) -> Layout:
-    """Reads a file's layout. Raises ConfigError with the fault and its location in the file."""
+def read_layout(path: Path, *, skips_strings: bool = False) -> Layout:
+    """Reads a file's layout. Raises ConfigError with the fault and its location in the file.
+
+    With `skips_strings`, lists of strings are empty. A vocabulary has hundreds of thousands of
+    strings, and decoding them takes most of the time.
+    """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Scan(path, data).layout()
+            return _Scan(path, data, skips_strings).layout()
     except (OSError, ValueError) as error:  # mmap raises ValueError for an empty file.
         raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from error
 
 
-def read_parts(files: Sequence[Path]) -> Layout:
+def read_parts(files: Sequence[Path], *, skips_strings: bool = False) -> Layout:
     """Reads the files of a split model. Keys come from the first file, tensor headers from all.
 
     Raises ConfigError naming a file that is truncated or invalid, or in which the part number
     differs from the number in the file's name."""
-    layouts = [read_layout(file) for file in files]
+    layouts = [read_layout(file, skips_strings=skips_strings) for file in files]
     for number, (file, layout) in enumerate(zip(files, layouts, strict=True)):
         with naming(file):
             _check_part(layout, number, len(files))
@@ -109,9 +113,10 @@ def _check_part(layout: Layout, number: int, count: int) -> None:
 class _Scan:
     """One forward pass over a file. Its methods raise ValueError for an invalid file."""
 
-    def __init__(self, file: Path, data: mmap.mmap) -> None:
+    def __init__(self, file: Path, data: mmap.mmap, skips_strings: bool) -> None:
         self._file = file
         self._data = data
+        self._skips_strings = skips_strings
         self._at = 0
         self._num_items_left = _ITEMS_MAX
         self._alignment = _ALIGNMENT
@@ -164,8 +169,11 @@ class _Scan:
         num_items = self._count("items of arrays", self._num_items_left)
         self._num_items_left -= num_items
         if kind == _STRING:
-            return self._strings(num_items)
-        return self._numbers(kind, num_items)  # Raises for nested arrays, which no model has.
+            return (
+                self._skip_strings(num_items) if self._skips_strings else self._strings(num_items)
+            )
+        # raises ValueError for nested arrays, which no model has
+        return self._numbers(kind, num_items)
 
     def _numbers(self, kind: int, num: int) -> list[Any]:
         if kind not in _SCALARS:
@@ -231,6 +239,20 @@ class _Scan:
         if at > len(data) or len(found) < num:
             raise self._cut_short()
         return found
+
+    def _skip_strings(self, num: int) -> list[str]:
+        """Moves behind `num` strings."""
+        read_size = struct.Struct("<Q").unpack_from
+        at = self._at
+        try:
+            for _ in range(num):
+                at += _SIZE_BYTES + read_size(self._data, at)[0]
+        except (struct.error, OverflowError, IndexError):  # the place is outside the file
+            raise self._cut_short() from None
+        if at > len(self._data):
+            raise self._cut_short()
+        self._at = at
+        return []
 
     def _count(self, what: str, num_max: int) -> int:
         if (count := self._uint64()) > num_max:

@@ -35,8 +35,9 @@ class GgufMetadata:
         return self._checked(key, self.get(key, default), _is_flag, "true or false")
 
     def items(self, key: str, kind: type, num: int | None = None) -> list[Any] | None:
-        """Returns a list whose items have the type `kind`; None if the key is absent. If `num` is
-        given, the list must have that length. `float` also accepts integers."""
+        """Returns the list of a key; None if the key is absent. Raises UnsupportedModel if an item
+        does not have the type `kind` (`float` includes integers), or if the list does not have the
+        length `num`."""
         value = self.get(key)
         if value is None:
             return None

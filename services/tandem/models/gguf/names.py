@@ -54,7 +54,7 @@ _DEEPSEEK = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "exp_probs_b": _CORRECTION,
 }
-# Names that replace or extend `_INNER`, by the first letters of the Hugging Face class name.
+# Start of a Hugging Face class name -> GGUF names and Hugging Face names that differ from `_INNER`.
 _NAMES_BY_FAMILY = {
     "Gemma": {"ffn_norm": "pre_feedforward_layernorm"},
     "Phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
@@ -117,8 +117,8 @@ def _is_gemma(architecture: str) -> bool:
 
 
 def num_permuted_heads(name: str, config: ModelConfig) -> int:
-    """Returns the number of heads in a tensor whose rows are in llama.cpp's order (see
-    `unpermute`), and 0 for other tensors."""
+    """Returns the number of heads if the rows of the tensor are in llama.cpp's order (`unpermute`).
+    Returns 0 if they are in Hugging Face's order."""
     if config.architecture not in _PERMUTED:
         return 0
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_kv_heads}

@@ -41,16 +41,18 @@ BlocksType: TypeAlias = gguf.GGMLQuantizationType | ZeroedType
 
 @dataclass(frozen=True, slots=True)
 class GgufBlocks:
-    """A tensor in GGUF's format: rows of quantized blocks, or of unquantized numbers."""
+    """A tensor in GGUF's format. Each row consists of quantized blocks or of unquantized
+    numbers."""
 
     data: torch.Tensor  # uint8 [rows, bytes of a row]
     type: BlocksType
-    shape: tuple[int, ...]  # shape in numbers, not in bytes
-    offset: float = 0.0  # subtracted from unquantized numbers
+    shape: tuple[int, ...]  # sizes in numbers, although `data` has bytes
+    offset: float = 0.0  # number that `numbers` subtracts from unquantized values
     # Number of heads, if the rows of each head are in llama.cpp's order (see `unpermute`). 0: rows
     # are in Hugging Face's order.
     num_heads: int = 0
-    # int32 [in], the number of the input at each position of a row; None: inputs are in order.
+    # int32 [in]. Position p of a row has the weight of input order[p]. None: position p has the
+    # weight of input p.
     order: torch.Tensor | None = None
 
     @property

@@ -27,8 +27,8 @@ from tandem.models.gguf.end_tokens import CONTROL, UNUSED, USER_DEFINED, token_t
 from tandem.models.gguf.metadata import GgufMetadata, special_key
 
 _SPACE = "▁"
-# Maximum length of a piece in characters. The time to find a piece's merges grows with the square
-# of the length.
+# Maximum length of a token of the vocabulary, in characters. The time to find the merges of a token
+# grows with the square of the length.
 _PIECE_MAX = 1024
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -36,8 +36,8 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
 
-# o200k_base (GPT-4o): a word is a run of upper-case letters and then one of lower-case letters;
-# either may be empty.
+# o200k_base (GPT-4o): a word is a run of upper-case letters followed by a run of lower-case
+# letters, such as HTMLpage, HTML or page.
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"

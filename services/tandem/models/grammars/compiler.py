@@ -21,7 +21,7 @@ from tandem.models.folder import ModelFolder
 # Time: the time for a mask grows with the number of parser items, and with the square of the number
 # of items in one row of the parser. An ambiguous grammar adds items to a row with each token. With
 # these limits a mask takes up to 10 ms; with llguidance's defaults it takes up to 0.5 s.
-# An object needs four items in a row for each optional property.
+# A JSON object needs four items in a row for each optional property: 800 items for 200 properties.
 _LIMITS = LLParserLimits(
     max_items_in_row=800,
     step_max_items=5_000,
@@ -33,10 +33,11 @@ _LIMITS = LLParserLimits(
 )
 
 _SPECIAL = b"\xff"
-# llguidance's notation for special tokens in byte strings
+# llguidance writes the special token 7 as b"\xff[7]" in a byte string.
 _SPECIAL_TOKEN = re.compile(rb"\xff\[(\d+)\]")
-# Only this many bytes of a forced text are tokenized. llguidance would tokenize the complete text
-# again for each forced token, and hold the GIL meanwhile.
+# Of a forced text (the only text that the grammar allows next), at most this many bytes are
+# tokenized to find the next token. llguidance would tokenize the complete text for each token, and
+# hold the GIL meanwhile.
 _FORCED_BYTES_MAX = 256
 
 
@@ -63,7 +64,8 @@ class GrammarCompiler:
         matcher = LLMatcher(self._vocabulary(), text, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise BadRequest(matcher.get_error())
-        matcher.compute_ff_bytes()  # The matcher caches the result, and its copies inherit it.
+        # The matcher caches the result, and copies of the matcher inherit the cache.
+        matcher.compute_ff_bytes()
         return matcher
 
     def check(self, text: str) -> str:
@@ -72,9 +74,9 @@ class GrammarCompiler:
             matcher = self.compile(text)
         except BadRequest as error:
             return error.message
-        # If the grammar forces a text at its start, such as a brace, the check continues after that
-        # text. A forced text with special tokens (marked by the byte `_SPECIAL`, which is invalid
-        # in UTF-8) is not consumed.
+        # If every completion begins with the same text, such as a brace, the check continues after
+        # that text. If that text contains special tokens (marked by the byte `_SPECIAL`, which is
+        # invalid in UTF-8), the check stays at the start.
         begins = matcher.compute_ff_bytes()
         if begins and _SPECIAL not in begins:
             text = begins.decode(errors="ignore")
@@ -123,7 +125,7 @@ class GrammarCompiler:
                 if not eos:
                     raise BadRequest("the model has no end-of-sequence token")
                 text = self.tokenizer_file.read_text(encoding="utf-8")
-                # The tokenizer may have added tokens without logits in the model.
+                # The tokenizer may have added tokens whose ids are above the model's last logit.
                 num_tokens = max(Tokenizer.from_str(text).get_vocab().values()) + 1
                 size = max(self.vocab_size, num_tokens)
                 self._tokenizer = LLTokenizer(text, n_vocab=size, eos_token=eos)

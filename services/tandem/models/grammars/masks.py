@@ -8,16 +8,17 @@ Two kinds of threads do the work:
   the vocabulary.
 
 A step waits at most `MASK_WAIT_S` for the masks of its sequences. A sequence whose mask is late
-samples no token in the step: it skips the step. It computes its last token again in the first step
-for which the mask is ready. A late mask therefore delays the sequence but does not change the
-sampled tokens. A sequence ends with an error if it skips more than `SKIPS_MAX` steps while one mask
-is computed. If the last mask of a sequence was slow, the next mask is computed before the sequence
-joins a step, so other sequences do not wait.
+skips the step: it samples no token. In the first step for which the mask is ready, the model
+computes the sequence's last token again, and the sequence samples its next token. A late mask
+therefore delays a sequence but does not change the sampled tokens. A sequence ends with an error if
+it skips more than `SKIPS_MAX` steps while one mask is computed. If the last mask of a sequence was
+slow, the next mask is computed before the sequence joins a step, so other sequences do not wait.
 
-There is one mask thread for sequences with fast masks, one for new sequences and one for sequences
-with slow masks. Short and long grammars have one compile thread each. Slow work therefore does not
-delay fast work. A mask thread that needs too long for one mask is replaced. All matchers of a
-grammar share one lexer, which a lock protects.
+Slow work must not delay fast work. There are therefore three mask threads: one for sequences with
+fast masks, one for new sequences and one for sequences with slow masks. There are two compile
+threads: one for short and one for long grammars. If a mask thread needs too long for one mask, a
+new thread takes over the other masks. All matchers of a grammar share one lexer, which a lock
+protects.
 
 Where the grammar allows only one text, the tokens of the text's usual tokenization are forced, and
 no other tokenization is allowed. The engine may append forced tokens without a model step.
@@ -48,14 +49,16 @@ from tandem.models.grammars.compiler import GrammarCompiler
 
 log = logging.getLogger(__name__)
 
-GRAMMARS_MAX = 32  # Compiled grammars in the cache; each takes at most 40 MB, usually far less.
+GRAMMARS_MAX = 32  # maximum number of cached grammars; each takes at most 40 MB, usually far less
 GRAMMAR_BYTES_MAX = 1 << 20  # maximum total size of the texts of cached grammars
 LONG_TEXT_BYTES = 16 << 10  # Longer texts have their own compile thread: they may take seconds.
-MASK_WAIT_S = 0.02  # longest wait, from the start of a step; the model computes at the same time
+MASK_WAIT_S = 0.02  # longest time from the start of a step for which the step waits for masks
 SLOW_MASK_S = 0.002  # A mask that takes more CPU time is slow. Ordinary masks take 0.1 ms.
-FORCED_SEARCH_S = 0.005  # time per step in which the engine's thread may search forced tokens
+# maximum time per step for which the engine's thread searches forced tokens
+FORCED_SEARCH_S = 0.005
 SKIPS_MAX = 10
-# Skipped steps within this time count as one: the first mask may take longer than ten short steps.
+# After a skipped step has been counted, further skipped steps are not counted for this time.
+# Otherwise a first mask of 100 ms would exceed SKIPS_MAX with steps of 5 ms.
 SKIP_S = 0.05
 
 Mask = npt.NDArray[np.int32]
@@ -63,14 +66,15 @@ Mask = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class _Compiled:
-    matcher: Future[LLMatcher]  # resolves to a matcher in the grammar's initial state
+    matcher: Future[LLMatcher]  # result: a matcher in the grammar's initial state
     # Held while a thread uses the lexer, which all matchers of the grammar share.
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_broken: bool = False  # A matcher failed, so the shared lexer may be invalid.
 
 
 class GrammarMatcher:
-    """The position of one completion in its grammar. `mask` is valid until the next `append`."""
+    """Tracks how far one completion has advanced in its grammar, and has the mask of the next
+    token. `mask` is valid until the next `append`."""
 
     def __init__(
         self,
@@ -92,10 +96,11 @@ class GrammarMatcher:
         # The only token that `mask` allows, if the grammar forces a token.
         self.forced: int | None = None
         self.error = ""
-        self.update_job: Future[None] | None = None  # job that computes the next mask; may be done
-        self.is_started = False  # True: the job has locked the lexer, or is done.
+        # job that computes the next mask; it may have finished
+        self.update_job: Future[None] | None = None
+        self.is_started = False  # True: the job has locked the lexer, or has finished.
         self.num_skipped = 0  # steps skipped since the job started
-        self._counted_until = 0.0  # Steps that are skipped before this time are not counted.
+        self._counted_until = 0.0  # Steps skipped before this time do not count.
         self.cost_s: float | None = None  # CPU time of the last mask
 
     @property
@@ -115,7 +120,8 @@ class GrammarMatcher:
         return self.update_job is not None and not self.update_job.done()
 
     def append(self, token_id: int) -> None:
-        """Adds a token of the completion, which the next `update` consumes."""
+        """Adds the newest token of the completion. The next `update` passes the token to the
+        matcher."""
         self._token_ids.append(token_id)
         self.update_job = None
         self.is_started = False
@@ -127,7 +133,8 @@ class GrammarMatcher:
             self.update_job.cancel()
 
     def skip(self) -> str:
-        """Counts a skipped step. Returns the reason to end the sequence after too many, else ""."""
+        """Counts a skipped step. If the sequence has skipped too many steps and must end, returns
+        the reason, else ""."""
         now = time.perf_counter()
         if self.is_started and now >= self._counted_until:
             self.num_skipped += 1
@@ -187,7 +194,8 @@ class GrammarMatcher:
         return forced if forced is not None and forced < self._vocab_size else None
 
     def _catch_up(self) -> LLMatcher | None:
-        """Returns the matcher after it has consumed all tokens; None if `error` is set."""
+        """Passes all new tokens of the completion to the matcher, and returns the matcher. Returns
+        None if `error` is set."""
         if self.error:
             return None
         try:
@@ -202,8 +210,8 @@ class GrammarMatcher:
 
 
 class _MaskThread:
-    """A thread that computes masks in order. If one mask takes more than `patience_s`, a new thread
-    takes over the remaining jobs, and the old thread ends after the mask."""
+    """A thread that computes masks one after the other. If one mask takes more than `patience_s`, a
+    new thread takes over the waiting jobs, and the old thread ends after the slow mask."""
 
     def __init__(self, name: str, patience_s: float) -> None:
         self._name = name
@@ -241,7 +249,8 @@ class _MaskThread:
                 job.set_result(None)
             if self._thread is thread:
                 self._since = inf
-            # While the thread waits, these references would keep grammars of a closed engine alive.
+            # Without this line, a thread that waits for a job would keep the grammar of the last
+            # job in memory.
             del next_job, job, function
 
 

@@ -23,15 +23,17 @@ from tandem.errors import BadRequest
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "lark"]
 
 SOURCE_BYTES_MAX = 128 << 10
-DEPTH_MAX = 100  # nesting depth of a schema
-# Nesting depth after references are expanded: `$ref` in a schema, rules in a grammar. The
-# compiler's stack (grammar_checker.py) is large enough for at least four times this depth.
+DEPTH_MAX = 100  # maximum nesting depth of a schema
+# Maximum nesting depth after references are expanded. References are `$ref` in a schema and rule
+# names in a grammar. The compiler's stack (grammar_checker.py) is large enough for at least four
+# times this depth.
 EXPANDED_DEPTH_MAX = 250
-# Maximum number of lists and objects in a schema. Targets of references count again.
+# Maximum number of lists and objects in a schema. The target of a `$ref` counts twice: at its place
+# in the schema and at the reference.
 VISITS_MAX = 200_000
-# Maximum sum and maximum least common multiple of the `multipleOf` divisors in a schema. The
-# compiler creates a state for each remainder; within this limit, it takes at most 0.2 s. Factors of
-# 10 cost nothing.
+# Limit of the sum, and of the least common multiple, of all `multipleOf` divisors in a schema. The
+# compiler creates a state for each remainder: 7 states for `multipleOf: 7`. At the limit it takes
+# at most 0.2 s. Zeros at the end of a divisor cost nothing, so 700 counts as 7.
 DIVISORS_MAX = 100_000
 # White space between JSON tokens. It is limited because a small model might never stop writing it.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
@@ -39,15 +41,15 @@ _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """The format that a completion must have. `field` is the request's field that specifies it, for
-    error messages."""
+    """The format that a completion must have. Error messages contain `field`, the name of the
+    request's field that specifies the format."""
 
     field: str
     kind: Kind
     source: str = ""  # a schema or a list of choices as JSON, a regular expression, or a grammar
     is_lenient: bool = False  # True: unsupported keywords of a schema are ignored.
-    # Lark grammar of the whole completion, in which `@form` stands for the format. "": the format
-    # applies to the whole completion.
+    # Lark grammar of a completion of which only a part has the format: `@form` stands for that
+    # part. "": the whole completion has the format.
     head: str = ""
 
     def __post_init__(self) -> None:
@@ -124,8 +126,8 @@ def _checked_schema(schema: object) -> dict[str, Any]:
 
 
 def _check_schema(schema: dict[str, Any]) -> list[int]:
-    """Returns the divisors of all `multipleOf`, without trailing zeros. Raises ValueError for a
-    schema that is nested too deeply, is too large with its references, or has too large
+    """Returns the `multipleOf` divisors in a schema, without trailing zeros. Raises ValueError if
+    the schema is nested too deeply, has too many lists and objects (VISITS_MAX), or has too large
     divisors."""
     if _depth(schema) > DEPTH_MAX:
         raise ValueError(f"the schema is nested more than {DEPTH_MAX} deep")
@@ -200,7 +202,7 @@ def _check_divisors(divisors: list[int]) -> None:
 
 
 def _lcm(one: int, other: int) -> int:
-    # Without this limit, the result might have a million digits.
+    # Without the limit, the least common multiple might have a million digits.
     return min(lcm(one, other), DIVISORS_MAX + 1)
 
 
@@ -235,7 +237,7 @@ def _checked_lark(text: str) -> str:
     embedded schema is refused."""
     divisors: list[int] = []
     for found in re.finditer(r"%json\s*(?={)", text):
-        with suppress(json.JSONDecodeError):  # The compiler reports the error.
+        with suppress(json.JSONDecodeError):  # The compiler reports invalid JSON.
             divisors += _check_schema(json.JSONDecoder().raw_decode(text, found.end())[0])
     _check_divisors(divisors)
     # name -> (nesting depth of its brackets, names of rules that it uses)

@@ -37,7 +37,7 @@ _DTYPES = ("F32", "F16", "BF16")
 _NEUTRAL = {
     "auto_mapping",
     "base_model_name_or_path",
-    "corda_config",  # Details of an initialization; `init_lora_weights` names the method.
+    "corda_config",  # settings of an initialization method; `init_lora_weights` names the method
     "eva_config",
     "inference_mode",
     "lora_dropout",

@@ -2,10 +2,12 @@
 
 The expressions are untrusted, and Python's matcher can take exponential time while it holds the
 GIL. A child process with limited time and memory therefore matches them. This file is the child's
-program and imports only the standard library. For each expression the child prints one JSON line:
+program and imports only the standard library.
 
-    [per name: null, or the text of the first group]     the expression is valid
-    {"why": reason}                                      the expression is invalid
+For each valid expression the child prints a JSON list with one entry per name. The entry is null if
+the name does not match, else the text of the expression's first group. For example, the expression
+`layers.([0-9]+)` and the names ["norm", "layers.3"] give [null, "3"]. For an invalid expression the
+child prints {"why": reason}.
 
 The child uses Python's `re`, as PEFT does. Linear-time matchers do not support all of its syntax.
 """
@@ -16,11 +18,12 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-CPU_S = 1  # Usual configs take milliseconds.
+CPU_S = 1  # CPU time of the child process; usual configs take milliseconds
 DEADLINE_S = 60.0  # wall-clock time; long because the machine may be busy
 _MEMORY_BYTES = 1 << 30
 _PLAIN_MAX = 2000
-# Matching these expressions cannot backtrack, so it needs no child process.
+# Expressions of only these characters are matched without a child process: they have no repetition,
+# so matching cannot take exponential time.
 _PLAIN = re.compile(r"[\w.-]*", re.ASCII)
 
 

@@ -17,7 +17,8 @@ from tandem.models.lora.patterns import Pattern, match_all
 
 _IN_A_LIST = re.compile(r".*\.[^.]*\.(\d+)\.")
 ALL_LINEAR = "all-linear"
-SHARED_MLP = "mlp.shared_experts."  # replaces the prefix "mlp." in a layer with experts
+# In a layer with experts, "mlp.up_proj" becomes "mlp.shared_experts.up_proj".
+SHARED_MLP = "mlp.shared_experts."
 # PEFT can also adapt these modules, but Tandem does not support it.
 _OTHERS = ("lm_head", "model.embed_tokens", "model.norm")
 
@@ -125,9 +126,9 @@ def find_modules(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
 
 
 def _layers(config: Mapping[str, Any]) -> tuple[Collection[int], list[str]] | None:
-    """Returns the numbers in `layers_to_transform` and the names in `layers_pattern`. The names are
-    those of module lists, and the numbers are indexes into these lists. Returns None if the config
-    does not limit the layers."""
+    """Returns the numbers in `layers_to_transform` and the names of module lists in
+    `layers_pattern`. For example, the number 2 and the name "layers" limit the adapter to
+    model.layers.2. Returns None if the config does not limit the layers."""
     given = config.get("layers_to_transform")
     patterns = config.get("layers_pattern") or []
     if given is None:

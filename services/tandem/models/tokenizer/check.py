@@ -25,12 +25,15 @@ LOAD_CPU_S = 60  # enough to load a large vocabulary on a slow machine and to tr
 MEMORY_BYTES = 8 << 30
 TEXTS_S = 5.0
 _DEADLINE_S = 300.0
-_AROUND_MAX = 64  # maximum number of tokens that the rules add to each text
+_AROUND_MAX = 64  # maximum number of tokens that the rules add around each text, such as bos
 _TOKENS_PER_BYTE_MAX = 16
-_CHARACTERS_PER_TOKEN_MAX = 4096  # largest mean length of the tokens of a decoded text
+# maximum mean number of characters that a token becomes when it is decoded
+_CHARACTERS_PER_TOKEN_MAX = 4096
 _GROWTH_MAX = 64  # largest factor by which all replacement rules together may lengthen a text
-_REPEATS = 40  # letters; an expression with exponential time needs a day for so many
-_RUN = 2000  # letters; an expression with cubic time needs minutes for so many
+# number of letters in a test text for which an expression with exponential time needs a day
+_REPEATS = 40
+# number of letters in a test text for which an expression with cubic time needs minutes
+_RUN = 2000
 
 
 def check_file(file: Path) -> None:
@@ -55,8 +58,8 @@ def check_rules(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
     """Tries the tokenizer's rules on test texts. Raises ConfigError for a rule that takes too long
     or produces too much.
 
-    Before each test, the generator yields the message for the case that the test does not return.
-    The caller must limit the process's time and memory."""
+    The generator yields a message before each test. If a test does not end, the last message names
+    the text. The caller must limit the time and memory of the process."""
     began = time.monotonic()
     _check_growth(tokenizer)
     around = len(tokenizer.encode("").ids)
@@ -80,8 +83,9 @@ def check_rules(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
 
 
 def _check_growth(tokenizer: tokenizers.Tokenizer) -> None:
-    """Raises ConfigError if the rules could make a text too long. The largest growth is computed
-    from the rules, because the test texts may not cause it."""
+    """Raises ConfigError if the replacement rules could make a text too long. The largest possible
+    growth is computed from the rules, because the test texts may not contain the strings that the
+    rules replace."""
     for part in ("normalizer", "decoder"):
         if (component := getattr(tokenizer, part)) is None:
             continue
@@ -103,7 +107,8 @@ def _check_growth(tokenizer: tokenizers.Tokenizer) -> None:
 def _texts() -> Iterator[str]:
     letters = [*string.printable, "é", "ß", "Ж", "中", "あ", "🙂", "\u0301", "\u00a0"]
     yield from letters
-    # Some matchers skip an expression if its literal suffix does not occur in the text.
+    # Some matchers do not try an expression such as (a+)+! on a text without "!". This ending
+    # contains every such last character.
     endings = "\0" + "".join(3 * mark for mark in string.punctuation) + string.printable
     for ending in ("!", "a", "1", " ", "\n", "\0", endings):
         for letter in letters:

@@ -110,8 +110,8 @@ def _alternatives(strings: Sequence[str]) -> re.Pattern[str]:
 
 
 def _texts(value: Any, *, is_tool: bool = False) -> Iterator[tuple[str, bool]]:
-    """Yields every string in a value, including keys, each with True if the string is part of a
-    tool's message."""
+    """Yields every string in a value, including keys of objects. The second element of a result is
+    True if the string is part of a tool's message."""
     if isinstance(value, str):
         yield value, is_tool
     elif isinstance(value, Mapping):

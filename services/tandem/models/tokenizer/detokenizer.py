@@ -61,16 +61,18 @@ class _PieceText:
 class _WindowText:
     """Text of other tokenizers (SentencePiece), in which a token's text depends on its neighbours.
 
-    The object decodes a window of a few token ids. The window consists of the context (the ids of
-    the text that was emitted last, which decide whether a space follows) and of the pending ids.
-    The new text is the window's text without the context's text at its start:
+    The class decodes a window of a few token ids. The window consists of the context, which are the
+    ids of the last emitted text, and of the pending ids. The context is needed because the decoder
+    drops the space of a text's first token. The new text is the window's text without the context's
+    text at its start. For example, if the context is "Hello" and the window decodes to
+    "Hello world", the new text is " world".
 
         ids:  ... emitted before | context | pending
                                  '-------- window --'
 
-    The stream differs from `decode` of all ids in one case. If a run of byte tokens has an invalid
-    byte, SentencePiece's decoder replaces every byte of the run by U+FFFD. The stream has by then
-    emitted the complete characters before the invalid byte.
+    The stream differs from `decode` of all ids in one case: consecutive byte tokens of which one is
+    invalid. `decode` replaces every byte of such a run by U+FFFD. The stream has already emitted
+    the complete characters before the invalid byte.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -89,7 +91,8 @@ class _WindowText:
         self._window.append(token_id)
         text = self._window_text()
         if len(self._window) == 1 and not text:
-            self._num_context = 1  # A space at the start of a stream produces no text.
+            # The first token has no text if it is a space, which the decoder drops at the start.
+            self._num_context = 1
             return ""
         num_pending = len(self._window) - self._num_context
         unfinished = text.endswith(_REPLACEMENT) or len(text) <= len(self._context_text)

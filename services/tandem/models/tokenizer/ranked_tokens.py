@@ -7,9 +7,10 @@
                                                      pre-tokenizer's pattern
 
 Both formats are byte-level BPE in which the neighbours whose concatenation has the lowest rank are
-merged first. In tokenizer.json, each pair of tokens whose concatenation is a token becomes a merge.
-Merges are in the order of the concatenations' ranks. A tiktoken file has no pattern and no special
-tokens; this module has both for each supported model family.
+merged first. In tokenizer.json, each pair of tokens whose concatenation is a token becomes a merge,
+and merges are sorted by the rank of the concatenation. For example, the token "the" of rank 12
+gives the merges ("t", "he") and ("th", "e"), before those of the token of rank 13. A tiktoken file
+has no pattern and no special tokens; this module has both for each supported model family.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from tandem.models.tokenizer_settings import read_tokenizer_settings
 
 # Part of the cache key. Increment it with every change to the output of a conversion.
 _VERSION = 1
-_TOKEN_BYTES_MAX = 1024  # largest token; the longest tokens of published models have 128 bytes
+# maximum length of a token; the longest tokens of published models have 128 bytes
+_TOKEN_BYTES_MAX = 1024
 _SPECIAL_MAX = 1 << 16
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s*")
 _COPIED = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
@@ -49,7 +51,7 @@ class _Family:
     """The tokenizer settings of a model family that are not in its tiktoken file."""
 
     pre: str  # name of the pre-tokenizer in GGUF files
-    special: Sequence[str]  # special tokens; their ids follow the last rank
+    special: Sequence[str]  # special tokens; the first one has the id after the last rank
     reserved: str  # format of the names of further special tokens, with {id} or {number}
     num_special: int
     reserved_from: int = 0
@@ -91,7 +93,7 @@ _KIMI = _Family(
     ends=("[EOS]",),
 )
 _BY_NUM_RANKS = {128_000: _LLAMA3, 151_643: _QWEN, 163_584: _KIMI}
-# Text in the name of the tokenizer's class or code file (tokenizer_config.json) -> family.
+# Part of the tokenizer's class name or code file name in tokenizer_config.json -> model family.
 _BY_CODE = {"kimi": _KIMI, "moonshot": _KIMI, "qwen": _QWEN}
 _TEKKEN_SPECIAL = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
@@ -334,7 +336,8 @@ def _as_letters(token: bytes) -> str:
 
 
 def _copied(folder: Path, file: Path) -> list[Path]:
-    """Returns the folder's small files, which are copied, without the tokenizer file `file`."""
+    """Returns the small files of the folder to copy beside the new tokenizer.json. The tokenizer
+    file `file` and weight indexes are left out."""
     found = (each for pattern in _COPIED for each in sorted(folder.glob(pattern)))
     return [each for each in found if each != file and not each.name.endswith(".index.json")]
 

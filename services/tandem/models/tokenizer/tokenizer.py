@@ -26,7 +26,8 @@ from tandem.models.tokenizer_settings import end_token_ids, read_tokenizer_setti
 
 @dataclass(frozen=True, slots=True)
 class RenderedText:
-    """Text to encode, or a piece of it. A rendered chat already contains its special tokens."""
+    """A text to encode, or a piece of such a text: a prompt, or a chat rendered with special
+    tokens."""
 
     text: str
     is_renamed: bool = False  # True: special tokens have the names that `ControlStrings` gives.
@@ -40,7 +41,8 @@ class Tokenizer:
         """Reads the tokenizer of a Hugging Face folder. Raises ConfigError if its files cannot be
         read.
 
-        Tokenizers of one folder that exchange rendered chats need the same `nonce`."""
+        If one process renders a chat and another encodes it, both need tokenizers with the same
+        `nonce`."""
         file = folder / "tokenizer.json"
         with naming(file):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -159,9 +161,9 @@ class Tokenizer:
     ) -> str:
         """Returns the prompt text of a chat up to the end of the final message's content.
 
-        To find the end, an unguessable tag and a space are appended to the content. If the space is
-        missing from the rendered text, the template strips spaces around content, so spaces before
-        the tag are stripped as well.
+        To find the end, an unguessable tag and a space are appended to the content, and the
+        rendered text is cut before the tag. If no space follows the tag in the rendered text, the
+        template strips spaces around content. Spaces before the tag are then stripped as well.
         """
         *earlier, final = messages
         content: Any = final.get("content")
@@ -196,13 +198,14 @@ class Tokenizer:
 
     def encode_part(self, window: RenderedText, start: int, stop: int) -> list[int] | None:
         """Encodes `window` and returns the ids of the tokens in `window.text[start:stop]`; None if
-        a token crosses `start` or `stop`. Tokens that are added around the text, such as bos, are
-        included if `start` or `stop` is at that end of the text."""
+        a token crosses `start` or `stop`. A token that is added at an end of the text, such as bos
+        at its start, is included if `start` or `stop` is at that end."""
         encoding = self._encode_rendered(window)
         ids: list[int] = encoding.ids
         first = 0
         last = len(ids) if stop == len(window.text) else 0
-        # Some offsets exclude spaces, so a part ends with the last token that begins before `stop`.
+        # Some tokenizers exclude spaces from a token's offsets, so tokens may not reach
+        # `stop`. The result ends with the last token that begins before `stop`.
         places = zip(encoding.offsets, encoding.sequence_ids, strict=True)
         for index, ((begin, end), sequence) in enumerate(places):
             if sequence is None:  # an added token such as bos, which has no text
@@ -217,16 +220,17 @@ class Tokenizer:
 
     @cached_property
     def joined(self) -> frozenset[bytes]:
-        """All two-byte sequences inside tokens whose first byte is no space and whose second byte
-        is a space or a line break."""
+        """The two-byte sequences inside tokens that consist of a byte that is no space, and then a
+        space or a line break. The token "in a" contributes b"n ". A text may be split for encoding
+        before a space only if no token can cross the split."""
         found: set[bytes] = set()
         for token_id in range(self.vocab_size):
             found.update(_BEFORE_SPACE.findall(self.token_bytes(token_id)))
         return frozenset(found)
 
     def count_tokens(self, piece: RenderedText) -> int:
-        """Returns the number of tokens of a piece of text. If special tokens may absorb
-        neighbouring spaces, spaces at the ends of the piece are not counted."""
+        """Returns the number of tokens of a piece of text. Spaces at the ends of the piece do not
+        count if the tokenizer has special tokens that absorb neighbouring spaces."""
         if self._strips_spaces:
             piece = RenderedText(piece.text.strip(), piece.is_renamed)
         return len(self.encode_rendered(piece))
@@ -256,14 +260,14 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of a token, special or not, inside a text. Unlike `piece`, this method
-        works for all tokenizers."""
+        """Returns the bytes that a token, special or not, stands for inside a text. Unlike `piece`,
+        this method works for all tokenizers."""
         if self.is_byte_level:
             return self.piece(token_id)
         token = self._tokenizer.id_to_token(token_id) or ""
         if _BYTE_TOKEN.fullmatch(token):
             return bytes([int(token[3:5], 16)])
-        return token.replace("\u2581", " ").encode()  # SentencePiece's space
+        return token.replace("\u2581", " ").encode()  # SentencePiece writes a space as U+2581.
 
     def piece(self, token_id: int) -> bytes:
         """Returns the bytes that a token adds to a text. Valid only if `is_byte_level`: only then

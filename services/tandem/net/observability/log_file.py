@@ -3,9 +3,9 @@
 A rotation renames ID.log to ID.log.1, which replaces the previous ID.log.1, and creates a new
 ID.log.
 
-`tandem up` starts a process with its log file as standard output and error. This process rotates
-the file. Its child processes, such as the engine, detect that the file was renamed, and open the
-new one. The file descriptors of standard output and error are replaced, so the output of native
+`tandem up` starts a process with a log file as standard output and error. The process started by
+`tandem up` rotates the file. Child processes of that process, such as the engine, detect the rename
+and open the new file. Each process replaces the file descriptors 1 and 2, so the output of native
 code also goes to the new file.
 """
 
@@ -24,7 +24,7 @@ from tandem.errors import BadRequest
 FILE_VARIABLE = "TANDEM_LOG_FILE"  # environment variable with the path of the process's log file
 BYTES_MAX = 32 << 20
 NO_FILE = "its log is no file of its own; on Kubernetes, `kubectl logs POD` prints a pod's"
-PIECE_BYTES_MAX = 256 << 10  # number of bytes that `read_piece` returns at most
+PIECE_BYTES_MAX = 256 << 10  # default of the maximum number of bytes that `read_piece` returns
 
 
 def older(path: Path) -> Path:
@@ -62,12 +62,14 @@ def read_piece(
     after them. The bytes are b"" if the log has no more yet. If the log has more than `bytes_max`,
     the result ends with a complete line.
 
-    If the log was rotated since the last read, the renamed file is read to its end, then the new
-    file. If the file of the position no longer exists, the log is read from the start.
+    A log has up to two files. If the position is in the renamed file, the calls read that file to
+    its end, and then the new file from its start. If the file of the position no longer exists, the
+    log is read from the start of the older file.
     """
     with ExitStack() as stack:
         opened: dict[int, BufferedReader] = {}
-        # In this order, a file that is renamed between the two steps is opened at least once.
+        # The newer file is opened first. If a rotation renames it between the two steps, the second
+        # step finds it again, so no file is missed.
         for name in (path, older(path)):
             with suppress(FileNotFoundError):
                 file = stack.enter_context(name.open("rb"))
@@ -118,7 +120,8 @@ class LogFileHandler(logging.StreamHandler):  # type: ignore[type-arg]
                 self._path.rename(older(self._path))
         file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         for descriptor in (1, 2):
-            # A descriptor of a pipe or of another file is left as it is.
+            # Only a descriptor of the old log file is replaced, not one of a pipe or of another
+            # file.
             if os.path.samestat(os.fstat(descriptor), ours):
                 os.dup2(file, descriptor)
         os.close(file)

@@ -27,8 +27,8 @@ M = TypeVar("M", bound=MetricWrapperBase)
 
 @dataclass(frozen=True)
 class Declared(Generic[M]):
-    """A metric that the class body of a MetricSet declares. In an instance of the MetricSet, the
-    registered metric has taken its place."""
+    """The declaration of a metric in the class body of a MetricSet. In an instance of the
+    MetricSet, the attribute of the same name is the registered metric."""
 
     kind: type[M]
     name: str
@@ -65,8 +65,9 @@ class MetricSet:
     def __init__(
         self, registry: CollectorRegistry, common: Mapping[str, str] | None = None
     ) -> None:
-        """`common` has the names and values of labels that every metric gets. If a metric has no
-        other labels, the instance's attribute already has these values set."""
+        """`common` has names and values of labels that every metric gets. A metric without other
+        labels is ready to use: `common` values are already set, so callers need not call
+        `labels`."""
         for name, declared in vars(type(self)).items():
             if isinstance(declared, Declared):
                 setattr(self, name, declared.register(registry, common or {}))

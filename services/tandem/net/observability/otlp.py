@@ -66,7 +66,7 @@ def needs_sdk(what: str) -> Iterator[None]:
 
 
 def close_within(shutdown: Callable[[], object]) -> None:
-    """Calls `shutdown`, which sends the remaining data, and waits at most CLOSE_S for it."""
+    """Calls `shutdown`, which sends the remaining data, and returns after CLOSE_S at the latest."""
     closing = threading.Thread(target=shutdown, daemon=True)
     closing.start()
     closing.join(CLOSE_S)

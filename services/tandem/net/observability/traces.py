@@ -4,10 +4,10 @@ Tracing is off unless OpenTelemetry's environment variables turn it on (otlp.py)
 off, the SDK is not loaded, and every request has `NO_SPAN` with the API's no-op tracer. If tracing
 is on, OpenTelemetry's variables set protocol, headers, sampler, limits and names.
 
-A process calls `begin` when it takes a request, `stage` for each stage after the stage has ended,
-and `end` at the end of the request. The `headers` of the process's span (W3C Trace Context) are
-sent with the request to the next process, whose span becomes a child of this span. Times are
-`time.monotonic()` seconds.
+A process calls `begin` when it receives a request, `stage` when a stage of the request has ended,
+and `end` at the end of the request. The router sends the `headers` of its span (W3C Trace Context)
+to the decode worker with the request, so the decode worker's span becomes a child of the router's
+span. Each process does the same towards the next process. Times are `time.monotonic()` seconds.
 
 A thread sends the spans from a queue of limited size. If the collector is slow or missing, spans
 are lost, but requests are not delayed.

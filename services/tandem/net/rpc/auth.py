@@ -3,8 +3,8 @@ of process (router or worker).
 
 Both checks run before a call's body is read, so that an unauthorized call costs at most one
 flow-control window of memory. gRPC reads the body of a stream only when the handler requests a
-message. So refused calls get a stream handler that requests none. This also works for calls that
-are not streams, because a stream of one message equals a single message on the wire.
+message. A refused call is therefore passed to a stream handler that requests no message. This also
+works for calls that are not streams, because on the wire they are streams of one message.
 """
 
 import hmac
@@ -21,8 +21,8 @@ _REFUSAL = "the cluster's token is missing or wrong"
 _WRONG_KIND = "this call is not for the kind of process that the certificate names"
 _NAMES = "x509_subject_alternative_name"  # key of the peer's names in gRPC's authentication context
 
-# The kind of process that may call each method of tandem.v1.Worker. A method that is missing here
-# can be called by no process.
+# Method of tandem.v1.Worker -> the kind of process that may call it. No process may call a method
+# that is missing here.
 CALLERS: dict[str, Kind] = {
     "AddAdapter": "router",
     "Decode": "router",

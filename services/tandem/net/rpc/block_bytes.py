@@ -1,9 +1,9 @@
 """Encodes and decodes the message BlockBytes without protobuf objects.
 
 Python's protobuf copies the bytes of a field whenever the field is set or read. This module copies
-them once to encode a message, and never to decode one. A message with a single `bytes` field is
-easy to encode: as the field's tag, the length, and the bytes. The format is protobuf's, so client
-and server may also use protobuf.
+the bytes once to encode a message, and not at all to decode one. BlockBytes has a single `bytes`
+field, so the encoded message is the field's tag, the length of the bytes, and the bytes. This is
+protobuf's format: a peer may use protobuf.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -31,7 +31,7 @@ def decode(message: bytes) -> memoryview:
     """Returns the field `data` of a message, without a copy. Raises ValueError if the message is
     malformed."""
     if not message:
-        return memoryview(b"")  # proto3 leaves an empty field out of the message
+        return memoryview(b"")  # an empty message: proto3 leaves out an empty field
     if message[:1] != _TAG:
         raise ValueError("not a BlockBytes message")
     length = shift = 0

@@ -1,5 +1,5 @@
-"""Helpers for gRPC channels: for calls that are open when their channel is closed, and for closing
-a channel without waiting."""
+"""Helpers for closing gRPC channels: one converts the errors of calls that are still open, one
+closes a channel from code that cannot await."""
 
 import asyncio
 from collections.abc import Iterator

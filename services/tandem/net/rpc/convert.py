@@ -26,7 +26,7 @@ _MessageT = TypeVar("_MessageT", bound=Message)
 _StructT = TypeVar("_StructT", bound=msgspec.Struct)
 _Read = Callable[[Any], Any]
 
-# For each message that occurs as a field of another message: its struct.
+# Class of a message that is a field of another message -> the class of its struct.
 _STRUCTS: Mapping[Any, type[msgspec.Struct]] = {
     pb.Adapter: Adapter,
     pb.CachedTokens: CachedTokens,
@@ -34,7 +34,8 @@ _STRUCTS: Mapping[Any, type[msgspec.Struct]] = {
     pb.Retention: Retention,
     pb.SequenceKvBudget: KvBudget,
 }
-# For message fields whose value has another name in the struct: the path of the value there.
+# Field of a message -> attribute path in the struct, for fields whose value has another name or
+# place there.
 _PLACES = {
     "Sampling.bad_words": "bad_words_token_ids",
     "SequenceInput.max_tokens": "sampling.max_tokens",
@@ -54,8 +55,9 @@ def _sampling_params(message: pb.SequenceInput) -> SamplingParams:
     )
 
 
-# Functions that read a field of a message, for fields whose value must be changed. Routers of older
-# versions do not send some of these fields, which are 0 in that case.
+# Field of a message -> function that reads the field, for fields whose value is not copied
+# unchanged. For example, a repetition penalty of 0 comes from an older router that does not send
+# the field, and becomes 1.
 _READERS: Mapping[str, _Read] = {
     "SequenceInput.sampling": _sampling_params,
     "Sampling.repetition_penalty": lambda sampling: sampling.repetition_penalty or 1.0,
@@ -109,8 +111,8 @@ _ABSENT = object()
 
 @cache
 def _writer(kind: Any, source: type, given: tuple[str, ...]) -> _Read:
-    """Returns a function that reads from a struct of the class `source` the values for all fields
-    of the message `kind`, except the fields in `given`."""
+    """Returns a function that takes a struct of the class `source`, and returns the values for the
+    fields of the message `kind` by field name. Fields in `given` are left out."""
     fields = [field for field in kind.DESCRIPTOR.fields if field.name not in given]
     copied = {field.name: _place(field) for field in fields if _message_of(field) is None}
     made = {field.name: _write(field) for field in fields if field.name not in copied}
@@ -136,8 +138,8 @@ def _write(field: Any) -> _Read:
 
 @cache
 def _reader(kind: type[msgspec.Struct], message: Any) -> _Read:
-    """Returns a function that reads from a message the values of all fields that the message and
-    the struct `kind` share."""
+    """Returns a function that takes a message and returns values for the struct `kind`, by field
+    name. It reads only fields that both the message and the struct have."""
     named = {_place(field): field for field in message.DESCRIPTOR.fields}
     shared = {name: field for name, field in named.items() if name in kind.__struct_fields__}
     copied = {
@@ -173,10 +175,11 @@ def _read(field: Any) -> _Read:
 
 
 def _values(copied: Mapping[str, str], made: Mapping[str, _Read]) -> _Read:
-    """Returns a function that reads all values of an object, by name. `copied` has the attribute
-    paths of values that are copied, and one attrgetter reads all of them at once. `made` has
-    functions for the other values."""
-    if len(copied) < 2:  # An attrgetter of a single path does not return a tuple.
+    """Returns a function that takes an object and returns some of its values, by name. `copied`
+    maps names to attribute paths, such as "max_tokens" to "sampling.max_tokens"; one attrgetter
+    reads these values. `made` maps names to functions that compute the other values from the
+    object."""
+    if len(copied) < 2:  # An attrgetter of a single path returns the value, not a tuple.
         made = {**{name: attrgetter(place) for name, place in copied.items()}, **made}
         copied = {}
     read_all: _Read = attrgetter(*copied.values()) if copied else lambda source: ()

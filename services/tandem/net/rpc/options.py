@@ -6,7 +6,8 @@ MESSAGE_BYTES_MAX = 64 << 20
 _PINGS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # Detects a stopped process: it answers no ping, although its kernel still acknowledges bytes.
+    # This timeout detects a stopped process. Such a process answers no ping, although the kernel
+    # still acknowledges bytes for it.
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),

@@ -137,7 +137,7 @@ def add_port(server: grpc.aio.Server, address: str, files: CertificateFiles | No
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         """Returns the certificate if it has changed since the last call, else None. gRPC calls this
-        in a thread before each handshake."""
+        function in a thread before each handshake."""
         nonlocal served
         if (certificate := files.current()) is served:
             return None

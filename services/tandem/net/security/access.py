@@ -2,8 +2,9 @@
 
 A cluster that has no API key serves calls without a key if the router listens on loopback or has
 --allow-anonymous. As soon as a key exists, even a revoked one, every client's call needs a key.
-Operators' calls and metrics need no key if the admin listener is on loopback, because every user of
-that machine may operate the cluster. Each listener of a router has its own `Access`.
+If the admin listener is on loopback, operators' calls and metrics need no key: only users of that
+machine can reach a loopback address, and they may operate the cluster. Each listener of a router
+has its own `Access`.
 """
 
 import functools
@@ -66,8 +67,8 @@ class Access:
         return record
 
     def claimed(self, authorization: list[str]) -> KeyRecord | None:
-        """Returns the record of the key that a refused call names, without a check of the secret.
-        The result is for logs only."""
+        """Returns the record of the key whose id a refused call contains. The secret is not
+        checked, so the result is for logs only."""
         try:
             key_id, _ = parse_key(_bearer(authorization))
         except Unauthenticated:
@@ -91,10 +92,11 @@ class Access:
 class FailureThrottle:
     """Delays responses to an address that repeatedly sends invalid keys."""
 
-    FREE = 5  # failures per minute without a delay
+    FREE = 5  # number of failures per minute that are not delayed
     DELAY_MAX_S = 2.0
     _WINDOW_S = 60.0
-    # limit of addresses to remember; beyond it, the address with the oldest last failure is dropped
+    # maximum number of remembered addresses; above it, the address whose last failure is oldest is
+    # dropped
     _ADDRESSES_MAX = 4096
 
     def __init__(self) -> None:
@@ -104,7 +106,7 @@ class FailureThrottle:
         """Counts a call with an invalid key at `now` (monotonic seconds). Returns the seconds by
         which the caller should delay the response."""
         count, at = self._failures.pop(address, (0.0, now))
-        # The count falls by FREE in each window of _WINDOW_S, so that old failures expire.
+        # The count decreases by FREE per _WINDOW_S, so that old failures expire.
         count = max(0.0, count - self.FREE * (now - at) / self._WINDOW_S) + 1
         self._failures[address] = (count, now)
         if len(self._failures) > self._ADDRESSES_MAX:

@@ -4,8 +4,9 @@
   {tandem:CLUSTER}:audit:refusals  STREAM, calls without a valid key or beyond their role
 
 There are two streams, so that many refused calls do not evict the changes. Each stream keeps about
-the last `ENTRIES_MAX` entries. The trail does not write entries to the process's log; the caller of
-`add_change` or `add_refusal` does. Characters of clients' texts that are not printable are escaped.
+the last `ENTRIES_MAX` entries. This module does not write to the process's log; callers of
+`add_change` and `add_refusal` log the event themselves. In texts from clients, characters that are
+not printable are escaped.
 """
 
 import time
@@ -24,8 +25,8 @@ Kind = Literal["changes", "refusals"]
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """The sender of a call. If the call was refused, `key_id` and `tenant` come from the key that
-    the call named, whose secret may be wrong."""
+    """The sender of a call. `key_id` and `tenant` belong to the key whose id the call contained. If
+    the call was refused, the secret may have been wrong, so the sender may be somebody else."""
 
     address: str
     key_id: str = ""

@@ -1,19 +1,20 @@
 """Limits the bytes of unparsed request bodies, in total and for each client address.
 
-Each chunk of a body counts in the budget from its arrival (`take`) until the body is released: when
-it has been parsed, was refused, is late, or its client has disconnected.
+Each chunk of a body counts from its arrival (`take`) until the body is released. A body is released
+when it has been parsed or refused, when it is late, or when the client has disconnected.
 
-No body waits for room in the budget. A body that does not fit is refused, unless the budget can
-revoke another body, which ends that body's request and releases its bytes:
+No body waits for room in the budget. If the bytes of a new chunk exceed a limit, the budget revokes
+another body: the request of that body fails, and its bytes are released. If no other body may be
+revoked, the body with the new chunk is refused.
 
-  limit that is reached   body that is revoked
-  of the client address   a body of the same address that has received no data for _SILENT_S
-  of the whole process    of the address with the most bytes, the body that has received no data for
-                          the longest time; if the new body has the same address, only after
-                          _SILENT_S without data
+- If the limit of the client address is exceeded, a body of the same address is revoked.
+- If the limit of the process is exceeded, a body of the address with the most bytes is revoked.
 
-So an address with many unfinished bodies can block neither other addresses nor complete bodies of
-its own. This module does not depend on HTTP or gRPC.
+Of the bodies of that address, the budget chooses the one that has received no data for the longest
+time. If that address is the new chunk's own, the time must be at least _SILENT_S.
+
+So an address with many unfinished bodies can block neither other addresses nor its own complete
+bodies. This module does not depend on HTTP or gRPC.
 """
 
 from __future__ import annotations
@@ -57,10 +58,11 @@ class BodyBudget:
     def body(
         self, address: str, revoke: Callable[[], None], *, free_bytes: int = 0
     ) -> Iterator[Body]:
-        """Yields the account of one body, and releases the body's bytes at the end of the context.
-        When the body is revoked, the budget calls `revoke`. The callback should wake the task that
-        reads the body, which then calls `check`. The first `free_bytes` of the body do not
-        count."""
+        """Yields the object that counts the bytes of one body, and releases these bytes at the end
+        of the context. The first `free_bytes` of the body do not count.
+
+        When the body is revoked, the budget calls `revoke`. This callback should wake the task that
+        reads the body, and the task should then call `check`."""
         body = Body(self, address, revoke, free_bytes)
         try:
             yield body
@@ -114,7 +116,7 @@ class BodyBudget:
 
 
 class Body:
-    """The account of one body: the number of its bytes that count in the budget."""
+    """Counts the bytes of one body in the budget."""
 
     def __init__(
         self, budget: BodyBudget, address: str, revoke: Callable[[], None], free_bytes: int

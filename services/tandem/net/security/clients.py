@@ -1,5 +1,4 @@
-"""Client addresses: determines the client address of a request, and counts the open requests of
-each address.
+"""Determines the client address of a request, and limits the open requests of each address.
 
 Behind a proxy, all connections have the proxy's address. A trusted proxy adds the addresses of its
 clients to `X-Forwarded-For`. If another sender sends this header, the header is ignored. IPv6
@@ -34,8 +33,9 @@ class Clients:
 
     def address(self, peer: str, forwarded: Sequence[str] = ()) -> str:
         """Returns the client's address. `peer` is the sender of the connection, and `forwarded` has
-        the values of `X-Forwarded-For`. The client is the peer, if the peer is not a trusted proxy.
-        Otherwise it is the last address in `forwarded` that is not a trusted proxy."""
+        the values of `X-Forwarded-For`. If the peer is not a trusted proxy, the peer is the client.
+        If the peer is a trusted proxy, the client is the last address in `forwarded` that is not a
+        trusted proxy."""
         found = _parse(peer)
         if found is None:
             return peer

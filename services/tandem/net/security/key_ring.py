@@ -29,8 +29,9 @@ class KeyRing:
         return MappingProxyType(self._records)
 
     def merge(self, records: Iterable[KeyRecord], *, now: float) -> list[KeyRecord]:
-        """Takes each record that is newer than the ring's record of the same key. Returns the
-        ring's records that are newer than the given records."""
+        """Merges `records` into the ring. If the ring and `records` both have a record of a key,
+        the ring keeps the newer one. Returns the ring's records that are newer than those in
+        `records`."""
         behind = []
         for record in records:
             known = self._records.get(record.key_id)

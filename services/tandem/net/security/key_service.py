@@ -1,4 +1,4 @@
-"""Keeps a router's keys up to date, and carries out operators' changes.
+"""Keeps a router's API keys up to date, and carries out the changes of keys that operators request.
 
 Key records are copied between four places. The ring is the router's copy in memory (key_ring.py):
 
@@ -54,8 +54,8 @@ CALL_DEADLINE_S = 1.5
 
 
 class Revocation(msgspec.Struct, frozen=True):
-    """The result of a revocation. Redis and each router have a text, which is empty if the
-    revocation was confirmed there, and else the reason why it was not."""
+    """The result of a revocation, with one text for Redis and one for each router. An empty text
+    means that the revocation was confirmed there. Any other text is the reason why it was not."""
 
     key_id: str
     redis: str
@@ -86,7 +86,8 @@ class KeyService:
         self._file_time = 0.0
         self._routers: dict[str, str] = {}
         self._changes = b""
-        # True: Redis and the ring may differ although the change counter is equal
+        # True: records in Redis and in the ring may differ, although the change counter is
+        # unchanged
         self._is_behind = True
         self._read_at = 0.0
         self._is_away = False
@@ -179,9 +180,9 @@ class KeyService:
         return Revocation(key_id, redis, {self._router_id: "", **routers})
 
     def take(self, body: bytes, signature: str) -> list[KeyRecord]:
-        """Merges records that another router sent into the ring. Returns the records that were new
-        to the ring. Raises Unauthenticated for a wrong signature, and KeysUnknown if the records
-        cannot be decoded."""
+        """Takes records that another router sent, and merges the records into the ring. Returns the
+        records that were new to the ring. Raises Unauthenticated for a wrong signature, and
+        KeysUnknown if the records cannot be decoded."""
         if not hmac.compare_digest(self._sign(body).encode(), signature.encode()):
             raise Unauthenticated("the signature is not of a router of this cluster")
         try:
@@ -267,7 +268,9 @@ class KeyService:
                 return
             records = msgspec.json.decode(self._file.read_bytes(), type=list[KeyRecord])
         except (OSError, *UNREADABLE) as error:
-            if self._file_time:  # The file was valid before, and may be replaced at this moment.
+            # The file was valid before. It may be unreadable because it is being replaced at this
+            # moment.
+            if self._file_time:
                 log.warning("the file of API keys cannot be read, known keys stay: %s", error)
                 return
             raise ConfigError(f"the keys file {self._file} cannot be read: {error}") from None

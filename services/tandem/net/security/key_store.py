@@ -1,8 +1,10 @@
-"""The keys in Redis: a hash with a field for each key. Exceptions of redis-py are not caught.
+"""Stores the records of API keys in Redis. Exceptions of redis-py are not caught.
 
-{tandem:CLUSTER}:keys          key id -> the record as JSON
-{tandem:CLUSTER}:keys:changes  counter that grows with each change and starts at a random number, so
-                              that after a loss of data it never repeats an earlier value
+{tandem:CLUSTER}:keys          HASH, key id -> the record as JSON
+{tandem:CLUSTER}:keys:changes  counter that grows with each change of a key
+
+The counter starts at a random number. If Redis loses its data, the new counter therefore differs
+from every earlier value, and routers notice the loss.
 """
 
 import logging

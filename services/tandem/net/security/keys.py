@@ -10,9 +10,10 @@ A new key has version 1. Each change creates a record with the next version:
   update   other limits
   revoke   the key never works again; its record is then called a tombstone
 
-Of two records of a key, the one with the higher version wins. So an old record that reappears, from
-a dump of Redis or from a router that was cut off, does not make a revoked key valid again. That is
-why tombstones are kept: for 30 days after the key's expiry, and forever if the key never expires.
+Of two records of a key, the one with the higher version wins. For example, a dump of Redis may
+still have version 2 of a key that was revoked with version 3. If the dump is restored, the
+tombstone of version 3 wins, and the key stays revoked. Tombstones are therefore kept: for 30 days
+after the key's expiry, and forever if the key never expires.
 """
 
 import hashlib
@@ -51,8 +52,9 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def supersedes(self, other: "KeyRecord | None") -> bool:
         """Returns True if this record must replace another record of the same key.
 
-        Concurrent changes at two routers may create records with the same version. Of these a
-        tombstone wins, else the record with the higher digest, so that all routers choose the same.
+        Concurrent changes at two routers may create two records with the same version. If one of
+        the two is a tombstone, it wins. Otherwise the record with the higher digest wins. All
+        routers therefore keep the same record.
         """
         return other is None or self._order > other._order
 

@@ -7,7 +7,7 @@ import msgspec
 from tandem.common.retention import PRIORITY_MAX, WEIGHT_DEFAULT
 from tandem.errors import BadRequest
 
-COUNT_MAX = 10**12  # far below 2^53, up to which Lua scripts in Redis count exactly
+COUNT_MAX = 10**12  # maximum of a count; Lua scripts in Redis count exactly only up to 2^53
 WEIGHT_MAX = 10_000
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
@@ -27,7 +27,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_concurrent: _Count = 0
     max_prompt_tokens: _Count = 0
     max_completion_tokens: _Count = 0
-    max_kv_priority: _Priority = 0  # A request with a higher KV priority gets this one instead.
+    max_kv_priority: _Priority = 0  # A higher KV priority of a request is lowered to this.
     weight: _Weight = WEIGHT_DEFAULT  # relative number of turns that the tenant gets in queues
 
     @property

@@ -32,8 +32,8 @@ _BACKLOG = 512
 
 
 class _Side(asyncio.Protocol):
-    """One of two joined connections: the client's, or the one to Redis. It writes all received
-    bytes to the other connection, and stops reading while the other connection cannot write.
+    """A connection to a client or to Redis. `join` connects two of these objects. Each then writes
+    all bytes that it receives to the other one, and stops reading while the other one cannot write.
 
     The connection reads nothing until `join` is called.
     """

@@ -1,9 +1,9 @@
 """Redis clients for every process of Tandem, with a limited number of connections, short timeouts
 and no retries.
 
-redis-py's retries would hide an outage for seconds, and every caller has a better reaction to an
-outage. For example, the router places requests without the prefix tree, and a worker writes its
-record again at the next interval.
+redis-py's retries would delay the error of an outage by seconds, and every caller can react better
+than by waiting. For example, the router places requests without the prefix tree, and a worker
+writes its record again at the next interval.
 
 The clients for one server, for Sentinel and for Redis Cluster (store/url.py) have the same methods.
 All keys of one call or script share a hash tag, so that the call also works on a Redis Cluster.
@@ -35,8 +35,8 @@ from tandem.net.store.url import parse
 Client: TypeAlias = Redis | RedisCluster
 SyncClient: TypeAlias = SyncRedis | SyncRedisCluster
 
-# Errors of a call to Redis if the server is lost, is slow or refuses the call.
-# RedisClusterException is not a subclass of RedisError.
+# A call to Redis raises one of these errors if the server is unreachable, is slow or refuses the
+# call. RedisClusterException is not a subclass of RedisError.
 UNREACHABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
 # Errors of decoding a value that this version of Tandem did not write. msgspec raises
 # UnicodeDecodeError for invalid UTF-8.
@@ -44,12 +44,12 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 CONNECT_TIMEOUT_S = 1.0
 REPLY_TIMEOUT_S = 2.0
-CONNECTIONS_MAX = 64  # limit of a client's connections to each server
+CONNECTIONS_MAX = 64  # maximum number of a client's connections to each server
 
 
 def connect(url: str) -> Client:
-    """Returns a client for asyncio, which connects on first use. A failed call is not retried, so
-    the error of redis-py reaches the caller at once.
+    """Returns a client for asyncio. The client connects on first use and does not retry a failed
+    call, so the error of redis-py reaches the caller at once.
 
     Raises ConfigError for an invalid URL.
     """
@@ -116,7 +116,7 @@ class _RenewedConnection(SSLConnection):
     all root certificates of the system are read.
     """
 
-    # text that describes the options and files of the shared context, and the shared context
+    # the shared context, after a text that describes the options and files from which it was made
     _shared: ClassVar[tuple[str, Any]] = ("", None)
 
     def _connection_arguments(self) -> Any:

@@ -19,7 +19,8 @@ class ControllerBeat(msgspec.Struct, frozen=True):
 
     pid: int
     num_beats: int
-    number: int = 0  # fencing number of the Ray head that it uses; 0 on a single machine
+    # fencing number of the Ray head that the controller uses; 0 on a single machine
+    number: int = 0
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -29,7 +30,7 @@ class Head(msgspec.Struct, frozen=True):
     number: int  # fencing number; 0 on a single machine, where Ray's head has no lease
     host: str
     address: str = ""
-    why: str = ""  # reason why the head has changed
+    why: str = ""  # reason for the last change of the head
 
 
 def control_key(cluster_id: str, name: str) -> str:

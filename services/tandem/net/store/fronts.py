@@ -1,4 +1,5 @@
-"""The fronts of decode workers: routers to which gateways send the requests of one worker.
+"""Addresses of the fronts in Redis. A front is a router for one decode worker: a gateway that has
+chosen the worker for a request sends the request to the worker's front.
 
     {tandem:CLUSTER}:front:WORKER    HOST:PORT of the front's HTTP API, with a time to live
 A front renews its entry while it can serve requests. An endpoint picker reads the entries of all

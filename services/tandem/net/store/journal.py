@@ -1,9 +1,9 @@
 """Redis streams of limited length, whose entries outlive the processes that write them.
 
 While Redis is unreachable, new entries wait in memory, at most ENTRIES_MAX for each stream. Several
-processes may observe the same event: for example, all routers see a worker leave. They add an entry
-with the same `once` key. The first process writes the entry, and for an hour no other process
-writes an entry with this key.
+processes may observe the same event: for example, all routers see a worker leave. Each of these
+processes adds an entry with the same `once` key. Only the first entry is written. For an hour,
+further entries with this key are dropped.
 """
 
 import asyncio
@@ -26,7 +26,8 @@ _RETRY_S = 1.0
 _LAST_WRITE_S = 1.0  # time limit for writing the waiting entries when the process ends
 _ONCE_MS = 3600 * 1000
 
-# Adds an entry to a stream, unless the entry is to be written once and its mark exists already.
+# Adds an entry to a stream. An entry with a `once` key has a mark, a key in Redis; the entry is not
+# added if the mark exists already.
 # KEYS: 1 the stream, 2 the mark. ARGV: 1 the entry as JSON, 2 the number of entries that the stream
 # keeps, 3 the mark's time to live in milliseconds, or 0 if the entry may be written repeatedly.
 # Returns nothing.

@@ -2,12 +2,14 @@
 
 Each worker writes a key beside its record (registry.py), with the same time to live:
     {tandem:CLUSTER}:worker:ID:pairs  msgpack, peer's worker id -> bytes/s
-A bandwidth is `_PULL_BYTES` divided by the predicted time of a pull of this size, latency included.
-The bytes per second of a PairRate, which are fitted to measured pulls together with the latency,
-would be misleading: they are almost arbitrary while pulls are small or a host is busy.
 
-The controller may read only this key, not the whole record, because all processes rely on the
-addresses in the record.
+A bandwidth is `_PULL_BYTES` (4 MiB) divided by the predicted time of a pull of this size. The time
+includes the latency: 10 ms of latency and 30 ms of transfer give 100 MiB/s. `PairRate.bytes_per_s`,
+which leaves out the latency, would be misleading, because it is almost arbitrary while pulls are
+small or a host is busy.
+
+The bandwidths have a key of their own because the controller's Redis user may not access worker
+records: all processes rely on the addresses in the records.
 """
 
 import math
@@ -27,7 +29,8 @@ def pairs_key(record_key: str) -> str:
 
 
 def encode_bandwidths(pairs: Mapping[str, PairRate]) -> bytes:
-    """Encodes the bandwidths from a worker's peers. Rates that are not measured are left out."""
+    """Encodes, as msgpack, the bandwidth from each peer to a worker. Peers without a measured rate
+    are left out."""
     bandwidths = {
         peer: _PULL_BYTES / rate.seconds(_PULL_BYTES)
         for peer, rate in pairs.items()
@@ -39,8 +42,8 @@ def encode_bandwidths(pairs: Mapping[str, PairRate]) -> bytes:
 def read_pair_bandwidths(
     redis: SyncClient, cluster_id: str, worker_ids: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Returns the bandwidths of the workers that have a record, in bytes/s: a mapping from worker
-    id to peer's worker id to bandwidth.
+    """Returns bandwidths in bytes/s. `result["b"]["a"]` is the bandwidth of pulls by the worker b
+    from the worker a. Workers without a record are left out.
 
     Values that this version cannot read are skipped. Raises the errors in
     `store.client.UNREACHABLE`.

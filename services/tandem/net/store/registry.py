@@ -52,7 +52,8 @@ logger = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "draining"]
 PROTOCOL_VERSION = 1
-LOAN_TTL_S = 3600.0  # longer than a restarted worker needs to load its model
+# time for which a lent worker's role is kept; a restarted worker loads its model in less
+LOAN_TTL_S = 3600.0
 
 
 class KvCompatibility(msgspec.Struct, frozen=True):
@@ -134,7 +135,7 @@ class LoadingNotice(msgspec.Struct, frozen=True):
     num_bytes: int = 0  # bytes of the model's weights that are loaded so far
     num_bytes_all: int = 0  # bytes of all weights; 0: unknown
     num_writes: int = 0
-    failed: str = ""  # reason why the process ended before it could serve; empty: it did not
+    failed: str = ""  # reason why the process ended before it could serve; empty: no failure
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contract"}):
@@ -156,20 +157,26 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     rates: WorkerRates = WorkerRates()
     pairs: dict[str, PairRate] = {}  # peer worker id -> rate of pulls from the peer
     started_at: float = 0.0  # seconds since the Unix epoch
-    generation: str = ""  # generation to which the worker belongs; empty: the unnamed one
-    pool: str = ""  # pool for which the worker was started; differs from `role` while it is lent
+    generation: str = ""  # name of the worker's generation; empty: the generation without a name
+    # pool for which the worker was started; differs from `role` while the worker is lent
+    pool: str = ""
     memory_free_bytes: int = 0  # free main memory of the worker's machine or container
     memory_total_bytes: int = 0  # all main memory of the machine or container; 0: not reported
     adapters: AdapterState = AdapterState()
     num_writes: int = 0  # how often the process has written this record; 0: not reported
     written_at: float = 0.0  # Unix time of the write, by the worker's clock; 0: not reported
-    # free bytes of the disk with the worker's log or KV block copies; of two disks, the fuller one
+    # free bytes of the fuller of two disks: the disk with the log file and the disk with copies of
+    # KV blocks
     disk_free_bytes: int = 0
-    disk_total_bytes: int = 0  # size of that disk; 0: not reported, or the worker uses no disk
-    unreachable: dict[str, str] = {}  # peer worker id -> reason why its blocks cannot be read
-    tiers: tuple[TierUse, ...] = ()  # KV cache tiers below the KV pool, fastest first
-    prefill_at: str = ""  # where the worker's prompts are prefilled; empty: not reported
-    keeps_deadlines: bool = False  # True: refuses requests that would be too late (SubmitSequence)
+    # size of the disk of `disk_free_bytes`; 0: not reported, or the worker uses no disk
+    disk_total_bytes: int = 0
+    # peer worker id -> reason why this worker cannot read blocks of the peer
+    unreachable: dict[str, str] = {}
+    tiers: tuple[TierUse, ...] = ()  # use of the KV cache tiers below the KV pool, fastest first
+    # the worker's setting for the place of prefill, such as "local"; empty: not reported
+    prefill_at: str = ""
+    # True: the worker refuses requests that would miss their deadline (SubmitSequence).
+    keeps_deadlines: bool = False
 
     @property
     def transports(self) -> dict[str, str]:
@@ -237,10 +244,9 @@ class Registry:
     async def check_compatibility(
         self, compatibility: KvCompatibility, generation: str = ""
     ) -> None:
-        """Compares a worker's KV compatibility with its generation's, or sets the generation's if
-        there is none.
-
-        Raises Incompatible, which names the differences.
+        """Compares a worker's KV compatibility with that of the worker's generation. If the
+        generation has none yet, it gets the worker's. Raises Incompatible, which names the
+        differences.
         """
         key = self._compatibility_key_of(generation)
         await self._redis.set(key, _shared(compatibility), nx=True, px=self._ttl_ms)
@@ -254,8 +260,8 @@ class Registry:
         """Writes a worker's record, and renews the time to live of its generation's KV
         compatibility.
 
-        If the worker is lent, `loan` is its current role, in which its next process starts after a
-        crash. "" means that the worker is not lent.
+        `loan` is the current role of a lent worker: after a crash, the worker's next process starts
+        in this role. "" means that the worker is not lent.
         """
         compatibility_key = self._compatibility_key_of(record.generation)
         record_key = self._record_key(record.worker_id)
@@ -405,7 +411,7 @@ def _differences(mine: KvCompatibility, cluster: bytes) -> list[str]:
 
 
 def _bytes(value: bytes | str) -> bytes:
-    """Narrows the type of a reply to bytes. In redis-py's types a reply may also be a str, but only
-    a client that is set to decode replies returns one."""
+    """Narrows the type of a reply to bytes. By redis-py's type hints a reply may also be a str, but
+    only clients with decode_responses=True return one."""
     assert isinstance(value, bytes)
     return value

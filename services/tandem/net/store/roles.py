@@ -45,8 +45,8 @@ _KEYS: dict[Kind, tuple[str, ...]] = {
     ),
 }
 _COMMANDS: dict[Kind, tuple[str, ...]] = {
-    # A router may use all commands except those that administrate the server. Its commands are not
-    # listed one by one, because new features use further commands.
+    # A router may use all commands except those that administrate the server. A list of allowed
+    # commands would have to grow with each feature of the router.
     "router": (
         "+@all",
         "-@admin",

@@ -1,4 +1,5 @@
-"""The routers of a cluster, so that each can be notified at once of a revoked key.
+"""Registers the routers of a cluster in Redis, so that each router can be notified at once of a
+revoked key.
 
     {tandem:CLUSTER}:routers    router id -> milliseconds of Redis' clock, a space, URL
 A router that shuts down normally deletes its entry. If a router crashes or loses its connection to
@@ -33,7 +34,7 @@ return found
 
 
 class RouterRegistry:
-    """Writes the entry of one router and reads those of all routers. Errors of redis-py
+    """Writes the entry of one router, and reads the entries of all routers. Errors of redis-py
     propagate."""
 
     def __init__(self, redis: Client, cluster_id: str) -> None:

@@ -1,10 +1,10 @@
-"""Measures how long workers have been silent, for one reader of their records. This module does no
-I/O.
+"""Measures how long workers have not written their records, as seen by one process that reads the
+records. This module does no I/O.
 
-A live worker increases a number in its record with each write. If the number no longer grows, the
-process has stopped, has lost its connection to Redis or has ended. The reader notices this long
-before the record expires. If an engine has work but finishes no step, the engine hangs, even if its
-worker still writes records.
+A live worker increases `num_writes` in its record with each write. A worker is silent if the number
+no longer grows: the process has stopped, has ended or has lost its connection to Redis. The reader
+notices this long before the record expires. A worker is stuck if it writes records, but the engine
+has work and finishes no step.
 """
 
 import math
@@ -16,7 +16,8 @@ from tandem.common.perf_model.predict import queue_seconds
 from tandem.net.store.registry import WorkerRecord
 
 _WRITES_MAX = 3  # A worker counts as silent after this number of write intervals without a write.
-# An engine may take the time of this number of full steps before it counts as stuck.
+# An engine counts as stuck if it finishes no step in the predicted time of this number of full
+# steps.
 _TURNS_MAX = 3
 _LOST_S = 30.0
 
@@ -29,15 +30,16 @@ class _Heard:
     record: WorkerRecord
     wrote_at: float
     turned_at: float
-    # last time of a lost lease on this worker; -inf once its engine has finished a step since then
+    # time of the last `note_lost` for this worker; -inf if the engine has finished a step since
+    # then
     lost_at: float = -math.inf
 
 
 class Silences:
-    """How long each worker has been silent, as of the last read of the records. The reader passes
-    the records to `note` after each read.
+    """Tracks which workers are silent, stuck or lost. The reader passes the records of all workers
+    to `note` after each read.
 
-    While Redis is unreachable no records are read, so the times of silence do not grow.
+    While Redis is unreachable no records are read, so no worker becomes silent.
     """
 
     def __init__(self, cluster: ClusterConfig) -> None:

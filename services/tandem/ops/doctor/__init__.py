@@ -1,1 +1,2 @@
-"""`tandem doctor`: reports what this host lacks, the effect of each lack, and a remedy."""
+"""`tandem doctor`: checks this host, and reports each problem with its effect on Tandem and a
+remedy."""

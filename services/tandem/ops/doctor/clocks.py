@@ -1,4 +1,4 @@
-"""Checks the clock: the cost of reading it, and its synchronization."""
+"""Checks that reading the clock is cheap, and that the clock is synchronized with other hosts."""
 
 import ctypes
 
@@ -10,8 +10,8 @@ _UNSYNCHRONIZED = 0x40  # STA_UNSYNC in linux/timex.h
 
 
 class _Timex(ctypes.Structure):
-    """The first fields of `struct timex`, padded to its size. With `modes` 0, adjtimex(2) changes
-    nothing."""
+    """The first fields of `struct timex` of adjtimex(2), and padding up to the size of the struct.
+    With `modes` 0, adjtimex only reads."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -25,7 +25,8 @@ class _Timex(ctypes.Structure):
 
 
 def clock(host: HostFiles) -> Finding:
-    """Checks that the clock source can be read without a system call."""
+    """Checks that a program can read the clock without a system call, which depends on the kernel's
+    clock source."""
     source = host.text("sys/devices/system/clocksource/clocksource0/current_clocksource")
     cost = "each reading of the clock is a system call, several in each step"
     remedy = "`clocksource=tsc` on the kernel's command line, if the machine's TSC is stable"
@@ -35,8 +36,8 @@ def clock(host: HostFiles) -> Finding:
 
 
 def kernel_clock_status() -> int | None:
-    """Returns the status flags of the kernel's clock (adjtimex(2)); None if they are not
-    available."""
+    """Returns the status flags of the kernel's clock, or None if the C library has no adjtimex(2)
+    or the call fails."""
     try:
         adjtimex = ctypes.CDLL(None).adjtimex
     except AttributeError:
@@ -46,11 +47,13 @@ def kernel_clock_status() -> int | None:
 
 
 def time_sync(host: HostFiles) -> Finding:
-    """Checks that the clock is synchronized.
+    """Checks that the clock is synchronized with other hosts.
 
-    The kernel's flag has priority, but its value "not synchronized" may be wrong: chrony without
-    `rtcsync` does not change the flag. In this case the time daemons of this host are checked, too.
-    A container does not show the daemon that sets the host's clock."""
+    If the kernel says that its clock is synchronized, this is true. If the kernel says that it is
+    not, this may be wrong, because chrony without `rtcsync` does not inform the kernel. So the
+    check then looks for time daemons of this host. In a container these are not visible, and the
+    result is "not known".
+    """
     name = "time sync"
     status = kernel_clock_status()
     if status is not None and not status & _UNSYNCHRONIZED:

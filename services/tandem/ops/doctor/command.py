@@ -1,7 +1,7 @@
-"""`tandem doctor`: prints one line for each check of this host, without changing it.
+"""`tandem doctor`: prints one line for each check of this host, without changing the host.
 
 Checks read files below a root folder, so tests can simulate other hosts. Tandem runs in spite of
-any lack, so the exit status is always 0.
+any problem that a check finds, so the exit status is always 0.
 """
 
 import time
@@ -52,7 +52,8 @@ CHECKS: tuple[Callable[[HostFiles], Finding], ...] = (
 
 
 def main() -> None:
-    """Prints one line for each check, and for each lack its cost and a remedy."""
+    """Runs all checks. Prints one line for each check, and the effect and a remedy for each
+    problem."""
     findings = []
     with Waiting() as waiting:
         for number, check in enumerate(CHECKS):

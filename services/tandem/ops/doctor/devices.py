@@ -8,10 +8,11 @@ from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.transfer.nixl.agent import PACKAGES
 from tandem.transfer.nixl.reach import host_identity
 
-_NIXL_MIN = (1, 5)  # oldest version that the extra `nixl` allows
+_NIXL_MIN = (1, 5)  # oldest NIXL version that `pip install tandem-llm[nixl]` accepts
 _UCX_PACKAGES = ("libucx-cu13", "libucx-cu12", "libucx")
 _DRIVER = re.compile(r"Kernel Module.*?\s(\d+)\.(\d[\d.]*)")
-# CUDA major version -> oldest driver: https://docs.nvidia.com/deploy/cuda-compatibility/
+# CUDA major version -> oldest driver version that supports it:
+# https://docs.nvidia.com/deploy/cuda-compatibility/
 _DRIVER_MIN = {"12": 525, "13": 580}
 
 
@@ -44,8 +45,8 @@ def _model(card: str) -> str:
 
 
 def _unusable(driver: int | None) -> tuple[str, str]:
-    """Returns the reason why the installed PyTorch cannot use a GPU with this driver, and a remedy;
-    empty strings if it can."""
+    """Returns why the installed PyTorch cannot use a GPU with this driver, and a remedy. Returns
+    ("", "") if it can."""
     if (cuda := _cuda_of_torch()) == "cpu":
         return "PyTorch is built for CPUs: workers compute there", "install PyTorch's CUDA build"
     oldest = _DRIVER_MIN.get(cuda, 0)
@@ -56,9 +57,12 @@ def _unusable(driver: int | None) -> tuple[str, str]:
 
 
 def _cuda_of_torch() -> str:
-    """Returns the major version of CUDA that PyTorch is built for, or "cpu"; "" if unknown."""
+    """Returns the major version of CUDA for which PyTorch is built, such as "12". Returns "cpu" for
+    a build without CUDA, and "" if the version is unknown."""
     build = installed_version("torch").partition("+")[2]
-    if not build:  # PyPI's build has no suffix, so the version of its CUDA package is used.
+    # PyPI's build of PyTorch has no suffix such as +cu126. The installed CUDA package tells the
+    # version.
+    if not build:
         for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
             if version := installed_version(package):
                 return version.partition(".")[0]
@@ -66,7 +70,7 @@ def _cuda_of_torch() -> str:
 
 
 def installed_version(package: str) -> str:
-    """Returns the version of a package; "" if it is not installed."""
+    """Returns the version of a Python package, or "" if the package is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -94,7 +98,8 @@ def nixl(host: HostFiles) -> Finding:
 
 
 def memory_reads(host: HostFiles) -> Finding:
-    """Checks that workers on this host may read each other's memory (cross-memory attach)."""
+    """Checks that a worker on this host may read the memory of another worker (cross-memory attach,
+    CMA)."""
     identity = host_identity(root=host.root, environment=host.environment)
     scope = host.text("proc/sys/kernel/yama/ptrace_scope") or "none"
     if identity.cma:
@@ -105,7 +110,7 @@ def memory_reads(host: HostFiles) -> Finding:
 
 
 def rdma(host: HostFiles) -> Finding:
-    """Checks for an active RDMA port."""
+    """Checks that this host has an active RDMA port."""
     if host_identity(root=host.root, environment=host.environment).rdma:
         return Finding("RDMA", "a port is active")
     cost = "between hosts, blocks travel by gRPC"

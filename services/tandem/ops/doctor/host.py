@@ -1,4 +1,4 @@
-"""The host that checks read, and the result of a check."""
+"""The files of a host that checks read, and the result of a check."""
 
 import os
 import re
@@ -9,8 +9,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check. If the host lacks something, `cost` describes the effect and `remedy`
-    the remedy; otherwise both are ""."""
+    """The result of a check. If the check found a problem, `cost` is the effect of the problem on
+    Tandem and `remedy` is what to do. If not, both are ""."""
 
     name: str
     found: str
@@ -26,7 +26,8 @@ class HostFiles:
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def text(self, path: str) -> str:
-        """Returns a file's text, stripped; "" if it cannot be read."""
+        """Returns the text of a file without surrounding spaces, or "" if the file cannot be
+        read."""
         try:
             return (self.root / path).read_text().strip()
         except OSError:
@@ -34,13 +35,13 @@ class HostFiles:
 
     @property
     def in_container(self) -> bool:
-        """True if this process runs in a container, with its own file system."""
+        """True if this process runs in a container."""
         marks = (self.root / ".dockerenv", self.root / "run/.containerenv")
         named = "KUBERNETES_SERVICE_HOST" in self.environment or "container" in self.environment
         return named or any(mark.exists() for mark in marks)
 
     def has_capability(self, number: int) -> bool:
-        """Returns whether this process has a Linux capability, given by its number in
-        capability.h."""
+        """Returns whether this process has a Linux capability. `number` is the capability's number
+        in capability.h."""
         effective = re.search(r"^CapEff:\s*(\w+)", self.text("proc/self/status"), re.MULTILINE)
         return effective is not None and bool(int(effective[1], 16) >> number & 1)

@@ -12,7 +12,8 @@ from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.router.workers.troubles import is_disk_full
 from tandem.transfer.nixl.reach import host_identity
 
-_CONNECTIONS = 4096  # default of --connections-max; HTTP and gRPC may each have so many
+# default of --connections-max, which limits HTTP and gRPC connections separately
+_CONNECTIONS = 4096
 _OTHER_FILES = 256
 _SHARED_MIN = 64 << 20
 _KERNEL_MIN = (5, 6)  # oldest Linux with both pidfd_open and pidfd_getfd
@@ -63,7 +64,7 @@ def shared_memory(host: HostFiles) -> Finding:
 
 def open_files(host: HostFiles) -> Finding:
     """Checks the hard limit on open files. The soft limit does not matter, because a router raises
-    it as far as needed."""
+    it up to the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return Finding("open files", "unlimited")
@@ -77,9 +78,9 @@ def open_files(host: HostFiles) -> Finding:
 
 
 def memlock(host: HostFiles) -> Finding:
-    """Checks the limit on locked memory. The limit matters only for RDMA, for which the kernel pins
-    the memory that a device reads."""
-    # The soft limit counts, because Tandem does not raise it.
+    """Checks the limit on locked memory. Only RDMA needs it: the kernel locks the memory that a
+    device reads."""
+    # Tandem does not raise the soft limit, so the soft limit counts.
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return Finding("memlock", "unlimited")
@@ -110,13 +111,14 @@ def run_disk(host: HostFiles) -> Finding:
     """Checks the free space for a run's temporary files and logs."""
     cost = "logs are cut short, and routers name workers of this host as in trouble"
     remedy = "free space, or name another disk (TMPDIR, XDG_STATE_HOME)"
-    # tempfile.gettempdir() is not used: it writes to each candidate and fails if all are full.
+    # tempfile.gettempdir() is not used, because it writes a file, and fails if all disks are full.
     temporary = Path(host.environment.get("TMPDIR", "/tmp"))
     return _disk("run disk", (temporary, runs_folder()), cost, remedy)
 
 
 def _disk(name: str, folders: tuple[Path, ...], cost: str, remedy: str) -> Finding:
-    """Checks the fullest of the disks that hold `folders`. The folders need not exist yet."""
+    """Checks the free space of the disks with these folders. The result is about the fullest disk.
+    The folders need not exist."""
     usages = {folder: shutil.disk_usage(_present(folder)) for folder in folders}
     folder, usage = min(usages.items(), key=lambda pair: pair[1].free / max(1, pair[1].total))
     found = f"{usage.free / 1e9:.3g} of {usage.total / 1e9:.3g} GB free in {folder}"

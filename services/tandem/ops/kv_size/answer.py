@@ -25,7 +25,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSizeAnswer:
-    """The results of `tandem kv-size`. Each `KvSize` is the size of the KV on one rank."""
+    """The results of `tandem kv-size`. Each KvSize is about one rank."""
 
     model: str
     parameters: int
@@ -36,17 +36,19 @@ class KvSizeAnswer:
     block_size: int
     context: int
     batch: int
-    dtypes: list[KvSize]  # one entry per KV dtype, for 1 rank
-    attention: list[KvSize]  # one entry for the model and for each variant (`kv_head_variants`)
-    ranks: list[KvSize]  # one entry per number of ranks
-    device: list[DeviceFit]  # one entry per dtype and number of ranks; empty without --memory
+    dtypes: list[KvSize]  # one entry for each KV dtype, with 1 rank
+    # one entry for the model, and one for each variant with another number of KV heads
+    attention: list[KvSize]
+    ranks: list[KvSize]  # one entry for each value of --tensor-parallel
+    # one entry for each KV dtype and each value of --tensor-parallel; empty without --memory
+    device: list[DeviceFit]
     workers: Workers | None
-    rates: WorkerRates | None  # rates used to compute `workers`
+    rates: WorkerRates | None  # speed of a worker, from which `workers` was computed
 
 
 def compute(options: KvSizeOptions) -> KvSizeAnswer:
-    """Computes all results. Raises TandemError for invalid options, and OSError or MsgspecError if
-    the file with the workers' rates cannot be read."""
+    """Computes the results for these options. Raises TandemError for invalid options, and OSError
+    or MsgspecError if the file of --rates cannot be read."""
     model = read_shape(options.model, revision=options.model_revision)
     context = options.context or model.max_model_len
     size = partial(

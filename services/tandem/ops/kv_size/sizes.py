@@ -1,6 +1,7 @@
 """Computes the size of a model's KV, and how much KV fits on a device. Does no I/O.
 
-All sizes come from `BlockLayout`, from which an engine also computes the size of its KV pool.
+All sizes come from BlockLayout, the class from which an engine also computes the size of its KV
+pool.
 """
 
 from __future__ import annotations
@@ -25,38 +26,43 @@ from tandem.transfer.tensor_parallel import ParallelLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSize:
-    """The size of the KV on one rank. A sequence uses whole blocks."""
+    """The size of a model's KV on one rank. A sequence occupies whole blocks."""
 
-    attention: str  # MHA, GQA, MQA or MLA
+    attention: str  # kind of attention: MHA, GQA, MQA or MLA
     kv_heads: int  # number of KV heads in the whole model
     dtype: str
-    computed_dtype: str  # dtype of rotated keys, which stay unquantized in quantized latent KV
+    # dtype in which the model computes. Quantized latent KV (MLA) stores the rotated keys in it.
+    computed_dtype: str
     tensor_parallel: int
     heads_per_rank: int
-    token_bytes: int | float  # not an integer if blocks are padded
+    token_bytes: int | float  # bytes of KV for one token; not an integer if blocks are padded
     block_bytes: int
-    sequence_blocks: int  # number of blocks of a sequence in the KV group that needs the most
-    group_blocks: tuple[int, ...]  # number of blocks of a sequence in each KV group
+    sequence_blocks: int  # blocks of one sequence in the KV group where it needs the most blocks
+    # blocks of one sequence in each KV group (layers with the same attention window)
+    group_blocks: tuple[int, ...]
     sequence_bytes: int
     batch_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFit:
-    """The KV that fits on a device beside the weights of one rank. `free_bytes` is at least 0."""
+    """How much KV fits on a device besides the weights of one rank. `free_bytes` is 0 if even the
+    weights do not fit."""
 
     dtype: str
     tensor_parallel: int
     weights_bytes: int
     free_bytes: int
-    num_blocks: int  # number of blocks in the largest KV group
-    group_blocks: tuple[int, ...]  # number of blocks in each KV group
+    num_blocks: int  # blocks that fit, in the KV group with the most blocks
+    # blocks that fit, in each KV group (layers with the same attention window)
+    group_blocks: tuple[int, ...]
     num_tokens: int
     num_sequences: int
 
 
 def attention_name(model: ModelConfig) -> str:
-    """Returns the kind of attention: MLA, MHA, MQA or GQA (https://arxiv.org/abs/2305.13245)."""
+    """Returns the kind of attention: MLA, MHA, MQA or GQA. The last three differ in the number of
+    KV heads (https://arxiv.org/abs/2305.13245)."""
     num_heads = model.num_attention_heads
     num_kv_heads = model.num_kv_heads
     if model.latent is not None:
@@ -67,8 +73,8 @@ def attention_name(model: ModelConfig) -> str:
 
 
 def kv_head_variants(model: ModelConfig) -> list[ModelConfig]:
-    """Returns the model and variants for comparison: one with a KV head for each query head (MHA),
-    and one with a single KV head (MQA). A model with latent attention has no variants."""
+    """Returns the model and variants with other numbers of KV heads, for comparison: as many as
+    query heads (MHA), and 1 (MQA). A model with latent attention (MLA) has no variants."""
     if model.latent is not None:
         return [model]
     heads = sorted({model.num_attention_heads, model.num_kv_heads, 1}, reverse=True)
@@ -88,8 +94,8 @@ def rank_layout(
     tensor_parallel: int,
     computed_dtype: str = "bfloat16",
 ) -> KvLayout:
-    """Returns the layout of one rank's KV pools. `num_blocks` has the number of blocks of each KV
-    group. Raises Incompatible if the heads cannot be divided among the ranks."""
+    """Returns the layout of one rank's KV pools. `num_blocks` are the numbers of blocks, one for
+    each KV group. Raises Incompatible if the KV heads cannot be divided among the ranks."""
     whole = model_layout(
         model, num_blocks, block_size=block_size, dtype=dtype, computed_dtype=computed_dtype
     )
@@ -111,8 +117,8 @@ def kv_size(
     batch: int,
     computed_dtype: str = "bfloat16",
 ) -> KvSize:
-    """Computes the KV size of `batch` sequences of `context` tokens each. Raises Incompatible if
-    the heads cannot be divided among the ranks."""
+    """Computes the size of the KV of `batch` sequences of `context` tokens each. Raises
+    Incompatible if the KV heads cannot be divided among the ranks."""
     layout = partial(
         rank_layout,
         model,
@@ -149,12 +155,12 @@ def device_fit(
     weight_bytes: int,
     reserve_bytes: int,
 ) -> DeviceFit:
-    """Computes the KV that fits on a device beside the weights of one rank. `weight_bytes` is the
-    size of a single weight.
+    """Computes how much KV fits on a device besides the weights of one rank. `weight_bytes` is the
+    size of one parameter, such as 2 for bfloat16. `reserve_bytes` remain free.
 
-    `divide_pool`, which the engine also uses, divides the free memory into blocks. The division
-    assumes the engine's default number of sequences and its default number of tokens of a step on a
-    CPU.
+    The engine's function `divide_pool` divides the memory into blocks. The result also depends on
+    the maximum number of sequences and of tokens in a step. This function uses the engine's
+    defaults for both.
     """
     weights_bytes = -(-num_parameters(model) * weight_bytes // size.tensor_parallel)
     free_bytes = max(0, memory_bytes - weights_bytes - reserve_bytes)
@@ -169,7 +175,7 @@ def device_fit(
             computed_dtype=size.computed_dtype,
         )
         blocks = tuple(divide_pool(layout, config, step_tokens=STEP_TOKENS).sizes)
-    except ConfigError:  # The free memory is smaller than one block.
+    except ConfigError:  # not even one block fits
         blocks = (0,) * len(size.group_blocks)
     return DeviceFit(
         dtype=size.dtype,

@@ -14,7 +14,7 @@ _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def tables(answer: KvSizeAnswer, options: KvSizeOptions) -> Iterator[Table | str]:
-    """Yields the tables and the lines of text between them."""
+    """Yields the tables of the results, and lines of text between the tables."""
     yield (
         f"{answer.model}: {answer.parameters:,} parameters, {answer.layers} layers, "
         f"{answer.heads} heads, {answer.kv_heads} KV heads of {answer.head_dim}; blocks of "
@@ -33,7 +33,7 @@ def tables(answer: KvSizeAnswer, options: KvSizeOptions) -> Iterator[Table | str
 
 
 def binary(num_bytes: int) -> str:
-    """Formats bytes in the largest binary unit with a value of at least 1, such as 64 GiB."""
+    """Formats a number of bytes in the largest fitting unit, such as 64 GiB for 68719476736."""
     for unit, name in _UNITS:
         if num_bytes >= unit:
             return f"{num_bytes / unit:,.2f}".rstrip("0").rstrip(".") + f" {name}"

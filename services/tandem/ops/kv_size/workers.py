@@ -1,8 +1,8 @@
-"""Computes the workers that a steady load needs, with the autoscaler's policy. Does no I/O.
+"""Computes how many workers a steady load needs, by the policy of the autoscaler. Does no I/O.
 
-The autoscaler observes the load as one long interval without bursts. No request waits in a queue
-and none misses a latency limit, so the autoscaler decides only by the load and by the KV use of the
-decode workers.
+The autoscaler gets a single observation: a long interval in which the load was constant, no request
+waited in a queue, and every request met its latency limits. So its decision depends only on the
+load and on the KV use of the decode workers.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tandem.router.autoscaler.demand import Demand, Observation, PoolSeen
 from tandem.router.autoscaler.policy import Autoscaler, decode_tokens_per_s
 
 _WORKERS_MAX = 1_000_000
-_REQUESTS = 1_000  # number of requests in the observed interval
+_REQUESTS = 1_000  # number of requests in the interval that the autoscaler observes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteadyLoad:
-    """A constant load of equal requests whose prompts are not cached."""
+    """A constant load: all requests have the same length, and no prompt is cached."""
 
     requests_per_s: float
     prompt_tokens: int
@@ -30,31 +30,36 @@ class SteadyLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
-    """The needed pool sizes, the signals that determine them, and intermediate results."""
+    """The needed pool sizes, the reasons that the autoscaler gives, and intermediate results."""
 
     prefill: int
     decode: int
     prefill_why: str
     decode_why: str
-    prompt_s: float  # prefill time of one prompt
-    decode_tokens_per_s: float  # throughput of one decode worker
-    sequences: float  # mean number of decoding sequences in all workers
-    sequence_blocks: int  # number of blocks of a prompt and its completion
-    worker_blocks: int  # number of blocks in a worker's KV pool; 0: unknown, KV use is ignored
+    prompt_s: float  # seconds that a prefill worker needs for one prompt
+    decode_tokens_per_s: float  # tokens per second of one decode worker
+    # mean number of sequences that decode at the same time, in all workers together
+    sequences: float
+    sequence_blocks: int  # blocks of one sequence: the prompt and its completion
+    worker_blocks: int  # blocks in the KV pool of one worker; 0: unknown, so KV use is ignored
 
 
 def workers_needed(
     load: SteadyLoad, rates: WorkerRates, *, itl_s: float, block_size: int, worker_blocks: int
 ) -> Workers:
-    """Returns the pool sizes that the autoscaler chooses for a load.
+    """Returns the pool sizes that the autoscaler chooses for a constant load. `itl_s` is the limit
+    on the time between two tokens.
 
-    `worker_blocks` is the number of blocks in each worker's KV pool; 0 ignores KV memory."""
+    `worker_blocks` is the number of blocks in each worker's KV pool. 0 ignores KV memory.
+    """
     config = AutoscaleConfig(
         mode="on", itl_s=itl_s, prefill_max=_WORKERS_MAX, decode_max=_WORKERS_MAX
     )
     prompt_s = prefill_seconds(rates, load.prompt_tokens, 0)
     tokens_per_s = decode_tokens_per_s(rates.decode, itl_s)
-    # Little's law: sequences = arrival rate * decode time, as if each sequence ran in a full batch.
+    # Little's law: number of decoding sequences = requests per second * seconds that a request
+    # decodes. Every sequence is assumed to run in the largest batch that meets the ITL limit.
+    # `in_batch` is the size of this batch.
     in_batch = max(1.0, (itl_s - rates.decode.step_s) / max(rates.decode.sequence_s, 1e-9))
     sequences = load.requests_per_s * load.completion_tokens * in_batch / tokens_per_s
     sequence_blocks = -(-(load.prompt_tokens + load.completion_tokens) // block_size)

@@ -1,8 +1,8 @@
-"""Runs the autoscaler in the simulator.
+"""Runs the autoscaler in the simulator, and resizes the simulated pools as it decides.
 
-Every `interval_s` the autoscaler's policy gets one observation: a router's counters, and worker
-loads that are as old as those that a router has. The pools are then resized as the policy decides.
-An added worker is ready after a cold start.
+Every `interval_s` the autoscaler's policy gets an observation: a router's counters, and the
+workers' loads as that router knows them, which are a little old. An added worker is ready after a
+cold start.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ from tandem.router.scaling.pool_observation import likely_decode, see_pool
 
 
 class Autoscaled:
-    """The autoscaler of one simulation. The simulation must have the largest number of workers that
-    the pools may reach, and must not run before the autoscaler is created."""
+    """The autoscaler of one simulation. It must be created before the simulation runs. The
+    simulation must have the maximum number of workers of both pools."""
 
     def __init__(self, simulation: Simulation, config: AutoscaleConfig) -> None:
         self.decisions: list[tuple[float, ScalingDecision]] = []  # (time, decision) of each change
@@ -42,7 +42,7 @@ class Autoscaled:
         }
 
     def open(self, *, prefill: int, decode: int) -> None:
-        """Sets the initial sizes and starts the autoscaler."""
+        """Sets the initial pool sizes and starts the autoscaler."""
         self.pools["prefill"].open(prefill)
         self.pools["decode"].open(decode)
         self._simulation.clock.after(self._config.interval_s, self._turn)
@@ -75,7 +75,8 @@ class Autoscaled:
 def run_autoscaled(
     scenario: Scenario, arrivals: Sequence[Arrival], config: AutoscaleConfig
 ) -> tuple[Simulation, Autoscaled]:
-    """Runs a simulation with the router's placement, starting with the smallest pools."""
+    """Runs a simulation with the autoscaler and the router's own placement. The pools start with
+    their smallest sizes."""
     most = replace(scenario, num_prefill=config.prefill_max, num_decode=config.decode_max)
     simulation = Simulation(most, arrivals, choose)
     autoscaled = Autoscaled(simulation, config)
@@ -85,7 +86,7 @@ def run_autoscaled(
 
 
 def reversals(sizes: list[tuple[float, int]]) -> list[float]:
-    """Returns the times at which a pool changed from growing to shrinking or back. `sizes` is
+    """Returns the times at which a pool that grew began to shrink, or the reverse. `sizes` is
     `Fleet.sizes`."""
     turns = []
     direction = 0

@@ -1,5 +1,5 @@
-"""Simulated time: a queue of planned actions, ordered by time. Actions of equal time run in the
-order in which they were planned."""
+"""Simulated time. Actions are planned for a time, and run in the order of these times. Actions for
+the same time run in the order in which they were planned."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Clock:
-    """The simulated time `now_s`, and the actions that are planned."""
+    """The simulated time `now_s`, and the planned actions."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -22,7 +22,7 @@ class Clock:
         self.at(self.now_s + delay_s, action, *arguments)
 
     def run(self) -> None:
-        """Runs actions until none is planned."""
+        """Runs the planned actions, and those that they plan, until none is left."""
         while self._planned:
             self.now_s, _, action, arguments = heappop(self._planned)
             action(*arguments)

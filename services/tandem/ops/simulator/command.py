@@ -1,5 +1,5 @@
-"""The command `tandem simulate`: replays a trace under each policy and load, and reports
-results."""
+"""The command `tandem simulate`: replays a trace under each placement policy and each load, and
+reports the results."""
 
 import json
 import sys
@@ -67,8 +67,9 @@ def run_all(
     num_requests: int,
     console: Console,
 ) -> list[RunReport]:
-    """Runs every policy at every load share. All policies get the same arrivals and the same rate
-    errors for a seed. Share 0 keeps the recorded load."""
+    """Runs every policy at every load. A load in `shares` is a fraction of the workers' capacity; 0
+    is the load of the trace as recorded. Runs with the same seed have the same arrivals and the
+    same rate errors, so that policies can be compared."""
     reports: list[RunReport] = []
     num_runs = seeds * len(shares) * len(names)
     with Waiting() as waiting:
@@ -94,7 +95,8 @@ def run_all(
 
 
 def _step(simulation: Simulation, label: str, num_done: int, num_runs: int) -> ProgressRow:
-    """Returns the progress of all runs: `num_done` runs have ended, and `simulation` is running."""
+    """Returns the progress of all runs. `num_done` runs have ended, and `simulation` is the current
+    run."""
     done = num_done + simulation.share_begun
     return ProgressRow("simulation", f"run {num_done + 1} of {num_runs}: {label}", done, num_runs)
 
@@ -102,8 +104,8 @@ def _step(simulation: Simulation, label: str, num_done: int, num_runs: int) -> P
 def report_autoscaled(
     scenario: Scenario, arrivals: list[Arrival], config: AutoscaleConfig, console: Console
 ) -> None:
-    """Runs the autoscaler, and prints each change of a pool with its reason, goodput and
-    worker-hours."""
+    """Runs a simulation with the autoscaler. Prints each change of a pool's size with the reason,
+    then goodput and worker-hours."""
     with Waiting(ProgressRow("simulation", f"{len(arrivals):,} requests")):
         simulation, autoscaled = run_autoscaled(scenario, arrivals, config)
     for at_s, decision in autoscaled.decisions:

@@ -1,4 +1,5 @@
-"""The options of `tandem simulate`, and the inputs made from them: scenario, arrivals, loads."""
+"""The options of `tandem simulate`, and what is made from them: the simulated cluster, the arrivals
+of requests, and the loads."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -101,20 +102,21 @@ class SimulateOptions(Options):
     """Folder for JSON, PNG and HTML."""
 
     def names(self) -> tuple[str, ...]:
-        """Returns the names of the policies. Raises UsageError for an unknown one."""
+        """Returns the names of the placement policies to compare. Raises UsageError for an unknown
+        name."""
         names = POLICIES if self.policies == "all" else tuple(self.policies.split(","))
         if unknown := set(names) - set(POLICIES):
             raise UsageError(f"no policy {', '.join(sorted(unknown))}; there are {POLICIES}")
         return names
 
     def shares(self) -> list[float]:
-        """Returns the loads as fractions of the workers' capacity; 0 is the load of the trace as
-        recorded. Raises UsageError."""
+        """Returns the loads to simulate, as fractions of the workers' capacity. 0 is the load of
+        the trace as recorded. Raises UsageError."""
         return [_read_load(text) for text in ("trace" if self.day else self.loads).split(",")]
 
     def scenario(self) -> Scenario:
-        """Makes the scenario. Raises UsageError for contradictory options, and OSError or
-        MsgspecError if the file of rates cannot be read."""
+        """Makes the description of the simulated cluster. Raises UsageError for contradictory
+        options, and OSError or MsgspecError if the file of --rates cannot be read."""
         rates = read_rates(self.rates, self.block_size)
         sizes = self._tier_blocks(rates.block_bytes)
         if sizes and rates.windows:
@@ -146,7 +148,8 @@ class SimulateOptions(Options):
         return scenario
 
     def _tier_blocks(self, block_bytes: int) -> dict[str, int]:
-        """Returns the number of blocks in each tier of a worker, fastest tier first."""
+        """Returns a dict with the tiers of one worker, fastest first: tier name -> number of
+        blocks."""
         sizes = {HOST: self.kv_host_memory, DISK: self.kv_disk_size}
         if not block_bytes and (self.kv_store or any(sizes.values())):
             raise UsageError("--rates: tiers need block_bytes")
@@ -167,7 +170,8 @@ class SimulateOptions(Options):
         )
 
     def arrivals(self) -> list[Arrival]:
-        """Reads the trace and applies the options for it. Raises TraceError or OSError."""
+        """Reads the trace, and changes it as the options require (--shift, --rename, --day). Raises
+        TraceError or OSError."""
         arrivals = read_trace(self.trace)
         if self.shift_s:
             arrivals = shift_time(arrivals, self.shift_s)
@@ -176,7 +180,7 @@ class SimulateOptions(Options):
         return lay_on_day(arrivals, self.day) if self.day else arrivals
 
     def autoscaler(self) -> AutoscaleConfig:
-        """Makes the autoscaler's config. Raises ConfigError."""
+        """Makes the configuration of the simulated autoscaler. Raises ConfigError."""
         return AutoscaleConfig(
             mode="on",
             prefill_min=min(1, self.prefill),
@@ -190,8 +194,8 @@ class SimulateOptions(Options):
 
 
 def read_rates(path: str, block_size: int = BLOCK_SIZE) -> WorkerRates:
-    """Reads a JSON file of rates; returns the guess `DEFAULT_RATES` if `path` is "". Raises OSError
-    or MsgspecError."""
+    """Reads the rates of a worker from a JSON file. If `path` is "", returns DEFAULT_RATES, which
+    are a guess. Raises OSError or MsgspecError."""
     if not path:
         block_bytes = DEFAULT_RATES.block_bytes * block_size // BLOCK_SIZE
         return msgspec.structs.replace(DEFAULT_RATES, block_bytes=block_bytes)

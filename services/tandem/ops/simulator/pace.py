@@ -1,18 +1,23 @@
-"""Learns the true speed of simulated workers from first tokens. Does no I/O.
+"""Learns the true speed of simulated workers from the times of first tokens. Does no I/O.
 
-A real worker measures its steps and reports its true rates. Simulated workers always report their
-nominal rates, so the router's view estimates the true speed instead: a worker's pace is the number
-of observed seconds per predicted second. A worker computes prompts one after another. The observed
-seconds of a prompt therefore start at the worker's previous first token, or when the prompt was
-sent if that was later, and end at the prompt's first token.
+A real worker measures its steps and reports its true rates. A simulated worker always reports its
+nominal rates, so the router's view estimates the true speed: a worker's pace is the number of
+observed seconds per predicted second. For example, a pace of 1.2 means that prompts take 20% longer
+than the nominal rates predict.
 
-The pace and the worker's prefill share (shares.py: recent seconds of prefill) change at two events:
+A worker computes prompts one after another. So the observed seconds of a prompt begin when the
+worker begins the prompt: at the worker's previous first token, or when the prompt was sent if that
+was later. They end at the prompt's first token. Example of a worker with pace 1:
 
-    prompt sent   The predicted seconds are added to the prefill share.
-    first token   In the prefill share, the observed seconds replace the predicted ones. The pace is
-                  updated.
+    time   event                                              observed     predicted
+    10 s   prompt A is sent                                                2 s
+    11 s   prompt B is sent                                                2 s
+    13 s   first token of A                                   13 - 10 = 3 s
+    15 s   first token of B (later than its sending at 11)    15 - 13 = 2 s
 
-A prompt without a first token keeps its predicted seconds.
+A worker's prefill share (recent seconds of prefill, shares.py) is corrected in the same way. When a
+prompt is sent, its predicted seconds (times the pace) are added to the share. At the first token,
+the observed seconds replace them.
 """
 
 from dataclasses import dataclass, field
@@ -30,9 +35,10 @@ class Sent:
 
     worker_id: str
     at_s: float
-    predicted_s: float  # prefill time predicted from the rates that the worker reports
-    counted_s: float  # seconds added to the worker's prefill share
-    may_pull: bool  # True: a pull may change the prefill time, so the pace is not updated.
+    predicted_s: float  # prefill time that the worker's reported (nominal) rates predict
+    counted_s: float  # seconds that were added to the worker's prefill share
+    # True: the worker may pull blocks, which changes the prefill time, so the pace is not updated
+    may_pull: bool
 
 
 @dataclass(slots=True)
@@ -42,14 +48,15 @@ class _Observed:
 
 
 class Paces:
-    """Corrects the workers' prefill shares to observed times, and learns each worker's pace."""
+    """Learns each worker's pace, and replaces predicted by observed seconds in the workers' prefill
+    shares."""
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
         self._seen: dict[str, _Observed] = {}
 
     def join(self, worker_id: str) -> None:
-        """Resets the pace of a worker that is new or has restarted."""
+        """Sets the pace of a new or restarted worker to 1."""
         self._seen[worker_id] = _Observed()
 
     def of(self, worker_id: str) -> float:
@@ -59,15 +66,15 @@ class Paces:
     def sent(
         self, worker_id: str, predicted_s: float, now_s: float, *, may_pull: bool = False
     ) -> Sent:
-        """Records a prompt sent to a worker. `predicted_s` is the prefill time that the worker's
-        reported rates predict."""
+        """Records that a prompt was sent to a worker. `predicted_s` is the prefill time that the
+        worker's reported rates predict."""
         counted_s = predicted_s * self.of(worker_id)
         self._shares.sent(worker_id, counted_s, now_s)
         return Sent(worker_id, now_s, predicted_s, counted_s, may_pull)
 
     def first_token(self, sent: Sent, worker_id: str, now_s: float) -> None:
-        """Records the first token of a prompt. `worker_id` is the worker that computed the token;
-        the prompt may have been sent to another one."""
+        """Records the first token of a prompt. `worker_id` is the worker that computed the token,
+        which may be another one than the worker to which the prompt was sent."""
         self._shares.sent(sent.worker_id, -sent.counted_s, sent.at_s)
         seen = self._seen[worker_id]
         seen_s = now_s - max(sent.at_s, seen.last_token_s)
@@ -78,5 +85,5 @@ class Paces:
 
 
 def paced(rates: WorkerRates, pace: float) -> WorkerRates:
-    """Returns the rates with prefill times multiplied by `pace`."""
+    """Returns rates whose prefill times are `pace` times as long."""
     return msgspec.structs.replace(rates, prefill=rates.prefill.stretched(pace))

@@ -1,17 +1,22 @@
-"""Placement policies to compare. They have the signature of `choose`.
+"""Placement policies to compare. Each policy is a function with the signature of `choose`, the
+router's own policy.
 
 policy         worker that the policy chooses
-tandem         the router's own policy, services/tandem/router/placement/choose.py
+tandem         the choice of the router (services/tandem/router/placement/choose.py)
 random         a random worker
 round-robin    each worker in turn
 least-loaded   the worker with the fewest running and waiting requests
 prefix-only    the worker with the longest cached prefix; random among equals
-dynamo         the worker with the lowest cost by the published rule of Dynamo's KV router:
-               cost = weight * (blocks to prefill: the worker's queue and this prompt)
-                      + (blocks in use at the worker, and those of this prompt)
-               with weight 1 and temperature 0, Dynamo's default temperature
-dynamo-softmax a worker sampled by softmax over the same costs, with temperature 0.5
-               https://docs.nvidia.com/dynamo/latest/components/router/README.html
+dynamo         the worker with the lowest cost, by the published rule of Dynamo's KV router
+dynamo-softmax a random worker; workers with lower costs are more likely (softmax with the
+               temperature 0.5)
+
+Dynamo's cost of a worker is a number of blocks. For example, the prompts in the worker's queue have
+100 blocks to prefill, and 500 blocks of its KV pool are in use. The new prompt has 20 blocks, of
+which the worker has 5 cached. The cost is 100 + (20 - 5) + 500 + 20 = 635. Dynamo can also give the
+blocks to prefill another weight than 1.
+
+https://docs.nvidia.com/dynamo/latest/components/router/README.html
 """
 
 import math
@@ -23,9 +28,9 @@ from random import Random
 from tandem.router.placement.choose import Placement, Roster, Work, WorkerSnapshot, choose
 from tandem.router.placement.costs import cached_tokens
 
-Policy = Callable[..., Placement | None]  # the signature of `choose`
+Policy = Callable[..., Placement | None]  # a function with the signature of `choose`
 Pick = Callable[[Work, list[WorkerSnapshot], Mapping[str, int], Random], WorkerSnapshot]
-# (work, worker, number of cached blocks) -> cost
+# function of (prompt, worker, number of the prompt's blocks that the worker has cached)
 Cost = Callable[[Work, WorkerSnapshot, int], float]
 
 
@@ -43,7 +48,7 @@ def _place(
     *,
     refused: frozenset[str] = frozenset(),
 ) -> Placement | None:
-    """Places a request with the same rule in both pools."""
+    """Places a request: `pick` chooses the worker of each pool."""
     usable = [w for w in workers.by_id.values() if w.usable and w.epoch not in refused]
     decode = [w for w in usable if w.role == "decode"]
     prefill = [w for w in usable if w.role == "prefill"]
@@ -71,9 +76,9 @@ def _in_turn() -> Pick:
 
 
 def _lowest(cost: Cost, temperature: float = 0.0) -> Pick:
-    """Returns a rule that picks the worker with the lowest cost, randomly among equals. If
-    `temperature` is not 0, the rule samples a worker by softmax: costs are scaled to 0..1, and
-    lower costs are more likely."""
+    """Returns a function that picks the worker with the lowest cost, at random among equals. If
+    `temperature` is not 0, the pick is random: costs are scaled to 0..1, and a cost c has the
+    probability exp(-c / temperature), up to a common factor."""
 
     def pick(
         work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], rng: Random

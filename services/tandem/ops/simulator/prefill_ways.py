@@ -1,7 +1,11 @@
-"""Chooses where a simulated prompt is prefilled, and whether blocks are pulled or loaded.
+"""Chooses how a simulated worker gets the KV of a prompt. The functions of real workers make the
+choices:
 
-Three choices are made with the functions of real workers: between a worker and its peers, between
-pulling and computing a prefix, and between loading from a tier and all these ways.
+  function         choice
+  peers_to_ask     a decode worker prefills the prompt itself, or a prefill worker does
+  expect_pull      a worker computes the prompt's first blocks, or pulls them from another worker
+
+Both also consider a load of blocks from the worker's own tiers (host memory, disk, object store).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,9 +34,9 @@ def peers_to_ask(
     peers: Sequence[WorkerSnapshot],
     matches: Mapping[str, int],
 ) -> list[str]:
-    """Returns the ids of the prefill workers from which a decode worker requests the prefill, in
-    order. Returns [] if the decode worker prefills the prompt itself, with or without loading
-    blocks from its tiers."""
+    """Returns the ids of the prefill workers that a decode worker asks to prefill the prompt, best
+    first. Returns [] if the decode worker prefills the prompt itself; it may then load blocks from
+    its tiers."""
     if not peers:
         return []
     rates = scenario.rates
@@ -69,8 +73,9 @@ def expect_pull(
     holders: Iterable[tuple[str, int]],
     pair: PairRate,
 ) -> Expected | None:
-    """Returns the predicted result of pulling the prompt's first blocks from one of `holders`
-    (worker id, number of tokens); None if a pull is not the fastest way."""
+    """Predicts the pull of the prompt's first blocks from one of `holders`, which are pairs (worker
+    id, number of prompt tokens that the worker has cached). Returns None if another way is
+    faster."""
     rates = scenario.rates
     size = scenario.block_size
     cached = worker.cache.num_cached(task.hashes) * size
@@ -87,9 +92,14 @@ def expect_pull(
 def exposed_pull_s(
     scenario: Scenario, pair: PairRate, source: SimulatedWorker, task: Task, cached_tokens: int
 ) -> float:
-    """Returns the exposed time of a decode worker's pull: the seconds from the end of the prefill
-    at `source` to the end of the pull. `cached_tokens` is the number of prompt tokens that `source`
-    had cached or loaded. The exposed time is at least the time to pull the last chunk."""
+    """Returns the seconds from the end of the prefill at `source` until a decode worker has pulled
+    all blocks.
+
+    The decode worker pulls each chunk's blocks while the next chunk is computed. If the prefill
+    takes 3 s and the pull of all blocks 5 s, about 2 s of the pull remain. If the pull is faster
+    than the prefill, only the last chunk remains. `cached_tokens` is the number of prompt tokens
+    that `source` had cached or loaded.
+    """
     rates = scenario.rates
     size = scenario.block_size
     missing = task.num_tokens - task.cached_tokens

@@ -1,4 +1,5 @@
-"""Describes the simulated workers: their number, nominal rates, and hidden rate errors."""
+"""Describes the simulated cluster: the number of workers, their nominal rates, and the difference
+between nominal and true rates."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from tandem.common.perf_model.rates import DecodeRate, PairRate, PrefillRate, Ti
 from tandem.ops.simulator.traces import BLOCK_SIZE, Arrival, span_s
 from tandem.router.admission.predict import TtftLimit
 
-# A guess for an 8B model on one large GPU. `--rates` replaces it with measured rates.
+# rates of a worker, guessed for an 8B model on one large GPU; `--rates` replaces them by measured
+# rates
 DEFAULT_RATES = WorkerRates(
     prefill=PrefillRate(step_s=8e-3, token_s=5e-5, token_context_s=1e-9),
     decode=DecodeRate(step_s=8e-3, sequence_s=1.5e-4),
@@ -21,15 +23,16 @@ DEFAULT_RATES = WorkerRates(
     block_bytes=BLOCK_SIZE * (128 << 10),
     measured=True,
 )
-# Number of blocks in the object store that a worker remembers, as `REMEMBERED` in
-# services/tandem/engine/tiers/object_store/storage.py.
+# maximum number of blocks of which a worker remembers that they are in the object store, as
+# `REMEMBERED` in services/tandem/engine/tiers/object_store/storage.py
 KNOWN_IN_STORE = 65_536
 DEFAULT_PAIR = PairRate("nixl", 2e-3, 20e9)
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault: a worker dies ("down"), or restarts with an empty cache ("up")."""
+    """A planned fault. "down": the worker dies. "up": a dead worker restarts with an empty
+    cache."""
 
     at_s: float
     worker_id: str
@@ -38,7 +41,8 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """The service level objective (SLO). The limit on TTFT grows with the prompt's length."""
+    """The service level objective (SLO): limits on TTFT and TPOT. The limit on TTFT is larger for
+    longer prompts."""
 
     ttft: TtftLimit = field(default_factory=lambda: TtftLimit(base_s=2.0, token_s=2e-4))
     tpot_s: float = 0.1
@@ -46,22 +50,26 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The cluster that is simulated."""
+    """The simulated cluster: workers, router options, planned faults and SLO."""
 
     num_decode: int = 8
     num_prefill: int = 0  # 0: decode workers prefill their prompts themselves
-    kv_tokens: int = 3_000_000  # capacity of each worker's KV pool, in tokens
-    tier_blocks: tuple[int, ...] = ()  # capacity of a worker's tiers, in the order of `rates.tiers`
+    kv_tokens: int = 3_000_000  # tokens that the KV pool of each worker can hold
+    # number of blocks that each tier of a worker can hold, in the order of `rates.tiers`
+    tier_blocks: tuple[int, ...] = ()
     tier_policy: str = "value"
-    rates: WorkerRates = DEFAULT_RATES  # the nominal rates that the policy knows
+    # nominal rates of each worker, which the placement policy knows
+    rates: WorkerRates = DEFAULT_RATES
     pair: PairRate = DEFAULT_PAIR
-    rate_error: float = 0.3  # largest relative error of the nominal rates
-    cores: float = 0.0  # cores of one machine that all workers share; 0: each worker has its own
-    report_age_s: float = 0.5  # age of a worker's load when the router receives it
+    rate_error: float = 0.3  # maximum relative difference between nominal and true rates
+    # number of cores of the machine on which all workers run; 0: each worker has a core of its own
+    cores: float = 0.0
+    # seconds from a worker's report of its load until the router receives the report
+    report_age_s: float = 0.5
     sequences_max: int = 256
     queue_max: int = 256
     pull_prefixes: bool = True
-    admission: bool = True  # True: the router refuses requests that would miss the TTFT limit.
+    admission: bool = True  # True: the router refuses requests that would miss the TTFT limit
     faults: tuple[Fault, ...] = ()
     slo: Slo = field(default_factory=Slo)
     seed: int = 0
@@ -74,8 +82,9 @@ class Scenario:
         return prefill | {f"decode-{n}": "decode" for n in range(self.num_decode)}
 
     def true_rates(self, worker_id: str) -> WorkerRates:
-        """Returns the true rates of a worker. The error of the nominal rates depends only on seed
-        and worker id, so all policies are compared with the same errors."""
+        """Returns the true rates of a worker: the nominal rates with random errors. The errors
+        depend only on `seed` and the worker id, so all policies are compared on the same
+        workers."""
         rng = Random(f"{self.seed} {worker_id}")
         prefill, decode, load = (1 + self.rate_error * rng.uniform(-1, 1) for _ in range(3))
         return msgspec.structs.replace(
@@ -91,7 +100,7 @@ class Scenario:
         )
 
     def true_pair(self, worker_id: str) -> PairRate:
-        """Returns the true rate of transfers to the worker."""
+        """Returns the true rate at which the worker pulls blocks."""
         rng = Random(f"{self.seed} pair {worker_id}")
         error = 1 + self.rate_error * rng.uniform(-1, 1)
         return msgspec.structs.replace(
@@ -102,11 +111,13 @@ class Scenario:
 
 
 def full_load_factor(scenario: Scenario, arrivals: Sequence[Arrival]) -> float:
-    """Returns the factor by which the trace must be sped up to give a load of 100%.
+    """Returns the factor by which the arrivals of a trace must be sped up to give a load of 100%.
+    If the workers need 1800 s of work for a trace of 3600 s, the factor is 2.
 
-    At 100% the workers would be busy all the time if all shared one unlimited cache, so no policy
-    can serve more. Without prefill workers, the step that computes a prefill chunk also generates a
-    token for each decoding sequence. Only the decode steps beyond those are added to the work.
+    At 100% the workers are always busy, although they share one unlimited cache. So no policy can
+    serve more. The work is the prefill of tokens that were not in an earlier prompt, and the decode
+    of all tokens. Without prefill workers, a step that computes a chunk of a prompt also decodes,
+    so only further decode steps are added.
     """
     rates = scenario.rates
     seen = set[bytes]()

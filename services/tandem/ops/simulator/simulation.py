@@ -1,17 +1,19 @@
 """Simulates one run of a trace: placement, prefix index and workers.
 
-A request arrives, is matched in the prefix index, is placed, and is submitted to its decode worker.
-If the worker refuses the request, the request is placed again without that worker. The next states
-depend on the worker that prefills the prompt:
+When a request arrives, the simulation looks up its prompt in the prefix index, chooses workers, and
+submits the request to the chosen decode worker. If this worker refuses the request, the simulation
+chooses again among the others. Then one of two things happens:
 
-  the decode worker:  prefilled --> decoded --> served
-  a prefill worker:   memory reserved at the decode worker --> lease opened at the prefill worker
-                      --> prefilled there --> blocks pulled by the decode worker --> decoded
-                      --> served
+  The decode worker prefills the prompt itself:
+    prefilled --> decoded --> served
 
-If the decode worker dies, the request migrates with the tokens generated so far. A request migrates
-at most MIGRATIONS_MAX times; after that it is lost. If the prefill worker dies, the next candidate
-or the decode worker prefills the prompt.
+  A prefill worker prefills the prompt for the decode worker:
+    the decode worker reserves KV memory --> the prefill worker gets a lease (a task without output)
+    --> prefilled --> the decode worker pulls the blocks --> decoded --> served
+
+If the decode worker dies, the request migrates: it is placed again, with the tokens generated so
+far. After MIGRATIONS_MAX migrations the request is lost. If the prefill worker dies, the next
+candidate or the decode worker prefills the prompt.
 """
 
 import math
@@ -40,7 +42,7 @@ T = TypeVar("T")
 
 
 class Simulation:
-    """The simulation of one trace under one policy. `run` may be called once."""
+    """The simulation of one trace under one placement policy. `run` may be called once."""
 
     def __init__(self, scenario: Scenario, arrivals: Sequence[Arrival], policy: Policy) -> None:
         self.scenario = scenario
@@ -50,7 +52,8 @@ class Simulation:
         self._rng = Random(scenario.seed)
         self.clock = Clock()
         self._index = MemoryIndex()
-        # Holder (a worker, or a tier of a worker) -> number of its next event in the prefix index.
+        # holder of blocks (a worker, or a tier of a worker) -> number of the holder's next event in
+        # the prefix index
         self._logs: dict[str, int] = {}
         host = SharedCores(scenario.cores) if scenario.cores else None
         self._has_tiers = bool(scenario.rates.tiers)
@@ -61,7 +64,8 @@ class Simulation:
             )
             for worker_id, role in scenario.roles.items()
         }
-        self.meter = DemandMeter()  # the counters that a router has for the autoscaler
+        # counters from which the autoscaler computes the demand, as in a router
+        self.meter = DemandMeter()
         self._calibration = Calibration()
         self.view = View(scenario, self.clock, list(self.workers.values()))
         self._pairs = {w: scenario.true_pair(w) for w in self.workers}
@@ -70,7 +74,8 @@ class Simulation:
 
     @property
     def share_begun(self) -> float:
-        """Fraction of the requests that have arrived, 0 to 1. Any thread may read it."""
+        """Fraction of the trace's requests that have arrived, from 0 to 1. Any thread may read
+        it."""
         return len(self.requests) / max(1, len(self._arrivals))
 
     def run(self) -> None:
@@ -79,7 +84,7 @@ class Simulation:
         self._plan_arrival(0)
         self.clock.run()
 
-    # Methods of `Listener`, which the workers call.
+    # The workers call the next methods, which are those of `Listener`.
     def reserved(self, worker: SimulatedWorker, task: Task) -> None:
         self._ask_candidate(_request(task))
 
@@ -125,7 +130,8 @@ class Simulation:
     def decoded(self, worker: SimulatedWorker, task: Task) -> None:
         request = _request(task)
         self._end(request)
-        request.hashes = ()  # Saves memory: all requests are kept until the end of the run.
+        # This saves memory, because all requests are kept until the end of the run.
+        request.hashes = ()
 
     def blocks_changed(
         self,
@@ -143,7 +149,7 @@ class Simulation:
     def load_changed(self, worker: SimulatedWorker) -> None:
         self.view.note_load(worker)
 
-    # The life of a request.
+    # The next methods move a request from its arrival to its end.
     def _plan_arrival(self, at: int) -> None:
         if at < len(self._arrivals):
             self.clock.at(self._arrivals[at].at_s, self._arrive, at)
@@ -176,8 +182,8 @@ class Simulation:
             request.refused |= {placement.decode.epoch}
 
     def _admit(self, request: Request, work: Work, placement: Placement) -> bool:
-        """Returns whether a request is admitted. An admitted request stays admitted when it
-        migrates or a worker refuses it."""
+        """Returns whether the router admits a request or refuses it early. An admitted request
+        stays admitted if it migrates or a worker refuses it."""
         if request.is_admitted:
             return True
         self.meter.new_request(placement.prefill_s(work))
@@ -229,7 +235,8 @@ class Simulation:
         return accepted
 
     def _ask_candidate(self, request: Request) -> None:
-        """Opens a lease on the next candidate; without candidates, the decode worker prefills."""
+        """Opens a lease on the next candidate, a worker that may prefill the prompt. If there is no
+        candidate left, the decode worker prefills the prompt."""
         assert request.decode is not None
         assert request.decode_task is not None
         while request.candidates:
@@ -246,8 +253,9 @@ class Simulation:
             request.failure = "refused"
 
     def _prefill(self, request: Request, worker: SimulatedWorker, task: Task) -> bool:
-        """Submits a task for prefill. If pulling the prefix from another worker is faster, the task
-        is submitted after the pull. Returns False if the worker refuses the task."""
+        """Submits a task to the worker that prefills the prompt. If it is faster to pull the first
+        blocks from another worker, the task is submitted after the pull. Returns False if the
+        worker refuses the task."""
         holders = [(w, tokens) for w, tokens in request.holders if self.workers[w].is_up]
         expected = None
         if holders:
@@ -294,14 +302,15 @@ class Simulation:
         if (count := request.arrival.output_tokens - 1) > 0:
             self.meter.next_tokens(request.tpot_s / self.scenario.slo.tpot_s, count)
 
-    # Methods with which the autoscaler changes the pools.
+    # The autoscaler calls the next methods.
     @property
     def has_more(self) -> bool:
-        """True while some requests have not arrived."""
+        """True while requests of the trace have not arrived."""
         return len(self.requests) < len(self._arrivals)
 
     def start_worker(self, worker: SimulatedWorker) -> None:
-        """Starts a stopped worker with an empty cache and the previous contents of its disk."""
+        """Starts a stopped worker. The KV pool is empty, and the disk tier has the blocks that it
+        had before."""
         worker.restart()
         self._start_log(worker)
         if worker.tiers is not None:
@@ -315,13 +324,13 @@ class Simulation:
         self.view.note_drain(worker)
 
     def stop_worker(self, worker: SimulatedWorker) -> None:
-        """Stops a worker and removes its blocks from the index."""
+        """Stops a worker, and removes its blocks from the prefix index."""
         worker.fail()
         for holder in _holders(worker):
             _run_now(self._index.forget(holder))
         self.view.note_state(worker)
 
-    # Faults.
+    # The next methods simulate faults.
 
     def _inject(self, fault: Fault) -> None:
         worker = self.workers[fault.worker_id]
@@ -341,7 +350,8 @@ class Simulation:
 
     def _lose(self, request: Request, task: Task | None) -> None:
         if task is not None and task is request.lease:
-            # The blocks are lost before the pull ends, so another worker recomputes the prompt.
+            # The prefill worker died before its blocks were pulled. So another worker computes the
+            # prompt again.
             request.lease = None
             self._ask_candidate(request)
             return
@@ -354,8 +364,10 @@ class Simulation:
             request.failure = "lost"
             return
         request.num_migrations += 1
-        request.first_token_by = math.inf  # Requests that migrate have no deadline.
-        if task is not None and task.tokens_left is not None:  # The task was decoding.
+        # A request that migrates has no deadline for its first token.
+        request.first_token_by = math.inf
+        # the worker was decoding the task when it died
+        if task is not None and task.tokens_left is not None:
             request.num_current_output_tokens = task.output_tokens - task.tokens_left
         request.num_output_tokens += request.num_current_output_tokens
         request.num_current_output_tokens = 0
@@ -381,8 +393,8 @@ def _request(task: Task) -> Request:
 
 
 def _run_now(call: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine of the in-memory index. Such coroutines never suspend, so no event loop is
-    needed."""
+    """Runs a coroutine of the in-memory prefix index without an event loop. This works because such
+    a coroutine never waits."""
     try:
         call.send(None)
     except StopIteration as done:

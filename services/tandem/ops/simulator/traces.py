@@ -1,7 +1,8 @@
 """Reads and transforms request traces: Mooncake's JSONL and Azure's CSV.
 
-A block of a prompt is an integer, as in Mooncake's traces. `salt` distinguishes the blocks of
-copies of a trace. All randomness comes from a seed.
+As in Mooncake's traces, a block of a prompt is an integer: two prompts with the same integers have
+the same text. A copy of a trace gets another `salt`, so that its prompts differ from those of the
+original. All randomness comes from a seed.
 """
 
 import csv
@@ -16,10 +17,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-BLOCK_SIZE = 512  # tokens, as in Mooncake's traces
+BLOCK_SIZE = 512  # tokens of a block in Mooncake's traces
 DAY_S = 86_400.0
-# Relative request rate by hour from midnight, for a service used by people: low at night, two
-# peaks.
+# relative request rate in each hour from midnight, for a service used by people: low at night, with
+# two peaks
 DAY = (
     *(0.45, 0.34, 0.27, 0.23, 0.22, 0.25, 0.35, 0.55, 0.8, 1.1, 1.35, 1.45),
     *(1.4, 1.4, 1.5, 1.6, 1.55, 1.45, 1.3, 1.25, 1.25, 1.15, 0.9, 0.65),
@@ -37,17 +38,17 @@ class Arrival:
     at_s: float
     num_tokens: int  # prompt tokens
     output_tokens: int
-    block_ids: tuple[int, ...] = ()  # Equal ids mean equal prompts up to and including the block.
+    block_ids: tuple[int, ...] = ()  # Equal ids: the prompts are equal up to the end of this block.
     salt: bytes = b""
-    in_session: bool = False  # True: a later request is likely to extend this prompt.
+    in_session: bool = False  # True: a later request will probably extend this prompt
 
     def block_hashes(self) -> list[bytes]:
-        """Returns a unique name for each block of the prompt, made of salt and block id."""
+        """Returns a unique name for each block of the prompt: the salt and the block id."""
         return [self.salt + block_id.to_bytes(8, "big") for block_id in self.block_ids]
 
     def block_digests(self) -> list[bytes]:
-        """Returns a 16-byte hash of each block. The bytes are uniformly distributed, as the
-        count-min sketch of the tiers' policies requires (frequency_sketch.py)."""
+        """Returns a 16-byte hash for each block of the prompt. The tiers' policies count blocks in
+        a count-min sketch (frequency_sketch.py), which needs uniformly distributed bytes."""
         return [blake2b(name, digest_size=16).digest() for name in self.block_hashes()]
 
 
@@ -62,9 +63,10 @@ def read_trace(path: Path) -> list[Arrival]:
 
 
 def spread_bursts(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
-    """Spreads arrivals with equal timestamps over random times before the next timestamp, in order.
+    """Spreads requests that arrive at the same time over the interval until the next arrivals, at
+    random times. Their order stays.
 
-    Mooncake's timestamps are 3 s apart, with about 10 requests each.
+    In Mooncake's traces, for example, about 10 requests arrive together every 3 s.
     """
     rng = Random(f"spread {seed}")
     bursts = [list(burst) for _, burst in groupby(arrivals, key=lambda a: a.at_s)]
@@ -87,22 +89,22 @@ def scale_load(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
 
 
 def shift_time(arrivals: Sequence[Arrival], shift_s: float) -> list[Arrival]:
-    """Starts the trace at `shift_s`. Requests before that time move to the end of the trace."""
+    """Cuts the first `shift_s` seconds from the start of the trace and appends them at the end."""
     period_s = span_s(arrivals)
     moved = [replace(a, at_s=(a.at_s - shift_s) % period_s) for a in arrivals]
     return sorted(moved, key=lambda a: a.at_s)
 
 
 def rename_prefixes(arrivals: Sequence[Arrival], name: str) -> list[Arrival]:
-    """Returns the requests with new prompts. The new prompts share prefixes with each other as the
-    old ones do, but share none with the old ones."""
+    """Returns the same requests with other prompts. Two of the new prompts have a common prefix
+    where the old prompts had one. A new and an old prompt have none."""
     salt = name.encode() + b"/"
     return [replace(a, salt=salt) for a in arrivals]
 
 
 def repeat(arrivals: Sequence[Arrival], num_requests: int, seed: int) -> list[Arrival]:
-    """Returns `num_requests` requests in the time span of the trace. Added requests are copies of
-    the trace with new prompts (`rename_prefixes`) and shifted times."""
+    """Returns `num_requests` requests in the time span of the trace. If the trace has fewer
+    requests, copies with other prompts (`rename_prefixes`) and shifted times are added."""
     rng = Random(f"repeat {seed}")
     copies = list(arrivals)
     for number in range(1, -(-num_requests // len(arrivals))):
@@ -114,12 +116,12 @@ def repeat(arrivals: Sequence[Arrival], num_requests: int, seed: int) -> list[Ar
 def lay_on_day(
     arrivals: Sequence[Arrival], num_requests: int, hours: Sequence[float] = DAY, *, seed: int = 0
 ) -> list[Arrival]:
-    """Distributes `num_requests` requests over 24 hours, with a rate proportional to each hour's
-    weight.
+    """Distributes `num_requests` requests over 24 hours. `hours` has the relative request rate of
+    each hour: with [1, 3, ...] the second hour has about three times as many requests as the first.
+    Between the middles of two hours the rate changes linearly.
 
-    Copies of the trace with new prompts follow each other. Time is stretched so that the rate
-    follows the weights, interpolated linearly between the middles of the hours. Bursts remain
-    bursts.
+    If the trace is too short, copies with other prompts follow it. The time between requests is
+    stretched to fit the rate, so requests that arrive close together still do.
     """
     period_s = span_s(arrivals)
     copies: list[Arrival] = []
@@ -127,8 +129,8 @@ def lay_on_day(
         renamed = rename_prefixes(arrivals, f"day {seed} {number}") if number else arrivals
         copies += [replace(a, at_s=a.at_s + number * period_s) for a in renamed]
     del copies[num_requests:]
-    # `until` has the cumulative weight until each minute. The loop below finds the minute that
-    # belongs to a cumulative weight.
+    # `until[m]` is the sum of the weights of the first m minutes. The loop below moves a request at
+    # the fraction f of the trace to the minute at which the fraction f of all weights has passed.
     num_hours = len(hours)
     weights = []
     for minute in range(num_hours * 60):
@@ -153,7 +155,8 @@ def lay_on_day(
 
 
 def span_s(arrivals: Sequence[Arrival]) -> float:
-    """Returns the length of the trace: the last arrival plus one mean interval; never 0."""
+    """Returns the length of the trace in seconds: the time of the last arrival plus the mean time
+    between two arrivals. The length is never 0."""
     last_s = arrivals[-1].at_s
     return last_s + (last_s / (len(arrivals) - 1) if last_s else 1.0)
 
@@ -184,7 +187,7 @@ def _read_lines(path: Path) -> list[Arrival]:
 
 
 def _why(error: Exception) -> str:
-    """Returns the reason why a line cannot be read."""
+    """Returns a sentence that says why a line of a trace cannot be read."""
     if isinstance(error, KeyError):
         return f"it has no {error}"
     if isinstance(error, json.JSONDecodeError):
@@ -203,8 +206,8 @@ def _read_mooncake(row: dict[str, Any]) -> Arrival:
 
 
 def _read_azure(row: dict[str, str], next_ids: Iterator[int]) -> Arrival:
-    """Reads a request of Azure's trace. The trace has no prefixes, so each prompt gets new block
-    ids."""
+    """Reads a request of Azure's trace. This trace has no information about common prefixes, so
+    each prompt gets block ids of its own."""
     at = datetime.fromisoformat(row["TIMESTAMP"][:26]) - datetime(2000, 1, 1)
     num_tokens = _positive(row["ContextTokens"])
     output_tokens = _positive(row["GeneratedTokens"])

@@ -1,9 +1,10 @@
-"""The simulated router's view of the workers: reported load, work sent since, and pace.
+"""The simulated router's view of the workers, on which the placement policy decides.
 
-A worker reports its load when the load has changed and no other report is in flight; the report
-arrives `report_age_s` later. The view adds the work that was sent to the worker after the report
-was made. First tokens are visible immediately. From them, the view learns the workers' prefill
-shares (shares.py) and true speeds (pace.py).
+A worker reports its load when it has changed, one report at a time. The router receives a report
+`report_age_s` later. The view adds the work that the router has sent to the worker since the worker
+made the report: if a report made at 10.0 s arrives at 10.5 s, the prompts sent between these times
+are added. The router sees first tokens without delay. They correct the workers' prefill shares
+(recent seconds of prefill, shares.py) and show the workers' true speeds (pace.py).
 """
 
 from collections import deque
@@ -32,17 +33,19 @@ from tandem.router.placement.shares import Shares
 class _Known:
     worker: SimulatedWorker
     load: WorkerLoad
-    rates: WorkerRates  # reported rates, corrected by the observed pace
-    load_queue_s: float = 0.0  # seconds until current tier loads end, when the report was made
-    # (time, prefill work) of the requests sent to the worker since the report was made.
+    rates: WorkerRates  # rates that the worker reported, corrected by the observed speed
+    # at the time of the report: seconds until the running loads from tiers end
+    load_queue_s: float = 0.0
+    # (time, prefill work) of each request that was sent to the worker since the worker made the
+    # report
     sent: deque[tuple[float, Prefill]] = field(default_factory=deque)
     reporting: bool = False
     changed: bool = False
 
 
 class View:
-    """The simulated router's view. `roster` is current after `tick`, and `tick` may replace the
-    roster object."""
+    """The simulated router's view of all workers. Callers call `tick` before they read `roster`;
+    `tick` may replace the object."""
 
     def __init__(self, scenario: Scenario, clock: Clock, workers: list[SimulatedWorker]) -> None:
         self._scenario = scenario
@@ -56,20 +59,20 @@ class View:
         self.roster = Roster(self._snapshot(known) for known in self._known.values())
 
     def tick(self) -> None:
-        """Applies the time decay of the workers' prefill shares. Callers of `roster` must call this
-        method first."""
+        """Brings `roster` up to the current time: prefill work that was sent long ago has less
+        weight. Callers must call this method before they read `roster`."""
         now_s = self._clock.now_s
         if self._shares.rebase(now_s):
-            # The roster is rebuilt, because its sums cannot mix shares from before and after the
-            # rebase.
+            # `rebase` has rescaled all shares. The roster has sums of shares, so it is built again
+            # from the new ones.
             self.roster = Roster(self._snapshot(known) for known in self._known.values())
         self.roster.second_weight = self._shares.second_weight(now_s)
 
     def note_prefill(
         self, worker_id: str, num_tokens: int, missing: int, *, may_pull: bool
     ) -> Sent:
-        """Records a prompt of `num_tokens` tokens that was sent to a worker. The worker has to
-        prefill `missing` of these tokens."""
+        """Records that a prompt of `num_tokens` tokens was sent to a worker, which must prefill
+        `missing` of them."""
         known = self._known[worker_id]
         reported = self._scenario.rates
         rates = beside_decode(reported, 0, known.load.num_running)
@@ -93,7 +96,7 @@ class View:
             self._refresh(self._known[sent.worker_id])
 
     def note_state(self, worker: SimulatedWorker) -> None:
-        """Records that a worker went up or down. The router notices this without delay."""
+        """Records that a worker started or stopped. The router learns this without delay."""
         known = self._known[worker.worker_id]
         known.sent.clear()
         known.load = worker.load()
@@ -103,7 +106,7 @@ class View:
         self._refresh(known)
 
     def note_drain(self, worker: SimulatedWorker) -> None:
-        """Records that a worker drains. The router notices this without delay."""
+        """Records that a worker drains. The router learns this without delay."""
         self._refresh(self._known[worker.worker_id])
 
     def note_load(self, worker: SimulatedWorker) -> None:

@@ -1,9 +1,9 @@
-"""Decides whether a request is accepted, or refused early with a time to wait. Does no I/O.
+"""Refuses requests whose first token would be too late to be of use. Does no I/O.
 
-The router and the simulator both decide by `admit`. A request whose first token would be too late
-anyway would only delay the requests behind it. So each request's time to first token is predicted
-(`predict.py`), corrected by the outcome of earlier predictions (`calibration.py`), and compared
-with the limit.
+Such a request would only delay the requests behind it. `admit` predicts a request's time to first
+token, TTFT (`predict.py`), multiplies the prediction by a correction that was learned from earlier
+requests (`calibration.py`), and compares the result with the limit of the TTFT. The router and the
+simulator both call `admit`.
 """
 
 import math
@@ -16,16 +16,19 @@ from tandem.router.placement.choose import Placement, Work
 
 @dataclass(frozen=True, slots=True)
 class AdmissionDecision:
-    """The decision about one request."""
+    """Whether one request is accepted, and by how much its first token would be late."""
 
     late_s: float  # seconds by which the first token would be too late; 0: the request is accepted
-    # prediction for an accepted request; None: the calibration cannot learn from it
+    # The predicted TTFT, with which the measured TTFT is compared later. None: the calibration
+    # does not use this request.
     promise: Promise | None = None
-    within_s: float = math.inf  # seconds after which the first token is of no use
+    # Longest useful TTFT in seconds. A worker that keeps deadlines refuses the request if the first
+    # token would be later.
+    within_s: float = math.inf
 
     @property
     def is_admitted(self) -> bool:
-        """True if the first token is expected in time or nothing is known about the workers."""
+        """True if the first token is expected in time, or if no prediction is possible."""
         return not self.late_s
 
 
@@ -39,23 +42,26 @@ def admit(
     completion_tokens: float,
     now: float,
 ) -> AdmissionDecision:
-    """Decides about a placed request. Without measured rates, every request is accepted.
+    """Decides about a placed request. Every request is accepted until a worker reports its rates.
 
-    Workers that keep deadlines decide borderline cases themselves, just before they would begin the
-    prompt. `ahead_s` is the time that the request waits in the router before it is submitted.
+    Workers that keep deadlines refuse a late request themselves, just before they would compute its
+    prompt. For them, only requests that are clearly late are refused here.
+
+    `ahead_s` is the time that the request waits in the router before it is submitted.
     `completion_tokens` is the mean number of output tokens of a request (0 if unknown). `now` is in
-    seconds, on the same clock as that of `Calibration.kept`.
+    seconds, on the same clock as `now` of `Calibration.kept`.
     """
     factor = calibration.factor
     margin = calibration.margin
     within_s = allowed_s(work, placement, limit, slower=factor, margin=1.0)
-    # No record contains measured rates. The workers themselves may already have measured theirs, so
-    # workers that keep deadlines receive the limit.
+    # No worker has reported measured rates, so the router cannot predict. A worker may have
+    # measured its rates after its last report, so workers that keep deadlines receive the limit.
     if within_s == math.inf:
         limit_s = limit.seconds(work.num_tokens)
         return AdmissionDecision(0.0, within_s=limit_s if keep_deadlines(placement) else math.inf)
     predicted_s = ahead_s + expected_ttft_s(work, placement, completion_tokens=completion_tokens)
-    # Refuse only requests that would be late even if the prediction is too long by its usual error.
+    # The workers refuse late requests themselves, so the router refuses only if it is sure. With
+    # margin 0.75, a request is refused if even 75% of its predicted TTFT exceeds the limit.
     if keep_deadlines(placement):
         if factor * margin * predicted_s > within_s:
             return AdmissionDecision(factor * predicted_s - within_s)

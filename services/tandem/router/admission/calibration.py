@@ -1,12 +1,15 @@
-"""Learns by which factor TTFT predictions are wrong, from measured TTFTs. Does no I/O.
+"""Learns from measured TTFTs by which factor TTFT predictions are wrong. Does no I/O.
 
-    admitted with a prediction near the limit --first token--> measured / predicted --> factor
-Influences that the performance model of the workers omits (another tenant of the machine, the
-network, kernels that slow each other down) lengthen all waits near the limit by about the same
-factor. Only requests whose prediction is near the limit are used, because the overhead of a short
-wait on an idle cluster does not apply to a long one. The ratios measured / predicted are averaged
-as logarithms, so that 2 and 1/2 cancel each other. The spread of the logarithms determines how much
-of the limit is kept in reserve, so that 99 of 100 requests keep the limit.
+Predictions omit some influences, such as other programs on the machine and the network. These
+influences lengthen all long waits by about the same factor. So later predictions are multiplied by
+the mean of measured / predicted. Example: if 2 s were predicted and 3 s are measured, the ratio is
+1.5, and its weight of 0.1 moves a factor of 1.0 to 1.04.
+
+- The ratios are averaged as logarithms, so that 2 and 1/2 cancel each other.
+- The spread of the ratios determines which fraction of the limit a prediction may use (`margin`),
+  so that 99 of 100 accepted requests keep the limit.
+- Only requests whose prediction is near the limit are used. A short wait on an idle cluster has a
+  relatively large overhead, which does not apply to long waits.
 """
 
 import math
@@ -15,13 +18,13 @@ from typing import Self
 
 from tandem.router.admission.predict import MARGIN
 
-# Only predictions of at least this fraction of the limit are used. The fraction does not depend on
-# `margin`. Otherwise, with a smaller margin, shorter waits would be used, too. Their spread is
-# larger, so the margin would never grow again.
+# Only predictions of at least this fraction of the limit are used. The fraction is a constant: if
+# it shrank with `margin`, shorter waits would be used. Ratios of short waits vary more, which would
+# shrink `margin` further.
 LEARNED_SHARE_MIN = 0.3
-_LATE = 0.1  # weight of the newest ratio
-_FACTORS = (0.5, 8.0)  # smallest and largest factor; a larger error has another cause
-_SPREADS = 2.33  # 99% of a normal distribution is below this many standard deviations
+_LATE = 0.1  # weight of the newest ratio in the mean
+_FACTORS = (0.5, 8.0)  # smallest and largest ratio; ratios outside are replaced by the nearer one
+_SPREADS = 2.33  # 99% of a normal distribution is less than this many deviations above the mean
 _MARGINS = (0.4, 0.85)
 
 
@@ -35,7 +38,7 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The learned correction of predictions. It is immutable; `kept` returns the next one."""
+    """The learned correction of predictions. Immutable: `kept` returns an updated copy."""
 
     log_factor: float = 0.0
     # variance of the logarithms of measured / predicted
@@ -43,9 +46,9 @@ class Calibration:
 
     @property
     def margin(self) -> float:
-        """Largest fraction of a limit that a prediction may reach to be accepted.
+        """Largest fraction of the limit that the corrected prediction of a request may use.
 
-        With this reserve, 99 of 100 accepted requests keep the limit.
+        The rest is a reserve, with which 99 of 100 accepted requests keep the limit.
         """
         lowest, highest = _MARGINS
         return min(highest, max(lowest, math.exp(-_SPREADS * math.sqrt(self.variance))))
@@ -56,18 +59,18 @@ class Calibration:
         return math.exp(self.log_factor)
 
     def promise(self, predicted_s: float, limit_s: float, now: float) -> Promise | None:
-        """Returns the promise of an admitted request; None if its TTFT is too short to learn from.
+        """Returns the prediction to compare with the measured TTFT of an admitted request.
 
-        `limit_s` is the limit of the request's TTFT.
+        Returns None if the prediction is too far below `limit_s`, the limit of the request's TTFT.
         """
         if self.factor * predicted_s < LEARNED_SHARE_MIN * limit_s:
             return None
         return Promise(predicted_s, now)
 
     def kept(self, promise: Promise, now: float) -> Self:
-        """Returns the calibration after a first token that arrived at `now`.
+        """Returns the calibration updated by a request whose first token arrived at `now`.
 
-        `promise` is the prediction that was made when the token's request was admitted.
+        `promise` is the prediction that was made when the request was admitted.
         """
         seen_s = max(1e-3, now - promise.promised_at)
         off = math.log(seen_s / max(1e-3, promise.predicted_s))

@@ -1,8 +1,8 @@
 """Decides whether workers have capacity for one more request. Does no I/O.
 
 Without capacity, the request waits in the router. There is capacity if a prefill worker has a short
-queue and a decode worker has few waiting sequences. The largest such queues keep a worker busy
-until the router has read the worker's next load report and sent the next request.
+queue and a decode worker has few waiting sequences. A short queue, instead of an empty one, keeps a
+worker busy until the router has read the worker's next load report and sent another request.
 """
 
 from collections.abc import Iterable
@@ -11,8 +11,8 @@ from tandem.common.perf_model.predict import likely_rates, token_seconds
 from tandem.common.perf_model.rates import WorkerRates
 from tandem.router.placement.costs import WorkerSnapshot
 
-# Longest prefill queue, in seconds, of a worker with capacity. A record is up to 1.5 s old when it
-# is read.
+# Longest prefill queue, in seconds, of a worker with capacity. The worker's load report is up to
+# 1.5 s old when the router reads it, so a shorter queue could be empty already.
 QUEUED_MAX_S = 3.0
 WAITING_MAX = 4  # a decode worker with capacity has fewer waiting sequences than this
 COMPLETION_TOKENS_LIKELY = 256  # assumed output tokens of a request with a larger max_tokens
@@ -21,7 +21,8 @@ COMPLETION_TOKENS_LIKELY = 256  # assumed output tokens of a request with a larg
 def has_capacity(workers: Iterable[WorkerSnapshot], *, queued_max_s: float) -> bool:
     """Returns whether a request may be submitted now.
 
-    Without decode workers the result is True, because the request then waits in the pending queue.
+    Without decode workers the result is True, because the dispatcher then holds the request until a
+    decode worker is ready.
     """
     usable = [w for w in workers if w.usable]
     decode = [w for w in usable if w.role == "decode"]
@@ -35,7 +36,8 @@ def has_capacity(workers: Iterable[WorkerSnapshot], *, queued_max_s: float) -> b
 def work_s(workers: Iterable[WorkerSnapshot], num_missing: int, completion_max: int) -> float:
     """Estimates how many seconds of worker time a request takes.
 
-    The sum has the prefill of `num_missing` tokens and a share of the decode steps of the output.
+    The sum is the time to prefill `num_missing` tokens, and the time by which the request lengthens
+    decode steps while its output is generated.
     """
     rates = likely_rates(w.rates for w in workers) or WorkerRates()
     completion = min(completion_max, COMPLETION_TOKENS_LIKELY)

@@ -1,7 +1,7 @@
 """The admission controller: refuses requests early and makes tenants take turns.
 
-Both depend on the workers' load reports. While Redis is lost, prefill workers cannot report, so
-every request is submitted at once, and only the workers' own limits apply.
+The refusals and the turns depend on the workers' load reports. While Redis is lost, prefill workers
+cannot report, so every request is submitted at once, and only the workers' own limits apply.
 """
 
 import logging
@@ -37,7 +37,7 @@ class AdmissionController:
         *,
         have_tenants: Callable[[], bool],
     ) -> None:
-        """`have_tenants` returns whether requests have tenants, which then take turns."""
+        """`have_tenants` returns whether requests have tenants. Only then do tenants take turns."""
         self._view = view
         self._have_tenants = have_tenants
         self._metrics = metrics
@@ -130,8 +130,8 @@ class AdmissionController:
     def _queued_max_s(self) -> float:
         """Returns the longest prefill queue, in seconds, of a worker with capacity.
 
-        It is shorter than a queue for which requests are refused, because otherwise requests would
-        be refused before they wait for a turn.
+        The result is at most half of the queue at which requests are refused. So, as the load
+        grows, requests wait for their tenants' turns before any request is refused.
         """
         if not self._limit.base_s:
             return QUEUED_MAX_S

@@ -1,15 +1,20 @@
 """Orders waiting requests so that each tenant gets its share of the work. Does no I/O.
 
-This is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). The first waiting request of
-each tenant has a start on a virtual clock that counts work instead of seconds. The start is the end
-of the tenant's previous request, or the queue's current time if that is later. The request with the
-lowest start is served next, and its start becomes the queue's current time. Equal starts are served
-in order of arrival. A request ends cost / weight after its start, so a tenant whose requests have
-weight 2 gets twice the work of a tenant with weight 1.
-While two tenants wait, the work served to each, divided by its weight, differs by at most one
-request of each. A new tenant waits for at most one request of each other tenant. No tenant starves,
-because its start stays constant while the others' starts grow. The requests of one tenant are
-served in order of arrival.
+This is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). Each request has a start and
+an end on a virtual clock, which counts work instead of seconds:
+    start = the end of the tenant's previous request, or the current virtual time if that is later
+    end   = start + cost / weight
+The request with the lowest start is served next, and its start becomes the current virtual time.
+Equal starts are served in order of arrival.
+
+    tenant    cost    weight    starts of its requests
+    A           10         1    0, 10, 20, ...
+    B           10         2    0,  5, 10, 15, 20, ...
+Both tenants begin to wait at virtual time 0. For each request of A, two requests of B are served.
+
+A new tenant waits for at most one request of each other tenant. No tenant starves, because the
+start of its first waiting request stays constant while the other tenants' starts grow. The requests
+of one tenant are served in order of arrival.
 """
 
 from dataclasses import dataclass, field
@@ -23,13 +28,13 @@ class _TenantQueue(Generic[T]):
     start: float  # start of the first waiting request on the virtual clock
     cost: float = 0.0  # sum of the costs of the waiting requests
     span: float = 0.0  # sum of cost / weight of the waiting requests
-    # item -> (number, cost, cost / weight), in order of arrival
+    # item -> (arrival number, cost, cost / weight), in order of arrival
     waiting: dict[T, tuple[int, float, float]] = field(default_factory=dict)
 
     def cost_until(self, start: float) -> float:
-        """Returns the cost of the waiting requests that are served before `start`.
+        """Returns the cost of the waiting requests between now and the virtual time `start`.
 
-        A request that begins before `start` and ends after it counts in part.
+        A request that begins before `start` and ends after `start` counts in part.
         """
         if start <= self.start:
             return 0.0
@@ -37,11 +42,15 @@ class _TenantQueue(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """A fair queue over tenants. Items are compared by equality; costs and weights are positive."""
+    """A queue of items in which tenants take turns. Costs and weights must be positive.
+
+    The items of one tenant must differ from each other.
+    """
 
     def __init__(self) -> None:
         self._queues: dict[str, _TenantQueue[T]] = {}
-        # tenant without a waiting request -> end of the tenant's last request, if in the future
+        # tenant without a waiting request -> virtual end of the tenant's last request, if that is
+        # later than `_now`
         self._ends: dict[str, float] = {}
         self._now = 0.0
         self._number = 0
@@ -77,12 +86,12 @@ class FairQueue(Generic[T]):
         return item
 
     def forget(self) -> None:
-        """Forgets the work that tenants were served. The queue must be empty."""
+        """Forgets how much work was served to each tenant. The queue must be empty."""
         assert not self._queues
         self._ends.clear()
 
     def remove(self, tenant: str, item: T) -> bool:
-        """Removes an item that is not to be served any more, at no cost to its tenant.
+        """Removes an item without serving it. The item does not count as work of its tenant.
 
         Returns False if the item is not in the queue.
         """
@@ -95,10 +104,10 @@ class FairQueue(Generic[T]):
         return True
 
     def cost_ahead(self, tenant: str) -> float:
-        """Returns the cost of the requests that are served before a new request of this tenant.
+        """Estimates the cost of the requests that are served before a new request of this tenant.
 
-        The sum omits the last request of each other tenant, and assumes that all requests of a
-        tenant have the same weight.
+        A request of another tenant that ends after the new request's virtual start counts in part.
+        All requests of a tenant are assumed to have the same weight.
         """
         own = self._queues.get(tenant)
         start = own.start + own.span if own else max(self._now, self._ends.get(tenant, 0.0))

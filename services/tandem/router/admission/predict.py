@@ -1,13 +1,17 @@
-"""Predicts the time to first token of a placed request, and computes the allowed time.
+"""Predicts the time to first token (TTFT) of a placed request, and computes its limit. No I/O.
 
-The prediction is the time when the last of these steps ends:
-- Other sequences end until the decode worker has a running slot and blocks for the request.
-- Meanwhile and after that, the worker that prefills the request computes the prompts in its queue.
-- That worker computes the request's prompt. If sequences decode there, each step takes longer.
+    TTFT = max(slot wait, prefill queue) + prompt
+    slot wait        seconds until the decode worker has a running slot and blocks for the request
+    prefill queue    seconds in which the prefilling worker computes the prompts in its queue
+    prompt           seconds in which that worker computes the request's prompt
+Example: a slot wait of 2 s, a prefill queue of 3 s and a prompt of 1 s give a TTFT of 4 s.
+
 The decode worker decides where the prompt is prefilled (`worker/decode/prefill_choice.py`). It
-prefills the prompt itself only if that is clearly faster, including the delay of its running
-sequences. Rates and loads are assumed to be inexact, so a fraction of the limit is kept in reserve.
-While no worker has measured rates, no request is refused. This module does no I/O.
+prefills the prompt itself only if that is clearly faster than a prefill worker, although its
+running sequences are delayed. The prediction assumes the same choice.
+
+Rates and loads are inexact, so only a fraction of the limit may be used by a prediction. While no
+worker has measured rates, no request is refused.
 """
 
 import math
@@ -18,17 +22,17 @@ from tandem.router.placement.choose import Placement, Work, WorkerSnapshot
 from tandem.router.placement.costs import computing_s, slot_wait_s, with_likely_rates
 
 OWN_TIMES = 2.0  # the router's value of `TtftLimit.own_times`
-MARGIN = 0.75  # usable fraction of the limit until the error of predictions has been measured
+MARGIN = 0.75  # fraction of the limit that a prediction may use, until errors were measured
 
 
 @dataclass(frozen=True, slots=True)
 class TtftLimit:
-    """Longest time to first token that is still of use, by the length of the prompt."""
+    """The longest useful time to first token. It depends on the length of the prompt."""
 
     base_s: float
     token_s: float = 0.0  # seconds added to the limit for each token of the prompt
-    # The limit is at least this many times the prompt's own prefill time without a queue; otherwise
-    # a long prompt would always be refused. 0: a strict limit, such as a service level.
+    # The limit is at least this multiple of the prompt's prefill time on an idle worker. So a long
+    # prompt is not refused on an idle cluster. 0: a strict limit, such as a service level.
     own_times: float = 0.0
 
     def seconds(self, num_tokens: int) -> float:
@@ -38,8 +42,8 @@ class TtftLimit:
 def expected_ttft_s(work: Work, placement: Placement, *, completion_tokens: float = 0.0) -> float:
     """Predicts the TTFT of a placed request from its workers' reports, in seconds.
 
-    `completion_tokens` is the mean number of output tokens of a request. With 0 (unknown), the wait
-    for a running slot is assumed to be 0.
+    `completion_tokens` is the mean number of output tokens of a request. If it is 0 (unknown), the
+    wait for a running slot is assumed to be 0.
     """
     return _expect(work, placement, slot_wait_s(work, placement.decode, completion_tokens))[0]
 
@@ -47,7 +51,8 @@ def expected_ttft_s(work: Work, placement: Placement, *, completion_tokens: floa
 def computing_worker(work: Work, placement: Placement) -> WorkerSnapshot:
     """Returns the worker that is expected to prefill the prompt.
 
-    It is the first prefill candidate or the decode worker. The decode worker makes this choice.
+    The result is the first prefill candidate or the decode worker itself. The decode worker makes
+    the actual choice later.
     """
     _, is_local = _expect(work, placement, 0.0)
     return placement.decode if is_local else placement.prefill_worker
@@ -89,7 +94,8 @@ def allowed_s(
 ) -> float:
     """Returns the largest acceptable predicted TTFT; infinite if no worker has measured rates.
 
-    `slower` scales the workers' reported times, and `margin` is the usable fraction of the limit.
+    `slower` multiplies the workers' reported times. `margin` is the fraction of the limit that a
+    prediction may use.
     """
     workers = with_likely_rates([*placement.prefill_candidates, placement.decode])
     if not any(w.rates.measured for w in workers):
@@ -109,5 +115,5 @@ def _prefilled_s(work: Work, worker: WorkerSnapshot, missing: int, *, after_s: f
     load = worker.load
     rates = beside_decode(worker.rates, load.chunk_tokens, load.num_running)
     cached = work.num_tokens - missing
-    queue_s = load.queue_s(rates)  # a `queued_s` that the worker reports includes decode steps
+    queue_s = load.queue_s(rates)  # includes the time of decode steps between the chunks
     return expect(rates, work.num_tokens, cached, queue_s=queue_s, after_s=after_s).total_s

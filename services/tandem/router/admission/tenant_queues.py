@@ -1,12 +1,14 @@
-"""The queues of the tenants' requests that wait in the router for capacity.
+"""Queues in the router, in which tenants' requests wait until the workers have capacity.
 
-    turn     --capacity, and no request waits------> released
-             --otherwise---------------------------> waiting
-    waiting  --capacity, and its tenant's turn-----> released
-             --its client leaves-------------------> removed, at no cost to its tenant
-    released --submitted, or cannot be placed------> the next request may be released
-One request is released at a time, so that the workers' load includes it before the next decision.
-The workers' own queues are in order of arrival, not by tenant, so they are kept short.
+Workers serve their own queues in order of arrival, whatever the tenant. So the queues of the
+workers are kept short, and the tenants take turns here.
+
+A request passes through two states here:
+- waiting: The request is in its tenant's queue until the workers have capacity and it is the
+  tenant's turn. If the client leaves, the request is removed at no cost to its tenant.
+- released: The request may be submitted to workers. The next request is released only after this
+  one was submitted or could not be placed, so that the workers' load includes this one by then.
+If there is capacity and no request waits, a new request is released at once.
 """
 
 import asyncio
@@ -22,11 +24,11 @@ _RETRY_AFTER_S = 1.0
 class TenantQueues:
     """The requests that wait for a turn.
 
-    `release_next` must be called whenever there may be capacity.
+    The caller must call `release_next` whenever the workers may have gained capacity.
     """
 
     def __init__(self, has_capacity: Callable[[], bool], *, waiting_max: int = 256) -> None:
-        # largest number of waiting requests of all tenants; a further request raises QueueFull
+        # largest number of waiting requests, all tenants together; one more raises QueueFull
         self.waiting_max = waiting_max
         self._has_capacity = has_capacity
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
@@ -41,7 +43,7 @@ class TenantQueues:
 
     @asynccontextmanager
     async def turn(self, tenant: str, cost: float, *, weight: float = 1.0) -> AsyncIterator[None]:
-        """Waits for the tenant's turn; the `with` block must submit the request without delay.
+        """Waits for the tenant's turn. The `with` block must submit the request without delay.
 
         Raises QueueFull if too many requests wait already.
         """
@@ -54,7 +56,8 @@ class TenantQueues:
         self._queue.push(tenant, cost, released, weight=weight)
         self.release_next()
         try:
-            # Shielded: `release_next` may release a request whose task is being cancelled.
+            # The shield keeps a cancellation of this task from cancelling `released`, because
+            # `release_next` may still set the result of `released`.
             await asyncio.shield(released)
         except asyncio.CancelledError:
             if not self._queue.remove(tenant, released):

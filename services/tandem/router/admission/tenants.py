@@ -23,10 +23,11 @@ def read_tenant(values: Sequence[str], *, trusted: bool) -> str:
     if not trusted or not values:
         return ""
     if len(values) > 1:
-        # If a gateway appends its value to a client's, the router must not choose between them.
+        # A gateway may have appended its header to one that the client sent. The router cannot
+        # know which of the two to trust.
         raise BadRequest(f"{TENANT_HEADER} was sent {len(values)} times; one is allowed")
-    # Strip only what surrounds a field's value in HTTP (RFC 9110, 5.5). Removing or changing any
-    # other character could map one tenant to another.
+    # Strip only spaces and tabs, which HTTP allows around a header's value (RFC 9110, 5.5). A
+    # change of any other character could turn the name of one tenant into that of another.
     tenant = values[0].strip(" \t")
     is_printable = tenant.isascii() and tenant.isprintable()
     if not is_printable or not 1 <= len(tenant) <= TENANT_CHARACTERS_MAX:
@@ -54,7 +55,7 @@ def visible_tenant(key: KeyRecord | None) -> str | None:
 def cache_salt(cluster_token: str, tenant: str) -> bytes:
     """Returns the salt of a tenant's block hashes, the same on every router; b"" without a tenant.
 
-    The root of a chain of block hashes covers the salt and the length of the salt, so a salt cannot
-    be confused with another hashed field.
+    The salt is one of the fields from which the parent hash of a prompt's first block is computed
+    (`chain_root`).
     """
     return tenant_salt(cluster_token.encode(), tenant) if tenant else b""

@@ -1,9 +1,12 @@
 """The autoscaler's observations: demand, latencies and the state of the pools. Does no I/O.
 
-The counters of `Demand` only grow. So the counters of several routers can be added, a lost report
-is made up for by the next one, and the difference of two reports is the demand between them. A
-latency is divided by its SLO limit and counted in a histogram bucket, so a quantile over many
-routers needs only the sum of the routers' buckets.
+Each router reports its `Demand`, which consists of counters that only grow:
+- The sum of the routers' counters is the demand on the cluster.
+- The difference between two reports is the demand between them, even if a report in between is
+  lost.
+
+Latencies are counted in the buckets of a histogram, as multiples of the SLO limit. For example, a
+TTFT of 0.45 s with a limit of 1 s is counted in the bucket 0.4 to 0.5.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ import msgspec
 
 from tandem.common.perf_model.rates import DecodeRate
 
-# Upper edges of the latency buckets, as multiples of the SLO limit. One more bucket has no upper
-# edge.
+# Upper edges of the latency buckets, as multiples of the SLO limit. A further bucket counts the
+# latencies above the last edge.
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0)
 NO_COUNTS = (0,) * (len(EDGES) + 1)
 Counts = tuple[int, ...]
@@ -40,7 +43,8 @@ class Demand(msgspec.Struct, frozen=True):
     def since(self, earlier: Demand) -> Demand:
         """Returns the growth since `earlier`.
 
-        A counter that decreased shows that the router restarted; then all counts are new.
+        A counter that is lower than in `earlier` shows that the router has restarted. Then the
+        current counts are returned.
         """
         grown = self._with(earlier, -1)
         went_back = grown.num_requests < 0 or grown.num_ended < 0 or min(grown.ttft) < 0
@@ -122,12 +126,16 @@ class Observation(msgspec.Struct, frozen=True):
     demand: Demand
     prefill: PoolSeen
     decode: PoolSeen
-    decode_rate: DecodeRate = DecodeRate()  # decode rate of one worker
+    decode_rate: DecodeRate = DecodeRate()  # measured duration of a worker's decode steps
     num_held: int = 0  # requests that routers hold because a pool is empty
 
 
 def quantile(counts: Counts, share: float) -> float:
-    """Returns the upper edge of the bucket that has the `share` quantile; 0 without latencies."""
+    """Returns the `share` quantile of the latencies, as a multiple of the SLO limit.
+
+    The value is rounded up to a bucket's upper edge, or to 16 above the last edge. It is 0 without
+    latencies.
+    """
     total = sum(counts)
     seen = 0
     for edge, count in zip(EDGES, counts, strict=False):

@@ -1,14 +1,16 @@
 """Forecasts the load of a pool a short time ahead, from its loads of the last minutes. No I/O.
 
-    load |         x   .-'  <- bound: the line and the quantile of the loads above it
-         |   x  x .-'x
-         |  x .-' x
-         |  .-' x              the line: least squares
-         +--------------|----
-            seen       now + horizon
-Each `x` is a measured load. The bound uses a quantile instead of the mean, because a pool must
-carry more than the load of an average minute. The line is fitted to the last minutes. The horizon
-is one cold start, because a worker that is requested now begins to serve after that time.
+    load |                  b         x  a measured load
+         |         x       .-a        .-'  the line, fitted to the loads by least squares
+         |   x  x    x .-'            a  `ahead`, the line's value at the horizon
+         |  x    .-' x                b  `bound`, above `ahead`
+         |   .-'  x
+         +------------|------|---- time
+                     now   horizon
+The horizon is one cold start ahead, because a worker that is requested now begins to serve then.
+A pool sized for the line would be too small half of the time. So `bound` adds a quantile of the
+differences between the measured loads and the line. Example: if the line's value at the horizon is
+3.0, and 70% of the loads are at most 0.4 above the line, the 0.7 quantile gives a bound of 3.4.
 """
 
 from collections.abc import Sequence
@@ -36,8 +38,8 @@ def forecast(
     if count > 2 and spread > 0:
         slope = sum((t - mean_t) * (load - mean) for t, load in samples) / spread
     now = max(0.0, mean + slope * (now_s - mean_t))
-    # A line over few minutes may be steep by chance. So the forecast looks ahead at most as long as
-    # the samples reach back, and is at most twice the largest sample.
+    # A line through few samples may be steep by chance. So the horizon is at most as far ahead as
+    # the samples reach back, and the forecast is at most twice the largest sample.
     if slope > 0:
         horizon_s = min(horizon_s, now_s - samples[0][0])
     ahead = min(max(0.0, now + slope * horizon_s), 2 * max(load for _, load in samples))

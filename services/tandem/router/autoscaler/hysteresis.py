@@ -1,12 +1,14 @@
 """Moves a pool to its requested size: fast up, slowly down, without oscillation. Does no I/O.
 
 - A pool grows at once to its requested size.
-- A pool shrinks some time after its last change, by the fraction `step_down` of its size at a time.
-  It never shrinks below the largest size to keep (`keep`) of the last `down_window_s` seconds. The
-  size to keep is the requested size plus a margin, so a pool whose load is between two sizes does
-  not oscillate: it keeps the larger size.
-- A change of direction waits until the last change of direction was `reversal_s` ago. There are two
-  exceptions: a pool grows at once after a step of the load, and if it is empty.
+- A pool shrinks only some time after its last change, and at most by the fraction `step_down` of
+  its size at a time. Example: with 0.25, 8 workers become 6, then 5.
+- A pool does not shrink below any size (`keep`) that was to be kept in the last `down_window_s`
+  seconds. With a `down_margin` of 0.8, for example, a load of 3.7 workers requests 4 workers, but
+  keeps 5 if there are 5. So a pool whose load varies a little does not oscillate.
+- A change of direction, such as shrinking after growing, needs at least `reversal_s` seconds since
+  the previous change of direction. There are two exceptions: a pool grows at once after a step (a
+  sudden increase) of the load, and if it is empty.
 - A pool that has had no request for a while gets its smallest size, and its history is dropped.
 """
 
@@ -28,11 +30,13 @@ class Stabilizer:
         self._config = config
         self._kept: deque[tuple[float, int]] = deque()
         self._direction = 0  # direction of the last change: 1 up, -1 down
-        self._changed_s = now_s  # starts now, so that the pool cannot shrink at once
+        # Time of the last change of the size. It begins with now, so that the pool does not shrink
+        # at once.
+        self._changed_s = now_s
         self._reversed_s = -float("inf")
 
     def rest(self, now_s: float) -> None:
-        """Drops the history, because the pool is not used."""
+        """Drops the history of a pool that is not used."""
         self._kept.clear()
         self._direction = 0
         self._changed_s = now_s
@@ -40,10 +44,10 @@ class Stabilizer:
     def step(
         self, now_s: float, size: int, wanted: int, keep: int, *, is_urgent: bool = False
     ) -> SizeStep:
-        """Returns the next size of a pool of `size` workers that needs `wanted` workers.
+        """Returns the next size of a pool that has `size` workers and needs `wanted` workers.
 
-        The pool never shrinks below the largest `keep` and `wanted` of the last `down_window_s`
-        seconds. With `is_urgent` the pool grows even just after a change of direction.
+        The pool does not shrink below any `keep` or `wanted` of the last `down_window_s` seconds.
+        `is_urgent`: the pool may grow even just after a change of direction.
         """
         config = self._config
         most = self._most_kept(now_s, max(wanted, keep))

@@ -6,16 +6,16 @@
              |x   x x   x   x
              +-------------|------
                before       after the step
-There is a step if n >= 2 e + 10. Here n is the number of requests in the latest samples, and e is
-the number that the rate of the samples before them predicts. The forecast needs this detection,
-because its line over ten minutes follows a step only minutes later. Random variation rarely counts
-as a step: if e = 4, there are 18 requests once in ten million times.
+There is a step if n >= 2 e + 10, where n is the number of requests after the step, and e is the
+number that the rate before the step predicts for the same time. Example: if 4 requests are
+expected, 18 are a step. Random arrivals give 18 only once in four million times. The forecast needs
+this detection, because its line over ten minutes follows a step only minutes later.
 """
 
 from collections.abc import Sequence
 
 _TIMES = 2  # a step has at least this multiple of the expected requests, plus `_MORE`
-_MORE = 10  # excludes steps by chance, because small numbers of requests vary randomly
+_MORE = 10  # additional requests of a step, because small numbers of requests vary by chance
 _LATEST_S = 60.0  # an increase that takes longer than this is not a step
 
 

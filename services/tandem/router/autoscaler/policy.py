@@ -2,7 +2,7 @@
 
     signal  size that the signal requests
     load    the forecast's upper bound, one cold start ahead, divided by the target utilization
-    step    as `load`, after a sudden increase (step) of the load: the forecast may skip older loads
+    step    as `load`, in the minute after a sudden increase (step) of the load was detected
     queue   enough workers to finish, in a minute, what is still queued when a new worker is ready
     ttft    a quarter more workers in the pool where requests wait, if the TTFT quantile is too high
     itl     a quarter more decode workers, if the ITL quantile is too high
@@ -12,9 +12,9 @@ The requested size of a pool is the largest of these, within the configured boun
 decides when the pool gets that size. A pool gets its smallest size at once if it is idle, which
 means that no request arrived or ran for a while.
 
-Loads are measured in workers: 1.0 keeps one worker busy. The measured rates of the workers give
-the load of a request, so the sizes of the two pools follow the work. Without a prefill pool (its
-bounds are 0), decode workers carry both loads.
+Loads are measured in workers: 1.0 keeps one worker busy. They follow from the measured rates of the
+workers. Example: 10 requests a second that each need 0.2 s of prefill are a load of 2.0 on the
+prefill pool. Without a prefill pool (its bounds are 0), decode workers carry both loads.
 
 This module knows no clock, network or Ray. The router runs it (`router/scaling/autoscale.py`), and
 so does the simulator (`simulator/autoscaled.py`).
@@ -37,12 +37,12 @@ from tandem.router.autoscaler.load_step import step_start
 Role = Literal["prefill", "decode"]
 
 OUTPUT_TOKENS_GUESS = 256  # assumed output tokens of a request until a request has ended
-_RECENT_S = 60.0  # age of the latencies considered; older ones have already changed the sizes
-_COUNT_MIN = 10  # fewest latencies from which a quantile is taken, because few vary randomly
+_RECENT_S = 60.0  # largest age of the latencies considered; older ones already had their effect
+_COUNT_MIN = 10  # a quantile of fewer latencies is ignored, because it varies by chance
 _DRAIN_S = 60.0  # time in which a queue should be empty once new workers are ready
 _MORE = 0.25  # fraction of the pool to add when the SLO is missed
-# A pool is idle only after this multiple of the mean pause between requests. By chance, 1 in 3,000
-# pauses is as long.
+# A pool is idle only after a pause of this multiple of the mean pause between requests. Random
+# arrivals have such a pause once in 3,000 pauses.
 _PAUSES = 8
 # For this many seconds after a sudden rise of the load, a pool may grow even if it just shrank.
 _STEP_S = 60.0
@@ -52,11 +52,12 @@ class ScalingDecision(msgspec.Struct, frozen=True):
     """The decision for one pool. `line` explains it to operators."""
 
     role: Role
-    size: int  # current size
-    wanted: int  # size that the signals request, within the bounds
-    to: int  # new size
-    # Name of the signal that requests the largest size. "bounds": a bound has changed this size.
-    # "start": no load is known yet. "idle": the pool had no request for a while.
+    size: int  # current number of workers
+    wanted: int  # number of workers that the signals request, within the bounds
+    to: int  # new number of workers
+    # Name of the signal that requests the largest size, or one of three other reasons. "bounds":
+    # the requested size is outside the configured bounds. "start": no load is known yet. "idle":
+    # the pool had no request for a while.
     why: str
     line: str
 
@@ -82,8 +83,8 @@ class Autoscaler:
         self._seen: deque[Observation] = deque()
         self._loads: deque[_Load] = deque()
         self._stabilizers = {role: Stabilizer(config, now_s) for role in get_args(Role)}
-        # `_stepped_s`: time when the last step of the load was detected. `_step_from_s`: time of
-        # the first load after that step.
+        # `_stepped_s`: time when the last step (sudden increase) of the load was detected.
+        # `_step_from_s`: time of the first load after that step.
         self._stepped_s = self._step_from_s = -float("inf")
         self._busy_s = now_s  # time of the last request
 
@@ -128,7 +129,7 @@ class Autoscaler:
     def _is_idle(self, seen: Observation) -> bool:
         """Returns whether no request arrived, waited or ran for `idle_s`.
 
-        The pause must also be far longer than usual, because sparse requests have long pauses.
+        The pause must also be far longer than the usual pause between requests.
         """
         if seen.num_held or not (seen.prefill.is_idle and seen.decode.is_idle):
             self._busy_s = seen.now_s
@@ -159,9 +160,10 @@ class Autoscaler:
         return ended.output_tokens / ended.num_ended if ended.num_ended else OUTPUT_TOKENS_GUESS
 
     def _forecast(self, loads: Sequence[tuple[float, float]], seen: Observation) -> Forecast:
-        """Returns the maximum of two forecasts: from all loads, and from loads since the last step.
+        """Returns the maximum of two forecasts, field by field.
 
-        The maximum is taken for each field.
+        One forecast uses all loads. The other uses only the loads since the last step (sudden
+        increase), because the line through all loads follows a step only slowly.
         """
         if not loads:
             return Forecast(0.0, 0.0, 0.0)
@@ -212,9 +214,9 @@ class Autoscaler:
         return "step" if seen.now_s - self._stepped_s <= _STEP_S else "load"
 
     def _left_s(self, pool: PoolSeen, load: Forecast) -> float:
-        """Returns the queued work that will remain when a new worker is ready.
+        """Returns the queued work that will remain when a new worker is ready, in seconds.
 
-        The unit is seconds of one worker's time.
+        Seconds are those of one worker: 6.0 takes three workers 2 s.
         """
         spare = max(0.0, max(pool.num_ready, pool.wanted) - load.now)
         return max(0.0, pool.queued_s - spare * self._config.cold_start_s)
@@ -265,16 +267,16 @@ class Autoscaler:
 
 
 def decode_tokens_per_s(rate: DecodeRate, itl_s: float) -> float:
-    """Returns the tokens per second of a worker with the largest batch within the ITL limit."""
+    """Returns the tokens per second of a decode worker with the largest batch that keeps `itl_s`.
+
+    `itl_s` is the limit of the inter-token latency, ITL.
+    """
     sequences = max(1.0, (itl_s - rate.step_s) / max(rate.sequence_s, 1e-9))
     return sequences / (rate.step_s + rate.sequence_s * sequences)
 
 
 def _more(pool: PoolSeen) -> int:
-    """Returns the number of ready workers plus a quarter of it, rounded up.
-
-    Workers that are still starting are not counted.
-    """
+    """Returns 1.25 times the number of ready workers, rounded up: 4 become 5."""
     return pool.num_ready + max(1, math.ceil(_MORE * pool.num_ready))
 
 

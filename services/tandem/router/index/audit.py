@@ -1,10 +1,11 @@
-"""Compares the prefix tree with the workers' blocks, by regular samples or on request.
+"""Checks that the prefix tree in Redis names the blocks that the workers really hold.
 
-Every `INTERVAL_S` seconds, up to `SAMPLE` entries of one worker are compared; the workers take
-turns. This takes about a millisecond of Redis's time and one pass through the worker's hashes. Two
-findings raise an alarm (`trust.py`):
-- a difference that three looks in a row find
-- a publication log in the prefix tree that does not change while its worker writes its record
+Every `INTERVAL_S` seconds, up to `SAMPLE` entries of one worker are compared with the worker's
+blocks. The workers are checked in turn. A comparison takes about a millisecond of Redis's time and
+one pass through the worker's hashes. Operators can also compare all workers (`verify`).
+Two findings raise an alarm (`trust.py`):
+- An entry differs in three comparisons in a row.
+- A worker is alive, but its publication log in the prefix tree does not change.
 """
 
 import asyncio
@@ -28,14 +29,14 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S = 5.0
 SAMPLE = CALL_ENTRIES
-SILENT_S = 10  # seconds without a publication that are suspicious; usual are at most 2 s
+SILENT_S = 10  # a worker that published nothing for longer is suspect; usual is one second
 _ROUNDS_SILENT_MAX = 2
 _ANSWER_DEADLINE_S = 30.0
 _WORKERS_AT_ONCE = 4
 
 
 class IndexAudit:
-    """Audits the prefix tree. `run` compares samples for ever; operators' requests use `verify`."""
+    """Audits the prefix tree: `run` at intervals, and `verify` when an operator requests it."""
 
     def __init__(
         self, view: ClusterView, tree: TreeInspector, trust: IndexTrust, metrics: IndexMetrics
@@ -59,10 +60,10 @@ class IndexAudit:
                 log.exception("an audit of the prefix tree broke")
 
     async def verify(self, *, everything: bool) -> dict[str, Differences]:
-        """Returns each worker's differences in a sample, or in all entries with `everything`.
+        """Compares a sample of each worker's entries; with `everything`, all entries.
 
-        A worker whose entries differ must publish them again. Raises QueueFull if another
-        verification runs.
+        Returns worker id -> differences. A worker whose entries differ must publish all its blocks
+        again. Raises QueueFull if another verification runs.
         """
         if self._verifying:
             raise QueueFull("the prefix tree is being verified already", retry_after_s=1.0)
@@ -99,8 +100,8 @@ class IndexAudit:
             log_of_worker = logs.get(holder)
             if log_of_worker is not None and log_of_worker.silent_s <= SILENT_S:
                 continue
-            # One round of silence is no alarm: a worker that was cut off from Redis is ready
-            # shortly before its log continues.
+            # Silence in one round raises no alarm. A worker that was cut off from Redis writes its
+            # record shortly before its publication log continues.
             silent[holder] = self._rounds_silent.get(holder, 0) + 1
             if silent[holder] > _ROUNDS_SILENT_MAX:
                 what = "it has no log in the prefix tree"
@@ -111,7 +112,7 @@ class IndexAudit:
         self._rounds_silent = silent
 
     async def _compare(self, worker: KnownWorker, sample: int | None) -> Differences:
-        """Compares the entries of the worker's pool and tiers."""
+        """Compares the entries of the worker's block pool and of each of its tiers."""
         found = Differences()
         for tier in _tiers_of(worker):
             found += await self._compare_holder(worker, tier, sample)
@@ -120,7 +121,10 @@ class IndexAudit:
     async def _compare_holder(
         self, worker: KnownWorker, tier: str, sample: int | None
     ) -> Differences:
-        """Compares one holder's entries, counts the results, and raises an alarm if they differ."""
+        """Compares the entries of the worker's `tier` ("": block pool) with the blocks there.
+
+        The results are counted in the metrics. A difference raises an alarm.
+        """
         holder = holder_of(worker.record.worker_id, tier)
         address = worker.record.address
         async with self._view.calls.open(address) as channel:

@@ -1,4 +1,4 @@
-"""Metrics of the prefix tree as this router sees it, and a look-up that updates them."""
+"""Metrics about this router's look-ups in the prefix tree, the tree's size, audits and alarms."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -88,9 +88,10 @@ async def counted_match(
     compatibility: Callable[[], KvCompatibility | None],
     block_hashes: Sequence[bytes],
 ) -> dict[str, int]:
-    """Looks up the holders of a prompt's blocks in the prefix tree, and counts the look-up.
+    """Looks up a prompt's blocks in the prefix tree, and counts the look-up in the metrics.
 
-    `compatibility` returns the KV compatibility for which `block_hashes` were computed.
+    Returns worker or tier -> number of leading blocks that it holds. `compatibility` returns the KV
+    compatibility for which `block_hashes` were computed.
     """
     began = time.perf_counter()
     outcome = "failed"

@@ -1,9 +1,10 @@
-"""Ends the trust in a worker's entries in the prefix tree after an alarm.
+"""Removes a worker's entries from the prefix tree if they seem to be wrong.
 
-    trusted --alarm--> forgotten: the tree has no entries of the worker, so no router matches them
-                            `--the worker's publisher detects that at its next heartbeat, and
-                               publishes all blocks again under a new epoch--> trusted
-So no list of distrusted workers must be kept or shared.
+1. An alarm is raised for a worker (table below).
+2. All entries of the worker are removed from the tree, so no router relies on them.
+3. At its next heartbeat, the worker's publisher finds that its entries are gone. It publishes all
+   blocks of the worker again, under a new epoch.
+So routers need not keep or share a list of distrusted workers.
 
 Alarm    Cause
 hits     predicted tokens were not cached on the worker (`HitWatch`)
@@ -29,12 +30,12 @@ from tandem.router.workers.cluster_view import ClusterView
 log = logging.getLogger(__name__)
 
 Alarm = Literal["hits", "audit", "silent"]
-# Seconds after an alarm that a worker has to publish all blocks, before the next alarm.
+# Shortest time between two alarms of a worker, in which the worker can publish all blocks again.
 RENEWAL_S = 20.0
-WINDOW_TOKENS = 8192  # predicted tokens in the window of recent requests
-EVIDENCE_TOKENS = 1024  # predicted tokens in the window that are needed for an alarm
+WINDOW_TOKENS = 8192  # approximate number of predicted tokens in a worker's window of requests
+EVIDENCE_TOKENS = 1024  # fewest predicted tokens in a window that may raise an alarm
 REQUESTS_MIN = 4
-HIT_RATIO_MIN = 0.5  # lower hit ratios mean wrong entries; eviction lowers the ratio far less
+HIT_RATIO_MIN = 0.5  # a lower hit ratio raises an alarm; evictions alone lower it far less
 
 
 class IndexTrust:
@@ -43,11 +44,12 @@ class IndexTrust:
         self._index = index
         self._metrics = metrics
         self._watch = HitWatch()
-        self._alarmed_at: dict[str, float] = {}  # holder -> monotonic seconds of its last alarm
+        # id of a worker or tier -> time of the last alarm, in seconds on the monotonic clock
+        self._alarmed_at: dict[str, float] = {}
         self._forgetting: set[asyncio.Task[None]] = set()
 
     def observe(self, job: Job) -> None:
-        """Compares the predicted cached tokens of an ended request with the actual number."""
+        """Compares how many tokens of an ended request were predicted to be cached and were."""
         compatibility = self._view.compatibility()
         routed = job.routing.routed
         cached_tokens = job.progress.cached_tokens
@@ -95,7 +97,8 @@ class IndexTrust:
             async with asyncio.timeout(REPLY_TIMEOUT_S):
                 await self._index.forget(holder)
         except UNREACHABLE as error:
-            # Allows the next alarm at once. The key is missing if the worker has left meanwhile.
+            # The entries were not removed, so the next alarm is allowed at once. The key is missing
+            # if the worker has left meanwhile.
             self._alarmed_at.pop(holder, None)
             log.warning("%s is not forgotten in the prefix tree yet: %r", holder, error)
 
@@ -109,21 +112,22 @@ class _Window:
 
 
 class HitWatch:
-    """Checks whether the blocks that the prefix tree predicts are cached on a worker. Does no I/O.
+    """Detects workers that have fewer cached tokens than the prefix tree predicts. Does no I/O.
 
-    For each worker it keeps a window of recent requests. Each request has the number of tokens that
-    were predicted to be cached when it was placed, and the number that were cached. Tokens that
-    were reused from another worker count as cached, so a low ratio shows wrong predictions.
+    For each worker it keeps a window of recent requests. For each request the window has the number
+    of prompt tokens that were predicted to be cached, and the number that were cached. Example: of
+    2,000 predicted tokens, 900 were cached; the hit ratio is 0.45. Tokens that were pulled from
+    another worker count as cached.
     """
 
     def __init__(self) -> None:
         self._windows: dict[str, _Window] = {}
 
     def observe(self, worker_id: str, predicted: int, cached: int) -> float | None:
-        """Adds a request; returns the hit ratio if it is too low to trust the worker's entries.
+        """Adds a request. Returns the hit ratio if it is too low to trust the worker's entries.
 
-        `cached` is a lower bound of the reused tokens. When a ratio is returned, the worker's
-        window is cleared.
+        Otherwise returns None. `cached` is the number of reused tokens or less. When a ratio is
+        returned, the worker's window is cleared.
         """
         if predicted <= 0:
             return None

@@ -3,10 +3,10 @@
     key      {tandem:CLUSTER}:limits:TENANT; it expires
     field    the process of a router
     value    [time of the write in ms, running requests, window] in MessagePack; the window is
-             [bucket, requests, tokens, bucket, requests, tokens, ...]
-Each router writes only its own field, and always completely. So nothing must be repaired after an
-outage: the next write of each router is complete. After the last write of a killed router, its
-running requests still count for LEASE_MS, and its admitted requests for a minute.
+             [bucket, requests, tokens, bucket, requests, tokens, ...] (a bucket is one second)
+Each router writes only its own field, and always all of it. So after an outage of Redis, the next
+write of each router restores the counts. After the last write of a killed router, the requests that
+ran there still count for LEASE_MS, and the requests that it admitted for a minute.
 The PyPI package `limits` does not fit: its sliding log has an entry for each token, its counter
 uses two weighted windows, a call checks one limit, and unused tokens cannot be given back.
 """
@@ -25,8 +25,8 @@ from tandem.router.limits.window import BUCKET_MS, NUM_BUCKETS, WINDOW_MS, Kind,
 LEASE_MS = 5000
 
 # KEYS: 1 the tenant's hash. ARGV: 1 the router's process, 2 [running, window] of the router, and
-# for each new request: requests per minute, tokens per minute, concurrent requests (0: no limit),
-# and its tokens.
+# for each new request its three limits (requests per minute, tokens per minute, concurrent
+# requests; 0: no limit) and its number of tokens.
 # The script decides about each request in turn, adds the admitted requests to the router's window
 # and writes the router's field. Fields of other routers that are old or cannot be read are removed.
 # It returns {milliseconds of Redis's clock, 1 if the router's field existed, running requests of
@@ -88,13 +88,13 @@ _KINDS: Sequence[Kind | None] = (None, "requests", "tokens", "concurrent")
 
 
 class Reply(NamedTuple):
-    """The answer of Redis to one call."""
+    """The result of one call of the script `_COUNT`."""
 
     now_ms: int
     was_known: bool  # True: the router's field existed before the call
     others: Window  # requests and tokens that the other routers admitted
     others_running: int
-    refused_by: list[Kind | None]  # exceeded limit of each new request; None: admitted
+    refused_by: list[Kind | None]  # for each new request the limit that refuses it; None: admitted
 
 
 class LimitRequest(NamedTuple):
@@ -105,7 +105,7 @@ class LimitRequest(NamedTuple):
 
 
 class TenantCounts:
-    """The counts of one cluster's tenants. Errors of redis-py propagate."""
+    """Reads and writes the counts of one cluster's tenants. Errors of redis-py propagate."""
 
     def __init__(self, redis: Client, cluster_id: str, router_id: str) -> None:
         self._redis = redis

@@ -1,20 +1,23 @@
 """Admits requests within their tenants' limits, over all routers of the cluster.
 
 A request is counted when it is admitted, with the largest number of tokens that it may use (its
-prompt and its `max_tokens`). Unused tokens are given back when the request ends. The limiter has
-three states:
+prompt and its `max_tokens`). Unused tokens are given back when the request ends.
+
+The limiter has three states, which differ in what decides about a request:
+    shared     Redis decides, with the counts of all routers
+    alone      Redis is away. This router decides, within its share of each tenant's limits. The
+               share is the fraction of the tenant's traffic that this router admitted when Redis
+               last answered, or 1 / number of routers for a new tenant
+    returning  Redis is back, but other routers have not written their counts yet. This router still
+               decides alone
+The state changes as follows:
     shared     --Redis does not answer------------> alone
                --Redis was emptied----------------> returning
     alone      --Redis answers--------------------> returning
     returning  --RETURN_S later-------------------> shared
                --Redis does not answer------------> alone
-In these states, requests are admitted as follows:
-    shared     Redis decides, in one round trip; requests that arrive meanwhile are sent together in
-               the next one, so that a tenant's calls keep their order
-    alone      this router decides, within its share of each tenant's limits: the fraction of the
-               tenant's traffic that it admitted when Redis last answered, or 1 / number of routers
-               for a new tenant
-    returning  as alone, for RETURN_S: until the other routers have written their counts, too
+For each tenant, one call to Redis is made at a time. Requests that arrive during a call are sent
+together in the next call.
 """
 
 import asyncio
@@ -43,8 +46,8 @@ from tandem.router.limits.window import (
 
 log = logging.getLogger(__name__)
 
-# Deadline of a call to Redis. After a missed deadline the router decides alone, so that requests do
-# not wait for Redis.
+# Deadline of a call to Redis. If Redis misses the deadline, the router decides alone, so that
+# requests do not wait for Redis.
 DEADLINE_S = 0.5
 TICK_S = 0.5
 WRITE_S = 2.0  # longest interval between two calls for a tenant; counts.LEASE_MS is longer
@@ -56,9 +59,9 @@ _CALLS_AT_ONCE_MAX = 8
 
 @dataclass(slots=True, eq=False)
 class LimitReservation:
-    """The use of a tenant's limits by one request until the reservation is settled."""
+    """What one request takes of its tenant's limits, from its admission until `settle`."""
 
-    tenant: "_Tenant | None"  # None: nothing is counted
+    tenant: "_Tenant | None"  # None: the request is not counted
     bucket: int
     tokens: int
     headers: dict[str, str] = field(default_factory=dict)
@@ -76,8 +79,8 @@ class _Tenant:
     """One tenant on this router. One task makes all calls to Redis for the tenant, in sequence."""
 
     name: str
-    window: Window = field(default_factory=Window)  # what this router admitted
-    # what the other routers had admitted when Redis last answered
+    window: Window = field(default_factory=Window)  # requests and tokens that this router admitted
+    # requests and tokens that the other routers had admitted when Redis last answered
     others: Window = field(default_factory=Window)
     others_running: int = 0
     running: int = 0
@@ -90,7 +93,7 @@ class _Tenant:
 
     @property
     def is_idle(self) -> bool:
-        """True if the tenant has no use on any router, so that this object may be dropped."""
+        """True if no request of the tenant is counted on any router. The object may be dropped."""
         counts = self.window.buckets or self.others.buckets
         return not (counts or self.running or self.pending or self.calls)
 
@@ -105,7 +108,7 @@ class _Tenant:
 
 
 class Limiter:
-    """The limits on one router. `run` keeps the counts in Redis up to date."""
+    """Applies the tenants' limits on one router. `run` keeps the counts in Redis up to date."""
 
     def __init__(
         self, counts: TenantCounts, metrics: TenantMetrics, *, num_routers: Callable[[], int]
@@ -126,8 +129,9 @@ class Limiter:
     ) -> AsyncIterator[LimitReservation]:
         """Reserves `tokens` for a request that runs in the `with` block. Raises RateLimited.
 
-        If the block does not settle the reservation, all of it is given back. `is_counted`: a key
-        of the tenant has limits, so the request is counted even if its own key has none.
+        If the block does not settle the reservation, all of it is given back. `is_counted`: True:
+        some API key of the tenant has limits, so the request is counted even if its own key has
+        none. False: the request is counted only if its own key has limits.
         """
         try:
             reservation = await self._reserve(tenant, limits, tokens, is_counted=is_counted)
@@ -157,9 +161,7 @@ class Limiter:
             self._write_soon(tenant)
 
     async def run(self) -> None:
-        """Keeps the counts in Redis up to date and checks whether Redis is back, until
-        cancelled.
-        """
+        """Keeps the counts in Redis up to date, and checks whether Redis is back. Runs for ever."""
         while True:
             await asyncio.sleep(TICK_S)
             self._tick()
@@ -269,8 +271,8 @@ class Limiter:
 
     def _answer(self, tenant: _Tenant, pending: list[_PendingRequest], reply: Reply) -> None:
         if self._is_alone:
-            # Redis has counted the requests that it admitted, but this router decides itself. So
-            # its counts must be written again.
+            # Redis has already counted the requests that it would admit, but this router decides
+            # itself and may decide otherwise. So the counts of this router must be written again.
             tenant.is_dirty |= bool(pending)
             self._answer_alone(tenant, pending)
             return

@@ -14,9 +14,9 @@ from tandem.router.limits.usage_store import UsageStore
 
 
 class TenantMeter:
-    """The limits and the usage of tenants on one router.
+    """Applies the limits of tenants on one router, and counts their usage.
 
-    The owner must run `limiter.run` and `usage.run` as tasks.
+    The caller must run `limiter.run` and `usage.run` as tasks.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TenantMeter:
         cached: int,
         completion: int,
     ) -> None:
-        """Counts what a request used, and gives back the rest of its reservation.
+        """Counts what a request used, and gives back the unused tokens of its reservation.
 
         Further calls have no effect.
         """

@@ -23,8 +23,8 @@ _CONCURRENT_RETRY_S = 1.0
 class Standing(NamedTuple):
     """A tenant's use at one moment, over all routers.
 
-    On a router that decides alone (limiter.py), it is only the use on that router, which may use
-    only a `share` of the limits.
+    While Redis is away and each router decides alone (limiter.py), it is only the use on this
+    router, and the router may grant only a `share` of the limits.
     """
 
     limits: Limits

@@ -28,7 +28,7 @@ ROWS_MAX = 20_000  # pending rows; further tenants are counted together as "othe
 
 
 class UsageQuery(NamedTuple):
-    """A checked query for usage."""
+    """A query for usage whose parameters were checked."""
 
     window: Window
     num_windows: int
@@ -56,7 +56,7 @@ class UsageQuery(NamedTuple):
 
 
 class UsageMeter:
-    """The usage on one router. `run` writes it to Redis."""
+    """Counts the tenants' usage on one router. `run` writes the counts to Redis."""
 
     def __init__(self, store: UsageStore, metrics: TenantMetrics) -> None:
         self._store = store

@@ -32,12 +32,12 @@ WINDOWS: Mapping[Window, WindowRetention] = {
     "minute": WindowRetention(60, 6 * 3600),
     "day": WindowRetention(86400, 400 * 86400),
 }
-# How long Redis keeps the number of a process's last batch: longer than a batch whose answer was
-# lost may wait to be sent again.
+# How long Redis keeps the number of a process's last batch. A batch whose answer was lost must be
+# sent again within this time, because later Redis would count it twice.
 _BATCH_KEPT_S = 7 * 86400
 
-# KEYS: 1 the number of the last batch, then a hash for each window. ARGV: 1 number of this batch, 2
-# seconds to keep it, then for each hash [seconds to keep it, [field, count, ...]].
+# KEYS: 1 the last batch's number, then a hash for each window. ARGV: 1 the number of this batch,
+# 2 seconds to keep that number, then for each hash [seconds to keep the hash, [field, count, ...]].
 # The script adds the counts unless the batch was accepted before. It returns 1 if the batch was
 # added, else 0.
 _ADD = """
@@ -85,12 +85,12 @@ class UsageRow:
     start: int
     requests: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # part of prompt_tokens
+    cached_tokens: int = 0  # included in prompt_tokens
     completion_tokens: int = 0
 
 
 class UsageStore:
-    """The usage of one cluster. Errors of redis-py propagate."""
+    """Reads and writes the usage of one cluster's tenants. Errors of redis-py propagate."""
 
     def __init__(self, redis: Client, cluster_id: str, router_id: str) -> None:
         self._redis = redis

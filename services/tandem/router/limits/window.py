@@ -4,10 +4,12 @@ Time is divided into buckets of one second, numbered by Redis's clock. A window 
 bucket and the 60 before it, so it always covers at least a minute:
     bucket   n-61 | n-60 ... n-1 | n (current)
              gone | ---- counted, 60 to 61 s ----
-So no 60 seconds contain more than the limit, and used capacity is available again at most a second
-late. Two weighted windows need less state, but they estimate how the last minute's use was
-distributed and may allow twice the limit. GCRA could not serve a single request that is larger than
-the burst.
+So no 60 seconds contain more than the limit. Used capacity is available again after 60 to 61
+seconds.
+
+Two other algorithms do not fit. Two weighted windows may allow twice the limit, because they only
+estimate when the requests of the previous minute came. GCRA cannot serve a single request that is
+larger than its burst size.
 """
 
 import math
@@ -60,7 +62,8 @@ class Window:
     def forget(self, now_ms: float) -> None:
         """Drops the buckets that are not counted at `now_ms`.
 
-        Buckets far ahead come from a clock that was set back, for example by a fail-over of Redis.
+        Buckets far in the future are dropped, too. They remain if Redis's clock was set back, for
+        example by a fail-over to another machine.
         """
         now = bucket_of(now_ms)
         for bucket in [b for b in self.buckets if not -NUM_BUCKETS < b - now < NUM_BUCKETS]:
@@ -107,7 +110,7 @@ def window_of(flat: Iterable[int]) -> Window:
 class Share(NamedTuple):
     """The fractions of a tenant's limits that one router may use.
 
-    Both are 1 while Redis decides, because Redis knows the use on all routers.
+    Both fractions are 1 while Redis decides, because Redis knows the use on all routers.
     """
 
     requests: float = 1.0

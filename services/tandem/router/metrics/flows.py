@@ -1,8 +1,8 @@
 """Counts recent pulls of KV blocks and migrations of streams for the operators' page. Does no I/O.
 
-A migration is recorded before its target is known. `Flows` keeps it until the request has another
-worker, and drops it after `_LOOKS_MAX` calls of `take`. At most `_FLOWS_MAX` pairs of workers and
-`_FLOWS_MAX` migrations are kept.
+When a migration is recorded, its target worker is not known yet. So `Flows` keeps the migration
+until the request runs on another worker, and drops it after `_LOOKS_MAX` calls of `take`. At most
+`_FLOWS_MAX` pairs of workers and `_FLOWS_MAX` migrations are kept.
 """
 
 from collections import Counter, deque
@@ -23,7 +23,7 @@ class Flow(NamedTuple):
 
 
 class Flows:
-    """Collects the flows between two calls of `take`."""
+    """Collects pulls and migrations between two calls of `take`."""
 
     def __init__(self) -> None:
         self._pulled: Counter[tuple[str, str]] = Counter()
@@ -43,7 +43,7 @@ class Flows:
         self._moves.append((source, where, 0))
 
     def take(self) -> list[Flow]:
-        """Returns the new flows and drops them."""
+        """Returns the pulls since the last call, and the migrations whose targets are known now."""
         pulled = self._pulled
         self._pulled = Counter()
         flows = [Flow("pull", *pair, number) for pair, number in pulled.items()]

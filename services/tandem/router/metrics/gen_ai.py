@@ -1,8 +1,9 @@
 """The router's metrics under OpenTelemetry's names for generative AI servers, sent over OTLP.
 
-    gen_ai.server.request.duration         s, every request
-    gen_ai.server.time_to_first_token      s, successful requests
-    gen_ai.server.time_per_output_token    s, mean of a successful request after its first token
+    Metric (in seconds)                    Measured for
+    gen_ai.server.request.duration         every request
+    gen_ai.server.time_to_first_token      successful requests
+    gen_ai.server.time_per_output_token    successful requests: mean over the tokens after the first
 The metrics are off, and OpenTelemetry's SDK is not loaded, unless OpenTelemetry's environment
 variables enable them (observability/otlp.py). Names, attributes and buckets follow OpenTelemetry's
 semantic conventions, "Generative AI metrics".
@@ -51,7 +52,7 @@ _TPOT_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2
 
 
 def operation_of(kind: str) -> str:
-    """Returns the attribute `gen_ai.operation.name` of the conventions for a kind of request."""
+    """Returns the value of the attribute `gen_ai.operation.name` for a kind of request."""
     return _OPERATIONS[kind]
 
 

@@ -1,8 +1,10 @@
 """Keeps samples of a router's metrics of the last 15 minutes, for the operators' page. No I/O.
 
-A sample is taken every `STEP_S` seconds. It has rates since the previous sample, from the router's
-metrics, and sums over the workers that the router knows. Percentiles are interpolated within the
-buckets of the histograms, as PromQL's histogram_quantile does.
+A sample is taken every `STEP_S` seconds. Each sample has two kinds of values:
+- rates and percentiles since the previous sample, from the router's counters and histograms
+- sums over the workers that the router knows, at the time of the sample
+Percentiles are interpolated within the buckets of the histograms, as PromQL's histogram_quantile
+does.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ _WELL = ("stop", "length")
 _NO_ERRORS = (*_WELL, "cancelled")
 _KV_TIERS = tuple(tier.name for tier in KV_TIERS)
 _TIERS = (*_KV_TIERS, "peer")
-# The columns of a sample. A share is between 0 and 1. The value None means that nothing was
-# measured or that no worker has the tier.
+# The columns of a sample. A column named `..._share` is between 0 and 1. The value None means that
+# nothing was measured, or that no worker has the tier.
 COLUMNS = (
     "at",  # seconds since the epoch
     *("requests_per_s", "errors_per_s", "cancelled_per_s", "running", "waiting"),
@@ -38,14 +40,14 @@ Sample = tuple[float | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class WorkerSums:
-    """Sums over all workers."""
+    """Counts of blocks, pulls and leases, summed over all workers."""
 
     blocks_total: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0
     num_pulls: int = 0
     num_leases: int = 0
-    held_shares: Mapping[str, float] = field(default_factory=dict)  # used part of each tier
+    held_shares: Mapping[str, float] = field(default_factory=dict)  # tier -> used fraction, 0 to 1
 
 
 class History:
@@ -68,7 +70,10 @@ class History:
         self.num_taken += 1
 
     def since(self, num_taken: int) -> list[Sample]:
-        """Returns the samples taken after the first `num_taken`, without those already dropped."""
+        """Returns the samples that were taken after the first `num_taken` samples.
+
+        Samples older than 15 minutes are missing.
+        """
         new = min(self.num_taken - num_taken, len(self._samples))
         return list(self._samples)[len(self._samples) - new :] if new > 0 else []
 
@@ -126,7 +131,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class _Buckets:
-    """A histogram: upper bounds, and the number of observations up to each bound."""
+    """A histogram: the buckets' upper bounds, and the number of observations up to each bound."""
 
     bounds: Sequence[float]
     counts: Sequence[float]
@@ -134,7 +139,8 @@ class _Buckets:
     def quantile_ms(self, before: _Buckets, share: float) -> float | None:
         """Returns a quantile of the observations since `before`; None without observations.
 
-        A quantile in the last bucket, which has no upper bound, is the bucket's lower bound.
+        If the quantile lies in the last bucket, which has no upper bound, the result is the lower
+        bound of that bucket.
         """
         counts = [count - was for count, was in zip(self.counts, before.counts, strict=True)]
         if not counts[-1]:

@@ -13,10 +13,10 @@ _CLIENT_GONE = 499  # nginx's code for a client that left before the answer
 
 
 class HttpMetrics:
-    """ASGI middleware that counts calls. A call ends when the last byte of the answer was sent.
+    """ASGI middleware that counts calls and measures their duration.
 
-    The value of each label is a route's path or comes from a fixed list, so clients cannot create
-    new time series.
+    A call ends when the last byte of the answer was sent. Labels have only values from fixed lists
+    (such as the paths of routes), so clients cannot create new time series.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, uncounted: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The router's metrics, under the usual names of LLM servers prefixed with `tandem_`.
+"""The router's metrics. They have the usual names of LLM servers, with the prefix `tandem_`.
 
 Each router has its own Prometheus registry, so that tests may run several routers in one process.
 Gauges of workers are read from the cluster view at each scrape.

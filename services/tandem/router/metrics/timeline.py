@@ -1,18 +1,22 @@
 """Divides a request's time into stages, for clients, metrics and its trace.
 
-    tokenize --> route --> queue --> prefill --> wire --> first token --> transfer_exposed --> ...
-    |------------------------- ttft: the sum of these ------|             ... --> first_decode
-The router and the workers each measure their own stages:
-- `queue` is the wait for a turn or a worker in the router, and the wait in the queues of the decode
-  worker and the prefill worker.
-- `wire` is the time of a submission outside the worker: the network and both event loops.
-- `transfer_exposed` and `first_decode` lie between the first and the second token, because the
-  first token is sent before the decode worker pulls the blocks.
-- `retry` is the time of a submission that produced no token, because the worker was lost or refused
-  the request.
-- `move` exists if a stream migrates after its first token. It is the time until the new worker's
-  first token, whether or not the old worker still generated tokens meanwhile.
-Until the first token, the stages cover all time: time between two stages belongs to the later one.
+    Until the first token; the sum of these stages is the TTFT:
+    tokenize           tokenization in the router
+    route              placement in the router
+    queue              wait for a turn or a worker in the router, and in the queues of the workers
+    prefill            computation of the prompt
+    wire               network and event loops between the router and the worker
+    retry              a submission without a token, because the worker was lost or refused it
+
+    Between the first and the second token (the first token is sent before KV blocks are pulled):
+    transfer_exposed   wait of the decode worker for the pull of the KV blocks
+    first_decode       the remaining time until the second token
+
+    After a migration of a stream:
+    move               time until the new worker's first token
+The workers measure prefill, transfer_exposed, first_decode and their parts of queue and move. The
+router measures the other stages. Until the first token, a gap between two stages is added to the
+later stage.
 """
 
 import time
@@ -44,7 +48,7 @@ class Timeline:
         self.last_token_s = self.began_s
         self.num_tokens = 0  # number of tokens sent to the client
         self.stages_s: dict[Stage, float] = {}
-        # Until the first token, all time before this moment belongs to a stage.
+        # All time before this moment was added to a stage. Used until the first token.
         self._covered_until_s = self.began_s
         self._is_submitted = False  # True: a worker has the request and has sent no token yet
 
@@ -70,14 +74,14 @@ class Timeline:
 
     @asynccontextmanager
     async def queueing(self, turn: AbstractAsyncContextManager[None]) -> AsyncIterator[None]:
-        """Enters the context `turn` and counts the time until it is entered as `queue`."""
+        """Enters the context `turn`. The time until `turn` is entered is added to stage `queue`."""
         async with AsyncExitStack() as inside:
             with self.stage("queue"):
                 await inside.enter_async_context(turn)
             yield
 
     def note_tokens(self, now: float, num_tokens: int = 1) -> None:
-        """Records that tokens are sent to the client now."""
+        """Records that tokens are sent to the client at `now`."""
         self.last_token_s = now
         self.num_tokens += num_tokens
         if self.ttft_s is None:
@@ -86,13 +90,13 @@ class Timeline:
 
     @property
     def wire_s(self) -> float:
-        """Seconds since the last stage: the wire time, if read when the first token arrives."""
+        """Seconds since the last stage. When the first token arrives, this is the stage `wire`."""
         return time.monotonic() - self._covered_until_s
 
     def take(self, timings: pb.SequenceTimings, num_tokens: int) -> None:
         """Adds a decode worker's timings, which arrive with the worker's first and second token.
 
-        `num_tokens` is the request's number of tokens so far, over all workers.
+        `num_tokens` is the number of tokens that all workers have generated for the request so far.
         """
         if num_tokens == 1:
             queue_s = timings.queue_ms / 1000
@@ -116,7 +120,7 @@ class Timeline:
         return ", ".join(f"{name};dur={1000 * seconds:.3f}" for name, seconds in known)
 
     def _cover_until(self, now: float, name: Stage) -> None:
-        """Adds the time until `now` that belongs to no stage yet to the stage `name`."""
+        """Adds the time that was added to no stage yet, until `now`, to the stage `name`."""
         if now > self._covered_until_s:
             self._add(name, now - self._covered_until_s)
             self._covered_until_s = now

@@ -24,11 +24,11 @@ def _none(_: Labels) -> Labels:
 
 @dataclass(frozen=True)
 class _Name:
-    """One of vLLM's metrics.
+    """One of vLLM's metrics, and how its samples are made from those of a Tandem metric.
 
-    `labels` maps the labels of a Tandem sample to vLLM's labels. It returns None if vLLM has no
-    such sample. Samples that get the same labels are summed. `always` lists labels whose samples
-    are exported as 0 before anything was counted.
+    `labels` maps the labels of a Tandem sample to vLLM's labels; it returns None if vLLM has no
+    sample for them. Samples that get the same labels are summed. `always` lists labels that have a
+    sample of 0 before anything was counted.
     """
 
     name: str
@@ -77,8 +77,8 @@ _SAME = (
 )
 _NAMES: dict[str, Sequence[_Name]] = {  # keyed by Tandem's name without `tandem_`
     **{name: (_Name(f"vllm:{name}"),) for name in _SAME},
-    # In vLLM, the second metric has the length of the longest choice (`n` choices are requested).
-    # Tandem exports the length of all choices together.
+    # In vLLM, the second metric is the length of the longest of a request's `n` choices. Tandem
+    # exports the total length of the choices under both names.
     "request_generation_tokens": (
         _Name("vllm:request_generation_tokens"),
         _Name("vllm:request_max_num_generation_tokens"),
@@ -120,7 +120,7 @@ class VllmMetrics:
 
 
 class _Renamed:
-    """Metrics of a Prometheus registry under vLLM's names, if vLLM has them. Read at a scrape."""
+    """Renames the metrics of a Prometheus registry that vLLM has, too. Runs at each scrape."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry = registry

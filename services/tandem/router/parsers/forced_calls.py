@@ -1,8 +1,10 @@
-"""Writes the grammar of an answer that must call tools, in the model's own format of calls.
+"""Writes the grammar that forces an answer to call tools, in the model's own format of calls.
 
+The grammar has this form. The strings `opens`, `between`, `closes`, `before` and `after` are those
+of the model's `CallFrame`, and `before` contains the name of the tool:
     start: [reasoning] opens call (between call)* closes
-    call:  before (arguments of one of the tools, by their schema) after
-The strings `opens`, `between`, `closes`, `before` and `after` are those of the model's `CallFrame`.
+    call:  before (arguments that match the tool's schema) after
+For example, a Hermes model writes: <tool_call> {"name": "find", "arguments": {...}} </tool_call>
 `machine.py` parses such an answer like any other.
 """
 
@@ -18,8 +20,8 @@ from tandem.router.parsers.formats import CallFrame, ReasoningTags, ToolFormat
 from tandem.router.parsers.grammar_rules import GrammarRules, terminals_of
 from tandem.router.parsers.pair_arguments import types_of
 
-# A name that a format writes without quotes. It ends where the format's next string begins, so it
-# must not contain the characters of such strings.
+# A name that a format writes without quotes, such as `find` in `<function=find>`. It must not
+# contain characters of the tag, because the tag's next character ends the name.
 _BARE_NAME = re.compile(r"[^\s<>{}\[\]\"]{1,256}")
 
 
@@ -47,7 +49,7 @@ def write_grammar(
 
 @dataclass(slots=True, kw_only=True)
 class _CallRules(GrammarRules):
-    """The rules of tool calls."""
+    """Writes the grammar's rules for tool calls."""
 
     frame: CallFrame
 
@@ -91,10 +93,11 @@ class _CallRules(GrammarRules):
             raise _cannot_call(name, str(error)) from None
 
     def _pairs(self, schema: dict[str, Any], around: tuple[str, str], *, is_strict: bool) -> str:
-        """Returns the rule of arguments that are tagged parameters, in the order of the schema.
+        """Returns the rule of arguments that are written as tagged parameters.
 
-        `around` has the strings before and after each value. Raises ValueError for a schema that
-        this form of arguments cannot follow.
+        The parameters have the order of the schema. `around` has the strings before and after each
+        value, such as `<parameter=%s>` and `</parameter>`. Raises ValueError for a schema that
+        tagged parameters cannot follow.
         """
         for keyword in ("$ref", "allOf", "anyOf", "oneOf"):
             if keyword in schema:

@@ -47,9 +47,10 @@ def _harmony_name(written: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFrame:
-    """The text around tool calls, for an answer that consists of calls.
+    """The text that a model writes around the arguments of its tool calls.
 
-    `%s` is a function's name, and `%d` the number of a call, from 0.
+    `%s` is replaced by the function's name, and `%d` by the number of the call, from 0. Example:
+    `before` is "[TOOL_CALLS]%s[ARGS]" for newer Mistral models.
     """
 
     before: str  # text before a call's arguments
@@ -57,10 +58,10 @@ class CallFrame:
     opens: str = ""  # text before the first call
     between: str = ""  # text between two calls
     closes: str = ""  # text after the last call
-    # The text before and after each parameter's value if the arguments are not a JSON object; `%s`
-    # is the parameter's name.
+    # The text before and after each parameter's value, where `%s` is the parameter's name. None:
+    # the arguments are written as a JSON object.
     pair: tuple[str, str] | None = None
-    sign: str = ""  # the frame applies only to models that know this string
+    sign: str = ""  # the frame is only for models whose template or tokens have this string
     is_single: bool = False  # True: an answer has at most one call
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
@@ -83,7 +84,10 @@ class CallFrame:
 
 
 class ReasoningTags(NamedTuple):
-    """The strings before and after reasoning. The prompt may end with `opens`."""
+    """The strings before and after reasoning, such as "<think>" and "</think>".
+
+    The prompt may already end with `opens`.
+    """
 
     opens: str
     closes: str
@@ -91,19 +95,22 @@ class ReasoningTags(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """The format in which a family of models writes calls. An answer begins in state `start`."""
+    """The format in which a family of models writes tool calls, as a state machine (`machine.py`).
+
+    An answer begins in the state `start`.
+    """
 
     states: Mapping[str, State]
-    frames: Sequence[CallFrame] = ()  # the first frame whose sign the model knows is used
+    frames: Sequence[CallFrame] = ()  # the first frame that fits the model is used (`sign`)
     start: str = "content"
     make_id: Callable[[str], str] = call_id
     name_of: Callable[[str], str] = _as_written
     known_names_only: bool = False
     trims_lines: bool = False
-    # The tags of reasoning if they are part of this format. A format with such tags parses every
-    # answer, not only those to chats with tools.
+    # The tags of reasoning if the states of this format include reasoning. Such a format parses
+    # every answer, not only answers to chats with tools.
     thought: ReasoningTags | None = None
-    opens_answer: str = ""  # text before content, if the format marks content
+    opens_answer: str = ""  # text before content, if the format marks the start of content
 
 
 def _listed(opens: str, closes: str, sign: str = "") -> CallFrame:
@@ -157,7 +164,7 @@ _QWEN3_CODER = ToolFormat(
     trims_lines=True,
 )
 
-# Llama 3 writes calls as bare JSON or after the tag, with semicolons between several calls.
+# Llama 3 writes calls as JSON, with or without the tag before them, and semicolons between calls.
 _LLAMA3 = ToolFormat(
     states={
         "start": State(Text.CALLS, {"<|python_tag|>": "call"}),
@@ -169,8 +176,8 @@ _LLAMA3 = ToolFormat(
     known_names_only=True,
 )
 
-# Older models write a list of JSON calls after the tag. Newer models write a function's name and
-# the arguments.
+# After the tag [TOOL_CALLS], older models write a list of JSON calls. Newer models write the tag, a
+# function's name and the arguments for each call.
 _MISTRAL = ToolFormat(
     states={
         "content": State(Text.CONTENT, {"[TOOL_CALLS]": "call"}),
@@ -293,8 +300,9 @@ _JSON = ToolFormat(
     known_names_only=True,
 )
 
-# OpenAI's gpt-oss. An answer is a sequence of messages. A header names the channel and a call's
-# function: <|channel|>commentary to=functions.find <|constrain|>json<|message|>{...}<|call|>
+# OpenAI's gpt-oss. An answer is a sequence of messages. Each message begins with a header, which
+# names the channel and, for a tool call, the function. Example of a call:
+# <|channel|>commentary to=functions.find <|constrain|>json<|message|>{...}<|call|>
 _NEXT_MESSAGE = {
     **dict.fromkeys(("<|end|>", "<|call|>"), "start"),
     "<|start|>": "role",
@@ -378,14 +386,14 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
 
 
 def read_json_too(tool_format: ToolFormat) -> ToolFormat:
-    """Returns a format that also parses calls in the format `json`.
+    """Returns `tool_format` extended so that it also parses calls in the format `json`.
 
-    It is for models whose chat template does not support tools. Their prompt requests calls in the
-    format `json`, although a model may have been trained on `tool_format`.
+    This is for models whose chat template does not support tools. The prompt then requests calls in
+    the format `json`, but a model may still write them in `tool_format`.
     """
     states = dict(tool_format.states)
     start = tool_format.start
-    if tool_format.thought is not None:  # JSON begins where the content of a message begins
+    if tool_format.thought is not None:  # a call as JSON may begin where content may begin
         for name, state in tool_format.states.items():
             if state.text in (Text.HEAD, Text.LABEL):
                 to = {t: "json" if n == "content" else n for t, n in state.terminals.items()}
@@ -405,7 +413,7 @@ REASONING_TAGS: Mapping[str, ReasoningTags | None] = {
     "none": None,
 }
 
-# (format, strings). The first format is chosen of which all strings occur in the chat template.
+# (format, strings). The first format whose strings all occur in the chat template is chosen.
 _SIGNS_OF_TOOLS = (
     ("harmony", ("<|channel|>", "<|message|>")),
     ("qwen3_coder", ("<function=", "<parameter=")),

@@ -1,7 +1,7 @@
-"""Writes parts of grammars in a model's format, such as reasoning and the strings of the format.
+"""Writes the parts of a grammar that all constrained answers need, such as reasoning.
 
-Strings that are added tokens of the model are written as tokens, because llguidance does not match
-such strings as text.
+A string that is a single added token of the model, such as <think>, is written as that token's id,
+because llguidance does not match such strings as text.
 """
 
 import json
@@ -16,16 +16,17 @@ _SPACE = r"/[ \n]{1,4}/"
 
 @dataclass(slots=True)
 class GrammarRules:
-    """The rules of a grammar that is being written, in llguidance's variant of Lark."""
+    """Writes and collects the rules of one grammar, in llguidance's variant of Lark."""
 
     terminals: Sequence[str]  # strings that free text must not contain
     added_token_id: Callable[[str], int | None]
     rules: list[str] = field(default_factory=list)
 
     def thought(self, tags: ReasoningTags, *, is_open: bool) -> str:
-        """Returns the rule of optional reasoning at the start.
+        """Returns the rule of optional reasoning at the start of an answer.
 
-        `is_open`: the prompt has already begun the reasoning, so the answer must end it.
+        `is_open`: the prompt ends with the tag that opens reasoning, so the answer only has to
+        close it.
         """
         thought = f"{self.up_to(tags.closes)} {self.rule(_SPACE)}?"
         return thought if is_open else f"({self.text(tags.opens)} {thought})?"
@@ -33,7 +34,8 @@ class GrammarRules:
     def up_to(self, end: str, characters: str = "/(?s:.*)/") -> str:
         """Returns the rule of free text, followed by the string `end`.
 
-        The free text matches `characters` and does not contain the first terminal of `end`.
+        The free text matches `characters`. It does not contain the first terminal that occurs in
+        `end`, because that terminal would end the text.
         """
         found = (t for t in self.terminals if t in end)
         closes = min(found, key=lambda t: (end.index(t), -len(t)))
@@ -52,7 +54,10 @@ class GrammarRules:
         return name
 
     def text(self, text: str, name: str = "", number: str = "") -> str:
-        """Returns the grammar's terms for a text, with `name` for `%s` and `number` for `%d`."""
+        """Returns the grammar's terms for a text.
+
+        `%s` in the text is replaced by `name`, and `%d` by the term `number`.
+        """
         terms = []
         pattern = "|".join(["%d", *map(re.escape, sorted(self.terminals, key=len, reverse=True))])
         for part in re.split(f"({pattern})", text):
@@ -67,8 +72,8 @@ class GrammarRules:
 
 
 def terminals_of(tool_format: ToolFormat, reasoning: ReasoningTags | None) -> list[str]:
-    """Returns the strings that separate the parts of an answer."""
-    # Reasoning tags that are part of the tool format consist of terminals of that format.
+    """Returns the strings that separate content, reasoning and calls in an answer."""
+    # If the tool format includes reasoning, the states' terminals already separate reasoning.
     tags = () if reasoning is None or reasoning is tool_format.thought else reasoning
     return [*{t for state in tool_format.states.values() for t in state.terminals}, *tags]
 
@@ -80,9 +85,9 @@ def write_head(
     added_token_id: Callable[[str], int | None],
     begins_in_reasoning: bool,
 ) -> str:
-    """Returns the grammar of an answer that may reason before its constrained part, `@form`.
+    """Returns the grammar of an answer that may reason before its constrained part.
 
-    Returns "" if nothing may precede that part.
+    `@form` stands for the grammar of the constrained part. Returns "" if nothing may precede it.
     """
     grammar = GrammarRules(terminals_of(tool_format, reasoning), added_token_id)
     head = [grammar.text(tool_format.opens_answer)]

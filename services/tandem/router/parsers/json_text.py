@@ -17,13 +17,16 @@ _CLOSES = {"}": "{", "]": "["}
 
 
 class JsonText:
-    """Checks that a text is one JSON value. `expects` tells what must come next:
+    """Checks that a text is one JSON value. `expects` tells what may come next:
 
-    "value", "value or ]"    a value, or the end of an empty array
-    "key", "key or }"        a key of an object, or the end of an empty object
-    ":"                      the colon after a key
-    "after"                  "," or the end of the array or object that is open
-    "end"                    nothing, because the outermost value is complete
+    Value of `expects`    What may come next
+    "value"               a value
+    "value or ]"          a value or "]", at the start of an array
+    "key"                 a key
+    "key or }"            a key or "}", at the start of an object
+    ":"                   the colon after a key
+    "after"               after an element: "," or the bracket that closes the array or object
+    "end"                 only white space, because the outermost value is complete
     """
 
     def __init__(self) -> None:
@@ -31,7 +34,7 @@ class JsonText:
         self.in_string = False
         self._open: list[str] = []
         self._is_key = False
-        # number of hex digits of a \u escape that must follow; -1: after a backslash
+        # number of hex digits of a \u escape still to come; -1: the last character was a backslash
         self._escape = 0
         self._scalar = ""
 
@@ -113,13 +116,11 @@ class Call(NamedTuple):
 
 
 class CallText:
-    """Parses one call, a JSON object.
+    """Parses one call, a JSON object such as {"name": "find", "arguments": {"q": "x"}}.
 
-    reading    the text is collected
-               --the name is known, and the object `arguments` or `parameters` begins--> streaming
-               --the call ends--> ended; `whole` has the call
-    streaming  `push` returns the text of the arguments
-               --the call ends--> ended; `whole` is None
+    If the name comes before the arguments, `push` returns the text of the arguments while they are
+    written. `is_streaming` is True during that time. Otherwise the text is collected, and `whole`
+    has the call when the object ends.
     """
 
     def __init__(self) -> None:
@@ -160,10 +161,7 @@ class CallText:
         return ""
 
     def _note(self, char: str, expects: str, *, was_in_string: bool) -> None:
-        """Records the latest key of the object, and the function's name.
-
-        Detects from them where the arguments begin.
-        """
+        """Records the function's name, and starts streaming where the arguments begin."""
         if was_in_string and not self._json.in_string:
             text = loaded(self._text[self._string_start :])
             if self._json.expects == ":":
@@ -177,7 +175,10 @@ class CallText:
 
 
 def in_json(char: str, *, in_string: bool) -> str:
-    """Returns the character as JSON allows it; models write unescaped line breaks into strings."""
+    """Returns the character, escaped if JSON requires that.
+
+    Models write unescaped line breaks into strings.
+    """
     return escaped(char) if in_string and char < " " else char
 
 
@@ -190,10 +191,10 @@ def loaded(text: str) -> Any:
 
 
 def as_call(value: Any) -> Call | None:
-    """Returns the call that a JSON object describes, or None.
+    """Returns the call that a JSON value describes; None if it describes no call.
 
-    Accepted forms are `{"name", "arguments"}`, the same with `parameters`, and either of them under
-    `function`.
+    Accepted forms: {"name": "find", "arguments": {...}}, the same with the key `parameters`, and
+    {"function": {...}} around either of these two.
     """
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]

@@ -1,17 +1,20 @@
 """Splits a model's text into content, reasoning and tool calls while it is generated.
 
-A format is data: states, each with its terminals (strings that end it) and the meaning of the text
-before them. For example, the format of the Hermes models:
-    content --"<tool_call>"--> call (a JSON object) --"</tool_call>"--> between calls
-       ^                                                                    |
-       `----------------------- any text but space -------------------------'
+A format is a state machine, given as data. In each state, the text has one meaning, such as content
+or a function's name. A terminal is a string that ends the state and leads to another state. The
+format of the Hermes models, for example:
+    State      Meaning of the text        Terminal or other text    Next state
+    content    content                    <tool_call>               call
+    call       a call, as JSON            </tool_call>              between
+    between    white space, is dropped    <tool_call>               call
+                                          any other text            content
 Four rules apply to every format:
 - All text except the format's own markup is returned, as content, as reasoning or in a call.
-- Text is held back only while it may be the start of a terminal. The result does not depend on how
-the text is cut into pieces.
+- Text that may be the start of a terminal is held back until more text comes. So the result does
+  not depend on how the text is cut into pieces.
 - Text that may be a call is held back until the function's name is known and the arguments begin.
-If the text turns out not to be a call, all of it is content. Once the arguments have begun, they
-are returned as the model writes them, even if they are invalid.
+  If the text turns out not to be a call, all of it is content. Once the arguments have begun, they
+  are returned as the model writes them, even if they are invalid.
 - White space between content, reasoning and calls is dropped.
 """
 
@@ -28,7 +31,7 @@ _WORD = re.compile(r"\s*[^\s<>{}\[\]\"]{0,256}\s*")
 
 
 class Text(Enum):
-    """The meaning of a state's text."""
+    """The meaning of the text in a state."""
 
     CONTENT = "what the client reads"
     REASONING = "what the model thinks"
@@ -54,7 +57,7 @@ class State:
 
     text: Text
     terminals: Mapping[str, str] = field(default_factory=dict)
-    otherwise: str = "content"  # next state if the answer goes on with anything but `text`
+    otherwise: str = "content"  # next state if other text follows than `text` describes
 
 
 @dataclass(slots=True)
@@ -78,24 +81,26 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Properties of a format and of a request that are not part of the states."""
+    """What the parser knows of the format and the request, besides the states."""
 
-    make_id: Callable[[str], str]  # returns the id of a call, given the name that the model wrote
-    name_of: Callable[[str], str]  # returns the function's name, given the name that was written
+    make_id: Callable[[str], str]  # name as the model wrote it -> id of the call
+    name_of: Callable[[str], str]  # name as the model wrote it -> name of the function
     schemas: Mapping[str, Any]  # function name -> schema of the parameters
-    # True: only names in `schemas` make a call, because the format has no markup around calls
+    # True: text is a call only if its name is in `schemas`. This is for formats whose calls have no
+    # markup around them and could be ordinary JSON.
     known_names_only: bool = False
     one_call_only: bool = False  # True: the answer ends after the first call
     # finish reason of an answer that has a call and is not ended by a limit
     finish_reason: str = "tool_calls"
     # True: a line break before and after a parameter's value is not part of the value
     trims_lines: bool = False
-    # Terminals that end reasoning only if a call of a known function follows.
+    # Terminals that begin a call, even within reasoning. If no call of a known function follows,
+    # the terminal and the text after it are still reasoning.
     call_marks: frozenset[str] = frozenset()
 
 
 class AnswerParser:
-    """Parses one answer. The caller passes each piece to `push`, and then calls `finish`."""
+    """Parses one answer. The caller passes each piece of text to `push`, and ends with `finish`."""
 
     def __init__(self, states: Mapping[str, State], start: str, rules: Rules) -> None:
         self._states = states
@@ -104,12 +109,12 @@ class AnswerParser:
         self._strips_start = self._state.text is Text.REASONING
         self._parts = Parts()
         self._pending = ""
-        self._space = ""  # white space at the end of content or reasoning; kept if more follows
+        self._space = ""  # held-back white space, returned if more content or reasoning follows
         self._raw = ""  # held-back text that becomes content or reasoning if no call follows
-        # True: markup of a call has occurred inside the reasoning, and no call has followed. The
-        # text is still reasoning, although the state is one of a call.
+        # True: a terminal that begins a call has occurred within reasoning (`Rules.call_marks`),
+        # and no complete name of a known function has followed yet.
         self._has_mark_in_reasoning = False
-        self._word = ""  # text so far of a word or of a parameter's name
+        self._word = ""  # text so far of the current word or parameter's name
         self._name = ""
         self._is_open = False  # True: a call has been returned whose arguments have not ended
         self._after_call = False
@@ -123,12 +128,12 @@ class AnswerParser:
 
     @property
     def finish_reason(self) -> str:
-        """The finish reason of the answer, provided that no limit ended it."""
+        """The finish reason of an answer that was not ended by a limit."""
         return self._rules.finish_reason if self.num_calls else "stop"
 
     @property
     def terminals(self) -> set[str]:
-        """All strings that separate the parts of an answer."""
+        """All strings that separate content, reasoning and calls in an answer."""
         return {terminal for state in self._states.values() for terminal in state.terminals}
 
     @property
@@ -138,18 +143,18 @@ class AnswerParser:
 
     @property
     def may_begin_reasoning(self) -> bool:
-        """True if reasoning may begin with the next text."""
+        """True if the next text may be a tag that begins reasoning."""
         return any(self._states[n].text is Text.REASONING for n in self._state.terminals.values())
 
     def push(self, text: str) -> Parts:
-        """Returns the parts of all text that this piece releases; the rest is held back."""
+        """Takes a piece of text. Returns all text that need not be held back any longer."""
         self._parts = Parts()
         self._pending += text
         self._run(final=False)
         return self._parts
 
     def finish(self, text: str = "") -> Parts:
-        """Takes the last piece of text. Returns the parts of this piece and of held-back text."""
+        """Takes the last piece of text. Returns this piece and all text that was held back."""
         parts = self.push(text)
         if self._state.text in _HEADS and self._pending.startswith("<|"):
             self._pending = ""  # incomplete markup at the end of the answer
@@ -189,12 +194,12 @@ class AnswerParser:
         return True
 
     def _leave(self, terminal: str) -> None:
-        """Enters the state that follows a terminal."""
+        """Enters the state to which a terminal leads."""
         kind = self._state.text
         name = self._state.terminals[terminal]
         next_kind = self._states[name].text
-        # No call followed the markup in the reasoning, so the reasoning continues. The terminal is
-        # read again, because it may end the reasoning.
+        # No call followed the terminal within the reasoning, so the reasoning continues. The
+        # present terminal is read again, because it may end the reasoning.
         if self._has_mark_in_reasoning and next_kind is Text.CONTENT:
             self._enter(name)
             self._pending = terminal + self._pending
@@ -212,7 +217,7 @@ class AnswerParser:
         elif kind in _HEADS:
             if self._states[name] is self._state:
                 self._raw += terminal
-            else:  # only the head of a call is held back; it is content if no arguments follow
+            else:  # hold back only the header of a call, which is content if no arguments follow
                 self._raw = terminal if next_kind is Text.NAME else ""
             self._after_call = self._after_call and next_kind is not Text.NAME
         elif not self._is_open and not (self._after_call and next_kind in (*_OUTSIDE, Text.INSIDE)):
@@ -252,7 +257,7 @@ class AnswerParser:
         self._word = ""
 
     def _take(self, text: str) -> str:
-        """Handles text of the current state. Returns the rest, which belongs to another state."""
+        """Takes the text that belongs to the current state, and returns the rest."""
         kind = self._state.text
         if kind is Text.CONTENT:
             self._add_content(text)
@@ -271,8 +276,9 @@ class AnswerParser:
         return ""
 
     def _take_word(self, text: str) -> str:
-        """Takes a word in the head of a call or message. Text that is no word leads to the state
-        `otherwise`.
+        """Takes a word in the header of a call or message, and returns the text after it.
+
+        Text that is no word leads to the state `otherwise`.
         """
         found = _WORD.match(self._word + text)
         assert found is not None  # the pattern also matches an empty text
@@ -284,7 +290,10 @@ class AnswerParser:
         return text[num_taken:]
 
     def _take_space(self, text: str) -> str:
-        """Takes white space. Any other character begins JSON or leads to another state."""
+        """Takes white space, and returns the text after it.
+
+        That text begins JSON or leads to another state.
+        """
         rest = text.lstrip(SPACE)
         if not self._is_open and not self._after_call:
             self._raw += text[: len(text) - len(rest)]
@@ -306,7 +315,7 @@ class AnswerParser:
         return rest
 
     def _take_mark(self, char: str) -> bool:
-        """Takes the brackets of a list of JSON calls and the separators between calls."""
+        """Returns whether the character is a bracket of a list of calls, or separates two calls."""
         if self._after_call and (char in ",;" or (char == "]" and self._in_list)):
             self._in_list = self._in_list and char != "]"
             return True
@@ -316,7 +325,7 @@ class AnswerParser:
             return True
         return False
 
-    # The methods below read tool calls. Terminals inside the JSON of a call are ignored.
+    # The methods below read tool calls. A terminal within the JSON of a call is ordinary text.
 
     def _read_call(self, call: CallText) -> None:
         for index, char in enumerate(self._pending):
@@ -335,7 +344,7 @@ class AnswerParser:
         self._pending = ""
 
     def _take_call_character(self, call: CallText, char: str) -> bool:
-        """Returns whether the text so far may be a call."""
+        """Takes a character of a JSON call. Returns False if the text cannot be a call."""
         arguments = call.push(char)
         if call.is_broken:
             return False
@@ -367,9 +376,10 @@ class AnswerParser:
             self._end_call()
 
     def _end_name(self, next_kind: Text) -> bool:
-        """Ends the name of a call. Returns whether the text may still be a call.
+        """Ends the name of a call. Returns False if the text cannot be a call.
 
-        A call whose arguments are not a JSON object opens here.
+        If the arguments are written as tagged parameters, the call is added here. Otherwise it is
+        added when the JSON of the arguments begins.
         """
         self._name = self._word.strip()
         if next_kind in (Text.ARGUMENTS, Text.SKIPPED, Text.LABEL):
@@ -377,7 +387,7 @@ class AnswerParser:
         return self._open_call(self._name, has_pairs=True)
 
     def _open_call(self, written: str, *, has_pairs: bool = False) -> bool:
-        """Adds a call to the parts. Returns False if there can be no call of this name here."""
+        """Adds a call to the result. Returns False if there can be no call with this name here."""
         rules = self._rules
         name = rules.name_of(written)
         is_known = name in rules.schemas or not (
@@ -420,7 +430,7 @@ class AnswerParser:
         self._parts.reasoning += self._kept(text)
 
     def _kept(self, text: str) -> str:
-        """Returns text without the white space at its end, which is held back.
+        """Holds back the white space at the end of `text`, and returns the text before it.
 
         White space at the start of content or reasoning is dropped.
         """
@@ -442,12 +452,12 @@ class AnswerParser:
 
 
 def split_at_terminal(terminals: Mapping[str, str], text: str, *, final: bool) -> tuple[str, str]:
-    """Returns the text before the first terminal, and that terminal if it is complete.
+    """Returns (text before the first terminal, the terminal or "").
 
-    The end of `text` is in neither result if it may be the beginning of a terminal and `final` is
-    False.
+    If `text` ends with what may be the beginning of a terminal, neither result has that end, unless
+    `final` is True. Example with the terminal "</think>": "so </thi" gives ("so ", "").
     """
-    if not any(t[0] in text for t in terminals):  # true for most pieces of an answer
+    if not any(t[0] in text for t in terminals):  # most pieces of an answer return here
         return text, ""
     end = min((at for t in terminals if (at := text.find(t)) >= 0), default=len(text))
     if not final:

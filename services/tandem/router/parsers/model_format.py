@@ -1,6 +1,6 @@
-"""The formats of one model's answers, and the features of the model's chat template.
+"""How one model writes tool calls and reasoning, and what the model's chat template supports.
 
-The formats are found in the model's files or set by options.
+The formats follow from the model's chat template, unless options set them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class ModelFormat:
         self._reasoning = None if self._reads_all else REASONING_TAGS[self.reasoning_parser]
         self._variables = frozenset() if template is None else template.variables
         # The format of answers to chats with tools. If the template does not support tools, the
-        # prompt requests calls in the format `json` (told_tools.py).
+        # router writes the tools into the prompt and requests calls in the format `json`
+        # (told_tools.py).
         self._calls = self._format if self.takes_tools else read_json_too(self._format)
         if tools == "auto" and not (self.takes_tools or self._reads_all):
             self._calls = replace(self._calls, frames=TOOL_FORMATS["json"].frames)
@@ -71,13 +72,14 @@ class ModelFormat:
 
     @property
     def takes_system(self) -> bool:
-        """True if the chat template shows a system message."""
+        """True if the chat template writes a system message into the prompt."""
         return self._template is None or self._template.takes_system
 
     def written_calls(self, calls: Sequence[tuple[str, Mapping[str, Any]]], *, tools: bool) -> str:
-        """Returns calls of an earlier answer as text in the model's own format.
+        """Returns the tool calls of an earlier answer as text in the model's own format.
 
-        Returns "" if the chat template shows calls itself. `tools`: the chat has tools.
+        Returns "" if the chat template writes calls into the prompt itself. `tools`: the chat has
+        tools.
         """
         template = self._template_of(tools=tools)
         if template is None or template.shows_calls:
@@ -85,7 +87,10 @@ class ModelFormat:
         return self._frame.write(calls)
 
     def shows_results(self, *, tools: bool) -> bool:
-        """Returns whether the chat template shows results of calls. `tools`: the chat has tools."""
+        """Returns whether the chat template writes the results of tool calls into the prompt.
+
+        `tools`: the chat has tools.
+        """
         template = self._template_of(tools=tools)
         return template is None or template.shows_results
 
@@ -114,7 +119,8 @@ class ModelFormat:
         effort that the model does not support.
         """
         taken = self._variables - _OWN_VARIABLES
-        # Clients send these switches to all models, so unknown ones are ignored.
+        # Clients send the switches of `_SWITCHES` to all models, so a switch that this template
+        # lacks is ignored.
         requested = {
             name: v for name, v in requested.items() if name in taken or name not in _SWITCHES
         }
@@ -132,7 +138,7 @@ class ModelFormat:
         if wanted is None:
             return {}
         switch = self._switch()
-        return {switch: wanted} if switch else {}  # otherwise the model's default applies
+        return {switch: wanted} if switch else {}  # without a switch, the model's default applies
 
     def _effort(self, effort: str | None) -> dict[str, Any]:
         if effort is None:
@@ -162,10 +168,10 @@ class ModelFormat:
         finish_reason: str = "tool_calls",
         continued: str | None = None,
     ) -> AnswerParser | None:
-        """Returns the parser of an answer to a chat; None if all of its text is content.
+        """Returns the parser of an answer to a chat; None if all text of the answer is content.
 
-        `finish_reason` is used for an answer with calls. `continued` is the content that the answer
-        continues, if any.
+        `finish_reason` is the finish reason of an answer with calls. `continued` is the content of
+        the chat's last message if the answer continues that message.
         """
         if not (tools or self._reads_all or self._reasoning):
             return None
@@ -202,9 +208,7 @@ class ModelFormat:
     def after_reasoning(
         self, wanted: StructuredOutput, prompt_token_ids: Sequence[int]
     ) -> StructuredOutput:
-        """Returns the constraint for an answer that may reason freely before its constrained
-        content.
-        """
+        """Returns the constraint `wanted`, changed so that the answer may reason before it."""
         head = write_head(
             self._format if self._reads_all else _PLAIN,
             self._thought(prompt_token_ids),
@@ -244,7 +248,8 @@ def make_answer_parser(
 ) -> AnswerParser:
     """Returns the parser of one answer. `schemas` maps a function's name to its parameters' schema.
 
-    `begins_in_content`: the prompt ends within content.
+    `begins_in_content`: the prompt ends within the content of a message, which the answer
+    continues. `begins_in_reasoning`: the prompt ends within reasoning.
     """
     tool_format = tools or _PLAIN
     states = dict(tool_format.states)
@@ -255,7 +260,8 @@ def make_answer_parser(
         states["reasoning"] = State(Text.REASONING, {**marks, reasoning.closes: start})
         states["begin"] = State(Text.BETWEEN, {reasoning.opens: "reasoning"}, otherwise=start)
         for name, state in tool_format.states.items():
-            # A call may come before the tag that ends the reasoning.
+            # If a call was made within the reasoning, the tag that ends the reasoning comes after
+            # the call.
             if state.text is Text.BETWEEN:
                 terminals = {**state.terminals, reasoning.closes: "content"}
                 states[name] = replace(state, terminals=terminals)

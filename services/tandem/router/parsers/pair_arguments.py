@@ -1,7 +1,8 @@
 """Builds the JSON of a call's arguments from parameters that a model writes as tags.
 
-The tags have no types, so the function's schema distinguishes strings from other values. A string
-is returned while the model writes it. Any other value is returned once it is complete.
+For example, <parameter=city>Rome</parameter> becomes {"city": "Rome"}. The tags do not show the
+type of a value, so the types come from the function's schema. A string is returned while the model
+writes it. Any other value is returned once it is complete.
 """
 
 import ast
@@ -85,9 +86,9 @@ class PairArguments:
         return f'"{escaped(held)}"'
 
     def cut(self, key: str = "") -> str:
-        """Returns the held-back text if the answer ends within a value or a parameter's name.
+        """Returns the last piece of the JSON if the answer ends within a value or a name.
 
-        `key` is the incomplete name; "" if the answer ends within a value.
+        `key` is the incomplete name of a parameter; "" if the answer ends within a value.
         """
         if key:
             return f'{"{" if self._is_first else ", "}"{escaped(key)}'

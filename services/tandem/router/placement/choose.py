@@ -1,15 +1,17 @@
 """Chooses where a request goes: a decode worker, and prefill workers in order of preference.
 
-This module takes plain data and a random source, and uses no clock or socket. The simulator runs
-the same code. The cost of a worker is the predicted time that the request loses on it (`costs.py`).
-
-The choice among similar workers is random, because the loads that a router sees are as old as the
-last engine step or record:
+The cost of a worker is the predicted number of seconds that the request loses there (`costs.py`).
+A worker is chosen in three steps:
 1. The near-best workers are those whose cost is close to the lowest cost.
-2. Of these, workers with many more requests than the others are left out.
-3. Of the rest, one of the workers that have the most of the prompt cached is chosen at random.
-In a large pool, only a random sample and the workers with the most of the prompt are compared, so a
-choice among a thousand workers takes little longer than a choice among thirty.
+2. Of the near-best workers, those with many more requests than the others are left out.
+3. Of the remaining workers, those with the most of the prompt cached are kept, and one of them is
+   chosen at random. The choice is random because the router knows only loads of the recent past, so
+   several routers might otherwise send their requests to the same worker.
+In a large pool, only a random sample and the workers with the most of the prompt cached are
+compared. So a choice among a thousand workers takes little longer than a choice among thirty.
+
+This module takes plain data and a random source, and uses no clock or socket. The simulator runs
+the same code.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,17 +43,17 @@ __all__ = [
     "near_best",
 ]
 
-NEAR_BEST_S = 8e-3  # about one decode step, because a load is up to one step old
+NEAR_BEST_S = 8e-3  # about one decode step, because a reported load is up to one step old
 PREFILL_CANDIDATES_MAX = 3
 PREFIX_HOLDERS_MAX = 3
 FEW = 32  # a pool of up to this size is compared completely; a larger one is sampled
 DRAWN = 6  # number of workers drawn at random from each large pool
 DRAWS_MAX = 8 * DRAWN
-# A worker with a cached prefix may have this fraction more requests than the mean of the near-best
-# workers. The mean includes the new request.
+# A worker with a cached prefix is left out if it has more requests than 1.25 times the mean of the
+# near-best workers. The mean includes the new request.
 LOAD_EXCESS = 0.25
-# A worker's share of recent prefill may exceed the mean share by this fraction. It is half of the
-# intended 10%, because the predicted shares are inexact.
+# A worker's share of recent prefill work may exceed the mean share by this fraction. The intended
+# limit is 10%. The value is only half of that, because the shares are predictions.
 SHARE_EXCESS = 0.05
 
 
@@ -60,7 +62,8 @@ class Placement(msgspec.Struct, frozen=True):
 
     decode: WorkerSnapshot
     prefill_candidates: tuple[WorkerSnapshot, ...]
-    # Workers that have more of the prompt cached than the first candidate, longest prefix first.
+    # Other workers that have more of the prompt cached than the worker that is expected to prefill
+    # it, longest prefix first. That worker may pull blocks from them.
     prefix_holders: tuple[WorkerSnapshot, ...]
     tokens_missing: int  # number of prompt tokens that must be prefilled
     num_tokens: int  # length of the prompt
@@ -69,8 +72,10 @@ class Placement(msgspec.Struct, frozen=True):
 
     @property
     def summary(self) -> str:
-        """The decision in one line for operators. It is built when it is read, because no request
-        should wait for it."""
+        """The decision in one line for operators.
+
+        The line is built only when it is read, so that it delays no request.
+        """
         if self.priced is None:
             return ""
         reused = self.priced.reused
@@ -104,12 +109,12 @@ def choose(
     required_decode: str = "",
     required_prefill: str = "",
 ) -> Placement | None:
-    """Places a request; returns None if no decode worker is usable.
+    """Places a request. Returns None if no decode worker is usable.
 
-    `matches` maps a holder (a worker or a tier of a worker) to the number of the prompt's blocks
-    that it has. Decode workers whose epoch is in `refused` have refused this request. If the decode
-    worker `required_decode` is usable, it is chosen at any cost. If the prefill worker
-    `required_prefill` is usable, it is the first prefill candidate at any cost.
+    `matches` maps a worker, or a tier of a worker, to the number of the prompt's leading blocks
+    there. `refused` has the epochs of the decode workers that have refused this request. If the
+    decode worker `required_decode` is usable, it is chosen whatever its cost. If the prefill worker
+    `required_prefill` is usable, it is the first prefill candidate whatever its cost.
     """
     roster = workers if isinstance(workers, Roster) else Roster(workers)
     if len(roster.compatibility_keys) > 1:
@@ -175,10 +180,10 @@ def _choose_in_one_group(
     required_decode: str,
     required_prefill: str,
 ) -> Placement | None:
-    """Places a request on workers of one KV compatibility, while an upgrade runs.
+    """Places a request during an upgrade, on workers of only one version.
 
-    Workers of the old and the new version cannot exchange KV, so they form groups. A group is drawn
-    at random, weighted by its number of usable decode workers.
+    Workers of the old and the new version cannot exchange KV, so each version is a group. One group
+    is drawn at random, with the number of its usable decode workers as weight.
     """
     groups: dict[bytes, Roster] = {}
     for worker in roster.by_id.values():
@@ -202,7 +207,7 @@ def _choose_in_one_group(
 
 
 def _only(name: str, roster: Roster, refused: frozenset[str]) -> list[WorkerSnapshot]:
-    """Returns the named decode worker in a list; an empty list if it is not usable."""
+    """Returns a list with the decode worker `name`, or an empty list if it is not usable."""
     worker = roster.by_id.get(name)
     if worker is None or worker.role != "decode" or worker.epoch in refused:
         return []
@@ -217,7 +222,7 @@ def _num_usable(work: Work, roster: Roster, refused: frozenset[str]) -> int:
 def near_best(candidates: Sequence[PricedWorker]) -> list[PricedWorker]:
     """Returns the candidates whose cost is at most `NEAR_BEST_S` above the lowest cost.
 
-    Costs are computed from stale loads, so smaller differences mean nothing.
+    The loads behind the costs are not up to date, so smaller differences mean nothing.
     """
     limit = min([c.cost_s for c in candidates]) + NEAR_BEST_S
     return [c for c in candidates if c.cost_s <= limit]
@@ -228,8 +233,8 @@ def _hold_most(
 ) -> list[PricedWorker]:
     """Returns the candidates that have the most of the prompt cached.
 
-    Workers with many more requests than the mean are left out, because several routers may choose
-    the same worker, and each router knows only its own requests.
+    Candidates with many more requests than the mean (`LOAD_EXCESS`) are left out. Otherwise all
+    routers would send requests with the same prefix to one worker before its load is reported.
     """
     if len(candidates) == 1 or not matches:
         return candidates
@@ -253,12 +258,15 @@ def _pick(candidates: list[PricedWorker], rng: Random) -> PricedWorker:
 
 
 def _within_share(work: Work, candidates: list[PricedWorker], roster: Roster) -> list[PricedWorker]:
-    """Returns the candidates that may get more prefill; if none may, the one with the lowest share.
+    """Returns the candidates that have not had too much of the recent prefill work (`shares.py`).
 
-    A worker's share of recent prefill may exceed the mean by the fraction `SHARE_EXCESS`, plus the
-    prefill seconds that the worker's cached blocks save for this request. So the turns of one
-    conversation stay on the worker with its blocks, because together they cost about one whole
-    prompt. Conversations that share a prefix are spread over several workers.
+    A worker's share may exceed the mean by the fraction `SHARE_EXCESS`, plus the prefill seconds
+    that the worker's cached blocks save for this request. If all workers exceed that, the one with
+    the lowest share is returned.
+
+    A later turn of a conversation saves nearly all of its prefill on the worker that has its
+    blocks, so it stays there. Conversations that only share a prefix, such as a system prompt, save
+    less and are spread over several workers.
     """
     limit = (1 + SHARE_EXCESS) * roster.mean_prefill_share(candidates[0].worker.role)
     fit = [
@@ -289,10 +297,11 @@ def _order_prefill(
     rng: Random,
     required: str,
 ) -> list[PricedWorker]:
-    """Returns the prefill candidates in order.
+    """Returns the prefill candidates in order of preference.
 
-    The first candidate is the required worker, or else a random one of the near-best workers whose
-    share of recent prefill is not too large. The others are in order of cost.
+    The first candidate is the worker `required`. If that is not among `workers`, it is a random one
+    of the near-best workers whose share of recent prefill work is not too large. The other
+    candidates follow in order of cost.
     """
     held = {h.worker_id: cached_tokens(work, h, matches) for h in holders}
     priced = [price_prefill(work, w, matches, held=held) for w in workers]
@@ -313,8 +322,9 @@ def _shortlist(
     refused: frozenset[str],
     rng: Random,
 ) -> list[WorkerSnapshot]:
-    """Returns the workers to compare: all of a small pool, or a random sample plus `holders`.
+    """Returns the workers whose costs are compared.
 
+    Those are all workers of a small pool. Of a large pool, they are `holders` and a random sample.
     Workers that cannot load the request's adapter are left out.
     """
     pool = roster.pool(role)
@@ -342,10 +352,10 @@ def _shortlist(
 
 
 def _by_worker(matches: Mapping[str, int]) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """Returns two maps from a worker to the number of the prompt's blocks that it has.
+    """Returns two maps from a worker to the number of the prompt's leading blocks there.
 
-    The first map counts the blocks in the worker's block pool. The second map counts the blocks in
-    the block pool or the tier that has the most.
+    The first map has the number of blocks in the worker's block pool. The second map has the
+    maximum over the block pool and all tiers of the worker.
     """
     pools = {holder: depth for holder, depth in matches.items() if MARK not in holder}
     reach: dict[str, int] = {}
@@ -356,13 +366,16 @@ def _by_worker(matches: Mapping[str, int]) -> tuple[Mapping[str, int], Mapping[s
 
 
 def _deepest(roster: Roster, matches: Mapping[str, int], rng: Random) -> list[WorkerSnapshot]:
-    """Returns a few workers that have the most of the prompt, most first; ties are random."""
+    """Returns the few workers that have the most of the prompt, in descending order.
+
+    Equal workers are in random order.
+    """
     if not matches:
         return []
     found = _usable_of_deepest(roster, matches, rng)
     if len(found) >= PREFIX_HOLDERS_MAX or len(matches) <= FEW:
         return found
-    # The workers with the most blocks may be unusable while others have nearly as many.
+    # Too few of the workers with the most blocks are usable, so search among the usable ones.
     by_id = roster.by_id
     usable = {n: d for n, d in matches.items() if (w := by_id.get(n)) is not None and w.usable}
     return _usable_of_deepest(roster, usable, rng) if usable else []
@@ -374,7 +387,8 @@ def _usable_of_deepest(
     few = PREFIX_HOLDERS_MAX + 2
     names = list(matches)
     if len(names) > FEW:
-        # Often a thousand workers have the first block and only a few workers have more blocks.
+        # Often a thousand workers have only the first block, and a few workers have more. Find
+        # these few without sorting the thousand.
         deepest = max(matches.values())
         among = [name for name, depth in matches.items() if depth == deepest]
         names = among if len(among) >= few else names

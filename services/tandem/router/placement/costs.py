@@ -1,26 +1,27 @@
-"""Predicts the seconds that a request loses on a worker, for placement. Does no I/O.
+"""Predicts the cost of a request on a worker in seconds, for placement. Does no I/O.
 
 The cost of a decode worker is the sum of:
-- the time to compute the prompts in its queue
-- an amount for each of its running and waiting sequences
+- the time to compute the prompts in the worker's queue
+- an amount for each running and each waiting sequence
 - the wait for a running slot, from the mean output length of requests
-- the time to obtain the missing tokens of the prompt, which are loaded from a tier, pulled or
-  computed, whichever is fastest; computing counts again for each waiting sequence that it delays
+- the time to obtain the KV of the prompt, which is loaded from a tier, pulled or computed,
+  whichever is fastest
 - a penalty for each needed block that is not free
 
 The cost of a prefill worker is the sum of:
-- the time to compute the prompts in its queue
-- an amount for each of its leases
-- the time to obtain the missing tokens, which are computed, loaded from a tier or pulled from
-  another worker; computing counts again for each lease that it delays
+- the time to compute the prompts in the worker's queue
+- an amount for each of the worker's leases
+- the time to obtain the KV of the prompt, as above
 
-Computing is counted again because it delays the requests behind it. In a steady state, as many
-requests arrive behind it as wait now. So long prompts go to workers where no request waits, and
-short prompts may wait in a queue.
+The time to compute a prompt counts once for the request itself, and once more for each request that
+it delays. In a steady state, as many requests arrive behind it as wait now, so the number of
+waiting sequences (or of leases) is used. Example: a prompt that takes 2 s costs 2 s on a worker
+where no sequence waits, and 8 s where three wait. So long prompts go to workers where no sequence
+waits, and short prompts may wait.
 
-`perf_model/predict.py` converts the rates in the workers' records into seconds. A worker without
-measurements is assumed to be like the others. If no worker has measurements, all have the same
-assumed rates, and only the ratios of the costs matter.
+`perf_model/predict.py` converts the rates in the workers' records into seconds. A worker that has
+not measured its rates is assumed to be like the others. If no worker has, all have the same assumed
+rates, and only the ratios of the costs matter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,14 +43,15 @@ from tandem.common.perf_model.soonest import Prompt, TierReach, choose_soonest
 from tandem.common.worker_load import NO_LOAD, WorkerLoad
 from tandem.prefix_index.holders import source_of
 
-# Number of decode steps. Each running sequence costs the time that it adds to so many steps.
+# A running sequence costs the time that it adds to this number of decode steps. A waiting sequence
+# or a lease costs the time to prefill this number of tokens.
 TOKENS_PER_RUNNING = 24.0
 TOKENS_PER_WAITING = 64.0
 TOKENS_PER_LEASE = 32.0
 PULL_PRICE = 0.25  # cost of pulling KV relative to computing it, if no pull rate was measured
-ADAPTER_READ_S = 0.05  # assumed time to read an adapter; prefers workers that have it in memory
-# Cost, in computed tokens, of a token for which there is no free block. A sequence is preempted to
-# free a block.
+ADAPTER_READ_S = 0.05  # assumed seconds to read a LoRA adapter that is not in a worker's memory
+# A token for which there is no free block costs the time to compute this number of tokens, because
+# a sequence must be preempted to free a block.
 SHORTFALL_PRICE = 4.0
 
 
@@ -70,14 +72,14 @@ class WorkerSnapshot:
     # Workers with different keys cannot exchange KV. All have the same key except during an
     # upgrade.
     compatibility_key: bytes = b""
-    prefill_share: float = 0.0  # recent prefill work (`shares.py`), comparable between workers only
+    prefill_share: float = 0.0  # recent prefill work; only ratios have a meaning (`shares.py`)
     adapters: frozenset[str] = frozenset()  # digests of the adapters in the worker's memory
     # digests of adapters that the worker recently failed to read
     adapters_failed: frozenset[str] = frozenset()
     lora_rank_max: int = 0  # largest rank of an adapter that the worker loads; 0: it loads none
     keeps_deadlines: bool = False  # True: the worker refuses requests that would be too late
-    # Where a decode worker's prompts are prefilled: "remote" (prefill worker) or "local" (itself)
-    # if its configuration prescribes that, "" if it chooses.
+    # Where a decode worker's prompts are prefilled. "remote": on a prefill worker. "local": on the
+    # decode worker. "": the decode worker chooses for each prompt.
     prefill_at: str = ""
 
     @property
@@ -106,20 +108,21 @@ class Work:
 
     num_tokens: int  # length of the model's input
     block_size: int = 16
-    adapter: Adapter | None = None  # the LoRA adapter of the request
+    adapter: Adapter | None = None  # LoRA adapter; None: the request uses the base model
     # largest number of the request's tokens whose KV a worker keeps; None: all tokens
     budget_tokens: int | None = None
     completion_tokens: float = 0.0  # expected output length; 0: unknown
 
     def num_kept(self, num_tokens: int) -> int:
-        """Returns how many of `num_tokens` tokens of the request have KV that a worker keeps."""
+        """Returns for how many of `num_tokens` tokens a worker keeps the KV."""
         return num_tokens if self.budget_tokens is None else min(num_tokens, self.budget_tokens)
 
 
 class Reuse(msgspec.Struct, frozen=True):
-    """The first tokens of a prompt that the worker reuses, and the seconds until it has their KV.
+    """How many leading tokens of a prompt a worker reuses, and the seconds until it has their KV.
 
-    A worker may compute some of these tokens while it loads the KV of the others from a tier.
+    The KV in the block pool is there at once, so `load_s` is 0 if nothing is loaded from a tier.
+    While the worker loads blocks from a tier, it may compute others of these tokens itself.
     """
 
     num_tokens: int
@@ -127,7 +130,7 @@ class Reuse(msgspec.Struct, frozen=True):
 
 
 class PricedWorker(msgspec.Struct, frozen=True):
-    """A worker, and the seconds that one request loses on it."""
+    """A worker, and the cost of one request there in seconds."""
 
     worker: WorkerSnapshot
     reused: Reuse
@@ -143,11 +146,12 @@ def price_decode(
 ) -> PricedWorker:
     """Returns the cost of a request that decodes on the worker.
 
-    More load never lowers the cost, and more cached blocks never raise it. `producers` are the ids
-    of the prefill workers. Without prefill workers, the worker computes the missing tokens itself.
+    More load never lowers the cost, and more cached blocks never raise the cost. `producers` are
+    the ids of the prefill workers. Without prefill workers, the worker computes the missing tokens
+    itself.
     """
     reused = reuse(work, worker, matches)
-    num_missing = work.num_kept(work.num_tokens - reused.num_tokens) / work.block_size  # blocks
+    num_missing = work.num_kept(work.num_tokens - reused.num_tokens) / work.block_size  # in blocks
     rates = worker.rates
     load = worker.load
     cost_s = (
@@ -171,13 +175,15 @@ def price_decode(
 def slot_wait_s(work: Work, decode: WorkerSnapshot, completion_tokens: float) -> float:
     """Predicts the seconds until a new request gets a running slot and blocks on a decode worker.
 
-    On a full worker, each running slot becomes free every `completion_tokens` decode steps.
+    On a full worker, each running slot becomes free after `completion_tokens` decode steps. Example
+    with 10 slots, 100 tokens and steps of 0.02 s: a slot becomes free every 0.2 s, and a request
+    behind 4 waiting sequences waits for 1 s.
     """
     load = decode.load
     num_there = load.num_slots_taken + load.num_waiting
     num_to_end = num_there + 1 - load.num_running_slots if load.num_running_slots else 0
-    # Waiting sequences have no blocks yet, and all their tokens are queued. If no sequence waits,
-    # the queued tokens belong to prompts that have all of their blocks.
+    # Waiting sequences have no blocks yet, so the blocks of all queued tokens are still needed. If
+    # no sequence waits, the queued tokens are of running prompts, which have all of their blocks.
     queued = load.queued_tokens if load.num_waiting else 0
     num_blocks = (queued + work.num_kept(work.num_tokens)) / work.block_size
     if load.lacking_blocks(num_blocks, load.num_waiting + 1) > 0:
@@ -198,8 +204,8 @@ def price_prefill(
 ) -> PricedWorker:
     """Returns the cost of a request whose prompt the worker prefills.
 
-    More load never lowers the cost. More cached blocks, on this or another worker, never raise it.
-    `held` maps the ids of other workers to the number of the prompt's tokens that they have.
+    More load never lowers the cost. More cached blocks, on this or another worker, never raise the
+    cost. `held` maps the ids of other workers to the number of the prompt's tokens cached there.
     """
     reused = reuse(work, worker, matches)
     cached = reused.num_tokens
@@ -234,8 +240,8 @@ def _adapter_s(adapter: Adapter, worker: WorkerSnapshot) -> float:
 def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reuse:
     """Returns the tokens of the prompt that the worker has in its block pool or loads from a tier.
 
-    A tier is used only if loading is faster than computing. The worker's engine decides with the
-    same module (`perf_model/soonest.py`).
+    A tier is used only if loading is faster than computing. `perf_model/soonest.py` decides this,
+    here as in the worker's engine.
     """
     held = cached_tokens(work, worker, matches)
     rates = worker.rates
@@ -251,7 +257,8 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
             tiers.append(
                 TierReach(depth, _load_s(rates, tier, depth - in_pool) / (depth - in_pool))
             )
-    if not tiers or held < in_pool * work.block_size:  # the block pool has the whole prompt
+    # No tier has more blocks than the block pool, or the block pool has the whole prompt.
+    if not tiers or held < in_pool * work.block_size:
         return Reuse(held)
     choice = choose_soonest(
         Prompt(
@@ -271,9 +278,9 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
 
 
 def _load_s(rates: WorkerRates, tier: TierRate, num_blocks: int) -> float:
-    """Returns the seconds to load the last `num_blocks` blocks of a prompt from a tier.
+    """Returns the seconds to load the last `num_blocks` blocks of a prefix from a tier.
 
-    Of layers with sliding-window attention, only the blocks in the window are loaded.
+    For a layer with sliding-window attention, only the blocks in the window are loaded.
     """
     seconds = tier.seconds(num_blocks, rates.block_bytes)
     if not rates.windows:
@@ -312,8 +319,8 @@ def _missing_s(
 ) -> float:
     """Returns the seconds to obtain `num_missing` blocks, pulled from a producer or computed.
 
-    The eviction of other blocks costs nothing here. In Mooncake's trace, twice the memory saves
-    only 1.5% of the computing, so an evicted token costs little compared with a computed token.
+    The eviction of other blocks adds no cost. In Mooncake's trace, twice the memory saves only 1.5%
+    of the prefill, so the loss of an evicted block matters little.
     """
     rates = worker.rates
     computed_s = (1 + worker.load.num_waiting) * prefill_seconds(rates, work.num_tokens, cached)

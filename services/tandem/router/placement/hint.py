@@ -1,11 +1,12 @@
-"""Signs and reads placement hints, which tell a front where to run a request. Does no I/O.
+"""Signs and reads placement hints, which name the workers chosen for a request. Does no I/O.
 
 With a Kubernetes gateway, an endpoint picker chooses the decode worker and the prefill worker of a
-request. The gateway sends the request to the HTTP front of the decode worker. The hint is a request
-header with both workers, which the picker signs with the cluster's token. A hint is valid for one
-request id and a short time. A client cannot create a hint, and a copied hint applies only to a
-request with the same id.
+request. It writes both into a request header, the hint, and signs the hint with the cluster's
+token. The gateway sends the request to the decode worker's front, which is a router beside this
+worker. The front reads the hint.
     x-tandem-placement-hint: BASE64URL(JSON).HEX(HMAC-SHA256)
+A client cannot create a hint, because it lacks the token. A copied hint is of no use for another
+request, because a hint is valid only for one request id and a short time.
 """
 
 import base64
@@ -16,16 +17,16 @@ import hmac
 import msgspec
 
 HINT_HEADER = "x-tandem-placement-hint"
-AGE_MAX_S = 30.0  # longest validity of a hint; also covers the difference of the hosts' clocks
+AGE_MAX_S = 30.0  # longest validity of a hint, including the difference between hosts' clocks
 _CHARACTERS_MAX = 4096
-_PURPOSE = b"tandem placement hint"  # separates these signatures from other uses of the token
+_PURPOSE = b"tandem placement hint"  # is signed too; other uses of the token sign another text
 
 
 class PlacementHint(msgspec.Struct, frozen=True):
     """A placement for one request. `prefill` is "" if the decode worker computes the prompt."""
 
     request_id: str  # value of the header x-request-id
-    at: float  # seconds since 1970
+    at: float  # time when the hint was made, in seconds since 1970
     decode: str  # worker id
     prefill: str = ""  # worker id
 

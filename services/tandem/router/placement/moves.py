@@ -1,8 +1,8 @@
 """Finds decode workers that should return waiting requests because others have room. Does no I/O.
 
-The router then submits the returned requests to other workers. A waiting request has no KV yet, so
-nothing is lost. A worker has room if no sequence waits there, a running slot is free and hardly any
-prompt is queued.
+The router then submits the returned requests to workers with room. A waiting request has no KV yet,
+so no computed KV is lost. A worker has room if no sequence waits there, a running slot is free, and
+its prefill queue is nearly empty.
 """
 
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ QUEUED_MAX_S = 0.1  # longest prefill queue of a worker with room
 def find_moves(workers: Iterable[WorkerSnapshot]) -> dict[str, int]:
     """Returns the number of waiting requests that each worker should return, by worker id.
 
-    The sum is at most the number of free running slots of the workers with room. The requests are
-    taken from the longest queues.
+    In total, at most as many requests are returned as the workers with room have free running
+    slots. The workers with the longest queues return requests first.
     """
     decode = [w for w in workers if w.role == "decode" and w.usable and w.load.num_running_slots]
     num_free = sum(_num_free(w) for w in decode)

@@ -1,7 +1,7 @@
 """Classifies why a request was placed on its workers, for a counter and for operators. No I/O.
 
 Reason             Meaning
-prefix             no worker has more of the prompt cached than the chosen worker
+prefix             the chosen worker has a part of the prompt cached, and no worker has more
 load_over_prefix   another worker has more of the prompt cached, but was too busy or too slow
 load               no worker has any of the prompt cached
 """
@@ -14,15 +14,18 @@ from tandem.router.placement.costs import Work, cached_tokens
 
 Reason = Literal["prefix", "load_over_prefix", "load"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
-# In a request, this header requests a description of the placement. In the response, it has the
-# description.
+# A client sends this header to request a description of the placement, which the response then has
+# in a header of the same name.
 PLACEMENT_HEADER = "x-tandem-placement"
-TIMING_HEADER = "x-tandem-timing"  # requests the stages' times in the header `server-timing`
+TIMING_HEADER = "x-tandem-timing"  # requests the times of the stages in the header `server-timing`
 _NO = ("", "0", "false", "no", "off")
 
 
 def reason_of(work: Work, placement: Placement, matches: Mapping[str, int]) -> Reason:
-    """Returns why the request got this placement. `matches` must be what `choose` got."""
+    """Returns why the request got this placement.
+
+    `matches` must be the argument that `choose` was called with.
+    """
     reused = work.num_tokens - placement.tokens_missing
     holders = placement.prefix_holders
     if any(cached_tokens(work, holder, matches) > reused for holder in holders):
@@ -31,5 +34,5 @@ def reason_of(work: Work, placement: Placement, matches: Mapping[str, int]) -> R
 
 
 def asks(value: str | None) -> bool:
-    """Returns whether the value of a request header requests the corresponding response header."""
+    """Returns whether a request header is on: it was sent, with a value other than "0" or "no"."""
     return value is not None and value.strip().lower() not in _NO

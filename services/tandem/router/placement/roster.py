@@ -1,7 +1,7 @@
 """Keeps the workers by id, and the ids of each pool, for placement. Does no I/O.
 
-The time to update one worker does not depend on the number of workers. So a caller that keeps a
-roster over many requests never iterates over all workers for one request.
+A router keeps one roster and updates it when a worker changes. The time of an update does not
+depend on the number of workers, so no request makes the router iterate over all workers.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from tandem.router.placement.costs import WorkerSnapshot
 class Roster:
     """The latest snapshot of each worker, by worker id.
 
-    `second_weight` is the present weight of one second of prefill in the workers' shares
+    `second_weight` is the amount that one second of prefill adds to a worker's share now
     (`shares.py`).
     """
 

@@ -1,9 +1,10 @@
 """Counts the recent prefill work of each worker, called the worker's share. Does no I/O.
 
 When a prompt is sent to a worker, its predicted prefill seconds are added to the worker's share.
-Work loses half of its weight every `HALF_LIFE_S` seconds. Instead of reducing all shares as time
-passes, new work is added with a weight that grows (`second_weight`). So a share changes only when
-its worker gets work, and only the ratios between shares have a meaning.
+Older work counts less: compared with new work, it loses half of its weight every `HALF_LIFE_S`
+seconds. To achieve this without reducing all shares all the time, new work is added with a weight
+that doubles in that time (`second_weight`). Example: 1 s of prefill adds 1.0 to a share at time 0,
+and 2.0 after 300 s. So only the ratios between shares have a meaning.
 
 Each router keeps the shares of its own requests. If each router balances its shares, the total work
 of the workers is balanced, too.
@@ -16,7 +17,10 @@ REBASE_S = 100 * HALF_LIFE_S
 
 
 class Shares:
-    """The workers' shares of recent prefill. `now_s` is a monotonic time that began near 0."""
+    """The workers' shares of recent prefill work.
+
+    `now_s` is the time of a monotonic clock that was near 0 when this object was created.
+    """
 
     def __init__(self) -> None:
         self._shares: dict[str, float] = {}
@@ -34,8 +38,8 @@ class Shares:
         elapsed_s = now_s - self._origin_s
         if elapsed_s < REBASE_S:
             return False
-        # The scale is not computed as 1 / second_weight(now_s), because second_weight overflows
-        # after a pause of 1,024 half-lives (85 h). The power below becomes 0 instead.
+        # The negative power becomes 0 after a very long pause. `1 / second_weight(now_s)` is not
+        # used, because `second_weight` overflows after 1,024 half-lives (85 h).
         scale = 2.0 ** (-elapsed_s / HALF_LIFE_S)
         self._shares = {name: share * scale for name, share in self._shares.items()}
         self._origin_s = now_s
@@ -44,7 +48,8 @@ class Shares:
     def join(self, worker_id: str, mean_share: float) -> None:
         """Adds a new or returned worker with the mean share of the other workers.
 
-        With a share of 0, the worker would get all requests.
+        If the share began at 0, the worker would get all requests until its share were as large as
+        the others.
         """
         self._shares[worker_id] = mean_share
 

@@ -66,27 +66,28 @@ ALLOWED = {
 
 
 def refusal(name: str, given: object = None, *, why: str = "") -> BadRequest:
-    """Returns the error for a field whose value `ALLOWED` excludes.
+    """Returns the error for a field whose value is not in `ALLOWED`.
 
-    The message shows the value `given`, or else `why`, a description of the value.
+    The message shows the value `given`, or `why`, a description of the value, if `why` is set.
     """
     return refusal_of(name, ALLOWED[name], given, why=why)
 
 
 def name_prompt(error: BadRequest, index: int) -> BadRequest:
-    """Returns the same error with the index of the prompt, for a body with several prompts."""
+    """Returns the error with the prompt's index in the message, for a body with several prompts."""
     return type(error)(f"prompt {index} (from 0): {error.message}", param=error.param)
 
 
 def rename(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
-    """Returns the same error with the field's name in an API instead of the internal name.
+    """Returns the error with the API's name of the field instead of the internal name.
 
     `names` maps internal names to the API's names.
     """
     own = error.param
     if own is None or own not in names:
         return error
-    # Replace the name only where it is the subject; elsewhere it may be an ordinary word.
+    # Replace the name only where it is the subject, as in "stop must be ...". Elsewhere the same
+    # word may be an ordinary word.
     message = re.sub(rf"\b{own}\b(?= (must|has|is|cannot|\d|'))", names[own], error.message)
     return type(error)(message, param=names[own])
 

@@ -9,8 +9,8 @@ from tandem.common.printable import shorten
 from tandem.errors import BadRequest
 from tandem.router.request.allowed import REASONING_EFFORTS, TOOLS_MAX, refusal
 
-# Any role of this form is passed to the chat template, which may know roles of its own, such as
-# `control`. The allowed characters cannot spell a special token.
+# Any role of this form is passed to the chat template, because a template may support additional
+# roles such as `control`. The allowed characters cannot spell a special token.
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 NESTING_MAX = 64  # largest nesting depth of a tool's schema or a call's arguments
 
@@ -36,8 +36,8 @@ class Message:
     tool_call_id: str = ""
     name: str = ""  # name of the speaker, or of a tool's function
     reasoning: str = ""
-    # The texts of the content if it was sent as a list. As in vLLM, `content` joins these texts
-    # with line breaks.
+    # The texts of the content if the client sent a list of texts. As in vLLM, `content` is these
+    # texts joined by line breaks.
     parts: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
@@ -71,11 +71,12 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages and tools for the model's chat template, and the end of the prompt.
+    """Messages and tools for the model's chat template. Two fields determine the prompt's end:
 
-    - With `add_generation_prompt` the prompt ends with the header of a new answer.
-    - With `continue_final_message` the prompt ends within the last message.
-    - With neither, the prompt ends after the last message.
+    Field                       The prompt ends
+    `add_generation_prompt`     with the header of a new assistant message
+    `continue_final_message`    within the last message, which the answer continues
+    neither                     after the last message
     """
 
     messages: tuple[Message, ...]
@@ -85,14 +86,14 @@ class Conversation:
     only_tool: str = ""
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
-    # True: a template that does not support `reasoning_effort` ignores it. False: the request is
-    # refused.
+    # True: `reasoning_effort` is ignored if the chat template does not support it. False: the
+    # request is then refused.
     effort_is_hint: bool = False
     thinking: bool | None = None  # None: the model's default
     template_options: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    # True: the tokenizer adds its special tokens (such as bos) to those that the template writes.
+    # True: the tokenizer adds special tokens such as bos to the prompt that the template wrote.
     add_special_tokens: bool = False
 
     def __post_init__(self) -> None:
@@ -164,10 +165,7 @@ class Conversation:
 
 
 def _num_characters(value: Any) -> int:
-    """Returns a lower bound of the number of characters of a value written as JSON.
-
-    JSON's punctuation is not counted.
-    """
+    """Returns the number of characters of a value written as JSON, without JSON's punctuation."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

@@ -22,11 +22,11 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0  # included in completion_tokens
-    # cached_tokens split by tier. None: no worker that served the request has a tier below its KV
-    # pool.
+    # cached_tokens split by tier. None: the KV pool was the only tier of the workers that served
+    # the request.
     cached_by_tier: CachedTokens | None = None
     storable_tokens: int = 0  # number of prompt tokens in full blocks, which are now cached
-    # True: the blocks that the KV budget keeps were chosen again (docs/kv_budgets.md)
+    # True: a new worker chose again which blocks the KV budget keeps (docs/kv_budgets.md)
     is_budget_restarted: bool = False
 
     @property
@@ -39,7 +39,7 @@ class Usage:
 
     @property
     def marks(self) -> dict[str, Any]:
-        """Usage fields that the answers of every API contain only if the field is true."""
+        """Usage fields that an answer contains only if they are true, with any API."""
         return {"budget_restarted": True} if self.is_budget_restarted else {}
 
     def __add__(self, other: "Usage") -> "Usage":
@@ -78,12 +78,12 @@ class Delta:
     prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
     # In the first delta, if requested: the hidden state of the prompt's last token.
     embedding: list[float] = field(default_factory=list)
-    routed: Routed | None = None  # the workers that compute it, and why they were chosen
+    routed: Routed | None = None  # the workers that run the choice, and why they were chosen
     timeline: Timeline | None = None  # stage times so far
     limit_headers: Mapping[str, str] = field(default_factory=dict)  # `x-ratelimit-*`
     reasoning: str = ""  # reasoning text, which precedes the content
     tool_calls: tuple[CallDelta, ...] = ()
-    index: int = 0  # index of the choice
+    index: int = 0  # index of the choice among the choices of the request
     # In the last delta of the request: usage of all completions, with the prompt counted once.
     total: Usage | None = None
 

@@ -1,6 +1,6 @@
-"""Runs a prepared request on decode workers until it ends: places, submits, migrates, cancels.
+"""Runs jobs on decode workers until they end: places, submits, migrates and cancels them.
 
-job.py has the states of a request and their transitions.
+job.py describes the states of a job.
 """
 
 import asyncio
@@ -45,15 +45,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _OnPlaced = Callable[[Job, Work, Placement, dict[str, int]], T]
 
-# A request with at most this many remaining tokens does not migrate, because it ends sooner on its
-# current worker.
+# A request that may generate at most this many more tokens does not migrate, because it ends sooner
+# if it stays.
 FINISH_TOKENS = 32
 MIGRATE_AGAIN_S = 1.0
 _RETRY_AFTER_S = 1.0
 
 
 class Dispatcher:
-    """Runs all requests of a router."""
+    """Runs the jobs of all requests of a router: places, submits, follows and migrates them."""
 
     def __init__(
         self,
@@ -64,10 +64,10 @@ class Dispatcher:
         on_end: Callable[[Job], None],
         have_tenants: Callable[[], bool],
     ) -> None:
-        """`match` looks up block hashes in the prefix tree. `on_end` is called for each successful
-        job.
+        """`match` looks up block hashes in the prefix tree: worker or tier -> number of blocks.
 
-        `have_tenants` returns whether requests may have tenants now, which then take turns.
+        `on_end` is called for each successful job that has no parent. `have_tenants` returns
+        whether requests may have tenants now. Only then do tenants take turns.
         """
         self._config = config
         self._view = view
@@ -87,9 +87,10 @@ class Dispatcher:
 
     @contextmanager
     def looking_up(self, job: Job) -> Iterator[None]:
-        """Looks up the job's blocks in the prefix tree while the `with` block runs.
+        """Starts to look up the job's blocks in the prefix tree, while the `with` block runs.
 
-        The first placement of the job uses the result.
+        The first placement of the job waits for the result. An error in the `with` block cancels
+        the look-up.
         """
         hashes = job.hashes(self._view.compatibility())
         job.routing.lookup = lookup = asyncio.create_task(self._match(hashes), name="lookup")
@@ -140,16 +141,16 @@ class Dispatcher:
     async def _wait_for_parent(self, job: Job) -> None:
         if job.parent is not None:
             await job.parent.may_fork.wait()
-            # The request of a child is already admitted, so the child is not refused for lack of
-            # capacity and does not wait for a turn.
+            # The parent was admitted for the whole request. So the child waits if all workers are
+            # full, instead of being refused.
             job.routing.unassigned_since = time.monotonic()
             job.routing.is_admitted = True
 
     async def _submit(self, job: Job) -> Attempt:
-        """Submits the job, and waits while no decode worker is usable.
+        """Submits the job. Waits while no decode worker is usable.
 
-        A job that a worker accepted before also waits while all workers are full. A new job is
-        refused instead.
+        While all workers are full, a new job is refused, and a job that a worker accepted before
+        waits.
         """
         routing = job.routing
         while True:
@@ -174,11 +175,10 @@ class Dispatcher:
                 routing.clear_refusals()
 
     async def place(self, job: Job) -> Placement | None:
-        """Returns the placement of a job that another process submits.
+        """Chooses the workers of a job that another process will submit.
 
-        The prompt counts as load of its prefill worker until `note_elsewhere` is called.
-        Returns None while no decode worker is usable. Raises QueueFull, Overloaded and
-        AdapterUnavailable.
+        Until `note_elsewhere` is called, the prompt counts as load of the prefill worker. Returns
+        None while no decode worker is usable. Raises QueueFull, Overloaded and AdapterUnavailable.
         """
         return await self._place(job, self._count_in)
 
@@ -229,17 +229,18 @@ class Dispatcher:
                 return on_placed(job, work, placement, matches)
 
     async def _migrate(self, job: Job, old: Attempt) -> Attempt:
-        """Migrates the job while the worker of `old` still has the job's blocks.
+        """Moves a running job to another worker, because its worker drains.
 
-        The attempt `old` continues to generate meanwhile. Returns the attempt to follow: the new
-        one, or `old` if `old` finishes first or no other worker accepts the request.
+        The new worker pulls the job's blocks from the old one. Meanwhile the attempt `old`
+        continues to generate. Returns the attempt whose tokens are used from now on: the new one,
+        or `old` if `old` finishes first or no other worker accepts the job.
         """
         job.to(JobState.MIGRATING)
         routing = job.routing
         before = routing.routed
         assert before is not None
         routing.leaves = old.worker_id
-        # Do not place the job on its current worker again: `old` still uses that worker's stream.
+        # Do not place the job on the worker of `old` again, because `old` still runs there.
         routing.refused.add(before.placement.decode.epoch)
         new: Attempt | None = None
         is_migrated = False
@@ -277,7 +278,8 @@ class Dispatcher:
     def _send(self, job: Job, work: Work, placement: Placement, matches: dict[str, int]) -> Attempt:
         """Submits the job to the decode worker of the placement.
 
-        No await separates the choice of the worker from this call, so the worker is still known.
+        The caller chooses the worker and calls this without an await in between. So the worker
+        cannot have left the view.
         """
         client = self._view.client(placement.decode.worker_id)
         assert client is not None
@@ -291,7 +293,7 @@ class Dispatcher:
     def _count_in(
         self, job: Job, work: Work, placement: Placement, matches: dict[str, int]
     ) -> Placement:
-        """Adds a placed job to the load of its workers."""
+        """Records a job's placement, and adds the job's work to the load of the chosen workers."""
         self._note_prefilled(job)
         job.routing.num_submissions += 1
         kind = reason_of(work, placement, matches)
@@ -312,15 +314,15 @@ class Dispatcher:
     def _note_refusal(self, job: Job, error: TandemError) -> None:
         self._migrations.note_refusal(job, error)
         if isinstance(error, NeverFits) and (routed := job.routing.routed) is not None:
-            # Workers whose KV pool is not larger cannot hold the request either.
+            # Workers with an equal or smaller KV pool cannot hold the request either.
             size = routed.placement.decode.load.longest_sequence
             workers = self._view.snapshots()
             job.routing.refused |= {w.epoch for w in workers if 0 < w.load.longest_sequence <= size}
 
     def _note_prefilled(self, job: Job, by: str = "") -> None:
-        """Records that the requested prefill is done or no longer needed.
+        """Removes the job's prompt from the load of the prefill worker, if it still counts there.
 
-        `by` is the id of the worker that computed the prompt; "" if none did.
+        `by` is the id of the worker that computed the prompt; "" if no worker did.
         """
         if job.routing.requested_prefill is not None:
             worker_id, prefill, sent_at = job.routing.requested_prefill
@@ -357,8 +359,8 @@ class Dispatcher:
                             self._metrics.flows.note_pull(
                                 pulled.prefill_worker_id, attempt.worker_id, pulled.blocks_pulled
                             )
-                # Workers of older versions send no `is_committed`. A second token from a worker
-                # implies that the prompt is committed.
+                # `is_committed`: the worker has all KV of the prompt. Older workers do not send it,
+                # but a second token implies it.
                 if update.is_committed or len(progress.output_token_ids) + len(token_ids) > 1:
                     job.may_fork.set()
                 if update.workers_lost > attempt.num_lost:
@@ -371,11 +373,12 @@ class Dispatcher:
                 routing.unassigned_since = None
                 routing.first_token_by = math.inf
                 progress.output_token_ids.extend(token_ids)
-                # The job ends before the last step is yielded, because the caller may not resume
-                # this generator after that step.
+                # Set the state ENDED before the last step is yielded, because the caller may not
+                # resume this generator after that step.
                 if finish_reason:
-                    # `on_end` compares the matches in the prefix tree with the tokens that were
-                    # cached. A child's matches do not all come from the prefix tree.
+                    # `on_end` compares the prefix tree's prediction with the tokens that were
+                    # cached. It is not called for a job with a parent, because the matches of such
+                    # a job include the parent's blocks, which are not from the prefix tree.
                     if job.parent is None:
                         self._on_end(job)
                     job.to(JobState.ENDED)
@@ -396,15 +399,16 @@ class Dispatcher:
         """Returns a placement; None while no decode worker is usable.
 
         Raises Overloaded or QueueFull if all workers have refused the job because of their load.
-        Raises the error of a worker that can never run the job. For a job that a worker accepted
-        before, it returns None instead of that error, because another worker can run the job, too.
+        Raises NeverFits or AdapterUnavailable if a worker refused the job for good. But for a job
+        that ran on a worker before, the result is None instead, because a worker that can run the
+        job may come back.
         """
         routing = job.routing
         refused = frozenset(routing.refused)
         required_decode, required_prefill = job.required_workers
         roster = self._view.roster()
         placement = None
-        if routing.returned_by:  # try the workers first that did not return the job
+        if routing.returned_by:  # first try all workers except the one that returned the job
             avoided = refused | {routing.returned_by}
             placement = choose(work, roster, matches, self._rng, refused=avoided)
             routing.returned_by = ""
@@ -426,8 +430,8 @@ class Dispatcher:
     ) -> AbstractAsyncContextManager[None]:
         """Returns a context manager that waits for the tenant's turn.
 
-        Only the first submission of a job waits, because a migrating job has waited before. A child
-        does not wait, because its parent has.
+        Only the first submission of a job waits. A job that is submitted again has waited before,
+        and a child's parent has waited for the whole request.
         """
         if job.routing.num_submissions or job.parent is not None or job.routing.has_turn:
             return nullcontext()
@@ -474,7 +478,7 @@ def _prefill_of(work: Work, placement: Placement) -> Prefill:
 
 
 class _Migrate(Exception):
-    """Signals that the worker is draining and the request may continue on another one."""
+    """Signals that the worker drains and the job should continue on another worker."""
 
 
 class PendingQueue:
@@ -487,11 +491,10 @@ class PendingQueue:
         self.num_pending = 0
 
     async def wait(self, refused: frozenset[str], *, is_begun: bool) -> None:
-        """Waits for a usable decode worker. Raises NoWorkers at the deadline or if the queue is
-        full.
+        """Waits until a decode worker is usable, other than those with an epoch in `refused`.
 
-        A request that a worker accepted before (`is_begun`) is always queued. Workers with an epoch
-        in `refused` do not count as usable.
+        Raises NoWorkers after `hold_deadline_s`, or if the queue is full. A request that a worker
+        accepted before (`is_begun`) waits even if the queue is full.
         """
         if not is_begun and self.num_pending >= self._config.hold_requests_max:
             raise NoWorkers(

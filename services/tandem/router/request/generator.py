@@ -1,9 +1,10 @@
 """Runs a request through the router, from a checked ClientRequest to text and usage.
 
-    prepare (tokenize, hash; off the event loop) -> dispatch (place, submit, follow) -> detokenize,
-    stop strings -> deltas
-Every request ends in exactly one outcome, counted in one place: stop, length, cancelled, or the
-code of an error. The HTTP and gRPC APIs call this module and know nothing about workers.
+1. Prepare: The prompt is tokenized and its blocks are hashed, outside the event loop.
+2. Dispatch: The request is placed and submitted to workers, and their tokens are received.
+3. Convert: The tokens become text, up to a stop string, and are yielded as deltas.
+Every request ends in exactly one outcome, which is counted in one place: stop, length, cancelled,
+or the code of an error. The HTTP and gRPC APIs call this module and know nothing about workers.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from tandem.router.workers.cluster_view import ClusterView
 
 log = logging.getLogger(__name__)
 
-# Largest number of open requests, because each one costs memory and time of the event loop.
+# Largest number of open requests. Each open request costs memory and time of the event loop.
 REQUESTS_MAX = 4096
 _NO_TRACE: Mapping[str, str] = {}
 
@@ -98,8 +99,8 @@ class Generator:
         self._tracing = tracing
         self.requests = RequestLog()
         self._num_running = 0
-        # reason why new requests must use another router; "": they may use this one. Running
-        # requests continue.
+        # The reason why this router accepts no new requests; "": it accepts them. Running requests
+        # continue.
         self.end_reason = ""
 
     @property
@@ -109,9 +110,9 @@ class Generator:
         return self.model.folder.name
 
     def adapter(self, model: str) -> Adapter | None:
-        """Returns the LoRA adapter with this model name; None for the base model.
+        """Returns the LoRA adapter with the model name `model`; None for the base model.
 
-        Raises ModelNotFound for another name.
+        Raises ModelNotFound if `model` is neither.
         """
         if model in ("", self.served_name):
             return None
@@ -121,7 +122,7 @@ class Generator:
         return None
 
     def name_of(self, model: str) -> str:
-        """Returns the model name that answers contain for a requested model name."""
+        """Returns the model name to write into answers to requests for `model`."""
         return model if model in self._view.adapters() else self.served_name
 
     def with_defaults(self, request: ClientRequest) -> ClientRequest:
@@ -163,9 +164,9 @@ class Generator:
     async def without_workers(
         self, tenant: str, limits: Limits, number: int = 1
     ) -> AsyncIterator[Mapping[str, str]]:
-        """Counts `number` requests that need no worker towards the request limits of an API key.
+        """Applies the limits of an API key to `number` requests without a worker, such as tokenize.
 
-        They count as running requests while the `with` block runs, and use no tokens. Yields the
+        The requests count as running while the `with` block runs, and use no tokens. Yields the
         headers `x-ratelimit-*`. Raises RateLimited.
         """
         async with AsyncExitStack() as held:
@@ -211,9 +212,9 @@ class Generator:
 
     @contextmanager
     def _place(self) -> Iterator[LoadedModel]:
-        """Counts a request without a worker as open while the `with` block runs; yields the model.
+        """Counts a request that needs no worker as open while the `with` block runs.
 
-        Raises NoWorkers and QueueFull.
+        Yields the model. Raises NoWorkers and QueueFull.
         """
         if self.model is None:
             raise NoWorkers("the model is not loaded yet", retry_after_s=1.0)
@@ -231,11 +232,11 @@ class Generator:
         trace: Mapping[str, str] = _NO_TRACE,
         together: BodyRequests | None = None,
     ) -> AsyncGenerator[Delta, None]:
-        """Yields deltas, at least one. Closing the generator cancels the request wherever it is.
+        """Yields the deltas of the answer, at least one. Closing the generator cancels the request.
 
         `trace` has the client's headers `traceparent` and `tracestate`. `together` is shared by all
-        requests of one HTTP body, of which none is placed unless all are valid; None if this is the
-        only request of its body. Raises only errors of services/tandem/errors.py.
+        requests of one HTTP body; None if this is the body's only request. Raises only errors of
+        services/tandem/errors.py.
         """
         together = together or self.together()
         request = self.with_defaults(request)
@@ -303,8 +304,8 @@ class Generator:
             with record.timeline.stage("tokenize"):
                 job = await self.prepare(request, model, record.timeline, together)
                 generated_max = job.request.max_tokens * request.num_sequences
-                # The counts of limits and the prefix tree are both in Redis. Both calls run at the
-                # same time.
+                # The tenant's limits and the prefix tree are both in Redis. The two calls run at
+                # the same time.
                 are_counted = request.limits.are_counted
                 with self._services.dispatcher.looking_up(job) if are_counted else nullcontext():
                     reservation = await held.enter_async_context(
@@ -424,11 +425,11 @@ async def _beams(
 def pool_tokens_of(
     request: ClientRequest, pool_tokens: int | None, config: RouterConfig
 ) -> int | None:
-    """Returns the most tokens that the request may have to fit into KV pools of `pool_tokens`.
+    """Returns how many tokens the request may have so that it fits into KV pools of `pool_tokens`.
 
-    None means no limit. A sequence with a KV budget occupies at most the budget, rounded up to
-    whole blocks. A pool of several blocks and at least twice the budget can hold that, so the
-    request then has no limit. Raises BadRequest if the operator allows no budgets.
+    None means any number. That is the result for a request with a KV budget of at most half the
+    pool, because such a request never occupies much more than its budget. Raises BadRequest if the
+    operator allows no budgets.
     """
     budget = request.kv_budget
     if budget is not None and config.kv_budgets == "refuse":
@@ -442,12 +443,13 @@ def pool_tokens_of(
 
 
 class BodyRequests:
-    """The state that all requests of one HTTP body share, because they have one answer.
+    """The state that the requests of one HTTP body share. Each prompt of the body is one request.
 
-    No request is placed before all are prepared. The answer may have at most `logprobs_max` log
-    probabilities, because an answer that is not streamed is built in memory. The limit is checked
-    before anything is computed. It is needed because the prompt's log probabilities are computed
-    once, but each of the `n` choices of the answer repeats them.
+    No request is placed before all are prepared, so that one invalid prompt fails the whole body.
+
+    The answer to the body may have at most `logprobs_max` log probabilities, because an answer that
+    is not streamed is built in memory. Example: each of `n` = 8 choices repeats the prompt's log
+    probabilities, so a prompt of 1,000 tokens with 5 alternatives each gives 8 x 1,000 x 6.
     """
 
     def __init__(self, num_requests: int = 1, *, logprobs_max: int) -> None:
@@ -462,11 +464,12 @@ class BodyRequests:
     def reserve_logprobs(
         self, request: ClientRequest, num_prompt_tokens: int, max_tokens: int
     ) -> int:
-        """Adds the log probabilities of a request to the number in the shared answer.
+        """Counts, before a request is placed, the log probabilities that it adds to the answer.
 
-        `max_tokens` is the largest number of completion tokens. Returns `max_tokens`, or a smaller
-        number that keeps the answer within `logprobs_max` if the client did not set max_tokens.
-        Raises BadRequest if the answer would have too many log probabilities.
+        `max_tokens` is the largest number of completion tokens. If the client did not set
+        max_tokens, the result may be smaller, so that the answer keeps `logprobs_max`. Otherwise
+        `max_tokens` is returned. Raises BadRequest if the answer would have too many log
+        probabilities.
         """
         of_token = request.num_logprobs_kept
         needed = self._num_logprobs + request.num_prompt_logprobs * num_prompt_tokens

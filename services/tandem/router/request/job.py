@@ -1,26 +1,34 @@
-"""A prepared request on its way through the router: its states, progress and routing.
+"""A job: one completion of a prepared request on its way through the router.
 
-    PLACING    --a decode worker is chosen------------------> SUBMITTED
-               --it waits for its tenant's turn-------------> WAITING
-               --no decode worker is usable-----------------> PENDING
-    WAITING    --its tenant has the turn--------------------> PLACING
-    PENDING    --a worker is usable-------------------------> PLACING
-    SUBMITTED  --stop or length-----------------------------> ENDED
-               --the worker refused it or was lost----------> PLACING
-               --the worker drains--------------------------> MIGRATING
-    MIGRATING  --a new worker has a token or none accepts---> SUBMITTED
-    PLACING, WAITING, PENDING or SUBMITTED --error----------> FAILED
-                                           --caller leaves--> CANCELLED
+The states of a job and their next states:
+    PLACING      the Dispatcher chooses the workers
+                     a decode worker was chosen                 SUBMITTED
+                     the tenant must wait for its turn          WAITING
+                     no decode worker is usable                 PENDING
+    WAITING      the job waits for its tenant's turn
+                     the tenant has the turn                    PLACING
+    PENDING      the job waits for a usable decode worker
+                     a decode worker is usable                  PLACING
+    SUBMITTED    a decode worker has the job
+                     the completion ended with stop or length   ENDED
+                     the worker refused the job or was lost     PLACING
+                     the worker drains                          MIGRATING
+    MIGRATING    a draining worker still runs the job, and another worker prepares to continue it
+                     the new worker has generated a token       SUBMITTED
+                     no other worker accepts the job            SUBMITTED
+                     the draining worker finishes first         SUBMITTED
+From PLACING, WAITING, PENDING and SUBMITTED, an error leads to FAILED, and a caller that leaves to
+CANCELLED.
 
-Only the Dispatcher changes the state of a job, by `Job.to`. A job holds no resources. When a job
-leaves a worker, the Dispatcher closes the job's `Attempt`, which cancels the job on that worker. A
-prefill that was requested from a prefill worker (`Routing.requested_prefill`) then no longer counts
-as load of that worker. A job survives only a few lost workers (migration_budget.py). A job that a
-worker accepted once is not refused for lack of capacity: it waits while all workers are full or
-none is usable.
+Only the Dispatcher changes the state of a job, by `Job.to`. When a job leaves a worker, the
+Dispatcher closes the job's `Attempt`, which cancels the job on that worker.
 
-A job knows token ids, not text. Its output tokens migrate with the prompt, and sampling is seeded
-by position, so it generates the same tokens on another worker.
+A job fails after it has lost a few workers (migration_budget.py). A job that a worker accepted once
+is not refused for lack of capacity: it waits while all workers are full or none is usable.
+
+A job knows token ids, not text. On another worker, a job continues with the prompt and the output
+so far. It generates the same tokens there, because the random numbers of sampling depend only on
+the seed and the token's position.
 """
 
 import asyncio
@@ -59,8 +67,8 @@ from tandem.router.request.request import ClientRequest
 if TYPE_CHECKING:
     from tandem.net.store.registry import KvCompatibility
 
-# Fraction of the time until the deadline of the first token that a worker may use. The rest is a
-# reserve for steps that take longer than predicted.
+# A worker receives 98% of the remaining time as its deadline for the first token. The other 2% are
+# a reserve for steps that take longer than predicted.
 WORKER_SHARE = 0.98
 # Shortest deadline for the first token. It is positive, because workers read 0 as no deadline.
 FIRST_TOKEN_MIN_S = 1e-3
@@ -98,13 +106,14 @@ class PreparedRequest:
     """A client's request with its prompt as token ids."""
 
     client: ClientRequest
-    sampling: SamplingParams  # the client's parameters, with all values that engines need
+    sampling: SamplingParams  # the client's parameters with all defaults filled in, for engines
     token_ids: list[int]
     grammar: str = ""  # grammar of the completion; "" allows any text
     cache_salt: bytes = b""
     adapter: Adapter | None = None  # None: the base model
     block_size: int = 0  # the workers' block size; 0: unknown
-    # number of the prompt's first tokens to pin; 0: the whole prompt and the answer
+    # number of leading prompt tokens whose KV is pinned, if the client requested a pin; 0: that of
+    # the whole prompt and the answer
     pinned_tokens: int = 0
 
     @property
@@ -127,9 +136,9 @@ class PreparedRequest:
 
     @property
     def storable_tokens(self) -> int:
-        """Number of prompt tokens in full blocks. Full blocks are cached once they are computed.
+        """Number of prompt tokens in full blocks, which are cached once they are computed.
 
-        If only the prompt's first tokens are pinned, the number counts only these.
+        If only leading tokens of the prompt are pinned, only those are counted.
         """
         size = self.block_size
         num_tokens = self.pinned_tokens or len(self.token_ids)
@@ -141,7 +150,7 @@ class PreparedRequest:
         return msgspec.structs.replace(self.client.wishes, num_tokens=self.pinned_tokens)
 
     def chain_root(self, compatibility: "KvCompatibility") -> bytes:
-        """Returns the root of the chain of block hashes: the parent hash of the first block."""
+        """Returns the parent hash of the prompt's first block."""
         return compatibility.chain_root(self.cache_salt, digest_of(self.adapter))
 
 
@@ -156,10 +165,10 @@ def prepare_request(
     grammar: str,
     **placed: Any,
 ) -> PreparedRequest:
-    """Returns a prepared request with the prompt `token_ids` and at most `max_tokens` completion
-    tokens.
+    """Fills in all defaults of a client's request whose prompt is tokenized.
 
-    `placed` has more fields of the PreparedRequest, such as `cache_salt` and `block_size`.
+    `max_tokens` is the largest number of completion tokens. `placed` has further fields of the
+    PreparedRequest, such as `cache_salt` and `block_size`.
     """
     sampling = client.sampling
     seed, logprobs = sampling.seed, sampling.logprobs
@@ -176,7 +185,8 @@ def prepare_request(
         client,
         sampling.resolved(
             seed=secrets.randbits(64) if seed is None else seed % 2**64,
-            # A worker generates at least one token; an answer that may have none leaves it out.
+            # A worker generates at least one token. If the client requested none, the router
+            # leaves the token out of the answer.
             max_tokens=max(1, max_tokens),
             stop_token_ids=sorted(stop_token_ids),
             bad_words_token_ids=[run for run in bad_words if max(run) < vocab_size],
@@ -203,17 +213,19 @@ class Progress:
     embedding: list[float] = field(default_factory=list)
     # number of prompt tokens whose KV was cached when the first token was generated
     cached_tokens: int = 0
-    # cached_tokens split by tier; None: the worker of the first token has no tier below its KV pool
+    # cached_tokens split by tier; None: the KV pool is the only tier of the first token's worker
     cached_by_tier: CachedTokens | None = None
     timings: pb.SequenceTimings = field(default_factory=pb.SequenceTimings)
     # numbers of the attempts that generated output tokens
     attempts: set[int] = field(default_factory=set)
     num_migrations: int = 0
-    num_lost: int = 0  # number of prefill and decode workers that the request lost
+    num_lost: int = 0  # number of prefill and decode workers that were lost while they ran the job
 
     def take_source(self, update: pb.SequenceUpdate) -> None:
         """Records the attempt that sent an update. The first update also has the cached tokens."""
-        if not (self.attempts or self.output_token_ids):  # a beam's job begins with output tokens
+        # The cached tokens are those at the first token. The jobs of later beam steps begin with
+        # output tokens, so they have no such update.
+        if not (self.attempts or self.output_token_ids):
             self._take_cached(update)
         self.attempts.add(update.attempt)
 
@@ -228,7 +240,7 @@ class Routed:
     """The workers of a submission, and why they were chosen."""
 
     placement: Placement
-    # id of a worker or tier -> number of the prompt's blocks there, as known at the placement
+    # id of a worker or tier -> number of the prompt's leading blocks there, as known at placement
     matches: dict[str, int]
     kind: Reason
 
@@ -246,30 +258,32 @@ class Routing:
     """
 
     routed: Routed | None = None
-    # prefix-tree look-up for the first placement, started while the request is prepared
+    # the prefix-tree look-up for the first placement, if it was started before the placement
     lookup: Task[dict[str, int]] | None = None
     num_submissions: int = 0
-    # (id of the prefill worker, work, time of the request) until the prefill is done; None: no
-    # prefill worker computes the prompt
+    # (id of the prefill worker, its work, time of the submission) while the prompt counts as load
+    # of that worker; None: the prompt counts as load of no prefill worker
     requested_prefill: tuple[str, Prefill, float] | None = None
     is_admitted: bool = False
     is_urgent: bool = False  # True: admitted, however late the first token may be
     has_turn: bool = False  # True: the request does not wait for its tenant's turn
-    # prediction of the TTFT; None: there is no prediction, or the first token has arrived
+    # predicted TTFT, to compare with the measured one; None: there is no prediction, or the first
+    # token has arrived
     promise: Promise | None = None
     # time after which a first token is useless, so that workers may refuse the request
     first_token_by: float = math.inf
-    # time since when no worker has the request; None: a worker has it or none has accepted it yet
+    # time since when no worker has the request, although it was accepted before; None: a worker
+    # has it, or no worker has accepted it yet
     unassigned_since: float | None = None
-    leaves: str = ""  # id of the worker from which the request migrates; "": it does not migrate
-    # time before which no migration is tried, because the last one found no worker
+    leaves: str = ""  # id of the worker from which the request migrates; "": no migration runs
+    # time before which no migration is tried again, because the last one found no worker
     stays_until: float = -math.inf
     refused: set[str] = field(default_factory=set)  # epochs of workers that refused the request
     retry_after_s: float | None = None  # shortest retry time that a full worker has sent
-    num_returns: int = 0  # how often a worker has returned the request from its queue
-    # epoch of the worker that last returned the request; "" after the next placement
+    num_returns: int = 0  # how often workers have returned the request from their queues
+    # epoch of the worker that has just returned the request; "" again after the next placement
     returned_by: str = ""
-    # refusal by a worker that expects the first token too late
+    # refusal by a worker that could not generate the first token in time
     overloaded: Overloaded | None = None
     # refusal by a worker that can never run the request
     cannot_take: NeverFits | AdapterUnavailable | None = None
@@ -284,9 +298,9 @@ class Routing:
 class Job:
     """One completion on its way through the router. Only `to` changes `state`.
 
-    A request has one or several jobs (choices/). A job with a `parent` begins once the parent's
-    prompt is committed or the parent has ended. The job is placed on the parent's worker if
-    possible, where it shares the KV of the parent's prompt.
+    A request has one or several jobs (choices/). A job with a `parent` begins once the KV of the
+    prompt is complete on the parent's worker, or the parent has ended. If possible, the job is
+    placed on the same worker and uses this KV.
     """
 
     request: PreparedRequest
@@ -295,11 +309,11 @@ class Job:
     state: JobState = JobState.PLACING
     index: int = 0  # index among the jobs of the request
     parent: "Job | None" = None
-    # set when the children may begin
+    # set when the jobs that have this job as `parent` may begin
     may_fork: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        if self.request.client.hint is not None:  # the endpoint picker has admitted it
+        if self.request.client.hint is not None:  # the endpoint picker has admitted the request
             self.routing.is_admitted = self.routing.has_turn = True
 
     def to(self, state: JobState) -> None:
@@ -321,10 +335,10 @@ class Job:
 
     @property
     def is_budget_restarted(self) -> bool:
-        """True if the blocks to keep within the KV budget were chosen again during generation.
+        """True if a second worker has chosen again which blocks to keep within the KV budget.
 
-        This happens if a second submission continues a job that has output tokens, because the new
-        worker computes anew how much attention each block has received.
+        A KV budget that keeps the blocks with the most attention depends on the attention so far.
+        A worker that continues the job must measure it anew.
         """
         budget = self.request.client.kv_budget
         keeps_hitters = budget is not None and budget.keeps_hitters
@@ -332,10 +346,10 @@ class Job:
 
     @property
     def required_workers(self) -> tuple[str, str]:
-        """Ids of the (decode worker, prefill worker) to use if they are usable; "": any worker.
+        """Ids of the (decode worker, prefill worker) that are used if possible; "": any worker.
 
-        A child uses its parent's decode worker. An endpoint picker's hint applies only to the first
-        submission.
+        A job with a parent uses the parent's decode worker. An endpoint picker's hint applies only
+        to the first submission.
         """
         if self.parent is not None:
             worker = self.parent.worker
@@ -351,10 +365,10 @@ class Job:
         return len(self.request.token_ids) + len(self.progress.output_token_ids)
 
     def hashes(self, compatibility: "KvCompatibility | None") -> list[bytes]:
-        """Returns the hashes of all full blocks of the input.
+        """Returns the hashes of all full blocks of the input: the prompt and the output so far.
 
-        While no KV compatibility is known, the hashes cover only the prompt. With a KV budget there
-        are none, because KV under a budget is not shared.
+        While no KV compatibility is known, blocks of the output are left out. With a KV budget
+        there are no hashes, because KV under a budget is not shared.
         """
         block_hashes = self.progress.block_hashes
         if self.request.client.kv_budget is not None:
@@ -370,7 +384,7 @@ class Job:
         return block_hashes
 
     def _tokens(self, start: int, end: int) -> list[int]:
-        """Returns a slice of the input without copying all of it."""
+        """Returns the input's tokens from `start` to `end`, without copying the other tokens."""
         token_ids = self.request.token_ids
         output_token_ids = self.progress.output_token_ids
         prompt = len(token_ids)
@@ -414,7 +428,8 @@ def submission(
 ) -> pb.SubmitSequence:
     """Returns the message that submits a job to a decode worker.
 
-    `leaves` is the worker from which the job migrates and which has all blocks of the job.
+    `leaves` is the worker from which the job migrates. The new worker can pull all blocks of the
+    job from it.
     """
     request = job.request
     progress = job.progress
@@ -442,7 +457,7 @@ def submission(
 
 def model_input(request: PreparedRequest, output_token_ids: Sequence[int] = ()) -> pb.SequenceInput:
     """Returns the request as engines receive it: the prompt, followed by the output so far."""
-    # max_tokens, stop_token_ids and prompt_logprobs come from `request.sampling`.
+    # `to_message` also takes fields such as max_tokens from `request.sampling`.
     return to_message(pb.SequenceInput, request, token_ids=[*request.token_ids, *output_token_ids])
 
 

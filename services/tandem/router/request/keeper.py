@@ -1,10 +1,10 @@
-"""Sends requests to decode workers to keep the KV of ended requests, and records the replies.
+"""Makes decode workers keep the KV of completions whose clients will probably continue them.
 
-    completion ends --KV is to be kept--> KeepRequest to the decode worker, in the background
-                                          --reply--> `RequestRecord.kept`
-A worker itself pins the blocks of a request that has a Retention. But the worker does not know that
-an answer has tool calls, whose results the client sends in the next request. The KeepRequest covers
-this case, too. Blocks that a worker cannot pin are evicted sooner; nothing fails.
+That is the case if the client requested retention, or if the answer has tool calls, because the
+client sends the results of the calls in its next request. When such a completion ends, a
+KeepRequest is sent to its decode worker in the background. The worker pins the blocks for some
+time. The reply is recorded in `RequestRecord.kept`. If the worker cannot pin the blocks, they are
+only evicted sooner; the request does not fail.
 """
 
 import asyncio
@@ -23,24 +23,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ASKED_MAX = 256  # simultaneous requests to workers
+_ASKED_MAX = 256  # largest number of KeepRequests without a reply
 
 
 class Keeper:
     def __init__(self, view: ClusterView, tool_pin_s: float) -> None:
-        """`tool_pin_s` is the minimum time for which the KV of an answer with tool calls is kept.
+        """`tool_pin_s`: shortest time for which the KV is kept after an answer with tool calls.
 
-        0 turns that off.
+        With 0, the KV is kept only if the client requested retention.
         """
         self._view = view
         self._tool_pin_s = tool_pin_s
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_end(self, job: Job, record: "RequestRecord", waits_for_tools: bool) -> None:
-        """Requests that the worker keeps a completion's KV, if the client requested retention.
+        """Sends a KeepRequest for a completion's KV, if that KV should be kept.
 
-        `waits_for_tools`: the answer has tool calls, so the KV is kept for `tool_pin_s` in any
-        case.
+        `waits_for_tools`: the answer has tool calls, so the KV is kept for at least `tool_pin_s`.
         """
         client = job.request.client
         worker = job.worker
@@ -48,13 +47,13 @@ class Keeper:
         pinned_tokens = job.request.pinned_tokens
         if waits_for_tools and self._tool_pin_s:
             # After tool calls, the KV of all tokens is kept. If the client requested a pin of only
-            # the first tokens, the worker has already pinned these.
+            # leading tokens, the worker has already pinned those for the requested time.
             pin_s = self._tool_pin_s if pinned_tokens else max(pin_s, self._tool_pin_s)
             pinned_tokens = 0
         compatibility = self._view.compatibility()
         if not pin_s or worker is None or compatibility is None:
             return
-        # The engine has not computed the KV of the last generated token.
+        # The last generated token has no KV, because it was never an input of the model.
         num_tokens = min(job.num_tokens - 1, pinned_tokens or job.num_tokens)
         num_blocks = num_tokens // compatibility.block_size
         message = pb.KeepRequest(

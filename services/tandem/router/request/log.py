@@ -1,9 +1,8 @@
-"""Keeps the recent requests of this router: outcome, placement, stages, tokens, migrations.
+"""Keeps facts about a router's recent requests: outcome, placement, stages, tokens, migrations.
 
-    running: facts are read from the request's jobs on demand
-    ended:   the facts are stored, and the jobs are dropped
-The log has at most REQUESTS_MAX requests; the oldest are dropped. Each router replica has its own
-log, in memory. A log contains no prompt and no text.
+While a request runs, the facts are read from its jobs on demand. When it ends, the facts are stored
+and the jobs are dropped. The log has at most REQUESTS_MAX requests; the oldest are dropped. Each
+router replica has its own log, in memory. A log contains no prompt and no text.
 """
 
 import logging
@@ -28,7 +27,7 @@ _REPLY_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. `jobs` is empty until the prompt is tokenized and after the request ends."""
+    """The facts about one request. `jobs` is set only while the request runs."""
 
     request_id: str
     kind: str
@@ -93,7 +92,7 @@ class RequestRecord:
         }
 
     def _facts(self) -> dict[str, Any]:
-        """Returns the facts about the request.
+        """Returns the facts about the request, from its jobs.
 
         Pulled blocks and bytes, migrations and lost workers are sums over all jobs. The other facts
         are those of the first job.
@@ -147,8 +146,8 @@ class RequestLog:
     def find(self, name: str, tenant: str | None = None) -> RequestRecord:
         """Finds a request by its id, by the id of its reply (`cmpl-...`) or by the client's own id.
 
-        Of several requests with the same client's id, the latest is returned. With a `tenant`, only
-        requests of that tenant are found. Raises RequestNotFound.
+        If a client used its own id several times, the latest request is returned. With a `tenant`,
+        only requests of that tenant are found. Raises RequestNotFound.
         """
         record = self._records.get(_request_id(name))
         if record is None and (same := self.find_choices(name, tenant)):
@@ -167,10 +166,11 @@ class RequestLog:
         return found is not None and tenant not in (None, found.tenant)
 
     def find_choices(self, name: str, tenant: str | None = None) -> list[RequestRecord]:
-        """Returns the requests `ID-0`, `ID-1`, ... of a body with several prompts.
+        """Returns all requests of an HTTP body with several prompts.
 
-        If `name` is a client's own id of requests, all requests with that id are returned. The list
-        may be empty.
+        `name` is the id of the body, whose requests have the ids `name`-0, `name`-1, ... It may
+        also be a client's own id, and then all requests with that id are returned. The list may be
+        empty.
         """
         request_id = _request_id(name)
         return [

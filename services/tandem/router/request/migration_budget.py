@@ -1,19 +1,21 @@
-"""Limits migrations after the loss of a worker. The time is an argument (`now`).
+"""Limits migrations after crashes, so that a bad request cannot crash all workers. Does no I/O.
 
-A request that crashes its worker would crash one worker after another. So a request fails when it
-has lost `LOSSES_MAX` workers. In addition, all requests of a router together may migrate as many
-times in a minute as there were requests in that minute. The loss of one worker migrates each
-request at most once, so only repeated crashes exhaust this budget. Migrations away from a draining
-worker are not counted.
+Two limits apply:
+- One request fails when it has lost `LOSSES_MAX` workers.
+- All requests of a router together may migrate at most as many times in a minute as there were
+  requests in that minute. Example: with 100 requests in the last minute, the crash of a worker
+  with all of them causes 100 migrations, which are allowed. If they then crash the next worker, no
+  further migration is allowed.
+Migrations away from a draining worker are not counted.
 """
 
 from collections import Counter
 from typing import Literal, get_args
 
-# Number of lost workers, prefill or decode, with which a request fails. So a request migrates after
-# at most two crashes.
+# A request fails when it loses this many workers, prefill and decode workers together. So it
+# migrates after at most two crashes.
 LOSSES_MAX = 3
-MIGRATIONS_MIN = 10  # minimum budget per minute
+MIGRATIONS_MIN = 10  # migrations that are allowed in a minute even with fewer requests
 _WINDOW_S = 60
 
 MigrationReason = Literal["crash", "drain"]
@@ -21,9 +23,9 @@ MIGRATION_REASONS: tuple[MigrationReason, ...] = get_args(MigrationReason)
 
 
 class MigrationBudget:
-    """The budget of migrations after crashes in the last minute.
+    """Counts migrations after crashes in the last minute, and limits them.
 
-    The budget is the number of requests that were open in that minute, at least `MIGRATIONS_MIN`.
+    The limit is the number of requests that were open in that minute, at least `MIGRATIONS_MIN`.
     Times are in seconds on one monotonic clock.
     """
 
@@ -40,7 +42,7 @@ class MigrationBudget:
         self._ended.add(now)
 
     def take(self, now: float) -> bool:
-        """Counts a migration and returns True if the budget allows one more."""
+        """Counts a migration and returns True, or returns False if the limit is reached."""
         allowed = max(MIGRATIONS_MIN, self._num_open + self._ended.total(now))
         if self._migrations.total(now) >= allowed:
             return False

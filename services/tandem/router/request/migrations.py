@@ -1,7 +1,7 @@
-"""Decides whether a request may continue elsewhere if a worker refused it, was lost, or drains.
+"""Decides whether a request may continue on another worker, or fails.
 
-migration_budget.py limits the number of migrations. If the request may not migrate, the error for
-the client is raised.
+The question arises if a worker refused the request, was lost, or drains. migration_budget.py limits
+the number of migrations. If the request may not continue, the error for the client is raised.
 """
 
 import logging
@@ -71,7 +71,7 @@ class Migrations:
 
     def note_loss(self, job: Job, error: WorkerLost) -> None:
         """Records the loss of the job's worker. Raises WorkerLost if the job may not migrate."""
-        # The request was admitted, so no worker may refuse it now because it would be late.
+        # The request was accepted once, so the next worker must not refuse it as too late.
         job.routing.first_token_by = math.inf
         is_crash = not isinstance(error, WorkerLeft)
         if is_crash and (why_not := self._count_loss(job)):
@@ -110,9 +110,10 @@ class Migrations:
         return isinstance(failure, WorkerLost) and not self._count_loss(job)
 
     def _count_loss(self, job: Job) -> str:
-        """Counts a lost worker; returns why the request may not migrate, or "" if it may."""
+        """Counts a lost worker. Returns why the request may not migrate, or "" if it may."""
         progress = job.progress
-        # Workers also report losses (`workers_lost`), so the maximum may be reached already.
+        # A decode worker also reports prefill workers that it lost (`workers_lost`), so the maximum
+        # may be reached already.
         if progress.num_lost < LOSSES_MAX:
             progress.num_lost += 1
         if progress.num_lost == LOSSES_MAX:
@@ -137,12 +138,11 @@ def lost_for_good(job: Job, why: str) -> WorkerLost:
 
 
 def raise_if_refused(job: Job, adapter: Adapter | None, can_decode: Callable[[], bool]) -> None:
-    """Raises the error for the client if no decode worker accepted the job; returns if the job may
-    wait for one.
+    """Raises the error for the client if no decode worker can be chosen because of refusals.
 
-    `can_decode` returns whether there is a usable decode worker that has not refused the job. After
-    NeverFits or AdapterUnavailable, a job that a worker accepted before waits, because another
-    worker can run it, too.
+    Returns if the job may wait for a usable decode worker. `can_decode` returns whether there is a
+    usable decode worker that has not refused the job. After NeverFits or AdapterUnavailable, a job
+    that a worker accepted before still waits, because a worker that can run the job may come back.
     """
     routing = job.routing
     if routing.overloaded is not None:

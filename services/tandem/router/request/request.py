@@ -50,20 +50,21 @@ class ClientRequest:
     omitted: frozenset[str] = frozenset()
     # largest number of completion tokens if `sampling` sets none; None: the rest of the context
     default_max_tokens: int | None = None
-    # constraint on the completion; None: any text
+    # form that the completion must have, such as a JSON schema; None: any text
     structured_output: StructuredOutput | None = None
-    # True: the text begins with the prompt, or with the final assistant message of a chat
+    # True: the answer's text begins with the prompt, or with the chat's final assistant message
     echo: bool = False
     embed: bool = False  # True: the answer is the hidden state of the prompt's last token
     is_whole: bool = False  # True: the answer is sent only when it is complete
     # True: the tokenizer adds special tokens such as bos to a text prompt
     add_special_tokens: bool = True
-    # number of completions from which the `n` best are chosen; None: `n`
+    # number of completions to generate, of which the best `n` are returned; None: `n`
     best_of: int | None = None
     use_beam_search: bool = False  # True: beam search with `n` beams
     length_penalty: float = 1.0  # exponent of the number of tokens in the score of a beam
     retention: Retention = NO_RETENTION  # retention of the KV that the client requests
-    pinned_chat: Conversation | None = None  # first messages of the chat to pin; None: all
+    # the first messages of the chat if only their KV is to be pinned; None: that of all messages
+    pinned_chat: Conversation | None = None
     is_of_session: bool = False  # True: a header names the client's session
     kv_budget: KvBudget | None = None  # None: each token sees all KV before it
     tenant: str = ""  # "": no tenant
@@ -109,8 +110,9 @@ class ClientRequest:
             )
 
     def _is_not_for_beams(self) -> str:
-        """Returns the name of a field that is set and not supported for beams; "" if there is
-        none.
+        """Returns the name of a field that beam search does not support and the client has set.
+
+        Returns "" if there is no such field.
         """
         sampling = self.sampling
         chat = self.prompt
@@ -150,22 +152,23 @@ class ClientRequest:
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """Number of log probabilities in the answer for each prompt token."""
+        """Number of log probabilities in the answer for each prompt token, over all choices."""
         number = self.sampling.prompt_logprobs
         return 0 if number is None else self.sampling.n * (1 + number)
 
     @property
     def num_logprobs_kept(self) -> int:
-        """Number of log probabilities per completion token that the router keeps until the end."""
+        """Number of log probabilities that the router keeps in memory for each token position.
+
+        The number is summed over all completions. It is 0 if tokens are sent as they arrive.
+        """
         number = self.sampling.logprobs
         is_kept = self.is_whole or self.num_sequences > self.sampling.n
         return 0 if number is None or not is_kept else self.num_sequences * (1 + number)
 
     def check_against(self, *, vocab_size: int, max_model_len: int) -> None:
-        """Checks fields against the model, as far as no tokenized prompt is needed.
-
-        Raises BadRequest.
-        """
+        """Makes the checks that need the model but no tokenizer: of token ids that the client sent,
+        and of limits. Raises BadRequest."""
         check_token_ids("stop_token_ids", self.sampling.stop_token_ids or (), vocab_size)
         check_token_ids("logit_bias", self.sampling.logit_bias or (), vocab_size)
         if isinstance(self.prompt, tuple):
@@ -192,9 +195,10 @@ class ClientRequest:
     ) -> int:
         """Returns the largest number of completion tokens.
 
-        If the client set no limit, the result also fits into a KV pool of `pool_tokens`. Raises
-        ContextTooLong if the completion and the prompt do not fit into the context, and
-        OverKeyLimit if the API key allows less.
+        That is the client's max_tokens. Without max_tokens, the result is as large as the context,
+        a KV pool of `pool_tokens`, the API key and `default_max_tokens` allow. Raises
+        ContextTooLong if prompt and completion do not fit into the context, and OverKeyLimit if the
+        API key allows less than max_tokens.
         """
         left = max_model_len - num_prompt_tokens
         if num_prompt_tokens < 1:
@@ -287,11 +291,10 @@ class ClientRequest:
 
     @property
     def wishes(self) -> Retention:
-        """The retention of the request's KV, as workers receive it.
+        """The retention of the request's KV: the client's wishes within the limits of its API key.
 
-        The API key limits the retention's priority. The prompt is assumed to be sent again
-        (`returns`) if the client requests a pin, names a session, sends tools, or sends an earlier
-        answer.
+        `returns` (the prompt will probably be sent again) is True if the client requests it or a
+        pin, names a session, sends tools, or sends an earlier answer.
         """
         retention = self.retention
         chat = self.prompt
@@ -334,7 +337,7 @@ def read_model_defaults(generation_config: Mapping[str, Any]) -> dict[str, float
 
 
 def read_client_id(sent: Sequence[str]) -> str:
-    """Returns the client's id; "" if there is none, several, or an invalid one."""
+    """Returns the client's own id of a request; "" unless exactly one valid id was sent."""
     return sent[0] if len(sent) == 1 and _CLIENT_ID.fullmatch(sent[0]) else ""
 
 
@@ -355,7 +358,7 @@ def num_characters(prompt: Prompt) -> int:
 
 
 def _context(max_model_len: int) -> str:
-    # OpenAI's wording: clients search the message for it and shorten the prompt.
+    # Clients search the message for this text, which is OpenAI's, and then shorten the prompt.
     return f"This model's maximum context length is {max_model_len} tokens"
 
 

@@ -1,6 +1,6 @@
 """The ways in which clients request that KV is kept.
 
-request or answer                        effect
+field, header or answer                  effect
 prompt_cache_key, a session header       the prompt is treated as likely to be sent again
 prompt_cache_retention, cache_control    the blocks are pinned for some time after the request ends
 kv_priority                              order of eviction from tiers with the policy `priority`
@@ -39,10 +39,10 @@ def asked_retention(
 
 
 def is_of_session(sent: Callable[[str], Sequence[str]]) -> bool:
-    """Returns whether headers name the request's session.
+    """Returns whether the client sent a header with the name of a session (`SESSION_HEADERS`).
 
-    `sent` returns all values of the header with the given name.
-    Raises BadRequest for an invalid value.
+    `sent` returns all values of the header with the given name. Raises BadRequest for an invalid
+    value.
     """
     named = [(name, value.strip(" \t")) for name in SESSION_HEADERS for value in sent(name)]
     for name, value in named:

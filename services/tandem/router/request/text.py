@@ -1,7 +1,7 @@
-"""Converts a request's token ids into text: detokenized, cut at a stop string, and parsed.
+"""Converts the token ids of a completion into text, while they are generated.
 
-Parsing splits the text into content, reasoning and tool calls. This module only finds where the
-text ends; the caller cancels the sequence.
+The token ids are detokenized. The text is cut at a stop string, and split by a parser into content,
+reasoning and tool calls. When a stop string ends the text, the caller must cancel the sequence.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,7 +19,10 @@ from tandem.router.request.prompt.formats import answer_parser
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New text and its tokens, up to the token that completed a stop string."""
+    """New text of a completion, and the tokens from which it was made.
+
+    If a stop string ended the text, the tokens after it are left out.
+    """
 
     text: str
     token_ids: list[int]
@@ -28,11 +31,11 @@ class Piece:
     stop_reason: str | int | None = None
     reasoning: str = ""
     tool_calls: tuple[CallDelta, ...] = ()
-    num_reasoning: int = 0  # reasoning tokens so far, tags included
+    num_reasoning: int = 0  # number of reasoning tokens so far, including the reasoning tags
 
 
 class TextStream:
-    """The text of one completion, converted as its tokens arrive."""
+    """Converts the tokens of one completion into text while the tokens arrive."""
 
     def __init__(
         self,
@@ -46,13 +49,13 @@ class TextStream:
         min_tokens: int = 0,
         prompt_text: str = "",
     ) -> None:
-        """`parser` splits the text; without one all text is content. The text begins with
-        `prompt_text`.
+        """`parser` splits the text; None: all text is content. `prompt_text` precedes the text.
 
-        With `shows_stop` the text includes the stop string or token. The text of the first
-        `min_tokens` tokens is not searched for stop strings.
+        `shows_stop`: the text includes the stop string or token. The text of the first `min_tokens`
+        tokens is not searched for stop strings.
         """
-        # Even with `skip_special_tokens`, the parser sees the special tokens that it searches for.
+        # The parser needs the text of the special tokens that separate content, reasoning and
+        # calls, even with `skip_special_tokens`.
         shown = frozenset() if parser is None else tokenizer.special_ids(parser.terminals)
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, skip_special_tokens=skip_special_tokens, shown=shown
@@ -64,14 +67,15 @@ class TextStream:
         self._num_unstopped = min_tokens
         self._prompt_text = prompt_text
         self._num_reasoning = 0
-        # number of last tokens that may belong to a tag that begins reasoning
+        # number of the last tokens that may turn out to begin reasoning
         self._num_undecided = 0
 
     def push(self, token_ids: list[int], finish_reason: str) -> Piece:
-        """Returns the new text. With a `finish_reason`, all held-back text is released.
+        """Takes new tokens and returns the new text.
 
-        The token that ended a sequence with "stop" (an end-of-sequence token or one of the client's
-        stop ids) is counted but is not part of the text unless `shows_stop`.
+        With a `finish_reason`, all text that was held back is returned, too. A last token that
+        ended the sequence with "stop" (an end-of-sequence token or one of the client's stop ids) is
+        in the piece's `token_ids`. It is in the text only with `shows_stop`.
         """
         piece = self._parsed(token_ids, finish_reason)
         if self._prompt_text:
@@ -82,8 +86,8 @@ class TextStream:
     def _parsed(self, token_ids: list[int], finish_reason: str) -> Piece:
         """Returns the new text, split by the parser.
 
-        While the model may be reasoning, tokens are parsed one by one, to count the reasoning
-        tokens.
+        While the text is or may become reasoning, tokens are parsed one by one, so that the
+        reasoning tokens can be counted.
         """
         parser = self._parser
         if parser is None:
@@ -136,9 +140,9 @@ class TextStream:
         return Piece("".join(texts), token_ids, finish_reason, ended_by)
 
     def _rest(self, finish_reason: str) -> str:
-        """Returns the text that the detokenizer still holds back at the end of a completion.
+        """Returns the text that the detokenizer holds back, if the completion ends here.
 
-        A final character of which some bytes are missing is left out.
+        A last character whose bytes are incomplete is left out.
         """
         return self._detokenizer.flush().rstrip("\ufffd") if finish_reason else ""
 
@@ -162,8 +166,8 @@ def text_stream(tokenizer: Tokenizer, answers: ModelFormat, request: PreparedReq
 def _echoed(tokenizer: Tokenizer, request: PreparedRequest) -> str:
     """Returns the text that precedes the completion if the client requests an echo.
 
-    A text prompt is echoed as it was sent, special tokens included. A truncated prompt or token ids
-    are decoded. For a chat, the echo is the final assistant message.
+    A text prompt is returned as the client sent it. A truncated prompt, or a prompt of token ids,
+    is decoded. For a chat, the final assistant message is returned.
     """
     prompt, sampling = request.client.prompt, request.client.sampling
     if isinstance(prompt, Conversation):

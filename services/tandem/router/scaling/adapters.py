@@ -1,12 +1,14 @@
 """Loads and unloads LoRA adapters on the workers, as operators request over HTTP or gRPC.
 
-Change   Workers                                           Then this router waits until
-load     all read the folder; those that can use the       their records have the name
-         adapter add the name
-unload   all remove the name                               no record has the name
+Change    What the workers do
+load      every worker reads the folder; workers that can use the adapter serve it under its name
+unload    every worker stops serving the name
 
-A worker that cannot use the folder now may load the adapter later, when a request on that worker
-needs the adapter and the files in the folder have the adapter's digest.
+The workers' records list the names that they serve. After a change, the router waits until it reads
+records that contain the change.
+
+A worker that cannot use the folder at first may load the adapter later. This happens if a request
+on that worker needs the adapter and the files in the folder have the adapter's digest by then.
 """
 
 import asyncio
@@ -43,7 +45,7 @@ class AdapterLoaded:
 class AdapterControl:
     """Loads and unloads adapters. Raises errors of `tandem/errors.py`.
 
-    `who` is the caller, who is named in the log of changes.
+    The log of changes names the caller, `who`.
     """
 
     def __init__(self, control: ClusterControl, generator: Generator, trail: AuditTrail) -> None:
@@ -54,9 +56,9 @@ class AdapterControl:
         self._trail = trail
 
     async def load(self, name: str, path: str, *, in_place: bool, who: Caller) -> AdapterLoaded:
-        """Serves the adapter in the folder `path` of the workers under the name `name`.
+        """Makes the workers serve the adapter in their folder `path` under the name `name`.
 
-        With `in_place`, it may replace a served adapter of the same name.
+        If an adapter of this name is served already, it is replaced only if `in_place` is True.
         """
         with logged_change(self._trail, who, f"adapter {name}") as change:
             served = self._view.adapters()
@@ -100,9 +102,9 @@ class AdapterControl:
     async def _describe(
         self, name: str, path: str
     ) -> tuple[Adapter, list[WorkerRecord], dict[str, str]]:
-        """Returns the adapter, the workers that can use it, and the refusals.
+        """Returns the adapter, the workers that can use the adapter, and the refusals.
 
-        The refusals map each worker that cannot use the adapter to the reason.
+        The refusals map the id of each worker that cannot use the adapter to the reason.
         """
         records = self._records()
         request = pb.DescribeAdapterRequest(path=path)

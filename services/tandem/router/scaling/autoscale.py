@@ -3,12 +3,13 @@
 Redis key                    Type and value
 {tandem:CLUSTER}:demand      HASH, router -> msgpack (time, requests held, Demand)
 {tandem:CLUSTER}:autoscaler  STRING, the leader; expires after a few intervals without renewal
-{tandem:CLUSTER}:autoscale   STRING, JSON of the last decisions; expires likewise
+{tandem:CLUSTER}:autoscale   STRING, JSON of the last decisions; expires after the same time
 
 Every router writes its own demand. One router is the leader: it runs the policy
 (`autoscaler/policy.py`) and requests the sizes from the program that owns them (`size_owner.py`),
 as `tandem scale` does. If an HPA or KEDA owns the sizes, it reads the metric
-`tandem_desired_workers`, which every router exports. While Redis is lost, sizes do not change.
+`tandem_desired_workers`, which every router exports. While Redis does not answer, sizes do not
+change.
 """
 
 import asyncio
@@ -127,8 +128,8 @@ class AutoscaleLoop:
         mine = msgspec.msgpack.encode((time.time(), self._num_held(), self._meter.demand()))
         await redis.hset(self._demand_key, self._name, mine)
         keep_ms = round(_LEASE_INTERVALS * config.interval_s * 1000)
-        # An endpoint picker, an HTTP front or a gRPC replica never becomes the leader. It only
-        # writes its demand.
+        # Only routers become the leader. Endpoint pickers, HTTP fronts and gRPC replicas run this
+        # loop only to write their demand.
         may_lead = self._config.gateway.is_router and self._config.api != "grpc"
         lead = may_lead and await self._lead(redis, [self._leader_key], self._name, keep_ms)
         if not lead:
@@ -145,7 +146,9 @@ class AutoscaleLoop:
         self._view.decisions = decisions = self._decide(num_held, owned)
         await redis.set(self._decisions_key, msgspec.json.encode(decisions), px=keep_ms)
         changes: dict[str, int] = {
-            d.role: max(0, owned[d.role] + d.to - d.size)  # excludes workers moved between pools
+            # The owner's size changes by as many workers as the decision. `d.to` itself cannot be
+            # used, because it also counts workers that were moved from the other pool.
+            d.role: max(0, owned[d.role] + d.to - d.size)
             for d in decisions
             if d.to != d.size and d.role in owned
         }
@@ -205,10 +208,10 @@ class AutoscaleLoop:
     def _size(self, role: str, owned: dict[str, int]) -> int:
         """Returns the current size of a pool for the policy.
 
-        If an owner of the size is known, this is the owner's size, corrected by workers that were
-        moved between the pools. Otherwise it is the last decided size. The number of running
-        workers would be wrong, because it changes later and the policy would request the same
-        change again.
+        If an owner of the size is known, this is the owner's size plus the workers that were moved
+        into the pool, minus those that were moved out. Otherwise it is the last decided size. The
+        number of running workers is not used, because it follows a decision only later. Until then,
+        the policy would request the same change again.
         """
         records = [w.record for w in self._view.known()]
         if role not in owned:

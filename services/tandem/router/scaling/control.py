@@ -44,7 +44,7 @@ class RoleSet(msgspec.Struct, frozen=True):
 class ClusterControl:
     """Operators' changes of a cluster. Raises errors of `tandem/errors.py`.
 
-    `who` is the caller, who is named in the log of changes.
+    The log of changes names the caller, `who`.
     """
 
     def __init__(self, config: RouterConfig, view: ClusterView, trail: AuditTrail) -> None:
@@ -178,10 +178,10 @@ class ClusterControl:
     async def _departure(
         self, record: WorkerRecord, way_out: str = "", *, force: bool = False
     ) -> AsyncIterator[None]:
-        """Claims a decode worker's departure from its pool (`departures.py`).
+        """Claims a decode worker (`departures.py`) before the `with` block moves or drains it.
 
         The claim ends at once if the `with` block raises. Raises NotNow if no decode worker would
-        be left, unless `force` is set. `way_out` is appended to the error's message.
+        be left, unless `force` is set. `way_out` is appended to the message of NotNow.
         """
         own = frozenset({record.epoch})
         try:

@@ -2,10 +2,14 @@
 
     {tandem:CLUSTER}:departures   HASH, a worker's epoch -> "UNTIL_MS WHO"
 UNTIL_MS is the time when the claim ends, by the clock of the Redis server. WHO is the router's
-random name. The claims prevent that two simultaneous calls remove the last two decode workers: a
-worker that must drain or move to the prefill pool seems usable until the routers read its new
-state, so each call would rely on the other call's worker. Therefore a call first claims its worker
-and reads the claims of other workers. While Redis is lost, a router knows only its own claims.
+random name.
+
+Claims keep two simultaneous calls from removing the last two decode workers. For example, A and B
+are the only decode workers. Without claims, one call drains A, because B remains. Another call
+drains B, because A seems usable until the routers read its new state. With claims, each call first
+claims its worker and does not count workers that were claimed before.
+
+While Redis does not answer, a router knows only its own claims.
 """
 
 import time
@@ -15,7 +19,7 @@ from contextlib import suppress
 from tandem.net.store.client import UNREACHABLE, Client
 from tandem.net.store.script import Script
 
-CLAIM_S = 3.0  # validity of a claim; by then, all routers see that the worker leaves
+CLAIM_S = 3.0  # seconds that a claim lasts; by then, all routers see that the worker leaves
 
 # KEYS: 1 the hash of claims. ARGV: 1 the worker's epoch, 2 the claiming router, 3 ms to live.
 # Returns the epochs of the workers that other routers have claimed.

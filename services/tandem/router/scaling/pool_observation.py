@@ -1,4 +1,4 @@
-"""Makes the autoscaler's observations of the pools from placement's snapshots. Does no I/O."""
+"""Computes what the autoscaler observes of a pool, from snapshots of the workers. Does no I/O."""
 
 from collections.abc import Iterable
 from statistics import median_high

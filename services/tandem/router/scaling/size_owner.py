@@ -32,7 +32,7 @@ _KUBERNETES_KEPT_S = 2.0
 _KUBERNETES_WATCH_S = 10.0
 _CONTROLLER_START_S = 3.0
 _HEAD_START_S = 60.0
-_BEFORE_DEADLINE_S = 1.0  # limit for reading the old sizes, which only the log needs
+_BEFORE_DEADLINE_S = 1.0  # longest time to read the old sizes, which only the log needs
 
 
 class SizeOwner:

@@ -194,7 +194,7 @@ class WorkerClient:
                 self._command_waits.clear()
                 await self._command_waits.wait()
         except Exception as error:
-            # The reader of this call reports the reason and cleans up.
+            # `_serve` reads from the same call. It then also gets an error, and cleans up.
             log.debug("writing to worker %s ended: %r", self.worker_id, error)
             call.cancel()
 

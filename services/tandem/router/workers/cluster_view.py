@@ -1,13 +1,14 @@
 """The workers as this router sees them: records in Redis, streams and reported loads.
 
 What the router observes           What it does
-a record, ready, of its own model  may place requests on the worker; on a decode worker only while
-                                   its stream is up
-a record expires                   removes the worker; its stream closes when its requests end
-Redis is lost                      keeps the workers that it knows
-Redis is back or was emptied       keeps decode workers whose stream is up, for one TTL of a record,
-                                   even if their record is missing
-this process was paused            the same as after Redis is back
+a worker's record says `ready`     may place requests on the worker, if the worker has the router's
+                                   model; also requires that the stream to a decode worker is up
+a record expires                   removes the worker; the stream closes when all requests on it end
+Redis does not answer              keeps all known workers
+Redis answers again                keeps decode workers without a record while their stream is up,
+                                   for the time to live of a record
+Redis was emptied                  the same
+this process was paused            the same
 
 A record's epoch changes whenever a worker publishes its blocks again. The router connects again
 only if the process changed (address, process id, start time). This module places no requests.
@@ -114,7 +115,7 @@ class ClusterView:
             await asyncio.gather(*(c.close() for c in clients))
 
     def roster(self) -> Roster:
-        """Returns the current snapshots of all workers. It remakes only outdated snapshots."""
+        """Returns the current snapshots of all workers. Only outdated snapshots are made again."""
         now_s = time.monotonic() - self._made_at
         if self._shares.rebase(now_s):
             self._roster = Roster()
@@ -214,7 +215,7 @@ class ClusterView:
     ) -> None:
         """Records that work sent to a prefill worker at `sent_at` no longer waits there.
 
-        `by_it` is True if this worker computed the prompt.
+        `by_it` is True if this worker computed the prompt, and False if another worker did.
         """
         if worker := self._workers.get(worker_id):
             worker.note_prefilled(prefill, sent_at, by_it=by_it)
@@ -222,7 +223,10 @@ class ClusterView:
             self._notify_listeners()
 
     def note_share(self, worker_id: str, prefill_s: float) -> None:
-        """Adds a prompt of `prefill_s` predicted seconds to the worker's share (`shares.py`)."""
+        """Counts a prompt towards the worker's share of recent prefill work (`shares.py`).
+
+        `prefill_s` is the predicted duration of the prompt's prefill in seconds.
+        """
         if worker_id in self._workers:
             self._shares.sent(worker_id, prefill_s, time.monotonic() - self._made_at)
             self._stale.add(worker_id)
@@ -242,7 +246,7 @@ class ClusterView:
         return self._adapters
 
     def max_model_len(self) -> int | None:
-        """Returns the shortest context of the compatible workers; None if there are none."""
+        """Returns the smallest `max_model_len` of compatible workers; None if there are none."""
         return min((w.record.max_model_len for w in self._compatible()), default=None)
 
     def pool_tokens(self) -> int | None:

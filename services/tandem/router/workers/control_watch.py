@@ -4,7 +4,7 @@ Observation in Redis         Conclusion
 no pools                     no controller exists (Kubernetes, or workers started by hand)
 the heartbeat changes        the controller is alive; a new process id means that it was restarted
 the heartbeat stays          problem: the controller is stopped, gone, or cut off from Redis
-the head has no address      problem: Ray's head is gone, if it is not the first one that starts
+the head has no address      problem: Ray's head is gone; no problem while the first head starts
 """
 
 from typing import TypeVar
@@ -30,7 +30,7 @@ class ControlWatch:
         self._beat: ControllerBeat | None = None
         self._heard_at = 0.0
         self._now = 0.0
-        self._is_kept = False  # True if a controller has written its pools
+        self._is_kept = False  # True: a controller has written its pools to Redis
         self._head: Head | None = None
         self._head_at = 0.0
 
@@ -72,7 +72,10 @@ class ControlWatch:
     def head_is_starting(self) -> bool:
         """True while `tandem up` starts its first head, which will start a pool controller."""
         head = self._head
-        return head is not None and not (head.address or head.number or head.why)
+        if head is None or head.address or head.why:
+            return False
+        # On several machines, a head without an address after the first one is one that was lost.
+        return not (head.number and self._is_kept)
 
     @property
     def is_kept(self) -> bool:
@@ -81,7 +84,7 @@ class ControlWatch:
 
     @property
     def problems(self) -> dict[str, str]:
-        """A phrase under "head" or "controller" if that program is faulty; else empty."""
+        """Maps "head" or "controller" to a phrase if that program is faulty. Empty if both work."""
         if self.head_is_gone:
             assert self._head is not None
             why = f" ({self._head.why})" if self._head.why else ""
@@ -93,10 +96,10 @@ class ControlWatch:
         return {}
 
     def _lost_lease(self) -> Head | None:
-        """Returns the state of Ray's head after the head's key has expired in Redis.
+        """Returns the state to assume for Ray's head after the head's key has expired in Redis.
 
-        The head has no address then, because the host that held the lease has lost it. Returns None
-        if the head never had a lease.
+        The state has no address, because the key is the lease of the host that ran the head.
+        Returns None if the head had no lease, as on a single machine.
         """
         if self._head is None or not self._head.number:
             return None

@@ -55,7 +55,7 @@ class EventLog:
             self._counted[kind, about, text] += 1
 
     async def run(self) -> None:
-        """Writes events until it is cancelled, and then the queued events, if Redis answers."""
+        """Writes events until it is cancelled. Then writes what is queued, if Redis answers."""
         writing = asyncio.create_task(self._journal.run())
         try:
             while True:

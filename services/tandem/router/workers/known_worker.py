@@ -5,6 +5,9 @@ decode worker on its stream. The router corrects the load in two ways:
 - It adds the work that it has sent and that the load cannot include yet.
 - It subtracts the work that a prefill worker has finished since its record, because the router sees
   the first tokens long before the next record.
+
+For example, a worker's record reports a queue of 3 s. Since then, the router has sent a prompt of
+1 s and received the first token of a prompt of 0.5 s. The router then expects a queue of 3.5 s.
 """
 
 from collections import deque
@@ -28,10 +31,11 @@ class KnownWorker:
     # The worker's clock minus this router's clock in seconds, for each of the last records. Several
     # values are kept, because a record may have been delayed.
     clocks: deque[float] = field(default_factory=lambda: deque(maxlen=3))
-    # (monotonic seconds, prefill work) of prompts that were sent to a prefill worker and are not in
-    # its record yet.
+    # Prompts that were sent to this prefill worker and are not in the load of its record yet, as
+    # (monotonic seconds when sent, prefill work).
     _sent: deque[tuple[float, Prefill]] = field(default_factory=deque)
-    _done: Prefill = NO_PREFILL  # work in the record that the worker has finished since
+    # work that the load of the record includes and that the worker has finished since
+    _done: Prefill = NO_PREFILL
 
     @property
     def load(self) -> WorkerLoad:
@@ -67,7 +71,7 @@ class KnownWorker:
     def note_prefilled(self, prefill: Prefill, sent_at: float, *, by_it: bool) -> None:
         """Records that the prompt sent at `sent_at` no longer waits on this worker.
 
-        `by_it` is True if this worker computed the prompt.
+        `by_it` is True if this worker computed the prompt, and False if another worker did.
         """
         if (sent_at, prefill) in self._sent:
             self._sent.remove((sent_at, prefill))
@@ -79,9 +83,10 @@ class KnownWorker:
     ) -> bool:
         """Takes a new record; returns whether the worker's snapshot for placement changes.
 
-        A changed load was measured after the records were last read (`last_read_at`). So it
-        includes all work sent before that, and that work is no longer added. Work sent before
-        `forgotten_before` is no longer added either, because it may never have reached the worker.
+        If the load has changed, it was measured after the records were last read (`last_read_at`).
+        So the load includes all work sent before `last_read_at`, and this work is no longer added.
+        Work sent before `forgotten_before` is no longer added either, because it may never have
+        reached the worker.
         """
         num_sent = len(self._sent)
         self._drop_sent(forgotten_before)

@@ -1,10 +1,13 @@
 """Watches the pool sizes, and pools on Kubernetes whose workers do not start. Does no I/O.
 
-    as many workers are ready as requested  no problem
-    a missing worker has a row (`rows.py`)  no problem of the pool: the row has the worker's problem
-    a missing worker has no row             a problem after `grace_s`, until all workers are ready
-In the last case, a pod waits for a node or for its image, so no process can report. Pools of a pool
-controller are left out, because the controller's agents report why a process does not run.
+    state of a pool                          problem of the pool
+    all requested workers are ready          none
+    a worker is not ready and has a row      none, because the row (`rows.py`) shows the problem
+    a requested worker has no row            after `grace_s` seconds, until all workers are ready
+
+A worker without a row is, for example, a pod that waits for a node or for its image. Such a pod has
+no process that could report. Pools of a pool controller are left out, because the controller's
+agents report why a process does not run.
 """
 
 from collections import Counter
@@ -26,7 +29,7 @@ class PoolWatch:
     """
 
     def __init__(self, grace_s: float = 90.0) -> None:
-        """`grace_s` is the time that a new worker has before it counts as a problem."""
+        """`grace_s` is the time in seconds that a new worker has to start."""
         self.grace_s = grace_s
         self.owned: dict[str, dict[str, int]] = {}  # sizes reported by Kubernetes, if any
         self.sizes: dict[str, int] = {}  # last requested size of each pool
@@ -53,7 +56,8 @@ class PoolWatch:
         self.ready = {name: s["ready"] for name, s in pools.items() if name not in ROUTER_POOLS}
         for name, ready in self.ready.items():
             if "agents" in pools[name]:
-                self._have_agents.add(name)  # stays if Redis loses the controller's keys
+                # The name is never removed, because Redis may lose the controller's keys.
+                self._have_agents.add(name)
             size = 0 if name in self._have_agents else self.sizes.get(name, 0)
             if ready < size and (known[name] < size or self._is_overdue(name)):
                 self._short_since.setdefault(name, now)

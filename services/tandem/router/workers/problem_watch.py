@@ -19,7 +19,7 @@ _SAME_S = 30  # within this many seconds, all routers together add the same even
 
 
 class ProblemWatch:
-    """Compares the current problems with the last ones, and reports what began or ended."""
+    """Compares the current problems with the previous ones; reports what has begun or ended."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events

@@ -6,7 +6,8 @@ from tandem.router.placement.moves import find_moves
 from tandem.router.workers.cluster_view import ClusterView
 
 _LOOK_S = 0.03  # shortest interval between checks, since loads arrive at each step of each worker
-_AFTER_S = 0.1  # wait after a check finds room, so that just submitted requests can start
+# A worker must have had room for this many seconds, because a new request may take the room.
+_AFTER_S = 0.1
 
 
 class Returns:

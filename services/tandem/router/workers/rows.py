@@ -4,7 +4,7 @@ Operators see the rows and the headline. A worker is known if one of these holds
 - It has a record in Redis, or had a record recently.
 - It loads its model and has written a notice.
 - It has an agent, which keeps the worker's process running (`tandem up`).
-The record describes what the worker does. The agent knows why a worker has no record.
+The record says what the worker does. The agent says why a worker has no record.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,8 +23,9 @@ RowState = (
     | Literal["not connected", "incompatible", "failed", "stopped", "lost"]
 )
 _IS_WELL = {"ready", "draining"}  # draining is no problem, because an operator requested it
-# While a worker loads, its row shows a pause in reading weights after the first time, in seconds.
-# The pause becomes a trouble after the second time. Importing Python modules takes some time, too.
+# If a loading worker reads no weights for _STALLS_S seconds, its row says so. After _STALLED_S
+# seconds, the worker has the trouble "stalled". A short pause is normal, because the worker also
+# imports Python modules.
 _STALLS_S, _STALLED_S = 8.0, 30.0
 
 
@@ -59,7 +60,11 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """A worker as operators see it. Only a ready or loading worker can have a `trouble`."""
+    """A worker as operators see it.
+
+    A `trouble` is a fault of a worker that runs, such as a full disk. Only a ready or loading
+    worker can have one.
+    """
 
     worker_id: str
     pool: str
@@ -257,7 +262,7 @@ def _without_record(
     row = _of_agent(worker_id, pool, agent, now)
     if row.state != "loading":
         return row
-    if last and agent.get("since", 0.0) < last.at:  # the process is the one that wrote the record
+    if last and agent.get("since", 0.0) < last.at:  # the agent's process wrote the lost record
         if last.has_left:
             return WorkerRow(worker_id, pool, "draining", "its process ends")
         silence = _silence(last.silent_s + max(0.0, now - last.at), agent)

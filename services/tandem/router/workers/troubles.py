@@ -1,4 +1,4 @@
-"""Finds troubles of a worker that serves: clock, disk, peers or tiers. Does no I/O."""
+"""Finds faults of a worker that serves: its clock, disk, peers or tiers. Does no I/O."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -13,15 +13,15 @@ Trouble = Literal["", "clock", "disk", "unreachable", "tier", "stalled"]
 
 CLOCK_OFF_S = 5.0
 _DISK_FULL_SHARE = 0.02
-_DISK_FULL_BYTES = 1 << 30  # a disk with more free bytes is never full, whatever its size
+_DISK_FULL_BYTES = 1 << 30  # a disk with more free bytes never counts as full
 
 
 def trouble_of(
     record: WorkerRecord, clock_ahead_s: float, blaming: Iterable[WorkerRecord]
 ) -> tuple[Trouble, str]:
-    """Returns the trouble of a ready worker and a note about it; ("", "") without a trouble.
+    """Returns the trouble of a ready worker and a note for operators; ("", "") if it has none.
 
-    `blaming` are the records of live workers that cannot reach a peer, where the peer is at fault.
+    `blaming` are the records of live workers whose unreachable peers are at fault (`blames_peers`).
     `clock_ahead_s` is the worker's clock minus this router's clock. If this router's own clock is
     wrong, the caller has corrected the difference.
     """

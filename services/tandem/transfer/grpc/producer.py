@@ -32,8 +32,8 @@ class BlockServer:
     ) -> None:
         """`lent` returns the blocks that a lease has announced, or None if the lease has ended.
 
-        For one lease, `lent` always returns the same list object. `on_served` is called with the
-        size of each message in bytes.
+        For one lease, `lent` always returns the same list object, so a new lease with the same id
+        is noticed. `on_served` is called with the size of each message in bytes.
         """
         self._owner = owner
         self._lent = lent

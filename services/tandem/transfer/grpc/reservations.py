@@ -1,7 +1,7 @@
-"""Controls which blocks of the KV pool the I/O process may write, for blocks received over gRPC.
+"""Controls which blocks of the KV pool the I/O process may fill with bytes received over gRPC.
 
-A write needs an open `PoolReservation`, which says that the blocks belong to a sequence. When the
-I/O process sends the engine the command that gives up a sequence's blocks, it closes the sequence's
+A write needs an open `PoolReservation` of the sequence that has the blocks. When the I/O process
+sends the engine a command after which the blocks may be reused, it closes the sequence's
 reservations. Writes and commands run on one event loop, so no write can follow that command.
 """
 
@@ -24,9 +24,8 @@ class PoolReservation:
     is_open: bool = True
 
     def check(self, first: int, num_blocks: int) -> None:
-        """Raises LeaseLost if `num_blocks` blocks from index `first` on may not be written.
-
-        This is so if the reservation is closed or has fewer blocks.
+        """Raises LeaseLost if the reservation is closed or does not have `num_blocks` blocks from
+        index `first` on.
         """
         if not self.is_open:
             raise LeaseLost(f"the engine was told that {self.sequence_id} gives up its pulls")
@@ -75,9 +74,9 @@ class PoolView(Protocol):
         """
 
     def write(self, into: PoolReservation, first: int, data: memoryview) -> None:
-        """Writes `data`, which are whole blocks, to the reservation's blocks from `first` on.
+        """Writes `data`, which are whole blocks, to the reservation's blocks from index `first` on.
 
-        Raises LeaseLost if the reservation does not allow it.
+        Raises LeaseLost if the reservation is closed or has too few blocks.
         """
 
 

@@ -1,7 +1,7 @@
-"""Reads a peer's blocks over gRPC, on separate connections from leases and tokens.
+"""Reads a peer's blocks over gRPC, on other connections than leases and tokens.
 
-gRPC channels of one process share a connection to the same address unless each channel has its own
-subchannel pool. Separate connections keep large block messages from delaying small messages.
+Separate connections keep large messages with blocks from delaying small messages. gRPC channels to
+the same address would share a connection, so each channel has its own subchannel pool.
 """
 
 import asyncio

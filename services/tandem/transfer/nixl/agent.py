@@ -116,7 +116,7 @@ class NixlAgent:
             self._agent.registerMem(descriptors, [self._backend])
 
     def metadata(self) -> bytes:
-        """Returns the metadata with which a peer can read all registered memory. Keep it secret."""
+        """Returns the metadata with which a peer can read all registered memory. It is secret."""
         with self._translated("describing the agent"):
             return bytes(self._agent.getLocalMD())
 
@@ -180,9 +180,10 @@ class NixlAgent:
     def create_block_read(
         self, *, producer_list: int, producer_ids: BlockIds, local_list: int, local_ids: BlockIds
     ) -> int:
-        """Prepares a read of each block in `producer_ids` into the block at the same index here.
+        """Prepares a read of the peer's block `producer_ids[i]` into the local block
+        `local_ids[i]`, for each index i.
 
-        Returns the handle of the read. NIXL merges neighbouring blocks into one span.
+        Returns the handle of the read. NIXL merges blocks that follow each other in memory.
         """
         with self._translated("preparing a read of blocks"):
             handle: int = self._agent.makeXferReq(
@@ -197,7 +198,7 @@ class NixlAgent:
         return handle
 
     def start(self, handle: int) -> ReadState:
-        """Starts a read. If UCX copies through the kernel (CMA), the bytes are copied on return."""
+        """Starts a read. If the kernel copies the bytes (CMA), it does so during this call."""
         with self._translated("starting a read"):
             return self._read_state(self._agent.postXferReq(handle, ""))
 

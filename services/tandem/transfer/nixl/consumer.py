@@ -1,19 +1,20 @@
 """Reads KV blocks from peers' pools over NIXL.
 
 A worker process has two NIXL agents. Peers read this worker's blocks through the producer's agent
-(producer.py), and this worker reads peers' blocks through the consumer's agent. They are separate,
-because a started read cannot be cancelled. An abandoned read is an unfinished read of a pull that
-was given up. If the peer was stopped and continues later, the read still writes local memory, even
-after its handle was released and the peer removed. Only destroying the consumer's agent ends the
-read. The producer's agent stays, so the metadata that peers have of it stays valid.
+(producer.py). This worker reads peers' blocks through the consumer's agent.
 
-    submit --> NixlPull advances --> DONE
-                    `--error, deadline, cancel, disconnect--> FAILED; the blocks of its unfinished
-                       reads are fenced (fence.py) until the reads end or the consumer's agent is
-                       replaced
+A started NIXL read cannot be cancelled. If its pull is given up, the unfinished read is called
+abandoned. It may still write local memory later, for example when a peer that was stopped
+(SIGSTOP) continues. Only destroying the consumer's agent ends such a read. The producer's agent is
+separate, so it survives, and the metadata of it that peers have stays valid.
 
-The engine may free the local blocks of a DONE pull at any time. It does not reuse the blocks of a
-FAILED pull until `unfenced` returns them.
+    event of a pull                                           state of the pull
+    all bytes are in place                                    DONE
+    error, deadline, cancel, or disconnect of the peer        FAILED
+
+The engine may free the local blocks of a DONE pull at any time. Of a FAILED pull, the local blocks
+of abandoned reads are fenced (fence.py): the engine does not reuse them until `unfenced` returns
+them. This happens when the reads have ended or the consumer's agent was replaced.
 
 The consumer's agent is created when it is first needed, and a peer's metadata is loaded when the
 peer is first needed. After the agent was replaced (instance.py), all peers are loaded again. Pulls
@@ -48,9 +49,9 @@ log = logging.getLogger(__name__)
 
 # Seconds that abandoned reads get to end before the agent is replaced. The replacement takes 20 ms.
 GRACE_S = 0.5
-# If an abandoned read lasts longer, new pulls are refused until the agent is replaced.
+# If an abandoned read lasts longer than this, new pulls are refused until the agent is replaced.
 PATIENCE_S = 10.0
-# If the agent could not be replaced for longer, the transport reports a failure.
+# If no new agent could be created for this many seconds, the transport reports a failure.
 RECOVER_S = 10.0
 _BACKOFF_MIN_S = 50e-6
 _BACKOFF_MAX_S = 1e-3
@@ -155,7 +156,7 @@ class NixlConsumer:
     def poll(self) -> list[PullResult]:
         """Makes progress on all pulls and returns the new results, without waiting.
 
-        It also replaces the agent if abandoned reads require that and no pull is unfinished.
+        If abandoned reads require it and no pull is unfinished, this method replaces the agent.
         """
         if self._instance is not None:
             self._instance.release_ended()
@@ -208,8 +209,8 @@ class NixlConsumer:
     def fence(self) -> list[int]:
         """Destroys the agent, so that no abandoned read writes memory any more.
 
-        Returns the local blocks that abandoned reads could write. The caller must not call it while
-        a pull is unfinished.
+        Returns the local blocks that abandoned reads could write. This method must not be called
+        while a pull is unfinished.
         """
         assert not self._pulls, "fencing would end the pulls under way"
         if self._instance is not None:
@@ -293,7 +294,7 @@ class NixlConsumer:
                 # Unload the peer, so that the next pull from this peer connects again.
                 self._instance.unload(peer.metadata, self._agents_in_use())
             return True
-        delay_s = self._delay_s if pull.local_block_ids else 0.0  # 0 for probes
+        delay_s = self._delay_s if pull.local_block_ids else 0.0  # probes are not delayed
         if active.is_done and now >= active.started_at + delay_s:
             del self._pulls[pull.pull_id]
             result = PullResult(
@@ -360,9 +361,9 @@ class NixlConsumer:
         return {agent_name for agent_name, _ in self._abandoned.values()}
 
     def _reload(self, peer_id: str) -> None:
-        """Loads a peer into a new agent, so that the next pull need not wait for that.
+        """Loads a peer into a new agent, so that the next pull from the peer can start at once.
 
-        `poll` reloads at most one peer per call, because each one takes some milliseconds.
+        `poll` reloads at most one peer per call, because loading a peer takes some milliseconds.
         """
         if (peer := self._peers.get(peer_id)) is not None:
             with logged(f"the next pull from {peer_id} will tell"):

@@ -1,16 +1,19 @@
 """Tracks local blocks that an abandoned read may still write.
 
-An abandoned read is an unfinished read of a pull that was given up. Its local blocks are fenced:
-they must not be reused yet. There are two ways out:
-    fail() --> fenced --late_done()--> safe   the read is DONE, so all its bytes are in place
-                     `--renewed()----> safe   the consumer's agent was destroyed, so no read writes
-Replacing the consumer's agent ends all of its reads at once, also those of unfinished pulls. So the
-agent is replaced only while no pull is unfinished. Abandoned reads first get `grace_s` seconds to
-end, and most do.
+An abandoned read is an unfinished read of a pull that was given up. The local blocks of an
+abandoned read are fenced: they must not be reused yet.
 
-New pulls are refused if more than `blocks_max` blocks are fenced or a read has been fenced for
-`patience_s` seconds. Then the unfinished pulls end, and the agent can be replaced even on a busy
-worker. This module is bookkeeping only: it knows no transport and no clock.
+    method        event                                       local blocks of the read
+    `fail`        the pull of the read is given up            fenced
+    `late_done`   the read has ended after all                safe: all bytes are in place
+    `renewed`     the consumer's agent was replaced           safe: the agent's reads have ended
+
+Abandoned reads get `grace_s` seconds to end, and most do. After that, the agent must be replaced.
+This would also end the reads of unfinished pulls, so it is done only while no pull is unfinished.
+
+On a busy worker, some pull is always unfinished. So new pulls are refused if more than `blocks_max`
+blocks are fenced or a read has been fenced for `patience_s` seconds. Once the unfinished pulls have
+ended, the agent can be replaced. This module does no I/O and reads no clock.
 """
 
 from collections.abc import Iterable

@@ -1,9 +1,9 @@
 """The consumer's NIXL agent, with lists of the blocks of the local pool and of the peers' pools.
 
-    created when first needed --> peers loaded and unloaded --> closed: none of its reads writes
 The agent registers the local KV pool once, when it is created. It prepares a list of a peer's
-blocks when the peer is loaded. After that, a pull passes block numbers only. The agent has no
-progress thread, so an idle agent needs no CPU time.
+blocks when the peer is loaded. After that, a pull names blocks by their numbers. After `close`, no
+read of the agent writes memory. The agent has no progress thread, so an idle agent needs no CPU
+time.
 """
 
 import ctypes
@@ -86,7 +86,7 @@ class AgentInstance:
             self.unload(metadata, in_use)
 
     def unload(self, metadata: bytes, in_use: Container[str]) -> None:
-        """Unloads a peer unless its agent name is in `in_use`: an unfinished read may use it."""
+        """Unloads a peer. A peer whose agent name is in `in_use` stays, as in `unload_strays`."""
         peer = self._peers.get(metadata)
         if peer is None or peer.agent_name in in_use:
             return

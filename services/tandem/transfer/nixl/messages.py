@@ -116,7 +116,7 @@ class ProducerReady(msgspec.Struct, frozen=True, tag=True):
     """The answer to `TransferThread.producer`."""
 
     request_id: int
-    metadata: bytes  # lets its holder read the whole pool; empty without NIXL
+    metadata: bytes  # with it, a peer can read the whole pool; empty without NIXL
     pool: RemotePool
     error: str = ""
 

@@ -1,9 +1,10 @@
-"""Chooses into how large pieces a pull is split, so that a large pull does not delay other pulls.
+"""Chooses the size of the pieces into which a pull is split.
 
 If the kernel copies the blocks (CMA), NIXL copies inside the call that starts a read. The transfer
-thread handles no other pull or cancel meanwhile. So a piece has as many bytes as are copied in
-`PIECE_S` seconds at the measured speed. With RDMA and TCP, the call returns at once. Then nothing
-is measured, and the initial size is kept.
+thread handles no other pull or cancel meanwhile, so one large read would delay other pulls. So a
+piece has as many bytes as are copied in `PIECE_S` seconds at the measured speed. For example, at
+4 GB/s and 5 ms it has 20 MB. With RDMA and TCP, the call returns at once. Then nothing is measured,
+and the initial size is kept.
 
 Pieces cost little. Measured with SmolLM2: reading 188 MB in scattered blocks took 31.1 ms in pieces
 of 8 MiB and 28.4 ms in one piece.
@@ -18,7 +19,10 @@ _MEASURED_BYTES_MIN = 1 << 20  # smaller pieces are not measured: they may come 
 
 
 class PieceSize:
-    """Tracks the copy speed. `observe` takes only pieces that were copied by the starting call."""
+    """The size of a piece, from the measured copy speed.
+
+    `observe` must be called only for pieces that were copied inside the call that starts the read.
+    """
 
     def __init__(self) -> None:
         self._bytes_per_s = _FIRST_BYTES / PIECE_S

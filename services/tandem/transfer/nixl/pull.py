@@ -107,7 +107,7 @@ class NixlPull:
             local_ids=self._target_ids[piece],
         )
         self._num_started = min(piece.stop, len(self._producer_ids))
-        read = Read(handle, self.pull.local_block_ids[piece])  # empty for a probe
+        read = Read(handle, self.pull.local_block_ids[piece])  # a probe has no local block ids
         self.reads.append(read)
         read.ended = True  # stays True if `start` raises
         started_at = self._clock()

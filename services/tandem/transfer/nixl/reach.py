@@ -86,7 +86,10 @@ def _share_memory(ours: HostIdentity, theirs: HostIdentity) -> bool:
 def host_identity(
     nixl_tcp: NixlTcp = "off", root: Path = Path("/"), environment: Mapping[str, str] = os.environ
 ) -> HostIdentity:
-    """Returns the identity of this process and its children. `root` contains proc and sys."""
+    """Returns the identity of this process and its children.
+
+    `root` is the folder with the file systems proc and sys.
+    """
     allowed = environment.get("UCX_TLS", "all")
     return HostIdentity(
         boot_id=_text(root / "proc/sys/kernel/random/boot_id"),
@@ -126,7 +129,7 @@ def _kernel_allows_cma(proc: Path) -> bool:
 def _has_rdma_port(root: Path) -> bool:
     """Returns whether this process has an RDMA device and a port is active.
 
-    Ports alone do not show it: a container without an RDMA device sees the node's ports in /sys.
+    The ports in /sys are not enough, because a container without an RDMA device also sees them.
     """
     if not any(root.glob("dev/infiniband/uverbs*")):
         return False

@@ -35,7 +35,8 @@ COMMANDS_MAX = 4096
 STOP_DEADLINE_S = 5.0
 # Number of reads that test a new peer. The first read also connects, so it is not measured.
 _PROBES = 4
-# Longest expected duration of a test read. The measured time of one block limits the blocks read.
+# A test read should take at most this many seconds. If the first measured block takes 1 ms, the
+# next test reads may have 250 blocks.
 _PROBE_S = 0.25
 
 

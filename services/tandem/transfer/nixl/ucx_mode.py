@@ -56,7 +56,7 @@ def transports(mode: UcxMode, memory: str, environment: Mapping[str, str] = os.e
 
 @contextmanager
 def ucx_tls(value: str) -> Iterator[None]:
-    """Sets UCX_TLS while an agent is created, because UCX reads it only then."""
+    """Sets UCX_TLS while an agent is created, because UCX reads the variable only then."""
     before = os.environ.get("UCX_TLS")
     os.environ["UCX_TLS"] = value
     try:

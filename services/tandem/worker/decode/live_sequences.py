@@ -1,8 +1,8 @@
 """The sequences of one decode worker, from submission to their end.
 
-This module sends each sequence's tokens and its end to the sequence's router. A sequence can end
-without the engine having reported the end, for example because the client has gone. In that case
-this module also removes the sequence from the engine.
+This module sends the tokens and the end of each sequence to the router that submitted the sequence.
+If a sequence ends before its last token, for example because the client has gone, this module also
+removes the sequence from the engine.
 """
 
 import asyncio
@@ -51,8 +51,10 @@ class DecodeSequences:
         return self._by_id.get(sequence_id)
 
     def find(self, stream: RouterStream, request_id: str) -> str:
-        """Returns the id of a request's latest sequence on this router's stream; "" if there is
-        none.
+        """Returns the sequence id of a request's latest attempt on a router's stream.
+
+        For example, it is "r7#2" for the second attempt of request "r7". It is "" if the stream has
+        no sequence of the request.
         """
         if not request_id:
             return ""
@@ -92,7 +94,7 @@ class DecodeSequences:
         )
 
     def send_tokens(self, sequence: DecodeSequence, new: NewTokens) -> None:
-        """Sends the tokens that the engine computed in a step, at least one."""
+        """Sends the sequence's tokens from one engine step. There is at least one."""
         update = _update(
             sequence,
             token_ids=new.token_ids,
@@ -125,10 +127,10 @@ class DecodeSequences:
         sequence.stream.push(update)
 
     def lose_producer(self, sequence: DecodeSequence) -> None:
-        """Counts a prefill worker that was lost during this sequence.
+        """Counts one more prefill worker that was lost while it prefilled this sequence.
 
-        At the limit `losses_max` the sequence ends with an error, because the request itself may
-        crash workers.
+        If the count reaches `losses_max`, the sequence ends with an error, because the request
+        itself may crash workers.
         """
         sequence.num_lost += 1
         sequence.stream.push(_update(sequence, workers_lost=sequence.num_lost))
@@ -137,7 +139,10 @@ class DecodeSequences:
             self.abort(sequence, WorkerLost.code, message)
 
     def finish_if_over(self, sequence: DecodeSequence) -> None:
-        """Ends a sequence if its last token had already been sent when its lease failed."""
+        """Ends a sequence whose lease failed if no more tokens are needed.
+
+        For example, the first token was sent before the failure, and `max_tokens` is 1.
+        """
         reason = finish_reason(sequence.spec, sequence.spec.token_ids, self._max_model_len)
         if sequence.num_sent and reason:
             self._link.send(Remove(sequence.sequence_id))
@@ -166,7 +171,7 @@ class DecodeSequences:
     def fail(
         self, sequence: DecodeSequence, code: str, message: str, *, retry_after_s: float = 0.0
     ) -> None:
-        """Ends a sequence with an error. The caller makes sure that the engine no longer has it."""
+        """Ends a sequence with an error. The engine must no longer have the sequence."""
         error = pb.WorkerError(code=code, message=message, retry_after_s=retry_after_s)
         if code == "queue_full":
             error.retry_after_s = self._rates.retry_after_s

@@ -1,22 +1,27 @@
-"""Chooses where a prompt is prefilled: by a candidate or on the decode worker. Does no I/O.
+"""Chooses whether a prompt is prefilled by a candidate or by the decode worker. Does no I/O.
 
-A candidate is a prefill worker that the router named. For each option, this module predicts the
-time until the sequence can decode, as a sum:
+A candidate is a prefill worker that the router named. This module predicts how many seconds each
+worker needs until the sequence can decode:
 
-    option         predicted time
-    candidate      its queue, or the wait that it named when it refused if that is longer
-                   + the latency of the request and of the pull
-                   + the time to compute the tokens that it lacks, or the time of the pull by the
-                     decode worker if that is longer, because both overlap
-    decode worker  its queue
-                   + the time to compute the tokens that it lacks
-                   + that time again for each running sequence, whose steps are delayed
+    worker           predicted seconds
+    candidate        queue + latency + max(compute, pull)
+    decode worker    queue + compute + running * compute
 
-Both may pull the prompt's first blocks from a holder instead of computing them. The decode worker
-is chosen only if it is clearly faster, because it should stay free to decode.
+    queue      until the worker can start; for a candidate that refused, at least the wait that
+               the candidate named
+    latency    to open the lease and to start a pull
+    compute    to compute the prompt's tokens that the worker has not cached; the first of these
+               tokens may instead be pulled from a holder, a worker that has them cached
+    pull       to pull the KV from the candidate; the pull overlaps with the computation
+    running    number of sequences that decode on the decode worker; prefill delays each of them
 
-If the decode worker has tiers, its engine first compares both options with loading blocks from a
-tier (perf_model/soonest.py). This module then plans the tokens that are still missing.
+For example, a candidate with queue 0.03, latency 0.01, compute 0.10 and pull 0.04 needs 0.14 s. A
+decode worker with queue 0, compute 0.10 and two running sequences counts as 0.30 s, so the
+candidate is chosen. The decode worker is chosen only if it is clearly faster, because it should
+stay free to decode.
+
+A decode worker with tiers can also load blocks from a tier. Its engine makes that choice first
+(perf_model/soonest.py). This module then plans the prefill of the tokens that are still missing.
 """
 
 from collections.abc import Sequence
@@ -26,8 +31,8 @@ from tandem.common.perf_model.predict import ASK_S, Expected, Holder, expect, is
 from tandem.common.perf_model.rates import PairRate, WorkerRates, default_pair
 from tandem.common.perf_model.soonest import Producer
 
-# The router spreads the load over the candidates. So its first choice is kept if the time predicted
-# for it is at most this multiple of the best candidate's time.
+# The router's first candidate is tried first if its predicted time is at most this multiple of the
+# fastest candidate's time. The router's order spreads the load over the candidates.
 NEAR_BEST = 1.1
 _UNMEASURED = default_pair("nixl")
 
@@ -43,7 +48,7 @@ class PrefillOption:
     """A worker that could prefill the prompt."""
 
     rates: WorkerRates
-    queue_s: float = 0.0  # time until the worker has computed its queue
+    queue_s: float = 0.0  # seconds until the worker has computed the prompts in its queue
     cached_tokens: int = 0  # number of the prompt's tokens that the worker has cached
     holders: tuple[Holder, ...] = ()
 
@@ -61,16 +66,16 @@ class Candidate(PrefillOption):
 
     worker_id: str = ""
     pair: PairRate = _UNMEASURED  # rate of pulls by the decode worker from the candidate
-    wait_s: float = 0.0  # seconds to wait, which the candidate named when it refused
+    wait_s: float = 0.0  # wait in seconds that the candidate named in a refusal; 0: no refusal
     load_s: float = 0.0  # seconds until the candidate has loaded its cached tokens from a tier
     given: PairRate = _UNMEASURED  # rate of pulls by the candidate from the decode worker
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """The candidates to try, in order, and the time in seconds predicted for the first one.
+    """The candidates to try, in order. If there are none, the decode worker prefills the prompt.
 
-    If `candidates` is empty, the decode worker prefills, and the time is that of local prefill.
+    `seconds` is the time predicted for the first candidate, or for local prefill.
     """
 
     candidates: tuple[str, ...]
@@ -103,7 +108,9 @@ def plan_prefill(
 
 
 def local_seconds(prompt: PrefillPrompt, local: LocalWorker) -> float:
-    """Returns the predicted seconds to prefill locally, plus the delay of the running sequences."""
+    """Returns the predicted seconds to prefill locally, plus the seconds by which this delays the
+    running sequences, summed over them.
+    """
     expected = _expect(prompt, local)
     return expected.total_s + expected.compute_s * local.num_running
 
@@ -123,9 +130,10 @@ def candidate_seconds(prompt: PrefillPrompt, candidate: Candidate, num_missing: 
 
 
 def soonest_producer(prompt: PrefillPrompt, candidates: Sequence[Candidate]) -> Producer | None:
-    """Returns the candidate that would deliver all of the prompt's KV soonest, or None.
+    """Returns the candidate that would deliver all of the prompt's KV soonest.
 
-    The engine compares the result with loading blocks from a tier.
+    Returns None if there is no candidate. The engine compares the result with loading blocks from
+    a tier.
     """
     if not candidates:
         return None

@@ -1,8 +1,8 @@
-"""Collects the inputs for the choice of a prefill worker: records, rates and loads.
+"""Collects the inputs for the choice of a prefill worker: each worker's queue and rates.
 
-Loads and rates of other workers come from their records, which are one or two seconds old.
-Therefore a candidate's queue is at least as long as the unfinished prefills that this worker has
-sent to that candidate.
+For other workers, these come from the workers' records, which are one or two seconds old. A record
+may lack the prompts that this worker has just sent. So a candidate's queue is the one in its
+record, or the unfinished prefills that this worker has sent to the candidate if they take longer.
 """
 
 import time
@@ -38,7 +38,7 @@ from tandem.worker.decode.prefill_choice import (
 from tandem.worker.peers.rates import Rates
 
 _FAILED_REPORT_S = 30.0
-_WHY_MAX = 300  # number of characters kept of a reason
+_WHY_MAX = 300  # a reason is cut to this many characters
 # Smaller sums of predicted seconds are rounding errors, because any prompt takes longer.
 _SENT_MIN_S = 1e-9
 _Worker = TypeVar("_Worker", pb.PrefillCandidate, pb.PrefixHolder)
@@ -76,7 +76,7 @@ class PrefillPlanner:
         self._silences.note_lost(worker_id, time.monotonic())
 
     def note_failed(self, worker_id: str, epoch: str, why: str) -> None:
-        """Records for operators why a lease with this worker process was lost."""
+        """Records why a lease with this worker process was lost. Operators see the reason."""
         self._failed[worker_id] = (epoch, why[:_WHY_MAX], time.monotonic())
 
     def note_success(self, worker_id: str) -> None:
@@ -104,7 +104,10 @@ class PrefillPlanner:
         return [w for w in workers if not self._silences.is_lost(w.worker_id, now)]
 
     def take_load(self, load: WorkerLoad, num_commands: int) -> None:
-        """Takes this worker's load, measured after its engine applied `num_commands` commands."""
+        """Sets this worker's load, measured after its engine had applied `num_commands` commands.
+
+        Local prefills that were started by these commands are part of this load.
+        """
         self.load = load
         while self._begun_locally and self._begun_locally[0][0] <= num_commands:
             self._begun_locally.popleft()
@@ -171,7 +174,7 @@ class PrefillPlanner:
         return prefill_seconds(self._local_rates(), num_tokens, cached_tokens)
 
     def _local_rates(self) -> WorkerRates:
-        # The 0 leaves out the running sequences: prefill_choice.py adds the delay that they cause.
+        # Running sequences are left out here (0), because prefill_choice.py adds their delay.
         return beside_decode(self._believed(self._rates.worker), self.load.chunk_tokens, 0)
 
     def _local_worker(self, holders: Sequence[pb.PrefixHolder], cached_tokens: int) -> LocalWorker:
@@ -192,8 +195,8 @@ class PrefillPlanner:
     ) -> Producer | None:
         """Returns the candidate that would deliver the prompt's KV soonest.
 
-        Returns None if prompts are always prefilled remotely, because then the engine compares
-        nothing.
+        Returns None if prompts are always prefilled remotely, because the engine then has no
+        choice.
         """
         if self._config.transfer.prefill_at == "remote":
             return None
@@ -230,7 +233,7 @@ class PrefillPlanner:
     def _pair(self, producer: str, consumer: str) -> PairRate:
         """Returns the transfer rate from one worker to another.
 
-        This is the rate that the consumer measured, or a default if it measured none.
+        This is the rate that the consumer measured, or a default if nothing was measured.
         """
         if consumer == self._config.worker_id:
             rate = self._rates.pairs.get(producer)

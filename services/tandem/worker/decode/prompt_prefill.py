@@ -1,18 +1,18 @@
 """Obtains the KV of a reserved prompt: from a candidate under a lease, or by local prefill.
 
-    reserved --> plan --has candidates--> lease with the first one --lease is whole--> Commit
-                 ^  |                              |
-                 |  `--has none--> local prefill   `--lease failed or was refused--.
-                 |                                                                 |
-                 `-----------------------------------------------------------------'
+A candidate is a prefill worker that the router named.
 
-A candidate is a prefill worker that the router named. A lease is whole if all its blocks were
-pulled while the candidate still held them. After a failure the candidate is dropped. A candidate
-that named a wait when it refused is tried once more.
+    1. Predict the time of each candidate and of local prefill.
+    2. If local prefill is clearly faster or no candidate is left, prefill locally. This is the end.
+    3. Otherwise open a lease with the best candidate and pull the blocks that it computes.
+    4. If all blocks were pulled while the candidate held them, commit them. This is the end.
+    5. If the candidate refused or the lease failed, drop the candidate and go back to step 1.
 
-If some blocks of a failed lease were already pulled, the sequence drops them and is queued again
-(`Restart`). Candidates and prefix holders that are silent or hang are skipped. If no candidate is
-left, the prompt is computed locally at once.
+A candidate that refused and named a wait stays in the list for a second attempt after that wait.
+Candidates and prefix holders that are silent or hang are skipped.
+
+If some blocks of a failed lease were already pulled, the sequence gives them up and is queued again
+(`Restart`) before step 1.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from tandem.worker.prefill.prefix_pull import PrefixPuller
 
 log = logging.getLogger(__name__)
 
-# Longest wait for a candidate that refused and is still the best; it gets one more attempt
+# longest wait before the second attempt with a candidate that refused
 _WAIT_MAX_S = 2.0
 _ATTEMPTS_MAX = 2
 
@@ -65,8 +65,8 @@ class PromptPrefill:
         sequences: DecodeSequences,
         identity: pb.PrefixHolder,
     ) -> None:
-        """`identity` describes this worker to peers that may pull the prompt's first blocks from
-        it.
+        """`identity` has the address of this worker, from which a candidate may pull the prompt's
+        first blocks.
         """
         self._link = parts.link
         self._metrics = parts.metrics
@@ -83,10 +83,10 @@ class PromptPrefill:
         candidates: list[pb.PrefillCandidate],
         holders: list[pb.PrefixHolder],
     ) -> SequenceSpec:
-        """Returns the spec with the peers' offers to deliver the prompt's KV.
+        """Returns the spec with the predicted times in which peers could deliver the prompt's KV.
 
-        The engine compares the offers with loading blocks from this worker's tiers. Without tiers
-        the spec gets no offers.
+        The engine compares these times with loading blocks from this worker's tiers. Without tiers
+        the spec has no such times.
         """
         producer = None
         offer = None
@@ -98,7 +98,7 @@ class PromptPrefill:
         return msgspec.structs.replace(spec, offer=offer, producer=producer)
 
     async def run(self, sequence: DecodeSequence, reserved: Reserved) -> None:
-        """Commits the blocks of the first lease that succeeds; if none does, prefills locally."""
+        """Commits the blocks of the first successful lease; prefills locally if there is none."""
         if sequence.prefix is not None:
             await self._pull_prefix(sequence, sequence.prefix, reserved)
             return
@@ -123,7 +123,7 @@ class PromptPrefill:
             try:
                 first_token_id = await self._run_lease(sequence, reserved, lease)
             except Exception as error:
-                # After any error the pulled blocks are discarded: only a whole lease is committed.
+                # After any error, all pulled blocks are discarded. Only a whole lease is committed.
                 if not isinstance(error, Overloaded):
                     self._note_failure(sequence, lease, error)
                 if isinstance(error, LeaseLost) and not sequence.is_over:
@@ -263,9 +263,9 @@ class PromptPrefill:
             sequence.remote_prefill = None
 
     def _holders(self, sequence: DecodeSequence, num_blocks: int) -> list[pb.PrefixHolder]:
-        """Returns the holders of the prompt's first blocks.
+        """Returns the workers from which a candidate may pull the prompt's first blocks.
 
-        If this worker has cached `num_blocks` of them, it is the first holder.
+        If this worker has cached any of these blocks (`num_blocks` > 0), it is the first.
         """
         holders = self._planner.alive(sequence.submission.holders)
         if not num_blocks:
@@ -298,7 +298,11 @@ class PromptPrefill:
     def _restart(
         self, sequence: DecodeSequence, spec: SequenceSpec, *, is_awaited: bool = False
     ) -> None:
-        """Gives up the pulled blocks and queues the sequence again with `spec`."""
+        """Gives up the pulled blocks and queues the sequence again with `spec`.
+
+        If `is_awaited` is True, the caller then waits for the new reservation in
+        `sequence.reserved`.
+        """
         loop = asyncio.get_running_loop()
         sequence.to(SequenceState.QUEUED)
         sequence.spec = spec

@@ -29,9 +29,10 @@ class RouterStream:
         self.transit = Transit()
         self._updates: list[pb.SequenceUpdate] = []
         self._load: pb.WorkerLoad | None = None
-        # command number of each submit that `_load` does not reflect yet
+        # Each submitted sequence that `_load` does not include yet, as the number of the engine
+        # command that added it.
         self._submits: deque[int] = deque()
-        self._num_submits = 0  # number of submits that `_load` reflects
+        self._num_submits = 0  # number of submitted sequences that `_load` includes
         self._changed = asyncio.Event()
         self._draining = draining
         self._closed = False
@@ -47,7 +48,7 @@ class RouterStream:
         self._changed.set()
 
     def note_submit(self, num_commands: int) -> None:
-        """Records a submit. The engine has it once it has applied `num_commands` commands."""
+        """Records a submitted sequence, which the engine adds with its command `num_commands`."""
         self._submits.append(num_commands)
 
     def push_load(self, load: pb.WorkerLoad, num_commands: int) -> None:
@@ -59,8 +60,9 @@ class RouterStream:
         self._changed.set()
 
     def on_consumer_done(self, task: asyncio.Task[None]) -> None:
-        """Ends the stream if reading the router's commands failed, so that the router does not wait
-        for a dead stream.
+        """Ends the stream if the task that reads the router's commands failed.
+
+        Otherwise the router would wait for a stream that no longer works.
         """
         error = None if task.cancelled() else task.exception()
         if error is None:
@@ -79,7 +81,7 @@ class RouterStream:
         self._changed.set()
 
     def end(self) -> None:
-        """Ends the stream after the collected updates, because the worker stops."""
+        """Ends the stream once the collected updates were sent, because the worker stops."""
         self._ended = True
         self._changed.set()
 

@@ -1,31 +1,42 @@
 """One request on its decode worker: its states, its progress and its timings.
 
-    QUEUED    --the engine reserved blocks for its prompt-----------> RESERVED
-              --the engine computed its first token-----------------> RUNNING
-    RESERVED  --a peer was requested to send its KV-----------------> PULLING
-              --local prefill is best: `StartLocalPrefill`----------> RUNNING
-              --a holder has its first blocks: `Restart`------------> QUEUED
-    PULLING   --all blocks arrived: `Commit` or `ContinuePrefill`---> RUNNING
-              --the lease failed before a block arrived-------------> RESERVED
-              --the lease failed later: `Restart` drops its blocks--> QUEUED
-    any       --finished, failed, cancelled-------------------------> ENDED
+    QUEUED      waits for blocks
+    RESERVED    has blocks for its prompt, which have no KV yet
+    PULLING     has a lease with another worker, from which KV is pulled into the blocks
+    RUNNING     is computed by the engine: local prefill or decode
+    ENDED       finished, failed or was cancelled
 
-These classes change the state:
+    from        event                                                   to
+    QUEUED      the engine reserved blocks for the prompt               RESERVED
+                the engine prefilled the prompt itself                  RUNNING
+    RESERVED    a lease with another worker starts                      PULLING
+                local prefill is faster (`StartLocalPrefill`)           RUNNING
+                a prefix is to be pulled first (`Restart`)              QUEUED
+    PULLING     all blocks arrived (`Commit` or `ContinuePrefill`)      RUNNING
+                the lease failed, and no block was announced            RESERVED
+                the lease failed later (`Restart` drops the blocks)     QUEUED
+    any         the sequence finished, failed or was cancelled          ENDED
+
+Three classes change the state:
 
 - `DecodeSequences` adds and ends a sequence.
 - `DecodeService` applies the engine's reports.
 - `PromptPrefill` changes the state from RESERVED until the sequence is RUNNING or QUEUED again.
 
-The engine holds the blocks of a sequence from RESERVED on. It frees them when the sequence
-finishes, or at `Remove`. A lease ends when the task that runs it ends; ENDED cancels that task.
+The engine holds the blocks of a sequence from RESERVED on. The engine frees the blocks when the
+sequence finishes, or at `Remove`. When a sequence ends, its prefill task is cancelled, which also
+ends the lease.
 
-The timings of a sequence appear in the router, the metrics and the trace. Each arrow is one timing:
+The timings of a sequence appear in the router, the metrics and the trace:
 
-    submitted --queue--> admitted --prefill--> first token --transfer exposed--> released
-                                                    `--first decode--> second token --decode--> end
+    timing              from           to
+    queue               submitted      admitted by the engine
+    prefill             admitted       first token
+    transfer exposed    first token    released: the producer has confirmed that the pull is valid
+    first decode        first token    second token
+    decode              second token   end
 
-A sequence is released when the producer has confirmed the pull. The time in a prefill worker's
-queue counts as queue, too.
+The time in a prefill worker's queue counts as queue, too.
 """
 
 import asyncio
@@ -96,11 +107,12 @@ class DecodeSequence:
     second_token_at: float = 0.0
     pulled: PullStats | None = None  # statistics of the lease that delivered the prompt's KV
     num_sent: int = 0
-    cached: CachedTokens = NONE_CACHED  # cached tokens of the prompt
+    cached: CachedTokens = NONE_CACHED  # numbers of the prompt's cached tokens by location
     timings: pb.SequenceTimings = field(
         default_factory=lambda: pb.SequenceTimings(transport="local")
     )
-    # Set while the sequence is QUEUED again: its prefill task awaits the new reservation.
+    # Set while the sequence is QUEUED again after a failed lease. The task `prefilling` awaits the
+    # new reservation.
     reserved: asyncio.Future[Reserved] | None = None
     prefilling: asyncio.Task[None] | None = None
     may_prefill_remotely: bool = True  # False: this worker computes the missing tokens itself
@@ -125,9 +137,10 @@ class DecodeSequence:
         return self.submission.request_id
 
     def note_cached(self, reserved: Reserved) -> None:
-        """Records which of the prompt's tokens are cached on this worker.
+        """Records how many of the prompt's tokens are cached on this worker, and where.
 
-        Blocks that reached the pool after the first admission count as cached in the pool.
+        `reserved.cached` has the locations at the first admission. Tokens whose blocks were cached
+        later count as cached in the KV pool (`device`).
         """
         num_tokens = min(reserved.num_cached_tokens, self.spec.num_prompt_tokens)
         self.cached = reserved.cached.first(num_tokens).then(CachedTokens(device=num_tokens))
@@ -149,8 +162,8 @@ class DecodeSequence:
     def end_span(self, now: float, outcome: str) -> None:
         """Ends the trace span and adds the stages that were reached.
 
-        `outcome` is the router's outcome or `cancelled`. The latter is no error, because the
-        request may continue on another worker.
+        `outcome` is a finish reason, an error code or "cancelled". A cancelled sequence is no
+        error, because the request may continue on another worker.
         """
         if self.span is NO_SPAN:
             return

@@ -1,9 +1,9 @@
 """The decode service of a worker: routers' streams and the engine's reports on their sequences.
 
-sequence.py has the states of a sequence; the engine's reports change them. prompt_prefill.py
+The engine's reports change the states of sequences, which sequence.py describes. prompt_prefill.py
 decides where a prompt is prefilled, and live_sequences.py sends updates to the router. If another
 worker prefills a prompt, the first token is sent as soon as that worker returns it. Every other
-token is sent when the engine reports its step.
+token is sent when the engine reports the step that computed it.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class DecodeService:
                 self._sequences.remove(sequence_id)
 
     def leave_pool(self) -> None:
-        """Accepts no more sequences. Routers are informed and may migrate the running ones."""
+        """Accepts no more sequences. Routers are informed and may migrate running sequences."""
         self._set_draining(True)
 
     def join_pool(self) -> None:
@@ -109,15 +109,16 @@ class DecodeService:
             await asyncio.sleep(_POLL_S)
 
     def end_streams(self) -> None:
-        """Ends the streams of all routers after their queued updates, because the worker stops."""
+        """Ends the streams of all routers once their queued updates were sent."""
         for stream in self._streams:
             stream.end()
 
     def on_report(self, report: Report, load: WorkerLoad) -> None:
-        """Applies the results of a step. Each router gets one message with its updates and the
-        load.
+        """Applies the results of an engine step.
+
+        Each router gets one message, with the updates of its own sequences and this worker's load.
         """
-        step = report.report
+        step = report.step
         self.planner.take_load(load, report.num_commands)
         for admitted in step.admitted:
             if (sequence := self._sequences.get(admitted.sequence_id)) is not None:
@@ -152,9 +153,9 @@ class DecodeService:
                     self._return_waiting(stream, command.return_waiting.count)
 
     def _return_waiting(self, stream: RouterStream, count: int) -> None:
-        """Makes the engine end up to `count` of a router's waiting sequences.
+        """Takes at most `count` of a router's waiting sequences from the engine's queue.
 
-        The router can then place them on other workers.
+        The router can then place these sequences on other workers.
         """
         found = [s for id_ in stream.sequence_ids if (s := self._sequences.get(id_)) is not None]
         queued = [
@@ -172,8 +173,8 @@ class DecodeService:
         if transfer.prefill_at == "local":
             candidates = []
         local_tokens_max = transfer.local_prefill_max_tokens
-        # This worker most likely still has all but the last block of the fork's parent, even if the
-        # parent has ended.
+        # The fork's parent ran on this worker, so its full blocks are probably still cached here.
+        # At most one block of tokens is then missing, and local prefill is fastest.
         if submit.fork_of:
             local_tokens_max = max(local_tokens_max, self._config.engine.block_size)
         spec = sequence_spec(

@@ -1,8 +1,8 @@
 """The I/O process's link to the engine process: starts it, exchanges messages, detects its end.
 
-The answer to a question, such as an integrity check or the bytes of blocks, is the result of a
-future. Step reports, final blocks and settled pulls are events. They go to the link's only
-listener, `on_event`.
+The engine process sends answers and events. An answer, for example the bytes of blocks, is returned
+by the method that sent the request. Events are step reports, final blocks and ended pulls, which
+are passed to the function `on_event`.
 """
 
 import asyncio
@@ -53,16 +53,16 @@ class EngineLink:
         on_event: Callable[[messages.Event], None] = lambda event: None,
         program: EngineProgram | None = None,
     ) -> None:
-        """`program` is the engine process, if it runs already; `start` starts one otherwise."""
+        """`program` is an engine process that runs already. If it is None, `start` starts one."""
         self._config = config
         self._epoch = epoch
         self._program = program
         self._on_event = on_event
         self.num_reports = 0
-        # Number of commands sent so far. Each report has the number that the engine has applied.
+        # Number of commands sent so far. Each report says how many of them the engine has applied.
         self.num_sent = 0
         self.loading = (0, 0)  # (bytes of weights loaded, bytes of all weights) until `start` ends
-        self.is_awaited = False  # True if a command was sent since the last report
+        self.is_awaited = False  # True: a command was sent after the last report arrived
         self.reservations = Reservations()
         self._pulls: dict[str, asyncio.Future[transfer.PullResult]] = {}
         self._answers: dict[object, asyncio.Future[Any]] = {}
@@ -226,7 +226,7 @@ class EngineLink:
     async def keep_chain(
         self, tenant: bytes, retention: Retention, block_hashes: list[bytes]
     ) -> Kept:
-        """Pins the cached part of a chain of blocks, within its tenant's limit."""
+        """Pins the blocks of a chain that are cached, up to the tenant's limit."""
         reply: messages.ChainKept = await self._ask(
             messages.KeepChain, tenant, retention, block_hashes
         )
@@ -325,8 +325,8 @@ class EngineLink:
     def _on_sent(self, sent: asyncio.Future[Any]) -> None:
         """Kills the engine if a command could not be sent to it.
 
-        Without that command, the engine and this process would disagree about who holds which
-        blocks.
+        Without that command, the engine and this process would disagree about which sequence holds
+        which blocks.
         """
         if not sent.cancelled() and (error := sent.exception()) is not None:
             self.kill(f"a command cannot be sent to the engine: {error!r}")
@@ -345,7 +345,7 @@ class EngineLink:
                 break
             except TimeoutError:
                 kills = oom_kills()
-        await asyncio.sleep(0)  # the last message may still be in the socket
+        await asyncio.sleep(0)  # `_read` may still have to take the last message from the socket
         self._end(f"the engine process ended: {describe_exit(status, kills)}")
 
     def _end(self, reason: str, error: ConfigError | None = None) -> None:
@@ -359,7 +359,9 @@ class EngineLink:
 
 
 class PoolThroughEngine:
-    """Reads and writes the pool by messages to the engine process, in order with the commands."""
+    """Reads and writes the pool by messages to the engine process. The engine process applies these
+    messages and other commands in the order in which they were sent.
+    """
 
     def __init__(self, link: EngineLink, spans: BlockSpans) -> None:
         self._link = link

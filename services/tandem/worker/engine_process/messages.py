@@ -1,12 +1,12 @@
 """Messages between a worker's two processes, encoded as msgpack over ZeroMQ.
 
-The I/O process sends `Command`s. The engine process applies them between two steps and sends one
-`Report` per turn.
+The I/O process sends `Command`s. The engine process applies them between two steps. It sends one
+`Report` per turn of its loop.
 
-Blocks whose KV is complete before the end of a step are announced in a `BlocksFinal` before that
-step's `Report`, so that consumers need not wait for the end of the step. The transfer thread sends
-one `PullsSettled` as soon as pulls settle, so that a long step does not delay the release of their
-leases.
+Two messages are sent during a step, so that consumers need not wait for the end of the step:
+
+- `BlocksFinal` announces blocks whose KV is complete.
+- `PullsSettled` reports pulls that have ended. The transfer thread sends it.
 """
 
 import msgspec
@@ -58,7 +58,8 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
 
     sequence_id: str
     first_token_id: int
-    # for each block of the prompt, the weights that its keys attracted; empty if not counted
+    # for each block of the prompt, the sum of the attention weights on its keys; empty if the KV
+    # budget does not use these sums
     block_sums: list[float] = []
 
 
@@ -69,7 +70,7 @@ class ContinuePrefill(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int  # number of valid blocks, including those that were cached before
 
 
-class PinPrefix(msgspec.Struct, frozen=True, tag=True):
+class HoldPrefix(msgspec.Struct, frozen=True, tag=True):
     """Hold the cached blocks of a chain of block hashes for a consumer until `Remove`.
 
     The engine reports `Held`.
@@ -81,8 +82,9 @@ class PinPrefix(msgspec.Struct, frozen=True, tag=True):
 
 
 class ImportBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Reserve FREE blocks for a chain of blocks that is pulled from a peer. The engine reports
-    `Reserved`.
+    """Reserve blocks for a chain that is pulled from a peer. The engine reports `Reserved`.
+
+    Only free blocks are reserved, so no cached block is evicted for the import.
     """
 
     sequence_id: str
@@ -134,10 +136,10 @@ class Remove(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReturnWaiting(msgspec.Struct, frozen=True, tag=True):
-    """End at most `count` of these sequences, the oldest first, if nothing is computed for them
-    yet.
+    """End at most `count` of these sequences, the oldest first, so that the router can place them
+    on other workers.
 
-    Each one fails with the code of `Returned`.
+    A sequence is ended only if nothing was computed for it. It fails with the code of `Returned`.
     """
 
     sequence_ids: list[str]
@@ -164,7 +166,7 @@ class StartPull(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreBytes(msgspec.Struct, frozen=True, tag=True):
-    """Write bytes that arrived over gRPC. The frame after this message contains them."""
+    """Write bytes of blocks that arrived over gRPC. The bytes are in the next frame."""
 
     sequence_id: str
     block_ids: list[int]
@@ -195,7 +197,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 SequenceCommand = (
     Add | StartLocalPrefill | Restart | Commit | ContinuePrefill | Remove | ReturnWaiting
 )
-ChainCommand = PinPrefix | ImportBlocks | CommitImport
+ChainCommand = HoldPrefix | ImportBlocks | CommitImport
 TransferCommand = ConnectPeer | DisconnectPeer | StartPull | StoreBytes
 Question = (
     ListChains
@@ -220,7 +222,7 @@ def sequence_id(command: Command) -> str:
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine is loaded. This is its first message, sent once."""
+    """The model is loaded, and the engine applies commands from now on. Sent once."""
 
     model_fingerprint: str
     compute_dtype: str
@@ -231,23 +233,25 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     spans: BlockSpans
     max_model_len: int
     rates: WorkerRates  # initial rates, before any step is measured
-    load_ms: dict[str, float]  # duration of each phase of the load, in ms
+    load_ms: dict[str, float]  # duration in ms of each phase of loading the model
     pool_is_shared: bool = False  # True: the pool is in the memfd `EngineSettings.pool_fd`
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """The results of one engine turn.
+    """The results of one turn of the engine process's loop.
 
-    `tick` counts turns with and without a step, so it stops only if the engine hangs.
+    `tick` counts all turns, also those without a step. While the engine has a sequence, `tick`
+    stops growing only if the engine hangs.
     """
 
     tick: int
-    report: StepReport
+    step: StepReport
     num_commands: int = 0  # total number of commands applied before this report
 
 
 class BlocksFinal(msgspec.Struct, frozen=True, tag=True):
-    """Blocks that consumers may pull now. The message is sent during the step that completes them.
+    """Blocks that consumers may pull now. The message is sent during the step that computes the
+    blocks' last tokens.
 
     All other results of the step are in its `Report`.
     """

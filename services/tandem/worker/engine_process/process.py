@@ -51,7 +51,9 @@ from tandem.worker.engine_process.pull_ledger import PullLedger
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
-GRAMMAR_TICK_S = 0.002  # time between turns while a thread compiles a grammar or reads an adapter
+# Seconds between turns while a thread compiles a grammar or reads an adapter. Such a thread does
+# not wake the loop when it ends.
+GRAMMAR_TICK_S = 0.002
 _IDLE_S = 3600.0
 _COMMANDS_PER_TURN_MAX = 1024
 _PR_SET_PDEATHSIG = 1
@@ -173,7 +175,7 @@ class EngineProcess:
 
     def _apply(self, command: messages.Command, frames: list[bytes]) -> None:
         if isinstance(command, messages.ENDS_OF_PULLS):
-            # The command may follow a pull that settled in this turn, so update the ledger first.
+            # A pull of the same sequence may have just ended, so the ledger is updated first.
             self._apply_transfer_events()
         match command:
             case messages.Add(spec):
@@ -187,8 +189,8 @@ class EngineProcess:
             case messages.ContinuePrefill(sequence_id, num_blocks):
                 unsafe = self._give_up(sequence_id)
                 self._engine.continue_prefill(sequence_id, num_blocks, unsafe)
-            case messages.PinPrefix(sequence_id, block_hashes, first_wanted_block):
-                self._engine.pin_prefix(sequence_id, block_hashes, first_wanted_block)
+            case messages.HoldPrefix(sequence_id, block_hashes, first_wanted_block):
+                self._engine.hold_prefix(sequence_id, block_hashes, first_wanted_block)
             case messages.ImportBlocks(sequence_id, block_hashes):
                 self._engine.import_blocks(sequence_id, block_hashes)
             case messages.CommitImport(sequence_id, num_blocks):
@@ -293,7 +295,7 @@ class EngineProcess:
     def _apply_transfer_events(self) -> None:
         while self._wake.poll(0):
             self._wake.recv(zmq.NOBLOCK)
-        while not self._settled.empty():  # this is the only reader of the queue
+        while not self._settled.empty():  # no other thread reads this queue
             event = self._settled.get_nowait()
             if isinstance(event, transfer.Settled):
                 safe = self._ledger.settled(event.result)
@@ -383,7 +385,9 @@ def _tie_to_parent(parent_pid: int) -> None:
 
 @contextlib.contextmanager
 def _telling(address: str) -> Iterator[Callable[[int, int], None]]:
-    """Opens a socket for the load's progress, since the engine's own sockets do not exist yet."""
+    """Opens a socket that reports how much of the model is loaded. The engine's own sockets do not
+    exist yet.
+    """
     context: zmq.Context[Any] = zmq.Context.instance()
     socket = context.socket(zmq.PUSH)
     socket.connect(address)

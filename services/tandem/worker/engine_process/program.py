@@ -1,7 +1,7 @@
 """Starts the program of the engine process, which then waits for its settings.
 
-The program needs most of its start for imports. A worker therefore starts it before it imports its
-own modules.
+Most of the program's start is spent on imports. So a worker starts the program first and imports
+its own modules meanwhile.
 """
 
 import asyncio
@@ -15,15 +15,15 @@ ENGINE_MODULE = "tandem.worker.engine_process"
 
 @dataclass(frozen=True, slots=True)
 class EngineProgram:
-    """A running engine process. It reads its settings (`messages.EngineSettings`) from standard
-    input, and ends if there are none."""
+    """A running engine process. It waits for its settings (`messages.EngineSettings`) on standard
+    input. If standard input is closed without settings, the process ends."""
 
     process: asyncio.subprocess.Process
     pool_fd: int | None  # memfd for the KV pool; None if the system has no memfd
 
 
 async def start_program(module: str = ENGINE_MODULE) -> EngineProgram:
-    """Starts a Python module as the engine process. Tests and benchmarks have modules of their
+    """Runs a Python module as the engine process. Tests and benchmarks use modules of their
     own."""
     pool_fd = create_shared()
     process = await asyncio.create_subprocess_exec(

@@ -1,12 +1,14 @@
 """Tracks local blocks that a read may still write; the engine must not allocate them.
 
-A block is unsafe from the `start` of its pull until the pull is `settled` with success. After a
-failed pull, the block stays unsafe until it is `unfenced`: no read can write it any more. If a
-sequence gives up unsafe blocks, they are quarantined until they are safe.
+    1. `start`: a pull into a block begins. The block is unsafe from now on.
+    2. `settled`: the pull has ended. After a successful pull, the block is safe again.
+    3. `unfenced`: after a failed pull, the block is safe again when no read can write it any more.
 
-Only the engine's main thread uses this ledger. Events of the transfer thread reach that thread
-through a queue. A block is in at most one unfinished pull, because an unsafe block is never
-allocated.
+If a sequence ends while blocks of its own are unsafe (`give_up`), these blocks are quarantined: the
+engine does not allocate them to another sequence until they are safe.
+
+Only the engine's main thread uses this ledger. It gets the events of the transfer thread through a
+queue. A block is in at most one unfinished pull, because an unsafe block is never allocated.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
-"""Detects an engine that hangs or cannot pull any more, from joining to the end of the drain.
+"""Detects an engine that hangs or can no longer pull, while its worker serves or drains.
 
-    fault    condition                                         consequence
-    silent   the engine has work, but makes no turn            it logs its stacks and is killed
+    fault    condition for `engine_hang_timeout_s`             consequence
+    silent   the engine has work, but sends no report          it logs its stacks and is killed
     stuck    more blocks are in quarantine than are allowed    the worker drains and ends
 
 This module knows no requests. The worker passes `is_used`, which returns whether there is work.
@@ -18,10 +18,9 @@ TURN_S = 1.0
 
 
 class EngineWatch:
-    """Measures how long the engine has been silent and how long its quarantine has been too large.
+    """Measures for how long the engine has sent no report, or has had too large a quarantine.
 
-    After the time limit, the engine is killed or the worker drains. `turn_for_ever` may be
-    cancelled and called again; the measured times continue.
+    `turn_for_ever` may be cancelled and called again; the measured times continue.
     """
 
     def __init__(
@@ -59,14 +58,14 @@ class EngineWatch:
             self._give_up(f"the quarantine is past its budget for {self._stuck_s:.0f} s")
         num_reports = self._num_reports
         self._num_reports = self._link.num_reports
-        # Leases alone do not tell whether the engine has work to do: a consumer gives up its lease
-        # before this time limit, and then only the `Remove` command of the lease is still awaited.
+        # A hung engine may have no sequence or lease left, because consumers give up their leases
+        # before the time limit. In that case the engine still has commands to apply (`Remove`).
         waits = self._is_used() or self._link.is_awaited
         if not waits or self._num_reports != num_reports:
             self._silent_s = 0.0
             return
-        # Count turns, not clock time: if this process was stopped with its engine, the engine is
-        # not at fault.
+        # Checks are counted instead of clock time. If both processes were stopped for a while, for
+        # example with the machine, the engine is not at fault.
         self._silent_s += TURN_S
         if self._timeout_s - TURN_S < self._silent_s <= self._timeout_s:
             self._link.tell_stacks()

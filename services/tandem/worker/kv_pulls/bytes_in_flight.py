@@ -1,10 +1,15 @@
-"""Bounds the bytes of simultaneous pulls, for this worker and for each peer.
+"""Limits the bytes that simultaneous pulls transfer, for the whole worker and for each peer.
 
-    async with bounds.taken(peer_id, num_bytes): ...
+    async with limits.taken(peer_id, num_bytes):
+        ...  # the pull runs here, once both limits permit it
 
-Pulls from one peer start in order. Among peers, the oldest pull that fits starts next, so a slow
-peer delays only its own pulls. A pull larger than a bound starts when no other pull counts towards
-that bound.
+Pulls wait in one queue, the oldest first. A pull that would exceed its peer's limit is overtaken by
+pulls from other peers, so a slow peer delays only its own pulls. A pull that would exceed the
+worker's limit is not overtaken. For example, the limits are 256 MiB for the worker and 128 MiB for
+each peer. Two pulls of 100 MiB from one peer then run one after the other, and two from different
+peers run at the same time.
+
+A pull that is larger than a limit starts when no other pull counts towards this limit.
 """
 
 import asyncio
@@ -22,7 +27,7 @@ class _Waiter:
 
 
 class BytesInFlight:
-    """Bounds the bytes in flight, on one event loop. A cancelled pull leaves the queue."""
+    """The running pulls and the queue of waiting ones. All calls must come from one event loop."""
 
     def __init__(self, *, bytes_max: int, peer_bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -66,15 +71,15 @@ class BytesInFlight:
         self._admit()
 
     def _admit(self) -> None:
-        """Admits all waiting pulls that fit.
+        """Starts all waiting pulls that the limits permit.
 
-        If a pull would exceed the worker's bound, all pulls behind it wait, too. Otherwise small
+        If a pull would exceed the worker's limit, all pulls behind it wait, too. Otherwise small
         pulls could delay a large one for ever.
         """
         held_back: set[str] = set()
         still: list[_Waiter] = []
         for number, waiter in enumerate(self._line):
-            if waiter.turn.cancelled():  # the task of this pull removes the waiter from the queue
+            if waiter.turn.cancelled():  # the cancelled task removes its waiter itself, in `_take`
                 still.append(waiter)
                 continue
             of_peer = self._of_peer[waiter.peer_id]

@@ -18,10 +18,11 @@ _BLOCKS_A_TURN = 8  # blocks hashed before other tasks on the event loop get a t
 
 
 def checked(first_block: int, num_blocks: int, every: int) -> range:
-    """Returns the indices in a run of the blocks that have a checksum.
+    """Returns which blocks of a run have a checksum, as indices in the run.
 
-    Every `every`-th block of the prompt has one, counted from the prompt's first block. If `every`
-    is 0, none has one.
+    Every `every`-th block of the prompt has a checksum, and none if `every` is 0. For example, with
+    `every` = 4 the blocks 0, 4, 8 and so on have one. A run of 8 blocks that starts at block 6 has
+    checksums for the blocks 8 and 12, so the indices are 2 and 6.
     """
     return range(-first_block % every, num_blocks, every) if every else range(0)
 
@@ -46,7 +47,7 @@ async def verify(
 ) -> None:
     """Compares pulled blocks with their checksums.
 
-    Raises BlockMismatch if one differs, LeaseLost if checksums are missing.
+    Raises BlockMismatch if a checksum differs, and LeaseLost if checksums are missing.
     """
     expected = {each.index: each.xxh3 for each in run.checksums}
     indices = checked(run.first_block, len(targets), every)

@@ -2,17 +2,19 @@
 
     1. The consumer opens the stream.
     2. For each event `run`, the consumer pulls the run's blocks (after step 4 without `overlap`).
-    3. When every pull is DONE, the consumer sends `release`.
+    3. When every pull has succeeded, the consumer sends `release`.
     4. The event `prefilled` or `held` arrives, before or after step 3. No `run` follows it.
     5. The event `released` arrives after steps 3 and 4. The pulled blocks are now valid.
 
 If the stream ends before step 5, the lease is lost (LeaseLost).
 
-The lease lives as long as the stream. When `run` or `hold` ends, the stream closes, and the
-producer frees the blocks of the lease. Both methods return only after a `released` that has the
-same epoch and lease id and confirms the whole lease. Before that, pulled blocks are not valid.
-`release` is sent even before the producer has sampled the first token, so that no wait for pulls
-follows that token.
+The lease lives as long as the stream. When the method `run` or `hold` ends, the stream closes, and
+the producer frees the blocks of the lease. Both methods return only after an event `released` that
+has the producer's epoch and the lease's id, and confirms that all blocks were held. Before that
+event, pulled blocks are not valid.
+
+The consumer may send `release` before the producer has sampled the first token. The first token is
+then not followed by a wait for pulls.
 """
 
 import asyncio
@@ -44,7 +46,8 @@ class PullStats:
     num_skipped: int = 0
     num_bytes: int = 0
     queue_s: float = 0.0  # time in the producer's queue
-    shared_wait_s: float = 0.0  # part of `queue_s` spent waiting for blocks that others computed
+    # part of `queue_s` spent waiting for blocks that other sequences computed
+    shared_wait_s: float = 0.0
     pull_s: float = 0.0  # sum of the durations of all pulls, which may overlap
     began_at: float = 0.0  # start of the first pull
     prefilled_at: float = 0.0  # arrival of the first token
@@ -58,8 +61,10 @@ class PullStats:
 
 
 class ConsumerLease:
-    """One attempt to obtain blocks from `peer`: by a prefill there (`run`), or from a chain of
-    blocks that is cached there (`hold`).
+    """One attempt to obtain blocks from `peer`.
+
+    The method `run` makes the peer prefill a prompt. The method `hold` makes the peer keep a chain
+    of blocks that it has cached. Only one of them is called, and once.
     """
 
     def __init__(self, peer: Peer, *, puller: Puller, rates: Rates, config: WorkerConfig) -> None:
@@ -74,16 +79,16 @@ class ConsumerLease:
         self._targets: list[int] = []
         self._first_block = 0  # index of the first missing block, in transfer order
         self._next_block = 0
-        # index after the last block; None until the producer reports it
+        # index after the last block to pull; None until it is known
         self._end_block: int | None = None
-        # True after the event `prefilled` or `held`. The producer has then computed everything.
+        # True after the event `prefilled` or `held`. No block is computed after that.
         self._is_answered = False
         self._is_release_sent = False
         self._may_pull = asyncio.Event()
         if config.transfer.overlap:
             self._may_pull.set()
         self.stats = PullStats()
-        # see `block_sums` in engine_process/messages.py
+        # attention sum of each block, if the KV budget keeps heavy hitters
         self.block_sums: list[float] = []
         self.pulled_anything = False
 
@@ -101,9 +106,9 @@ class ConsumerLease:
     ) -> int:
         """Makes the peer prefill the prompt and pulls every missing block into `targets`.
 
-        `targets` are blocks of the sequence's tables, in transfer order. `trace` has the headers of
-        the request's span. `is_silent` returns whether the producer is late in writing its record.
-        Returns the id of the first token. Raises TandemError.
+        `targets` are ids of local blocks that belong to the sequence, in transfer order. `trace`
+        has the headers of the request's span. `is_silent` returns whether the producer is late in
+        writing its record. Returns the id of the first token. Raises TandemError.
         """
         # The lease id contains the request id, so that the producer's logs show the latter.
         self._lease_id = f"{request_id}#{self._lease_id}"
@@ -150,10 +155,10 @@ class ConsumerLease:
         first_missing_block: int,
         targets: list[int],
     ) -> int:
-        """Pulls the blocks of a chain that the producer has cached into `targets`, from the first
-        missing block on.
+        """Pulls a chain of blocks into `targets`, as far as the producer has the chain cached.
 
-        Returns the number of the chain's leading blocks that the producer has. Raises TandemError.
+        The pull begins at the first missing block. Returns the number of the chain's leading blocks
+        that the producer has. Raises TandemError.
         """
         hold = pb.HoldBlocks(
             lease_id=self._lease_id,
@@ -250,8 +255,8 @@ class ConsumerLease:
             run=run,
             targets=targets,
         )
-        # Only successful pulls are counted. So a run whose pull was never started also leaves the
-        # lease incomplete.
+        # Only successful pulls are counted. So the lease is incomplete if the pull of a run failed
+        # or was never started.
         self.stats.num_blocks += len(targets)
         self.stats.num_bytes += num_bytes
         self.stats.pull_s += time.monotonic() - started

@@ -1,11 +1,11 @@
 """The consumer's end of a `Prefill` stream. Every failure of the stream raises `LeaseLost`.
 
-The consumer detects within a bounded time that the stream is broken or closed, that no heartbeat
-arrives, or that the producer's engine makes no turn. Leaving the context of `open_stream` closes
-the stream, and the producer frees the blocks of the lease.
+The stream fails if it is broken or closed, if no heartbeat arrives for some time, or if the
+producer's engine makes no step for some time. Leaving the context of `open_stream` closes the
+stream, and the producer frees the blocks of the lease.
 
-A stream may be silent for ten heartbeats, because a slow network or a busy machine can delay some.
-If the producer has also stopped writing its record, four missed heartbeats are enough.
+The stream fails after ten missed heartbeats, because a slow network or a busy machine can delay
+some. If the producer has also stopped writing its record, four missed heartbeats are enough.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class LeaseStream:
             self._check_engine(event.heartbeat)
 
     async def watch(self, is_silent: Callable[[], bool]) -> None:
-        """Ends a wait for an event early if the producer is also late in writing its record."""
+        """Ends `read` after a few missed heartbeats if the producer's record is late, too."""
         interval_s = self._config.heartbeat_interval_s
         while True:
             await asyncio.sleep(interval_s)
@@ -122,7 +122,7 @@ class LeaseStream:
     async def _read(self) -> pb.PrefillEvent:
         self._heard_at = self._now()
         try:
-            # Not wait_for, which can swallow a cancellation in Python 3.11.
+            # asyncio.wait_for is not used, because it can swallow a cancellation in Python 3.11.
             async with asyncio.timeout(self._silence_s) as self._reading:
                 event: pb.PrefillEvent = await self._call.read()
         except TimeoutError:
@@ -155,7 +155,8 @@ def is_producer_gone(error: BaseException | None) -> bool:
     while causes:
         cause = causes.pop()
         if cause is None or id(cause) in seen:
-            # This error was visited before: an error raised from its own group is its own cause.
+            # This error was visited before. An error can be its own cause: it is raised from an
+            # exception group that contains it.
             continue
         seen.add(id(cause))
         if isinstance(cause, grpc.aio.AioRpcError):
@@ -170,9 +171,9 @@ def is_producer_gone(error: BaseException | None) -> bool:
 
 
 def _first_error(group: BaseExceptionGroup) -> BaseException:
-    """Returns the error of a group that is to be reported.
+    """Returns the error to report for an exception group.
 
-    A TandemError is preferred, because it may have caused the other errors.
+    A TandemError is preferred, because it may have caused the group's other errors.
     """
     errors = [e for e in group.exceptions if not isinstance(e, BaseExceptionGroup)]
     ours = [e for e in errors if isinstance(e, TandemError)]

@@ -1,12 +1,12 @@
-"""Moves the bytes of blocks for the consumer, over whichever transport a peer has.
+"""Pulls the bytes of blocks from a peer, over the transport that is in use for this peer.
 
     await puller.pull(peer, lease_id=..., sequence_id=..., run=run, targets=block_ids)
 
-This call pulls one run (proto BlockRun) of a live lease at `peer` over the peer's current
-transport. `targets` are the ids of the local blocks to fill, in the run's order: the blocks from
-`run.first_block` on in the block table of `sequence_id`. The call returns when every byte is in
-place and, with --verify-blocks, was compared. Otherwise it raises LeaseLost or another TandemError,
-and the blocks are not valid.
+This call pulls one run of blocks, which `peer` has announced under the lease `lease_id`. `targets`
+are the ids of the local blocks to fill, one for each block of the run. The local blocks belong to
+`sequence_id`. The call returns when every byte is in place. With --verify-blocks, it also compares
+checksums before it returns. If the call raises LeaseLost or another TandemError, the blocks are not
+valid.
 
 One Puller serves a whole worker. It does not know the lease protocol (lease.py).
 """
@@ -89,7 +89,7 @@ class Puller:
                         await verify(self._link.pool, sequence_id, run, targets, every)
                 except BlockMismatch as error:
                     # If the request has ended meanwhile, its blocks may belong to another request,
-                    # and the mismatch means nothing. In that case this call raises LeaseLost.
+                    # and the mismatch means nothing. In that case `check` raises LeaseLost.
                     reservation.check(0, len(targets))
                     log.error("%s over %s of %s", error, peer.transport, peer.peer_id)
                     self._on_mismatch()

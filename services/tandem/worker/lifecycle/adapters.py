@@ -2,8 +2,8 @@
 
 An adapter stays in the worker's record until an operator removes it or the worker ends. A new
 worker adopts the adapters of the other workers, so that a rolling restart loses none. The engine
-reads an adapter's weights when the first sequence needs them. If a process hangs while it reads an
-adapter's folder, the process ends, and the worker ends with it.
+reads an adapter's weights when the first sequence needs them. If reading an adapter's folder hangs,
+the reading process ends itself, and the worker ends with it.
 """
 
 import asyncio
@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 class NamedAdapters:
     """The adapters that a worker serves.
 
-    `named` is part of the worker's record. Files are read in threads.
+    `named` maps each name under which an adapter is served to the adapter. The files of adapters
+    are read in threads.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -86,7 +87,7 @@ class NamedAdapters:
             return await asyncio.to_thread(self._describe, path)
 
     def add(self, adapter: Adapter) -> None:
-        """Serves an adapter; it replaces an adapter with the same name."""
+        """Serves an adapter. An adapter that was served under the same name is replaced."""
         log.info("adapter %s is %s of %s", adapter.name, adapter.digest, adapter.path)
         self.named[adapter.name] = adapter
 
@@ -97,7 +98,8 @@ class NamedAdapters:
 
     def _read_own(self, name: str, path: str) -> Adapter:
         digest, rank = self._describe(path)
-        # If two workers start with the same name, the adapter with the newer files is used.
+        # If two workers start with different adapters of one name, the adapter with the newer files
+        # is used.
         return Adapter(name, digest, path, rank, (Path(path) / WEIGHTS_FILE).stat().st_mtime)
 
     def _describe(self, path: str) -> tuple[str, int]:

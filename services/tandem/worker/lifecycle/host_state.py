@@ -57,7 +57,7 @@ def written_folders(kv_disk_path: str) -> list[Path]:
 
 
 def fullest_disk(folders: Sequence[Path]) -> tuple[int, int]:
-    """Returns (free, total) bytes of the file system with the smallest free share.
+    """Returns (free, total) bytes of the file system with the smallest free fraction.
 
     Returns zeros if none of the folders exists.
     """

@@ -34,9 +34,9 @@ from tandem.models.source import resolve
 
 log = logging.getLogger(__name__)
 
-_MEDIUM = "GPU"  # name that subscribers use for an engine's own pool, on any device
+_MEDIUM = "GPU"  # subscribers expect this name for the KV pool, even if the pool is on a CPU
 _QUEUE_MAX = 10_000  # batches queued for one slow subscriber
-_KEPT_BYTES_MAX = 64 << 20  # total size of the batches kept for replays
+_KEPT_BYTES_MAX = 64 << 20  # largest total size of the batches kept for replays
 _REPLAY_DEADLINE_S = 5.0  # time limit in seconds for one message to a subscriber that does not read
 _END = (-1).to_bytes(8, "big", signed=True)
 
@@ -74,12 +74,12 @@ class EventBatch(msgspec.Struct, frozen=True, array_like=True):
 class ToldBlocks:
     """Turns step reports into events, and keeps the set of blocks that subscribers know.
 
-    Subscribers know a block only together with all blocks before it. A block without a parent is
-    the first of its chain. Any other block is published only while subscribers know its parent,
-    because otherwise they would take the block for the first one.
+    The parent of a block is the block before it in the prompt. A subscriber that does not know the
+    parent would take the block for the first one of a prompt. So a block is published only if it is
+    the first one or subscribers know its parent.
 
-    If every layer has a window, a parent may be removed before the blocks after it are stored.
-    Those blocks are then not published.
+    For example, every layer of a model has a window. Then a parent may be removed before the blocks
+    after it are stored, and those blocks are not published.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -170,8 +170,8 @@ class KvEvents:
 
     def _open(self, endpoint: str, replay: str) -> None:
         self._publish.set_hwm(_QUEUE_MAX)
-        # As in vLLM, the socket binds to a wildcard or a path. Any other address is one on which
-        # the subscriber listens, and the socket connects to it.
+        # As in vLLM, the socket binds to a wildcard or a path. At any other address, the subscriber
+        # listens and the socket connects.
         listens = "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
         _use(self._publish, "--kv-events", endpoint, listens=listens)
         if replay:

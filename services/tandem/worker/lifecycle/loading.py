@@ -20,7 +20,7 @@ from tandem.worker.engine_process.messages import Ready
 log = logging.getLogger(__name__)
 
 _END_DEADLINE_S = 1.0
-_FAILED_MAX = 500  # number of characters kept of a reason
+_FAILED_MAX = 500  # a reason is cut to this many characters
 
 
 async def start_and_tell(config: WorkerConfig, link: EngineLink) -> Ready:
@@ -33,9 +33,7 @@ async def start_and_tell(config: WorkerConfig, link: EngineLink) -> Ready:
 
 
 async def tell_failed(config: WorkerConfig, why: str) -> None:
-    """Writes a notice with the reason why this worker ends before serving, if Redis is
-    available.
-    """
+    """Writes a notice that says why this worker ends before it serves. Redis may be unavailable."""
     redis = connect(config.cluster.redis_url)
     told = LoadingNotice(config.role, failed=why[:_FAILED_MAX])
     try:

@@ -1,7 +1,7 @@
 """A worker's registration: its record, KV compatibility, peers, and entries in the prefix tree.
 
-Redis only caches this data. Without Redis the worker continues to serve and retries. When Redis is
-back, the worker publishes everything again.
+The worker has all this data itself, and Redis has a copy. Without Redis the worker continues to
+serve and retries. When Redis is back, the worker publishes everything again.
 """
 
 import asyncio
@@ -58,8 +58,9 @@ class Membership:
     async def join(self, compatibility: KvCompatibility) -> None:
         """Waits for Redis, then registers the worker.
 
-        If the previous process of this worker crashed while it was lent to the other pool, this
-        process joins that pool. Raises Incompatible that names the differences in KV compatibility.
+        If the previous process of this worker crashed while it was lent to the other pool
+        (role.py), this process joins that pool. Raises Incompatible, which names the differences in
+        KV compatibility.
         """
         while True:
             try:

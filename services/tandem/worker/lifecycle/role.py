@@ -5,13 +5,15 @@
 
 Running sequences continue or are migrated by routers; open leases end as usual.
 
-The change cannot deadlock (docs/transfer.md). Only a worker in the decode pool waits for another
-worker while it holds blocks. The other worker was in the prefill pool when the wait began. If that
-worker waits now, too, then it joined the decode pool later than the first one. In a cycle of waits,
-each worker would have joined the decode pool later than itself.
+Changes of roles cannot cause a deadlock, in which workers wait for each other in a circle
+(docs/transfer.md). Only a decode worker A waits for another worker B while A holds blocks, and B
+was a prefill worker when the wait began. If B waits for a worker C later, B has joined the decode
+pool after A. So in A, B, C and so on, each worker has joined the decode pool after the one before,
+and the last one cannot wait for A.
 
-A worker is lent while it is in the pool that is not its own. The loan survives a crash of the
-process. It ends when the role changes back or the worker shuts down in order.
+A worker is lent while it is not in the pool of its configured role. After a crash, the next process
+of the worker starts in the same pool. The loan ends when the role changes back or the worker shuts
+down in order.
 """
 
 import asyncio
@@ -25,8 +27,8 @@ from tandem.worker.prefill.service import PrefillService
 
 log = logging.getLogger(__name__)
 
-# time in seconds for running remote prefills to finish, before this worker computes their missing
-# tokens itself
+# Unfinished remote prefills get this many seconds to finish. After that, this worker computes the
+# missing tokens itself.
 _GRACE_S = 0.5
 
 
@@ -56,8 +58,8 @@ class RoleChange:
         return "" if self.role == self._own or self._ends_in_order else self.role
 
     def end_loan(self) -> None:
-        """Ends the loan, because the worker ends in order. Its next process starts in its own
-        role.
+        """Ends the loan, because the worker ends in order. The next process of this worker starts
+        in the configured role.
         """
         self._ends_in_order = True
 

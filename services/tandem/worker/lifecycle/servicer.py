@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Servicer(WorkerServicer):
-    """Translates messages and delegates. Holds no state."""
+    """Converts gRPC messages and calls the components of the worker. Has no state of its own."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

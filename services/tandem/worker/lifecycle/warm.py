@@ -1,12 +1,16 @@
 """Fills a new worker's cache from its peers, so that it does not start cold.
 
-    ListChains of a peer --> ImportBlocks a chain (FREE blocks only) --> pull it --> CommitImport
+A chain has the hashes of successive blocks, from the first block of a prompt on. Each chain is
+imported in four steps:
+
+    1. `ListChains`: a peer names the chains that it used most recently.
+    2. `ImportBlocks`: the local engine reserves free blocks for a chain.
+    3. The blocks are pulled from the peer.
+    4. `CommitImport`: the local engine caches the pulled blocks.
 
 The import runs in the background after the worker has joined. Requests have priority, and no block
-is evicted for the import. Blocks that cannot be imported are skipped.
-
-A chain has the hashes of successive blocks, from the first block of a prompt on. If two chains
-begin with the same blocks, these are imported with the first chain and cached for the second.
+is evicted for the import. Blocks that cannot be imported are skipped. If two chains begin with the
+same blocks, only the import of the first chain pulls them.
 """
 
 import asyncio

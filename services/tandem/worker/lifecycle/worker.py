@@ -84,8 +84,8 @@ class Worker:
         make_servicer: Callable[[Worker], WorkerServicer],
         engine: EngineProgram | None = None,
     ) -> None:
-        """`make_servicer` makes the gRPC service that calls this worker. `engine` is the engine
-        process, if it runs already; `run` starts one otherwise."""
+        """`make_servicer` makes the gRPC service that calls this worker. `engine` is an engine
+        process that runs already. If it is None, `run` starts one."""
         self.config = config
         self._make_servicer = make_servicer
         self._engine = engine
@@ -109,7 +109,7 @@ class Worker:
     def stop(self, deadline_s: float) -> None:
         """Starts the drain. `run` returns when no sequence or lease is left, or at the deadline.
 
-        If it is called again, the earliest deadline applies.
+        If `stop` is called several times, the earliest deadline applies.
         """
         self._drain_until = min(self._drain_until, time.monotonic() + deadline_s)
         self._stopping.set()
@@ -311,7 +311,7 @@ class Worker:
                     self._give_up(event.message)
 
     def _on_report(self, report: messages.Report) -> None:
-        step = report.report
+        step = report.step
         self.rates.on_step(step)
         self.prefill.on_report(report)
         self._warmer.on_step(step)
@@ -343,7 +343,7 @@ class Worker:
     def _give_up(self, message: str) -> None:
         """Drains the worker; `run` then raises WorkerLost, so that the worker is restarted.
 
-        A drain that has already begun continues, because its sequences may need no pull.
+        If a drain has already begun, this method does nothing.
         """
         if not self._stopping.is_set():
             log.error("this worker drains itself: %s", message)
@@ -379,10 +379,9 @@ class Worker:
     async def _unless(
         self, ending: Coroutine[Any, Any, object], work: Coroutine[Any, Any, None]
     ) -> bool:
-        """Runs `work`, but not longer than until `ending` is done. Returns True if `work` was done
-        first.
+        """Runs `work` until it is done or `ending` is done. Returns True if `work` was done first.
 
-        Raises the error of either of them, or WorkerLost if the engine ends first.
+        Raises an error of `work` or of `ending`, or WorkerLost if the engine ends first.
         """
         working = asyncio.create_task(work)
         until = asyncio.create_task(ending)

@@ -47,7 +47,7 @@ class Probes:
         return f"the event loop stands still for {stands_s:.0f} s" if stands_s > LOOP_HANG_S else ""
 
     def not_ready_reason(self) -> str:
-        """Returns why the worker accepts no requests; "" if it does."""
+        """Returns why the worker accepts no requests; "" if it accepts requests."""
         state = self._state()
         return "" if state == "ready" else f"the worker is {state}"
 

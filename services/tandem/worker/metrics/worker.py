@@ -1,6 +1,6 @@
 """Prometheus metrics of one worker, served by its I/O process.
 
-Gauges are read from the newest load at each scrape; nothing is computed between scrapes.
+At each scrape, gauges are computed from the newest load that the engine reported.
 """
 
 from __future__ import annotations
@@ -193,9 +193,7 @@ class WorkerMetrics(MetricSet):
             nixl.add_failed()
 
     def on_lost_lease(self, lease: ConsumerLease) -> None:
-        """Counts a lost lease over NIXL if its reads were done but its release was not
-        confirmed.
-        """
+        """Counts a lost lease over NIXL if the consumer sent `release` but got no confirmation."""
         if lease.is_unconfirmed and lease.peer.transport == "nixl":
             self.tally.nixl.add_unconfirmed()
 
@@ -232,8 +230,8 @@ class WorkerMetrics(MetricSet):
         self._registry.register(_AtScrape(lambda: tier_metrics(self._labels, self._stats)))
 
     def collect(self) -> Iterable[Metric]:
-        """Returns the current values of all metrics. After `serve`, these include the load's
-        gauges.
+        """Returns the current values of all metrics. The gauges of the worker's load are included
+        after `serve` was called.
         """
         return _WithRole(self._registry, self).collect()
 

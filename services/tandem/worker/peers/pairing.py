@@ -1,9 +1,13 @@
 """Connects this worker with a producer and chooses the transport between the two.
 
-    Connect: KV compatibilities, hosts, NIXL metadata --> timed NIXL and gRPC reads --> transport
+A pair is this worker and one producer, another worker from which this worker pulls blocks.
 
-A pair is this worker and one producer. Pairing runs in the background, never on a request's path.
-`again` measures a pair again whose transport failed or became slow.
+    1. The call `Connect` exchanges the KV formats, the hosts' identities and the NIXL metadata.
+    2. Test reads over NIXL and over gRPC are timed.
+    3. The transport is chosen by these times (transport_choice.py).
+
+Pairing runs in the background, never on a request's path. If a transport fails or becomes slow
+later, `again` repeats these steps.
 
 The choice and its reason are logged once for each pair, as a warning if the transport is not the
 best one. If the network is the reason, only the first pair logs a warning, because the reason is
@@ -39,7 +43,7 @@ from tandem.worker.peers.transport_choice import (
 log = logging.getLogger(__name__)
 
 _OF_THE_NETWORK = {"tcp", "unreachable"}
-_REASON_MAX = 300  # number of characters kept of a reason
+_REASON_MAX = 300  # a reason is cut to this many characters
 FAILURES_MAX = 3  # After this many failed NIXL reads in a row, the pair uses gRPC
 
 
@@ -59,7 +63,7 @@ class Pairing:
         self._compatibility = compatibility
         self._calls = PeerCalls(config.cluster.cluster_id, config.cluster.token, config.tls_dir)
         self._host = host_identity(config.transfer.nixl_tcp)
-        # reasons due to the network for which a warning was already logged
+        # reasons of _OF_THE_NETWORK for which a warning was already logged
         self._warned: set[str] = set()
 
     async def make(self, worker_id: str, epoch: str, address: str) -> Peer:
@@ -104,7 +108,7 @@ class Pairing:
         self.use(peer, choose_transport(wanted, by_nixl, by_grpc, how))
 
     def use(self, peer: Peer, choice: TransportChoice) -> None:
-        """Sets the pair's transport and logs a change. `again` may set another one later."""
+        """Sets the pair's transport and logs a change of it."""
         previous = (peer.transport, peer.reason)
         peer.transport = choice.transport
         peer.reason = choice.reason

@@ -12,7 +12,7 @@ from tandem.transfer.protocol import Transport
 
 @dataclass(slots=True)
 class Peer:
-    """A connected peer. Its `transport` may change; a pull uses the one set at its start."""
+    """A connected peer. A change of `transport` does not affect pulls that have already begun."""
 
     worker_id: str
     epoch: str
@@ -21,7 +21,8 @@ class Peer:
     transports: Mapping[str, Transport]  # all transports by name
     transport: str = ""  # name of the transport in use
     offers_grpc: bool = True
-    reason: str = ""  # last logged reason for the choice of transport, which is not logged again
+    # Why a better transport is not used, e.g. "slow". The same reason is not logged twice in a row.
+    reason: str = ""
 
     @property
     def peer_id(self) -> str:

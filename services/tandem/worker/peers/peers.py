@@ -8,8 +8,8 @@ old process is disconnected. Connecting runs in the background, not on a request
 (`pairing.py`).
 
 A pair is this worker and one peer. If several NIXL reads of a pair fail in a row, the pair uses
-gRPC at once. A pair is measured again from time to time if NIXL became slower than gRPC or is not
-used although it might be.
+gRPC at once. The speed of a pair is measured again from time to time if its transport is doubtful:
+NIXL is in use but became slower than gRPC, or gRPC is in use only because NIXL failed or was slow.
 """
 
 import asyncio
@@ -30,14 +30,15 @@ from tandem.worker.peers.rates import Rates
 
 log = logging.getLogger(__name__)
 
-# If there are more decode workers than this, a connection to one of them is opened at its first use
-# and not when it joins.
+# Up to this many decode workers are connected when they join. If there are more, each of them is
+# connected at its first use.
 EAGER_DECODE_PEERS_MAX = 16
 _RETRY_S = 5.0
-# An incompatible peer is retried later, because neither process can change. A restarted worker is a
-# new peer and is not delayed by this.
+# An incompatible peer is retried rarely, because neither process can change. A restarted worker is
+# a new peer, which is connected without this delay.
 _RETRY_INCOMPATIBLE_S = 300.0
-_AGAIN_MIN_S = 30.0  # shortest pause between two measurements of a pair; doubled after each one
+# The pause before a pair is measured again. It doubles after each measurement, up to the maximum.
+_AGAIN_MIN_S = 30.0
 _AGAIN_MAX_S = 600.0
 
 
@@ -47,7 +48,7 @@ class _Entry:
     connecting: asyncio.Task[Peer]
     failed_at: float = 0.0
     retry_s: float = _RETRY_S
-    failure: str = ""  # last failure; a repetition of it is logged only at level DEBUG
+    failure: str = ""  # the last error; the same error again is logged only at level DEBUG
     # time when the registry or a request last named the peer
     seen_at: float = field(default_factory=time.monotonic)
     measured_at: float = field(default_factory=time.monotonic)
@@ -66,7 +67,7 @@ class Peers:
         self._entries: dict[str, _Entry] = {}  # keyed by peer id
 
     async def get(self, worker_id: str, epoch: str, address: str) -> Peer:
-        """Returns a connected peer, for whose connection this may have to wait.
+        """Waits until a peer is connected, and returns the peer.
 
         Raises TandemError if the connection fails or takes longer than `connect_deadline_s`.
         """
@@ -84,8 +85,9 @@ class Peers:
         return peer
 
     def get_now(self, worker_id: str, epoch: str, address: str) -> Peer | None:
-        """Returns the peer if it is connected. Otherwise returns None and connects in the
-        background.
+        """Returns a peer that is already connected.
+
+        If the peer is not connected, returns None and connects in the background.
         """
         entry = self._entries.get(peer_id(worker_id, epoch))
         if entry is None or self._may_retry(entry):
@@ -104,10 +106,10 @@ class Peers:
         return [attempt.result() for attempt in attempts if _succeeded(attempt)]
 
     def update(self, records: Iterable[WorkerRecord]) -> None:
-        """Connects to new producers and drops those that have been missing for long.
+        """Connects to new producers, and disconnects those whose records have long been missing.
 
-        A missing producer is kept for the records' time to live, because a Redis that restarted
-        empty lacks the records of healthy workers.
+        A producer without a record is kept for `record_ttl_s`, because a Redis that restarted empty
+        lacks the records of healthy workers.
         """
         now = time.monotonic()
         records = [r for r in records if r.worker_id != self._config.worker_id]
@@ -129,7 +131,7 @@ class Peers:
 
     @property
     def unreachable(self) -> dict[str, str]:
-        """Worker id -> reason for each peer that cannot be read from."""
+        """Worker id -> reason, for each peer from which no blocks can be pulled."""
         return {
             entry.record[0]: why
             for entry in self._entries.values()
@@ -141,7 +143,7 @@ class Peers:
             self._close(key)
 
     def _look_after(self, entry: _Entry, now: float) -> None:
-        """Switches a pair to gRPC or measures it again if its transport may be the wrong one."""
+        """Switches a pair to gRPC if NIXL fails, or measures the pair again if that is due."""
         peer = entry.connecting.result()
         self._pairing.give_up_failing(peer)
         if entry.measuring is not None:
@@ -201,9 +203,9 @@ class Peers:
 
 
 def _why_not(entry: _Entry) -> str:
-    """Returns why a peer cannot be read from.
+    """Returns why no blocks can be pulled from a peer.
 
-    The result is "" if it can be read from or is being connected for the first time.
+    The result is "" if pulls are possible or the first attempt to connect is under way.
     """
     if not _succeeded(entry.connecting):
         return entry.failure

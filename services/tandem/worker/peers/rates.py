@@ -1,8 +1,10 @@
 """The engine's own rates and the measured transfer rate from each peer.
 
-Step reports and pulls update them. The worker's record, deadlines and the choice of a prefill
-worker use them. Transfer rates are kept for each peer and transport; the worker's record has the
-rate of the transport in use. This module does not wait and reads no clock.
+Step reports and pulls update these rates. They are used for the deadlines of pulls and the choice
+of a prefill worker. They are also in the worker's record, so that other processes can use them.
+
+Transfer rates are kept for each peer and transport. The worker's record has the rate of the
+transport in use. This module does not wait and reads no clock.
 """
 
 from collections import Counter
@@ -22,7 +24,7 @@ HANG_FLOOR_S = 5.0  # Shortest time after which an engine counts as hung
 _HANG_TURNS = 4
 _DEADLINE_FACTOR = 20
 _DEADLINE_MIN_S = 1.0
-_TURN_KEEP = 0.98  # factor by which the recorded longest turn decays at each shorter turn
+_TURN_KEEP = 0.98  # the duration of the longest step is multiplied by this at each shorter step
 _RETRY_S = (0.1, 30.0)
 _INTERVAL_KEEP = 0.8
 
@@ -43,11 +45,11 @@ class Rates:
         self._in_use: dict[str, tuple[str, str]] = {}
         self._ended_at = 0.0
         self._end_interval_s = 1.0
-        # duration of the longest recent step; it decays at each shorter one
+        # duration of the longest recent step; multiplied by _TURN_KEEP at each shorter step
         self._longest_turn_s = 0.0
 
     def on_step(self, report: StepReport) -> None:
-        """Takes the engine's rates and the duration of a step from its report."""
+        """Takes the engine's rates and the duration of a step from the report of the step."""
         stats = report.stats
         tiers = tuple(TierRate(tier.name, tier.block_s) for tier in stats.tiers)
         self.worker = msgspec.structs.replace(
@@ -59,10 +61,10 @@ class Rates:
 
     @property
     def turn_s_max(self) -> float:
-        """The longest turn to expect, in seconds; 0 if prefill was not measured yet.
+        """The longest engine step to expect, in seconds; 0 if prefill was not measured yet.
 
-        It is the longest recent turn. It is at least the predicted time of a step with a full
-        prefill budget, because such a step can follow many short turns.
+        This is the longest recent step, or the predicted time of a step with a full prefill budget
+        if that is longer, because such a step can follow many short ones.
         """
         if not self.worker.measured:
             return 0.0
@@ -103,7 +105,9 @@ class Rates:
         return self._failures[worker_id, transport]
 
     def on_probe(self, worker_id: str, transport: str, reads: Iterable[tuple[int, float]]) -> None:
-        """Records the test reads over a transport. They replace its earlier measurements."""
+        """Records test reads as (bytes, seconds). Earlier measurements of the transport are
+        dropped.
+        """
         reads = list(reads)
         if reads:
             self._meters.pop((worker_id, transport), None)
@@ -112,7 +116,7 @@ class Rates:
             self.on_pull(worker_id, transport, num_bytes, slow_s)
 
     def use(self, worker_id: str, transport: str, reason: str = "") -> None:
-        """Sets the transport for the peer's blocks, and the reason if it is not the best one."""
+        """Sets the transport for a peer's blocks. `reason` says why no better one is used."""
         self._in_use[worker_id] = transport, reason
 
     def forget(self, worker_id: str) -> None:
@@ -131,9 +135,10 @@ class Rates:
         return meter.rate if meter is not None and meter.num_observations else None
 
     def pull_deadline_s(self, worker_id: str, num_bytes: int) -> float:
-        """Returns a pull's deadline in seconds.
+        """Returns the deadline of a pull in seconds.
 
-        It is far above the expected duration, but at most the configured deadline.
+        It is about 1 s plus 20 times the expected duration. The configured deadline is the maximum,
+        and applies also if no rate was measured.
         """
         rate = self.pair(worker_id)
         if rate is None:
@@ -147,11 +152,12 @@ class Rates:
 
 
 def hang_timeout_s(turn_s_max: float, heartbeat_timeout_s: float) -> float:
-    """Returns for how long a producer's step counter may stand still before its engine counts as
-    hung.
+    """Returns for how long a producer's step counter may stand still before the producer's engine
+    counts as hung.
 
-    This is four times its longest recent turn, at least `HANG_FLOOR_S` and at most
-    `heartbeat_timeout_s`. If the producer reports no turn (0), it is `heartbeat_timeout_s`.
+    The result is 4 * `turn_s_max`, but at least `HANG_FLOOR_S` and at most `heartbeat_timeout_s`.
+    For example, it is 8 s if the longest step takes 2 s. If `turn_s_max` is 0, which means that
+    nothing was measured, the result is `heartbeat_timeout_s`.
     """
     if turn_s_max <= 0:
         return heartbeat_timeout_s

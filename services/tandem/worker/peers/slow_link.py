@@ -4,9 +4,7 @@ import asyncio
 
 
 class SlowLink:
-    """A simulated link that all pulls of a worker share. It transfers their bytes one after
-    another.
-    """
+    """A simulated link that all pulls of a worker share. It transfers one pull after another."""
 
     def __init__(self, bytes_per_s: float) -> None:
         """`bytes_per_s` is the bandwidth; 0 means no limit."""
@@ -23,8 +21,8 @@ class SlowLink:
         await asyncio.sleep(max(0.0, self._free_at - asyncio.get_running_loop().time()))
 
     def seconds(self, num_bytes: int, seconds: float) -> float:
-        """Returns the seconds that the bytes take over the idle link.
+        """Returns the seconds that a pull takes over this link if no other pull uses the link.
 
-        `seconds` is the time that they took without the simulated link.
+        `seconds` is the time that the pull took without the simulated link.
         """
         return max(seconds, num_bytes / self._bytes_per_s) if self._bytes_per_s else seconds

@@ -12,7 +12,8 @@ from tandem.common.config.transfer import Transport
 from tandem.common.perf_model.rates import PairRate
 from tandem.transfer.nixl.reach import Reach
 
-PULL_BYTES = 4 << 20  # size of the pull whose predicted times are compared
+# Two transports are compared by their predicted times for a pull of this size.
+PULL_BYTES = 4 << 20
 # A transport is clearly slower if its pull takes more than this multiple of the other's time.
 SLOWER = 1.25
 _LIFT_NOTHING = (
@@ -26,10 +27,10 @@ _LIFT_SLOW = (
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The measurement of one transport of a pair.
+    """The measurement of one transport between two workers.
 
-    `error` says why the transport does not work; it is "" otherwise. `rate` is None if the
-    transport was not measured.
+    `rate` is None if the transport was not measured. `error` is not empty if the transport does not
+    work.
     """
 
     rate: PairRate | None = None
@@ -39,8 +40,8 @@ class Way:
 @dataclass(frozen=True, slots=True)
 class TransportChoice:
     transport: str
-    reason: str = ""  # one word for why the transport is not the best one; "" if it is
-    warning: str = ""  # the same as a sentence with figures and the remedy
+    reason: str = ""  # why a better transport is not used, in one word; "" if this is the best one
+    warning: str = ""  # the reason as a sentence with figures and the remedy
 
 
 def choose_transport(
@@ -48,7 +49,7 @@ def choose_transport(
 ) -> TransportChoice:
     """Returns the transport of a pair. `reach` is None if the peer did not describe its host.
 
-    gRPC always works, because the two workers introduced themselves over it.
+    gRPC always works here, because the two workers have already called `Connect` over gRPC.
     """
     if wanted == "grpc":
         return TransportChoice("grpc")

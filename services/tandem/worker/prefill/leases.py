@@ -1,12 +1,13 @@
-"""The open leases of a producer and their bounds. This module does no I/O.
+"""The open leases of a producer and the limits on them. This module does no I/O.
 
-A lease is *ahead* after all its blocks are computed, until the consumer has released it or its
-stream ends. During that time the blocks stay allocated only because the consumer has not read them.
-The number of blocks of leases that are ahead is limited to a share of the pool. Above the limit,
-new leases are refused; their consumers use another producer or compute locally.
+A lease is *ahead* if all its blocks are computed and the consumer has not released the lease yet.
+The blocks of such a lease stay allocated only until the consumer has read them. If the leases that
+are ahead have more blocks than a share of the pool, new leases are refused. For example, a pool has
+1000 blocks, and the share is 0.9. A new lease is refused while more than 900 blocks wait to be
+read. Its consumer then uses another producer or computes locally.
 
-Sequences that wait in this worker's queue hold no blocks; the size of the engine's queue limits
-their number.
+A lease whose sequence waits in the engine's queue has no blocks yet. The number of such leases is
+limited by the size of that queue.
 """
 
 import asyncio
@@ -21,7 +22,9 @@ from tandem.worker.prefill.prefix_choice import PrefixPlan
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The state of one lease, under which a consumer reads the blocks of one sequence or chain."""
+    """The state of one lease, under which a consumer reads the blocks of one sequence, or one chain
+    of cached blocks.
+    """
 
     lease_id: str
     consumer_id: str
@@ -32,11 +35,11 @@ class Lease:
     # Times are `time.monotonic()` seconds; 0 means not reached yet.
     opened_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
-    # time before admission spent waiting for blocks that others computed
+    # seconds before admission spent waiting for blocks that other sequences computed
     shared_wait_s: float = 0.0
     prefilled_at: float = 0.0
-    # Events of the engine, and the consumer's release. The number of events is limited by the
-    # number of the prompt's blocks, so the queue needs no bound.
+    # The engine's events for this lease, and the consumer's release. The queue has no maximum size,
+    # because a prompt causes at most a few events per block.
     events: asyncio.Queue[object] = field(default_factory=asyncio.Queue)
     block_ids: list[int] = field(default_factory=list)  # blocks that were announced to the consumer
     is_ahead: bool = False
@@ -46,7 +49,7 @@ class Lease:
 
     @property
     def stage(self) -> str:
-        """The current stage of the lease, as the drain's log names it."""
+        """The current stage of the lease, as shown in the log of a drain."""
         if self.is_ahead:
             return "read by its consumer"
         return "computed" if self.admitted_at else "queued"

@@ -1,4 +1,4 @@
-"""Decides whether pulling a prompt's first blocks is faster than computing them. Pure functions."""
+"""Decides whether pulling a prompt's first blocks is faster than computing them. Does no I/O."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class ConnectedHolder(predict.Holder, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PrefixPlan:
-    """The plan for a sequence whose prefix is pulled before the rest is computed.
+    """The plan for a sequence whose prefix is pulled before the rest of the prompt is computed.
 
     `holders` are sorted, the best first.
     """

@@ -1,4 +1,7 @@
-"""Pulls cached blocks by hash from a worker that holds them: a prefix, or a chain for a warm start.
+"""Pulls cached blocks, named by their hashes, from a worker that holds them.
+
+The blocks are the prefix of a prompt, or a chain of blocks that fills the cache of a new worker.
+The prefix of a prompt is pulled in five steps:
 
     1. `plan` chooses holders. The sequence is added to the engine.
     2. The engine admits the sequence and reserves blocks (`Reserved`).
@@ -6,8 +9,8 @@
     4. The holder answers `released`: the pulled blocks are valid.
     5. The engine computes the rest of the prompt (`ContinuePrefill`).
 
-The holder computes and allocates nothing for this, so it never waits for blocks. The consumer waits
-only for one turn of the holder's engine and for the read.
+The holder computes and allocates nothing for a pull. So the consumer waits only for one step of the
+holder's engine and for the transfer of the blocks.
 """
 
 import asyncio
@@ -91,8 +94,8 @@ class PrefixPuller:
         if not chosen:
             return None
         prefix_blocks = max(holder.num_tokens for holder in chosen) // self._block_size
-        # A holder's windows end at the end of its own prefix, so only holders whose prefix ends
-        # where the plan's ends are useful.
+        # For layers with a window, a holder has only the last blocks of its prefix. So a holder
+        # with a shorter prefix lacks the blocks at the end of the planned prefix.
         if self._compatibility.has_windows:
             prefix_tokens = prefix_blocks * self._block_size
             chosen = [holder for holder in chosen if holder.num_tokens == prefix_tokens]
@@ -109,8 +112,9 @@ class PrefixPuller:
     async def fill(self, plan: PrefixPlan, reserved: Reserved) -> int:
         """Pulls the missing blocks of the prefix.
 
-        Returns the number of the sequence's leading blocks that are valid. After any error this is
-        the number of blocks that were cached before. Only a cancellation raises.
+        Returns the number of the sequence's leading blocks that are valid. After an error, this is
+        the number of blocks that were cached before the pull. The only exception that is raised is
+        a cancellation.
         """
         num_cached = reserved.num_cached_tokens // self._block_size
         token_ids = plan.spec.token_ids
@@ -146,8 +150,7 @@ class PrefixPuller:
         num_cached: int,
         targets: list[int],
     ) -> int:
-        """Pulls the blocks that follow the first `num_cached` ones of a chain from the peer into
-        `targets`.
+        """Pulls blocks of a chain from the peer into `targets`, without the first `num_cached`.
 
         Returns the number of the chain's leading blocks that are valid. Raises TandemError.
         """
@@ -169,7 +172,8 @@ class PrefixPuller:
                 continue
             lease = self._make_lease(peer)
             wanted = block_hashes[: holder.num_tokens // self._block_size]
-            # without windows, the first targets belong to the chain's first missing blocks
+            # A holder of a shorter prefix fills only the first targets. With windows, all chosen
+            # holders have the whole prefix.
             if not self._compatibility.has_windows:
                 targets = targets[: len(wanted) - num_cached]
             try:

@@ -1,14 +1,16 @@
 """The producer's side of a lease: `Prefill` streams, and bytes for consumers without NIXL.
 
-    `start`, to compute a prompt     --> refused
-                                     --> leased --> (pulling a prefix) --> computing --> prefilled
-    `hold`, to keep cached blocks    --> refused
-                                     --> leased --> held
-    prefilled or held, and `release` --> released
-    the stream closes at any time    --> the lease ends
+A consumer opens a stream `Prefill` for each lease and begins with one of two commands:
 
-The consumer sends `release` when its reads are done. The answer `released` confirms that every
-block was held until then. A hold waits for nothing and allocates nothing.
+    command    purpose                 stages of the lease
+    `start`    compute a prompt        leased, computing, prefilled, released
+    `hold`     keep cached blocks      leased, held, released
+
+The producer can refuse either command instead of granting a lease. Before computing, it may pull a
+cached prefix of the prompt from a third worker. A hold waits for nothing and allocates nothing.
+
+The consumer sends `release` when it has read all blocks. The answer `released` confirms that every
+block was held until then.
 
 However the stream ends, the `finally` clause of `serve` removes the sequence from the engine, which
 then frees the blocks. So no block outlives the stream.
@@ -87,11 +89,12 @@ class PrefillService:
         return self._leases
 
     def leave(self, serves_holds: Callable[[], bool]) -> None:
-        """Accepts no more prompts and refuses those that the engine has not begun.
+        """Accepts no more prompts and refuses the prompts that the engine has not begun.
 
-        Their consumers then use another worker. Holds are accepted while `serves_holds` returns
-        True, so that a worker that takes over a sequence can pull its blocks from here. Without
-        that limit, prefixes that many requests share would prolong a drain.
+        The consumers of refused prompts use another worker. Holds are still accepted while
+        `serves_holds` returns True, because a worker that takes over a sequence from this worker
+        pulls the sequence's blocks. Later holds are refused, because requests for a popular prefix
+        would prolong the drain.
         """
         self._draining = True
         self._serves_holds = serves_holds
@@ -102,7 +105,7 @@ class PrefillService:
     def on_report(self, report: messages.Report) -> None:
         """Passes the results of a step to the leases."""
         self._tick = report.tick
-        step = report.report
+        step = report.step
         self.on_final_blocks(step.final_blocks)
         for admitted in step.admitted:
             if (lease := self._leases.get(admitted.sequence_id)) is not None:
@@ -192,19 +195,19 @@ class PrefillService:
             log.debug("%s ended: %s", lease.lease_id, outcome, extra=about(lease.lease_id))
 
     def _transit(self, connection: str) -> Transit:
-        """Returns the meter of transit delays of a consumer's connection.
+        """Returns the object that measures the delays of messages on a consumer's connection.
 
-        Each connection has its own meter, because hosts have different clocks.
+        Each connection has its own, because hosts have different clocks.
         """
         if connection not in self._transits and len(self._transits) >= _TRANSITS_MAX:
             self._transits.clear()
         return self._transits.setdefault(connection, Transit())
 
     def _begin(self, lease: Lease, first: pb.PrefillCommand, transit: Transit) -> messages.Command:
-        """Returns the engine's command for a new lease."""
+        """Returns the command that adds a new lease's sequence or chain to the engine."""
         if first.WhichOneof("command") == "hold":
             hold = first.hold
-            return messages.PinPrefix(
+            return messages.HoldPrefix(
                 lease.lease_id, list(hold.block_hashes), hold.first_missing_block
             )
         start = first.start
@@ -224,10 +227,10 @@ class PrefillService:
         return messages.Add(lease.plan.spec if lease.plan is not None else spec)
 
     async def _fill(self, plan: PrefixPlan, reserved: Reserved) -> None:
-        """Pulls a lease's prefix, then makes the engine compute the rest.
+        """Pulls the prefix of a lease's prompt, then makes the engine compute the rest.
 
-        If the lease ends during the pull, the engine quarantines the blocks that a read may still
-        write.
+        If the lease ends during the pull, the engine does not reuse the blocks until no read can
+        write them any more.
         """
         assert self._prefixes is not None, "no plan without it"
         num_blocks = await self._prefixes.fill(plan, reserved)

@@ -10,7 +10,9 @@ import pytest
 
 from tandem.cluster.logs.run_logs import (
     RUNS_KEPT,
+    Addresses,
     RunLogs,
+    find_address,
     find_log,
     lines,
     runs_folder,
@@ -54,6 +56,23 @@ def test_the_last_runs_are_kept_and_those_that_live(tmp_path: Path) -> None:
     living.close()
     run(tmp_path, "last", "x").close()
     assert len(list(runs_folder().iterdir())) == RUNS_KEPT
+
+
+def test_commands_find_the_one_cluster_that_runs(tmp_path: Path) -> None:
+    assert find_address("admin", "default") == "default"
+    first = run(tmp_path, "first", "x")
+    first.announce(Addresses("http://h:1", "http://h:2"))
+    assert find_address("http", "default") == "http://h:1"
+    assert find_address("admin", "default") == "http://h:2"
+    second = run(tmp_path, "second", "x")
+    assert find_address("http", "default") == "http://h:1", "the second one still starts"
+    second.announce(Addresses("http://h:3", "http://h:4"))
+    with pytest.raises(OperateError, match=r"2 clusters run here: .* http://h:2 or http://h:4"):
+        find_address("admin", "default")
+    first.close()
+    assert find_address("http", "default") == "http://h:3"
+    second.close()
+    assert find_address("http", "default") == "default"
 
 
 def test_an_unknown_worker_is_answered_with_those_that_there_are(tmp_path: Path) -> None:

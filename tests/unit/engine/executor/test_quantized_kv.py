@@ -104,7 +104,7 @@ def held(engine: Engine, token_ids: list[int]) -> tuple[list[bytes], list[int]]:
     """Computes a prompt: the hashes of its full blocks, and their ids, pinned."""
     engine.add(make_spec("warm", token_ids, max_tokens=1))
     hashes = [stored.block_hash for report in drive(engine).reports for stored in report.stored]
-    engine.pin_prefix("chain", hashes)
+    engine.hold_prefix("chain", hashes)
     return hashes, engine.step().final_blocks[0].block_ids
 
 
@@ -123,7 +123,7 @@ def test_a_token_that_was_made_has_the_bytes_of_one_that_was_prefilled(bench: Be
     outcome = drive(engine)
     hashes = [stored.block_hash for report in outcome.reports for stored in report.stored]
     assert len(hashes) == (33 + NUM_TOKENS - 1) // 16
-    engine.pin_prefix("chain", hashes)
+    engine.hold_prefix("chain", hashes)
     made = kv[engine.step().final_blocks[0].block_ids]
     prefilled, _ = bench.prefilled(PROMPT[:33] + outcome.token_ids["a"], 512)
     assert torch.equal(prefilled[: len(made)], made)
@@ -186,7 +186,7 @@ def test_moved_twice(bench: Bench) -> None:
         assert outcome.token_ids["s4"] == bench.expected["s4"]
         computed = sum(report.num_prefill_tokens for report in outcome.reports)
         assert computed == len(prompt) - 16 * len(hashes)
-        engine.pin_prefix("chain", hashes)
+        engine.hold_prefix("chain", hashes)
         again = kv[engine.step().final_blocks[0].block_ids]
         assert torch.equal(again, moved)
         moved = again

@@ -88,13 +88,14 @@ BROKEN = {
 }
 
 
+@pytest.mark.parametrize("skips_strings", [False, True])
 @pytest.mark.parametrize(("content", "says"), BROKEN.values(), ids=BROKEN)
-def test_a_broken_layout_is_named_at_once(tmp_path, content, says):
+def test_a_broken_layout_is_named_at_once(tmp_path, content, says, skips_strings):
     file = tmp_path / "broken.gguf"
     file.write_bytes(content)
     started = time.process_time()
     with pytest.raises(ConfigError) as raised:
-        read_layout(file)
+        read_layout(file, skips_strings=skips_strings)
     assert time.process_time() - started < 5
     assert raised.value.message.startswith(f"{file} cannot be read as a GGUF file: ")
     assert says in raised.value.message
@@ -102,7 +103,11 @@ def test_a_broken_layout_is_named_at_once(tmp_path, content, says):
 
 
 def test_whole_files_pass(tmp_path, tiny_gguf):
-    read_layout(tiny_gguf.write(tmp_path / "tiny.gguf", NORM))
+    tiny = tiny_gguf.write(tmp_path / "tiny.gguf", NORM)
+    whole, skipped = read_layout(tiny), read_layout(tiny, skips_strings=True)
+    assert skipped.tensors == whole.tensors
+    assert skipped.keys["tokenizer.ggml.tokens"] == []
+    assert len(whole.keys["tokenizer.ggml.tokens"]) > 0
     aligned = header(2, 1) + key(UINT32, struct.pack("<I", 64), ALIGNMENT)
     aligned += tensor(8) + tensor(32, kind=Q4_0, start=64, name=b"u")
     (tmp_path / "aligned.gguf").write_bytes(aligned.ljust(128, b"\0") + bytes(64 + 18))

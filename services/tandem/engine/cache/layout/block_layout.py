@@ -1,19 +1,22 @@
-"""The layout of a KV block in bytes. A block holds all layers of its group in one contiguous span
-of memory.
+"""The order of bytes in the pool of one KV group.
 
-    [num_blocks][num_kv_heads][num_layers] parts; a part is one layer of one head:
+A pool is an array [num_blocks][num_kv_heads][num_layers] of parts. A part is the KV of one layer
+and one head for all tokens of a block:
 
-    K run [block_size][head_dim] | V run [block_size][head_dim] | scales | padding
+    keys [block_size][head_dim] | values [block_size][head_dim] | scales | padding
 
-With latent attention there is one head and no V run, because values are computed from the latents.
-If the latents are quantized, the rotated keys keep their dtype:
+With latent attention there is one head. Its parts have latents in place of keys, and no values,
+because values are computed from latents. If the latents are quantized, a part also has the rotated
+keys, which are not quantized:
 
     latents [block_size][rank] | rotated keys [block_size][rope] | scales | padding
 
-A block is contiguous, and so are the heads of a block that one tensor-parallel rank has. Each is
-therefore one transfer descriptor. Only quantized dtypes have scales and padding. The scales are
-float16: one per token for K and then one per token for V, or one per latent. A part is padded to a
-multiple of 64 bytes, so that each part starts on a cache line.
+Only quantized dtypes have scales and padding. Scales are float16. There is one for the keys and one
+for the values of each token, or one for each latent; the scales of all keys come first. A part is
+padded to a multiple of 64 bytes, so that each part starts on a cache line.
+
+The bytes of a block are contiguous. So are the bytes of neighbouring heads of a block, which is
+what one tensor-parallel rank has. So either can be transferred with one descriptor.
 
 No other module knows this order. This module imports no tensor library, so that the transfer code
 can use it.
@@ -33,8 +36,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Shape of one KV group's pool, in tokens, heads and elements; names that end in `_bytes` are
-    in bytes."""
+    """The shape of one KV group's pool. Attributes whose names end in `_bytes` are sizes in
+    bytes."""
 
     num_blocks: int
     num_kv_heads: int
@@ -42,26 +45,26 @@ class BlockLayout:
     block_size: int
     head_dim: int
     dtype: str  # a key of KV_BITS
-    has_values: bool = True  # False with latent attention
-    # The rotated key at the end of each latent row, if latents are quantized.
+    has_values: bool = True  # False: latent attention, which stores no values
+    # Set if latents are quantized: the rotated key, which each token stores beside its latent.
     rotated: RotatedKey | None = None
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """Bytes of one token's K and V in one layer of one head. With quantized latents, these are
-        the bytes of the latent and of the rotated key."""
+        """Bytes of a token's keys and bytes of its values, in one layer of one head. With quantized
+        latents: bytes of the latent and bytes of the rotated key."""
         return kv_row_bytes(self.dtype, self.head_dim, self.has_values, self.rotated)
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer of one head: K, V, scales and padding."""
+        """Bytes of one layer of one head in a block: keys, values, scales and padding."""
         return kv_part_bytes(
             self.dtype, self.block_size, self.head_dim, self.has_values, self.rotated
         )
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one head of a block."""
+        """Bytes of one head in a block, for all layers."""
         return self.num_layers * self.layer_bytes
 
     @property
@@ -79,8 +82,8 @@ class BlockLayout:
         return block_id * self.block_bytes
 
     def describe(self) -> str:
-        """Returns the layout as a string for the comparison of KV compatibility, without the pool's
-        size."""
+        """Returns a description that two workers compare before they exchange blocks. It leaves out
+        the pool's size."""
         scales = " scales=float16" if is_quantized(self.dtype) else ""
         values = "" if self.has_values else " values=none"
         if self.rotated is not None:
@@ -92,7 +95,8 @@ class BlockLayout:
 
 
 def num_blocks_of(config: EngineConfig, block_bytes: int) -> int:
-    """Returns the pool's size in blocks. Raises ConfigError if not even one block fits."""
+    """Returns the number of blocks of a pool whose blocks have `block_bytes` bytes. Raises
+    ConfigError if not even one block fits."""
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
         given = f"--num-blocks is {config.num_blocks}"

@@ -1,8 +1,8 @@
-"""The byte spans of blocks by id. The pools lie one after the other in one memory. All blocks of a
-pool have the same size.
+"""Finds the bytes of a block by its id. The pools of all KV groups lie one after the other in one
+span of memory. All blocks of a pool have the same size.
 
-Both processes of a worker, and its transports, use this module to locate blocks. It imports no
-other module of Tandem.
+The engine process, the worker process and the transports use this module to find blocks. It imports
+no other module of Tandem.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BlockSpans:
-    """The spans of blocks in memory. Block ids continue from pool to pool, as in kv_groups.py."""
+    """The position of each block in the memory of all pools. Block ids continue from pool to pool:
+    with pools of 10 and 20 blocks, the ids 10 to 29 are in the second pool."""
 
-    pools: tuple[tuple[int, int], ...]  # (number of blocks, bytes of a block) of each pool
+    pools: tuple[tuple[int, int], ...]  # one (number of blocks, bytes of a block) for each pool
 
     @classmethod
     def equal(cls, block_bytes: int, num_blocks: int) -> BlockSpans:
-        """Returns the spans of a single pool."""
+        """Returns the spans of a single pool, whose blocks all have `block_bytes` bytes."""
         return cls(((num_blocks, block_bytes),))
 
     @property
@@ -31,7 +32,8 @@ class BlockSpans:
         return sum(num_blocks * size for num_blocks, size in self.pools)
 
     def span(self, block_id: int) -> slice:
-        """Returns the byte span of a block in the memory. Raises ValueError for an unknown id."""
+        """Returns the range of bytes that a block has in the memory. Raises ValueError for an
+        unknown id."""
         first = 0
         start = 0
         for num_blocks, size in self.pools:
@@ -47,8 +49,8 @@ class BlockSpans:
         return sum(span.stop - span.start for span in map(self.span, block_ids))
 
     def count(self, block_ids: Sequence[int], num_bytes: int) -> int | None:
-        """Returns n such that the first n of these blocks have `num_bytes` bytes in all, or None if
-        there is no such n."""
+        """Returns n such that the first n of these blocks have exactly `num_bytes` bytes in total.
+        Returns None if there is no such n."""
         for number, block_id in enumerate(block_ids):
             if num_bytes <= 0:
                 return number if num_bytes == 0 else None

@@ -1,14 +1,16 @@
 """KV groups: the layers of a model that keep KV by the same rule. Each group has its own pool and
 block tables.
 
-A rule is either full attention or a sliding window of one size. All pools lie in one span of
-memory. Block ids are unique among the pools: the ids of a group follow those of the group before.
+A rule is either full attention or a sliding window of one size. For example, a model whose layers
+alternate between full attention and a window of 1,024 tokens has two groups. All pools lie in one
+span of memory. Block ids are unique among the pools: the ids of a group follow those of the group
+before.
 
     ids      [ group 0: 0 .. n0 - 1 | group 1: n0 .. n0 + n1 - 1 | ... ]
     memory   [ pool of group 0      | pool of group 1            | ... ]
 
-Most models have one group, so these ids are the same as the ids in the group's pool. This module
-imports no tensor library.
+Most models have one group. A block then has the same id in its pool and among all pools. This
+module imports no tensor library.
 """
 
 from __future__ import annotations
@@ -29,48 +31,49 @@ if TYPE_CHECKING:
     from tandem.common.config.engine import EngineConfig
     from tandem.common.kv_budget import KvBudget
 
-STEP_TOKENS = 512  # the step budget on a CPU without --max-tokens-per-step
+STEP_TOKENS = 512  # maximum tokens per step on a CPU without --max-tokens-per-step
 
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers with the same rule, and the layout of their pool."""
+    """The layers that keep KV by one rule, and the layout of their pool."""
 
     layers: tuple[int, ...]  # indices of the model's layers, ascending
-    # number of tokens that a token sees, including itself; None: all tokens before it
+    # Number of tokens that a token sees, including itself. None: a token sees all tokens before it.
     window: int | None
     layout: BlockLayout
-    num_first: int = 0  # number of first tokens that every token sees besides the window
+    num_first: int = 0  # number of tokens at the start that every token sees besides its window
 
     def first_seen(self, num_tokens: int) -> int:
-        """Returns the index of the first block that the token after `num_tokens` tokens sees in the
-        window."""
+        """Returns the index of the first block in the window of the next token after `num_tokens`
+        tokens. For example, after 100 tokens, a window of 40 tokens starts at token 61, in block 3
+        of 16 tokens each."""
         if self.window is None:
             return 0
         return max(0, num_tokens + 1 - self.window) // self.layout.block_size
 
     @property
     def blocks_seen(self) -> int:
-        """Number of earlier blocks that the first token of a block sees. Only for a group with a
-        window."""
+        """Number of earlier blocks that the first token of a block sees: 3 with a window of 40
+        tokens and blocks of 16. Only for a group with a window."""
         assert self.window is not None
         return -(-(self.window - 1) // self.layout.block_size)
 
     @property
     def kept_blocks(self) -> int:
-        """Number of blocks of the first tokens that every token sees."""
+        """Number of blocks at the start of a sequence that hold tokens which every token sees."""
         return -(-self.num_first // self.layout.block_size)
 
     @property
     def decode_blocks(self) -> int | None:
-        """Largest number of blocks that hold a token and everything that it sees; None without a
-        window."""
+        """Largest number of blocks in which a token and all tokens that it sees can lie. None
+        without a window."""
         return None if self.window is None else self.kept_blocks + self.blocks_seen + 1
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The pools of a model's groups. There is at least one group."""
+    """The KV groups of a model with the layouts of their pools. There is at least one group."""
 
     groups: tuple[KvGroup, ...]
 
@@ -80,8 +83,8 @@ class KvLayout:
         return cls((KvGroup(tuple(range(layout.num_layers)), None, layout),))
 
     def under(self, budget: KvBudget) -> KvLayout:
-        """Returns the layout for a sequence with a KV budget: groups without a window get the
-        budget's window."""
+        """Returns the layout for a sequence with a KV budget: a group without a window gets the
+        window that the budget allows."""
         first, last = budget.visible
         return KvLayout(
             tuple(
@@ -100,20 +103,20 @@ class KvLayout:
         return any(group.window is not None for group in self.groups)
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Returns the number of blocks that hold `num_tokens` tokens; the last may be partly
+        """Returns the number of blocks that `num_tokens` tokens need. The last one may be partly
         filled."""
         return -(-num_tokens // self.block_size)
 
     def sequence_blocks(self, num_tokens: int) -> tuple[int, ...]:
-        """Returns the number of blocks in each group that a decoding sequence of `num_tokens`
-        tokens holds."""
+        """Returns the number of blocks that a decoding sequence of `num_tokens` tokens holds in
+        each group."""
         blocks = self.blocks_of(num_tokens)
         return tuple(min(blocks, group.decode_blocks or blocks) for group in self.groups)
 
     @property
     def tokens_max(self) -> int | None:
-        """Largest number of tokens in a sequence that fits the pools; None if the pools set no
-        bound."""
+        """Largest number of tokens that one sequence can have with these pools. None: any number
+        fits, because every group has a window and enough blocks for it."""
         return min(
             (
                 group.layout.num_blocks * self.block_size
@@ -126,8 +129,8 @@ class KvLayout:
     def deepest_hit(
         self, block_hashes: Sequence[bytes], depth: int, has: Callable[[int, bytes], bool]
     ) -> int:
-        """Returns the largest depth up to `depth` at which each window has all blocks that the next
-        token sees.
+        """Returns the largest number of leading blocks, at most `depth`, after which a request can
+        resume: each group with a window has all blocks that the next token sees.
 
         `has(group, block_hash)` says whether the group has a block.
         """
@@ -138,8 +141,8 @@ class KvLayout:
     def _last_gap(
         self, block_hashes: Sequence[bytes], depth: int, has: Callable[[int, bytes], bool]
     ) -> int:
-        """Returns the index + 1 of the last block that is missing in a window for a hit at `depth`;
-        0 if no block is missing."""
+        """Returns 1 + the index of the last missing block among those that windows need after
+        `depth` blocks. Returns 0 if no such block is missing."""
         gap = 0
         for number, group in enumerate(self.groups):
             if group.window is None:
@@ -153,12 +156,12 @@ class KvLayout:
 
     @property
     def first_ids(self) -> list[int]:
-        """The first block id of each group."""
+        """The smallest block id of each group, among all pools."""
         return list(accumulate(self.sizes, initial=0))[:-1]
 
     def locate(self, block_id: int) -> tuple[int, int]:
-        """Returns a block's group and its id in the group's pool. Raises ValueError for an unknown
-        id."""
+        """Returns a block's group and its id in the group's pool. `block_id` is its id among all
+        pools. Raises ValueError for an unknown id."""
         local = block_id
         for number, group in enumerate(self.groups):
             if 0 <= local < group.layout.num_blocks:
@@ -186,14 +189,14 @@ class KvLayout:
 
     @property
     def spans(self) -> BlockSpans:
-        """The byte spans of blocks by the ids that are unique among the pools."""
+        """The position in memory of each block, by its id among all pools."""
         return BlockSpans(
             tuple((group.layout.num_blocks, group.layout.block_bytes) for group in self.groups)
         )
 
     def describe(self) -> str:
-        """Returns the layout as a string for the comparison of KV compatibility, without the pools'
-        sizes."""
+        """Returns a description that two workers compare before they exchange blocks. It leaves out
+        the pools' sizes."""
         if len(self.groups) == 1 and self.groups[0].window is None:
             return self.groups[0].layout.describe()
         return " + ".join(
@@ -204,8 +207,8 @@ class KvLayout:
 
 
 def layer_groups(model: ModelConfig) -> dict[int | None, tuple[int, ...]]:
-    """Returns the layer indices of each group by the group's window. Full attention (None) comes
-    first."""
+    """Returns the layer indices of each KV group. The key is the group's window; None, for full
+    attention, comes first."""
     windows = dict.fromkeys(layer.window for layer in model.layers)
     return {
         window: tuple(i for i, layer in enumerate(model.layers) if layer.window == window)
@@ -214,14 +217,14 @@ def layer_groups(model: ModelConfig) -> dict[int | None, tuple[int, ...]]:
 
 
 class LayerPlace(NamedTuple):
-    """Where a layer's KV is: its group and its position in the group."""
+    """The KV group of a layer, and the layer's index among the layers of the group."""
 
     group: int
-    number: int  # the layer's index among the layers of its group
+    number: int
 
 
 def layer_places(model: ModelConfig) -> list[LayerPlace]:
-    """Returns the place of each layer, in the order of layers."""
+    """Returns the place of each layer's KV, in the order of the model's layers."""
     places = {
         layer: LayerPlace(group, number)
         for group, layers in enumerate(layer_groups(model).values())
@@ -233,14 +236,13 @@ def layer_places(model: ModelConfig) -> list[LayerPlace]:
 def divide_pool(
     layout: Callable[..., KvLayout], config: EngineConfig, *, step_tokens: int
 ) -> KvLayout:
-    """Returns the layout of pools that share an engine's KV memory. `layout` makes a layout from
-    the number of blocks of each group.
+    """Divides an engine's KV memory among the KV groups. `layout` takes the number of blocks of
+    each group and returns the layout of the pools.
 
     The group that sees furthest (full attention or the longest window) gets the memory that the
-    other groups leave. Each other group gets the blocks that it needs at most: those of
-    `max_num_seqs` decoding sequences and of the tokens of one step. It gets fewer if it would
-    otherwise have more blocks than with equal numbers of blocks in all groups. Raises ConfigError
-    if not even one block fits.
+    other groups leave. Each other group gets the blocks that `max_num_seqs` decoding sequences and
+    the tokens of one step need. But it never gets more blocks than if all groups had the same
+    number of blocks. Raises ConfigError if not even one block fits.
     """
     one = layout()
     equal = num_blocks_of(config, one.block_bytes)
@@ -264,10 +266,10 @@ def model_layout(
     dtype: str,
     computed_dtype: str = "bfloat16",
 ) -> KvLayout:
-    """Returns the layout of a model's pools, for an engine or for a calculation of sizes.
+    """Returns the layout of a model's pools.
 
     `num_blocks` has one number for each group; by default each group has one block.
-    `computed_dtype` is the dtype of the rotated keys that are stored with quantized latents. Raises
+    `computed_dtype` is the dtype of the rotated keys, which quantized latents need. Raises
     ConfigError for a dtype that the model's KV cannot have.
     """
     if why := why_not_kv_dtype(model, dtype):

@@ -10,13 +10,14 @@ from tandem.errors import InternalError
 
 
 def pool_bytes(kv: torch.Tensor, layout: KvLayout) -> PoolBytes:
-    """Returns a byte view of the pools `kv` (any shape and dtype) on their device."""
+    """Returns an object that reads and writes the pools' memory `kv`, a tensor of any shape and
+    dtype, on its device."""
     kind = HostPoolBytes if kv.device.type == "cpu" else PinnedPoolBytes
     return kind(kv, layout)
 
 
 class PoolBytes:
-    """The memory of all KV pools as one uint8 tensor [bytes of all pools]."""
+    """The memory of all KV pools, viewed as one uint8 tensor."""
 
     def __init__(self, kv: torch.Tensor, layout: KvLayout) -> None:
         self._memory = kv.view(-1).view(torch.uint8)
@@ -24,17 +25,18 @@ class PoolBytes:
         assert self._memory.numel() == self._spans.memory_bytes
 
     def read(self, block_ids: list[int]) -> memoryview:
-        """Returns a copy of the blocks' bytes, in the order of `block_ids`."""
+        """Returns a copy of the blocks' bytes, concatenated in the order of `block_ids`."""
         raise NotImplementedError
 
     def write(self, block_ids: list[int], data: bytes | memoryview) -> None:
-        """Fills the blocks with `data`. Raises InternalError if its size does not match."""
+        """Copies `data`, the concatenated bytes of these blocks, into the pools. Raises
+        InternalError if the size does not match."""
         raise NotImplementedError
 
     def _pairs(
         self, block_ids: list[int], num_bytes: int | None = None
     ) -> list[tuple[slice, slice]]:
-        """Returns, for each block, its span in the pools and its span in the joined bytes.
+        """Returns, for each block, its span in the pools and its span in the concatenated bytes.
 
         Raises InternalError if the blocks do not have `num_bytes` bytes in all.
         """
@@ -73,9 +75,9 @@ class HostPoolBytes(PoolBytes):
 class PinnedPoolBytes(PoolBytes):
     """Pools on a device, copied through pinned host memory at the speed of the bus.
 
-    The staging memory comes from torch's cache of pinned memory. Torch reuses it when its last view
-    is gone and all copies from and to it are done. Each block is one copy on the stream of the
-    kernels, so the copy is ordered after earlier steps and before later ones.
+    The pinned memory comes from torch's cache. Torch reuses it only when no view of it is left and
+    all copies from and to it are done. Each block is one copy on the stream of the kernels, so the
+    copy runs after earlier steps and before later ones.
     """
 
     def read(self, block_ids: list[int]) -> memoryview:

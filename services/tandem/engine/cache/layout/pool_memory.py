@@ -1,7 +1,7 @@
 """Memory for a KV pool on a CPU: private to this process, or shared with another one.
 
-Shared memory is a memfd. It has no name in the file system, and the system frees it when the last
-process that maps it ends. The process that creates it passes the file descriptor to a child
+Shared memory is a memfd, a file in memory without a name. The system frees it when the last process
+that maps it ends. The process that creates the memfd passes the file descriptor to a child process
 (pass_fds), and both map it.
 """
 
@@ -18,7 +18,7 @@ from tandem.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no constant for it
-# A call holds the lock on the address space, so each one populates only this many bytes.
+# Bytes that one call allocates. A call locks the process's address space, so it must be short.
 _POPULATED_AT_ONCE = 4 << 20
 _POPULATING_NICE = 10
 
@@ -32,8 +32,8 @@ def create_shared() -> int | None:
 
 
 def own_pages(num_bytes: int) -> mmap.mmap:
-    """Maps private, zeroed, page-aligned memory, which the system allocates at the first write.
-    Raises ConfigError."""
+    """Maps private, zeroed, page-aligned memory. The system allocates a page when it is first
+    written. Raises ConfigError."""
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -42,7 +42,7 @@ def own_pages(num_bytes: int) -> mmap.mmap:
 
 
 def size_shared(fd: int, num_bytes: int) -> mmap.mmap:
-    """Sets the size of a memfd, whose memory is zeroed, and maps it. Closes `fd`. Raises
+    """Gives a new memfd its size and maps it. The memory is zeroed. Closes `fd`. Raises
     ConfigError."""
     try:
         os.ftruncate(fd, num_bytes)
@@ -52,7 +52,7 @@ def size_shared(fd: int, num_bytes: int) -> mmap.mmap:
 
 
 def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
-    """Maps a memfd that has its size already. Closes `fd`. Raises OSError."""
+    """Maps a memfd that `size_shared` has given its size. Closes `fd`. Raises OSError."""
     try:
         return _in_huge_pages(mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED))
     finally:
@@ -60,15 +60,16 @@ def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
 
 
 def populate(address: int, num_bytes: int) -> threading.Thread:
-    """Starts a thread that allocates a pool's pages before the steps that first write them.
+    """Starts a thread that allocates a pool's pages in advance.
 
-    Without the thread, such a step waits until each page is allocated and zeroed: 5 to 7% of a
-    prefill in a measurement (docs/kernels.md). The thread has a lower priority than the engine's
-    thread. It ends when all pages are allocated, or if the system does not support the call.
+    Without the thread, a step that first writes a page waits until the system has allocated and
+    zeroed it: 5 to 7% of a prefill in a measurement (docs/kernels.md). The thread has a lower
+    priority than the engine's thread. It ends when all pages are allocated, or if the system does
+    not support the call.
     """
 
     def work() -> None:
-        with contextlib.suppress(OSError):  # Linux sets the niceness of a single thread
+        with contextlib.suppress(OSError):  # on Linux this lowers the priority of this thread only
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _POPULATING_NICE)
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         for first in range(0, num_bytes, _POPULATED_AT_ONCE):

@@ -1,4 +1,4 @@
-"""The blocks that a pool stored and removed since its events were last taken."""
+"""Collects the blocks that a pool stores and removes, until they are reported."""
 
 from tandem.engine.types import StoredBlock
 
@@ -6,8 +6,8 @@ from tandem.engine.types import StoredBlock
 class BlockEvents:
     """The net changes of a pool since the last `take`.
 
-    A block that was stored and then removed is neither reported as stored nor as removed, because a
-    reader of the events applies all stored blocks before all removed ones.
+    A reader applies all stored blocks before all removed ones. So a block that was stored and then
+    removed, or the reverse, is left out of both lists.
     """
 
     def __init__(self, *, with_tokens: bool = False) -> None:
@@ -20,7 +20,7 @@ class BlockEvents:
         return bool(self._stored or self._removed)
 
     def store(self, block: StoredBlock) -> None:
-        """Records that a block can be found now. The block's parents must be recorded before."""
+        """Records that a block can be found now. The block's parent must be recorded first."""
         if not self._with_tokens and (block.token_ids or block.adapter is not None):
             block = StoredBlock(block.parent_hash, block.block_hash, index=block.index)
         if block.block_hash in self._removed:
@@ -30,15 +30,15 @@ class BlockEvents:
 
     def remove(self, block_hash: bytes) -> None:
         """Records that a block cannot be found any more. The block's children must be removed
-        before."""
+        first."""
         if block_hash in self._stored:
             del self._stored[block_hash]
         else:
             self._removed[block_hash] = None
 
     def take(self) -> tuple[list[StoredBlock], list[bytes]]:
-        """Returns the changes since the last call: (stored, parents first; removed, children
-        first)."""
+        """Returns the changes since the last call: (stored blocks, hashes of removed blocks).
+        Stored blocks are listed parents first, removed ones children first."""
         stored = list(self._stored.values())
         removed = list(self._removed)
         self._stored = {}
@@ -46,5 +46,6 @@ class BlockEvents:
         return stored, removed
 
     def forget_stored(self) -> None:
-        """Forgets the stored blocks. If such a block is removed later, the removal is an event."""
+        """Leaves the blocks stored so far out of the next `take`. If one of them is removed later,
+        `take` reports the removal."""
         self._stored.clear()

@@ -1,4 +1,5 @@
-"""The KV blocks of one KV group: which are referenced, and which hold a prefix that can be reused.
+"""The blocks of one KV group: which of them sequences reference, and which hold the KV of a prefix
+that a later request can reuse.
 
 The pool knows block ids and hashes, but no tensors and no sequences. A block is in one of these
 states:
@@ -13,11 +14,16 @@ states:
     CACHED --evicted while a tier copies it--> LEAVING --end_write--> FREE
 
 A leaf is a hashed block without hashed children. A hashed block never changes, so a tier
-(engine/tiers) may copy it at any time. `allocate` takes FREE blocks first, then CACHED leaves that
-no tier is still to copy, then other CACHED leaves, then pinned ones (pins.py). It never waits for a
-copy.
+(engine/tiers) may copy it at any time. `allocate` takes blocks in this order, and never waits for a
+copy:
+
+    1. FREE blocks
+    2. CACHED leaves that tiers have copied or do not want
+    3. CACHED leaves that tiers have yet to copy
+    4. pinned leaves (pins.py)
 
 These invariants always hold, and `check_integrity` checks them:
+
 - A table that references a hashed block references the block's parents too. So a CACHED block has
   no USED child, and eviction of leaves keeps every chain complete from its first block on
   (prefix-closed).
@@ -26,8 +32,8 @@ These invariants always hold, and `check_integrity` checks them:
 - A hashed block is full and never written again. A block without a hash has one reference, and only
   the sequence that holds this reference writes it.
 
-A prompt that diverges from a cached chain inside a block copies the beginning of this block: see
-`children`, and `source` of `reserve`.
+If a prompt shares only the first tokens of a cached block, the sequence gets a copy of the block.
+`children` finds the block, and `reserve` references it as `source`.
 """
 
 from collections import Counter
@@ -46,25 +52,26 @@ from tandem.engine.types import StoredBlock
 @dataclass(frozen=True, slots=True)
 class Reservation:
     block_table: list[int]
-    num_cached_blocks: int  # number of the table's first blocks whose KV is cached
+    num_cached_blocks: int  # number of blocks at the start of the table whose KV is cached
 
 
 class BlockPool:
     def __init__(self, num_blocks: int, *, report_tokens: bool = False) -> None:
         """With `report_tokens`, the events of stored blocks include their token ids."""
         self.num_blocks = num_blocks
-        self.children = ChildBlocks()  # blocks that were stored with their tokens, by parent
-        self.num_dropped = 0  # CACHED blocks that were evicted without a copy
+        self.children = ChildBlocks()  # cached blocks whose tokens are known, by parent
+        self.num_dropped = 0  # number of CACHED blocks that were evicted without a copy
         self.pins = Pins(0)
         self._blocks = [Block() for _ in range(num_blocks)]
         self._cached = CachedBlocks(self._blocks)
-        # A stack: the block that was freed last is taken first, because it may still be in the
-        # CPU's caches. At the start the lowest id is taken first.
+        # A stack: the block freed last is allocated first, because it may still be in the CPU's
+        # caches. In a new pool, the lowest id is allocated first.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._by_hash: dict[bytes, int] = {}
         self._quarantined: set[int] = set()
         self._leaving: set[int] = set()
-        # Hashed blocks with Copy.NONE, in the order in which they were stored or used.
+        # Ids of the hashed blocks with Copy.NONE, in the order in which they were stored or last
+        # used.
         self._unwritten: dict[int, None] = {}
         self._clock = 0
         self._events = BlockEvents(with_tokens=report_tokens)
@@ -97,7 +104,8 @@ class BlockPool:
         return self.num_blocks - others
 
     def match(self, block_hashes: Iterable[bytes]) -> list[int]:
-        """Returns the block ids of the longest cached prefix of the chain. References no block."""
+        """Returns the block ids of the longest cached prefix of a chain of block hashes. References
+        no block."""
         found = []
         for block_hash in block_hashes:
             block_id = self._by_hash.get(block_hash)
@@ -117,9 +125,10 @@ class BlockPool:
     def reserve(
         self, block_hashes: Iterable[bytes], num_blocks: int, source: int | None = None
     ) -> Reservation | None:
-        """References the cached prefix of the chain and allocates the rest of `num_blocks`.
+        """Returns a table of `num_blocks` blocks that starts with the cached prefix of the chain.
+        The other blocks are newly allocated.
 
-        It also references `source`, a block to copy from, which the caller releases after the copy.
+        Also references `source`, a block to copy from, which the caller releases after the copy.
         Returns None, and changes nothing, if there is not enough room.
         """
         matched = self.match(block_hashes)
@@ -132,8 +141,8 @@ class BlockPool:
         return Reservation([*matched, *fresh], len(matched))
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Returns blocks with one reference and no hash. Returns None, and changes nothing, if too
-        few are available."""
+        """Returns `num_blocks` block ids, each with one reference and no hash. Returns None, and
+        changes nothing, if too few blocks are available."""
         if num_blocks > len(self._free) and num_blocks > self.num_available:
             return None
         taken = []
@@ -146,7 +155,7 @@ class BlockPool:
         return taken
 
     def release(self, block_table: Sequence[int]) -> None:
-        """Drops one reference on each block of a table, which is given in the order of the
+        """Drops one reference on each block of a table. The blocks must be in the order of the
         chain."""
         self._clock += 1
         for block_id in reversed(block_table):
@@ -181,7 +190,8 @@ class BlockPool:
                 self._cached.add(block_id)
 
     def drop_cached(self) -> int:
-        """Frees all CACHED blocks, so that `match` finds USED ones only. Returns their number."""
+        """Frees all CACHED blocks, so that `match` finds only blocks that sequences use. Returns
+        their number."""
         num_dropped = self.num_cached
         while self.num_cached:
             self._evict()
@@ -189,35 +199,35 @@ class BlockPool:
 
     @property
     def has_unwritten(self) -> bool:
-        """True if a hashed block has no copy and was not offered to tiers since its last use."""
+        """True if a block waits to be offered to tiers."""
         return bool(self._unwritten)
 
     @property
     def next_unwritten(self) -> int | None:
-        """Id of the first hashed block without a copy that was not offered to tiers since its last
-        use; None if there is none. Parents come before their children, even if they were used
-        later."""
+        """Id of the next block to offer to tiers; None if no block waits. Blocks are offered in the
+        order in which they were stored or last used, but a parent always comes before its
+        children."""
         block_id = next(iter(self._unwritten), None)
         while block_id is not None and self._blocks[block_id].parent_id in self._unwritten:
             block_id = self._blocks[block_id].parent_id
         return block_id
 
     def hashes_of(self, block_id: int) -> tuple[bytes, bytes]:
-        """Returns the hashes of a hashed block and of its parent; the second is empty if it has no
-        parent."""
+        """Returns the hash of a hashed block and the hash of its parent, which is empty if it has
+        no parent."""
         block = self._blocks[block_id]
         parent = None if block.parent_id is None else self._blocks[block.parent_id]
         assert block.block_hash is not None, f"block {block_id} has no hash"
         return block.block_hash, (parent and parent.block_hash) or b""
 
     def start_write(self, block_id: int) -> None:
-        """Records that a lower tier starts to copy the block, which is not reallocated until
-        `end_write`."""
+        """Records that a lower tier starts to copy the block. The block is not allocated again
+        until `end_write`."""
         self._set_copy(block_id, Copy.WRITING)
 
     def end_write(self, block_id: int, *, has_copy: bool) -> None:
-        """Records that the lower tier no longer reads the block. `has_copy` says whether it has a
-        copy now."""
+        """Records that no lower tier reads the block any more. `has_copy` says whether a tier has a
+        copy of the block now."""
         if block_id in self._leaving:
             self._leaving.remove(block_id)
             self._blocks[block_id].copy = Copy.NONE
@@ -226,14 +236,14 @@ class BlockPool:
             self._set_copy(block_id, Copy.COMPLETE if has_copy else Copy.LOST)
 
     def lose_copy(self, block_hash: bytes) -> None:
-        """Records that no tier has a copy of this block any more."""
+        """Records that tiers have evicted all their copies of this block."""
         block_id = self._by_hash.get(block_hash)
         if block_id is not None and self._blocks[block_id].copy is Copy.COMPLETE:
             self._set_copy(block_id, Copy.LOST)
 
     def renew_copy(self, block_hash: bytes) -> None:
-        """Records that the tiers cannot read their copies of this block. If the block is still in
-        the pool, they may copy it again."""
+        """Records that all tiers' copies of this block are unreadable. If the block is still in the
+        pool, tiers may copy it again."""
         block_id = self._by_hash.get(block_hash)
         if block_id is not None and self._blocks[block_id].copy is Copy.COMPLETE:
             self._set_copy(block_id, Copy.NONE)
@@ -261,13 +271,13 @@ class BlockPool:
         index: int = 0,
         adapter: Adapter | None = None,
     ) -> int:
-        """Caches a full block, which is final in memory, under its hash. Parents must be stored
-        before children.
+        """Caches a full block under its hash. Its KV must be computed completely. Parents must be
+        stored before children.
 
-        Returns the block that holds this content from now on. If the content is cached already in
-        another block, the caller's reference moves to that block, and `block_id` is freed. With
-        `token_ids`, a prompt that shares only the block's first tokens can find it (`children`).
-        The block's `index` in its chain and its `adapter` are only used in the event.
+        Returns the block that holds this content from now on. If another block with the same
+        content is cached already, the caller's reference moves to that block, and `block_id` is
+        freed. With `token_ids`, a prompt that shares only the block's first tokens can find it
+        (`children`). The block's `index` in its chain and its `adapter` are only used in the event.
         """
         block = self._blocks[block_id]
         assert block.num_references == 1, f"block {block_id} is shared before it was stored"
@@ -298,7 +308,7 @@ class BlockPool:
         return block.num_references == 1 and block.block_hash is None
 
     def quarantine(self, block_ids: Iterable[int]) -> None:
-        """Drops the only reference of each of these blocks, and keeps the blocks unallocated until
+        """Drops the only reference of each of these blocks, but does not free them until
         `unquarantine`."""
         for block_id in block_ids:
             assert self.is_writable(block_id), f"block {block_id} is shared, and a read writes it"
@@ -306,7 +316,7 @@ class BlockPool:
             self._quarantined.add(block_id)
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
-        """Frees quarantined blocks, which no read writes any more. Ignores other blocks."""
+        """Frees the quarantined ones of these blocks. No read may write them any more."""
         for block_id in block_ids:
             if block_id in self._quarantined:
                 self._quarantined.remove(block_id)
@@ -317,8 +327,8 @@ class BlockPool:
         return bool(self._events)
 
     def take_events(self) -> tuple[list[StoredBlock], list[bytes]]:
-        """Returns the net changes since the last call: (stored, parents first; removed, children
-        first)."""
+        """Returns the net changes since the last call: (stored blocks, hashes of removed blocks).
+        Stored blocks are listed parents first, removed ones children first."""
         return self._events.take()
 
     def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
@@ -327,14 +337,16 @@ class BlockPool:
         return [h for h in self._by_hash if first <= h and (not end or h < end)]
 
     def leaves(self) -> list[int]:
-        """Returns the ids of hashed blocks without children, the most recently used first."""
+        """Returns the ids of hashed blocks without hashed children, the most recently used
+        first."""
         blocks = self._blocks
         leaves = [b for b in self._by_hash.values() if not blocks[b].num_children]
         leaves.sort(key=lambda b: (blocks[b].num_references > 0, blocks[b].last_used), reverse=True)
         return leaves
 
     def chain(self, leaf: int) -> list[int]:
-        """Returns the block ids of a chain from its first block to `leaf`, a hashed block."""
+        """Returns the block ids of the chain that ends with `leaf`, a hashed block, from the first
+        block on."""
         chain = []
         block_id: int | None = leaf
         while block_id is not None:
@@ -367,16 +379,17 @@ class BlockPool:
         is_cached = not block.num_references
         if is_cached:
             self._cached.discard(block_id)
-        # This use offers the block to tiers again. A block with a LOST copy is offered even while
-        # other sequences use it, because a system prompt may be in use all the time.
+        # The block is used again, so it is offered to tiers again. A block with a LOST copy is
+        # offered even if other sequences use it too, because a system prompt may be in use all the
+        # time.
         if block.copy is Copy.LOST or (is_cached and block.copy is Copy.UNWANTED):
             block.copy = Copy.NONE
             self._unwritten[block_id] = None
         block.num_references += 1
 
     def _evict(self) -> Copy:
-        """Evicts a CACHED leaf: it becomes FREE, or LEAVING if a tier is copying it. Returns the
-        state of its copy."""
+        """Evicts a CACHED leaf, which becomes FREE, or LEAVING if a tier is copying it. Returns the
+        state of the copy in lower tiers."""
         block_id = self._cached.pop()
         block = self._blocks[block_id]
         assert block.block_hash is not None, f"block {block_id} is evicted and was not cached"
@@ -401,8 +414,8 @@ class BlockPool:
         return copy
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Raises AssertionError if the pool is inconsistent. `block_tables` are all tables that
-        reference blocks."""
+        """Raises AssertionError if the pool is inconsistent. `block_tables` must include every
+        table that references blocks."""
         expected = Counter(block_id for table in block_tables for block_id in table)
         cached = _check_blocks(self._blocks, self._by_hash, expected)
         self._check_sets(expected, cached)

@@ -1,5 +1,4 @@
-"""The CACHED blocks of a pool by the state of their copies in lower tiers, and the leaves among
-them, which can be evicted."""
+"""The CACHED blocks of a pool, and the order in which they are evicted."""
 
 from collections.abc import Collection
 
@@ -8,21 +7,21 @@ from tandem.engine.cache.pool.eviction import EvictionQueue
 
 
 class CachedBlocks:
-    """Counts the hashed blocks without references, and orders the leaves among them for
-    eviction."""
+    """Counts the hashed blocks without references. Those without hashed children, the leaves, wait
+    in queues for eviction."""
 
     def __init__(self, blocks: list[Block]) -> None:
         """`blocks` are all blocks of the pool, by id."""
         self._blocks = blocks
         self._num = dict.fromkeys(Copy, 0)
-        # First the leaves that are not pinned, then the pinned ones.
+        # Two sets of queues: for leaves that are not pinned, and for pinned leaves.
         self._leaves = (_queues(), _queues())
 
     def __len__(self) -> int:
         return sum(self._num.values())
 
     def num(self, copy: Copy) -> int:
-        """Returns the number of blocks whose copy is in this state."""
+        """Returns the number of blocks whose copy in lower tiers is in this state."""
         return self._num[copy]
 
     def add(self, block_id: int) -> None:
@@ -33,16 +32,16 @@ class CachedBlocks:
             self._queue(block).add(block_id, (block.worth, block.last_used))
 
     def discard(self, block_id: int) -> None:
-        """Removes a block. The states of its copy and its pin must still be those with which the
-        block was added."""
+        """Removes a block. Its `copy` and `is_pinned` must not have changed since the block was
+        added."""
         block = self._blocks[block_id]
         self._num[block.copy] -= 1
         if not block.num_children:
             self._queue(block).discard(block_id)
 
     def update(self, block_id: int) -> None:
-        """Updates the place of a block in the order of eviction after its number of children, its
-        last use or its worth changed. Ignores referenced blocks."""
+        """Moves a block to its new place in the order of eviction. Must be called when its number
+        of children, its last use or its worth has changed. Ignores referenced blocks."""
         block = self._blocks[block_id]
         leaves = self._queue(block)
         leaves.discard(block_id)
@@ -50,12 +49,13 @@ class CachedBlocks:
             leaves.add(block_id, (block.worth, block.last_used))
 
     def oldest(self, copy: Copy) -> int | None:
-        """Returns the leaf to evict first among those whose copy is in this state; None if there is
-        none."""
+        """Returns the leaf that is evicted first among those with this state of the copy; None if
+        there is none."""
         return next((leaves[copy].oldest() for leaves in self._leaves if leaves[copy]), None)
 
     def pop(self) -> int:
-        """Removes and returns the leaf to evict first. Raises StopIteration if there is none."""
+        """Removes and returns the leaf that is evicted first. Raises StopIteration if there is no
+        leaf."""
         leaves = next(leaves for half in self._leaves for leaves in half.values() if leaves)
         block_id = leaves.pop()
         self._num[self._blocks[block_id].copy] -= 1
@@ -81,7 +81,8 @@ class CachedBlocks:
 
 
 def _queues() -> dict[Copy, EvictionQueue[int]]:
-    """Returns the queues of leaves by the state of their copies, in the order of eviction."""
+    """Returns a queue of leaves for each state of a block's copy, in the order of eviction.
+    COMPLETE and LOST share a queue."""
     queues = {copy: EvictionQueue[int]() for copy in Copy}
     queues[Copy.LOST] = queues[Copy.COMPLETE]
     return queues

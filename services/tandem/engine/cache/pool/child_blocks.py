@@ -1,8 +1,9 @@
-"""The cached blocks of a pool by their parents, to find the block that shares the most first tokens
-with the next tokens of a prompt.
+"""Finds the cached block that shares the most first tokens with the next tokens of a prompt.
 
-The children of a parent are sorted by their tokens, so the child with the longest common beginning
-is adjacent to the position at which the prompt's tokens would be inserted.
+The children of a block are the cached blocks that may follow it. They are sorted by their tokens,
+so the best match is next to the position at which the prompt's tokens would be inserted. For
+example, of the children (5 1 3), (5 7 2) and (9 2 4), the best match for the tokens (5 7 9) is the
+second, with two equal tokens. It is just before the position of insertion.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _TOKEN_BYTES = 4
 
 
 class PartialMatch(NamedTuple):
-    """A block, and the number of its first tokens that are equal to those of the prompt."""
+    """A cached block whose first `num_tokens` tokens are equal to the next tokens of a prompt."""
 
     num_tokens: int
     block_hash: bytes
@@ -24,18 +25,19 @@ class PartialMatch(NamedTuple):
 
 class ChildBlocks:
     def __init__(self) -> None:
-        # (tokens, hash) of each child, by parent
+        # For each parent's hash, the (tokens, hash) of its children, sorted.
         self._children: dict[bytes, list[tuple[bytes, bytes]]] = {}
-        self._places: dict[bytes, tuple[bytes, bytes]] = {}  # (parent, tokens) by hash
+        # For each block's hash, its (parent's hash, tokens).
+        self._places: dict[bytes, tuple[bytes, bytes]] = {}
 
     def add(self, parent_hash: bytes, block_hash: bytes, token_ids: Sequence[int]) -> None:
-        """Adds a block with these tokens."""
+        """Adds the block `block_hash`, which has these tokens and this parent."""
         packed = _pack(token_ids)
         self._places[block_hash] = parent_hash, packed
         insort(self._children.setdefault(parent_hash, []), (packed, block_hash))
 
     def remove(self, block_hash: bytes) -> None:
-        """Removes a block. Ignores unknown ones."""
+        """Removes a block. Does nothing if the block was not added."""
         if (place := self._places.pop(block_hash, None)) is None:
             return
         parent_hash, packed = place
@@ -64,12 +66,12 @@ class ChildBlocks:
 
 
 def _pack(token_ids: Sequence[int]) -> bytes:
-    """Returns bytes that sort as the tokens do."""
+    """Packs token ids into bytes that sort in the same order as lists of ids do."""
     return struct.pack(f">{len(token_ids)}I", *token_ids)
 
 
 def _num_common(wanted: bytes, packed: bytes) -> int:
-    """Returns the number of equal first tokens. `packed` may be longer or shorter than `wanted`."""
+    """Returns how many first tokens are equal in two packed lists, which may differ in length."""
     size = min(len(wanted), len(packed))
     differing = int.from_bytes(wanted[:size]) ^ int.from_bytes(packed[:size])
     return (size - -(-differing.bit_length() // 8)) // _TOKEN_BYTES

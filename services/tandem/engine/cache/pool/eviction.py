@@ -8,12 +8,12 @@ import heapq
 from typing import Generic, TypeVar
 
 Rank = tuple[float, int]  # (worth, time of the last use)
-_Id = TypeVar("_Id", int, bytes)  # a block's id or its hash
+_Id = TypeVar("_Id", int, bytes)  # blocks are named by id or by hash
 
 
 class EvictionQueue(Generic[_Id]):
-    """A heap with lazy deletion. Stale entries are skipped by `pop`, and removed when they
-    outnumber the valid ones."""
+    """Blocks that may be evicted, ordered by rank. The queue is a heap with lazy deletion: `pop`
+    skips outdated entries, and `add` removes them when they outnumber the valid ones."""
 
     def __init__(self) -> None:
         self._ranks: dict[_Id, Rank] = {}
@@ -23,11 +23,11 @@ class EvictionQueue(Generic[_Id]):
         return len(self._ranks)
 
     def rank(self, block_id: _Id) -> Rank | None:
-        """Returns the rank of a block; None if it is not evictable."""
+        """Returns the rank of a block; None if the block is not in the queue."""
         return self._ranks.get(block_id)
 
     def add(self, block_id: _Id, rank: Rank) -> None:
-        """Adds an evictable block, or changes its rank."""
+        """Adds a block, or changes its rank."""
         self._ranks[block_id] = rank
         if len(self._heap) > 2 * len(self._ranks) + 64:
             self._heap = [(rank, block) for block, rank in self._ranks.items()]
@@ -36,11 +36,12 @@ class EvictionQueue(Generic[_Id]):
             heapq.heappush(self._heap, (rank, block_id))
 
     def discard(self, block_id: _Id) -> None:
-        """Removes a block that is not evictable any more. Ignores unknown ids."""
+        """Removes a block. Does nothing if it is not in the queue."""
         self._ranks.pop(block_id, None)
 
     def pop(self) -> _Id:
-        """Removes and returns the block to evict. Raises IndexError if there is none."""
+        """Removes and returns the block with the lowest rank. Raises IndexError if the queue is
+        empty."""
         while True:
             rank, block_id = heapq.heappop(self._heap)
             if self._ranks.get(block_id) == rank:
@@ -48,7 +49,7 @@ class EvictionQueue(Generic[_Id]):
                 return block_id
 
     def oldest(self) -> _Id | None:
-        """Returns the block that `pop` would return; None if there is none."""
+        """Returns the block that `pop` would return; None if the queue is empty."""
         while self._heap:
             rank, block_id = self._heap[0]
             if self._ranks.get(block_id) == rank:
@@ -57,5 +58,5 @@ class EvictionQueue(Generic[_Id]):
         return None
 
     def block_ids(self) -> set[_Id]:
-        """Returns all evictable blocks."""
+        """Returns all blocks in the queue."""
         return set(self._ranks)

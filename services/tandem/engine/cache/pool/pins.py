@@ -1,12 +1,14 @@
-"""The pinned blocks of a pool, which are evicted last. A tenant pins blocks until a given time.
+"""The pinned blocks of a pool, which are evicted after all others. A tenant pins blocks until a
+given time.
 
     pin --> pinned --the pin's time is over--> EXPIRED
                 |--a new tenant makes the tenant's share smaller--> TRIMMED
                 `--no unpinned block is left to evict--> EVICTED
 
-The capacity is divided among the tenants that have pins, by their weights. No tenant has more
-pinned blocks than its share. A pin reserves no room: if nothing else can be evicted, pinned blocks
-without references are evicted, so pins delay no request.
+A tenant may pin no more blocks than its share of the capacity. Shares are in proportion to the
+weights of the tenants that have pins: with a capacity of 300 blocks, tenants of weight 1 and 2 may
+pin 100 and 200 blocks. A pin reserves no room: if nothing else can be evicted, pinned blocks
+without references are evicted. So pins delay no request.
 
 A chain of blocks is pinned from its first block on, and no block stays pinned longer than the
 blocks before it. So the last blocks of a chain lose their pins first, and the parents of a pinned
@@ -23,7 +25,8 @@ from tandem.engine.cache.pool.eviction import EvictionQueue
 
 
 class Fate(Enum):
-    """The outcome of a request to pin a block, or of the pin itself."""
+    """What happened to a block: to the request to pin it (PINNED or REFUSED), or later to the pin
+    (EXPIRED, TRIMMED or EVICTED)."""
 
     PINNED = "pinned"
     REFUSED = "refused"  # not pinned, because the tenant's share is used up
@@ -42,9 +45,9 @@ class Pins:
     def __init__(self, capacity: int) -> None:
         """`capacity` is the largest number of pinned blocks."""
         self.capacity = capacity
-        self.fates: Counter[Fate] = Counter()  # number of blocks since the start
+        self.fates: Counter[Fate] = Counter()  # number of blocks with each fate since the start
         self._tenants: dict[bytes, _Tenant] = {}  # tenants that have pins
-        self._owner: dict[bytes, bytes] = {}  # the tenant of each pinned block
+        self._owner: dict[bytes, bytes] = {}  # the tenant that pinned each block, by block hash
         self._changed: dict[bytes, None] = {}
         self._next_end = float("inf")  # the earliest time at which a pin may expire
 
@@ -55,8 +58,8 @@ class Pins:
         return block_hash in self._owner
 
     def share(self, tenant: bytes, weight: int) -> int:
-        """Returns the number of blocks that a tenant of this weight may pin, given the weights of
-        the other tenants that have pins."""
+        """Returns how many blocks a tenant of this weight may pin. The other tenants that have pins
+        share the capacity with it."""
         others = sum(each.weight for name, each in self._tenants.items() if name != tenant)
         return self.capacity * weight // (others + weight)
 
@@ -67,8 +70,8 @@ class Pins:
     def pin(self, tenant: bytes, weight: int, chain: Sequence[bytes], until: float) -> int:
         """Pins blocks for a tenant until the time `until`, as far as the tenant's share allows.
 
-        `chain` has the block hashes of a chain from its first block on. Returns the number of
-        leading blocks that are pinned until then or longer.
+        `chain` has the block hashes of a chain from its first block on. Returns how many of its
+        leading blocks are now pinned at least until then.
         """
         share = self.share(tenant, weight)
         if not share or not chain:
@@ -114,7 +117,7 @@ class Pins:
         self._end(block_hash, Fate.EVICTED)
 
     def take_changed(self) -> list[bytes]:
-        """Returns the blocks that were pinned or unpinned since the last call."""
+        """Returns the hashes of the blocks that were pinned or unpinned since the last call."""
         changed = list(self._changed)
         self._changed.clear()
         return changed
@@ -129,7 +132,8 @@ class Pins:
         assert counted == len(self._owner), f"{len(self._owner)} are pinned, tenants have {counted}"
 
     def _trim(self, name: bytes) -> None:
-        """Ends pins of a tenant until its share suffices, starting with those that expire first."""
+        """Ends pins of a tenant until the tenant has no more than its share. The pins that expire
+        first are ended first."""
         tenant = self._tenants[name]
         share = self.share(name, tenant.weight)
         while len(tenant.blocks) > share:

@@ -1,12 +1,12 @@
-"""The pool of a KV group with a sliding window. Its blocks have no parents, so any of them may be
-evicted.
+"""The pool of a KV group with a sliding window. Its blocks are cached without links to their
+parents, so any block that no sequence references may be evicted, not only a leaf.
 
-Blocks that the window of their sequence has passed are evicted first, then the least recently used
-ones. Of the blocks of one sequence the earliest is evicted first, because a later request most
-likely resumes after the last ones.
+Blocks that left their sequence's window are evicted first. Then come the least recently used
+blocks. Of the blocks of one sequence the earliest goes first, because a later request most likely
+resumes after the last ones.
 
-Most blocks are soon passed by the window, so tiers copy a block only if a request is expected to
-need it. The state of its copy (`Copy`) says whether it is to be copied:
+Most blocks soon leave the window, so tiers copy a block only if a request is expected to need it.
+The block's `copy` changes as follows:
 
     stored --> UNWANTED --want_copies, or another sequence reuses it--> NONE --> copied
 """
@@ -17,25 +17,26 @@ from tandem.common.adapter import Adapter
 from tandem.engine.cache.pool.block import Copy
 from tandem.engine.cache.pool.block_pool import BlockPool
 
-# Subtracted from the time of release of blocks that the window has passed, so that they are evicted
-# before blocks that were released at the end of their sequence.
+# Subtracted from `last_used` of blocks that left the window, so that they are evicted before blocks
+# that their sequence held until its end.
 _PASSED = 1 << 62
 
 
 class WindowPool(BlockPool):
     def __init__(self, num_blocks: int, *, report_tokens: bool = False) -> None:
         super().__init__(num_blocks, report_tokens=report_tokens)
-        # parent's hash of each hashed block, by block id; empty for a chain's first block
+        # For each hashed block, by id: the hash of the previous block in its chain. Empty for the
+        # first block of a chain.
         self._parent_hashes: dict[int, bytes] = {}
 
     def release(self, block_table: Sequence[int]) -> None:
-        """Drops one reference on each block of a table, which is given in the order of the
+        """Drops one reference on each block of a table. The blocks must be in the order of the
         chain."""
         self._release_in_order(block_table, 0)
 
     def release_out_of_window(self, block_ids: Sequence[int]) -> None:
-        """Drops one reference on each of these blocks, in order. No later token of their sequence
-        sees them."""
+        """Drops one reference on each of these blocks, which left the window of their sequence.
+        They are evicted in this order, before other blocks."""
         self._release_in_order(block_ids, -_PASSED)
 
     def store(
@@ -49,7 +50,8 @@ class WindowPool(BlockPool):
         index: int = 0,
         adapter: Adapter | None = None,
     ) -> int:
-        """Caches a full block, as `BlockPool.store` does. Tiers do not copy it yet."""
+        """Caches a full block as `BlockPool.store` does. Tiers do not copy it before `want_copies`,
+        or before another sequence reuses it."""
         stored = super().store(
             block_id,
             parent_id=parent_id,
@@ -65,7 +67,7 @@ class WindowPool(BlockPool):
         return stored
 
     def want_copies(self, block_hashes: Iterable[bytes]) -> None:
-        """Lets tiers copy these blocks, because a request may need them. Ignores blocks that are
+        """Lets tiers copy these blocks, because a request may need them. Ignores hashes that are
         not in the pool."""
         for block_hash in block_hashes:
             block_id = self.find(block_hash)
@@ -74,8 +76,8 @@ class WindowPool(BlockPool):
                 self._unwritten[block_id] = None
 
     def hashes_of(self, block_id: int) -> tuple[bytes, bytes]:
-        """Returns the hashes of a hashed block and of its parent; the second is empty if it has no
-        parent."""
+        """Returns the hash of a hashed block and the hash of its parent, which is empty for the
+        first block of a chain."""
         block_hash, _ = super().hashes_of(block_id)
         return block_hash, self._parent_hashes[block_id]
 
@@ -86,8 +88,8 @@ class WindowPool(BlockPool):
     def reserve_any(self, block_hashes: Sequence[bytes], num_blocks: int) -> list[int] | None:
         """Returns a table of `num_blocks` blocks that starts with the blocks of `block_hashes`.
 
-        Cached blocks are referenced, even if blocks before them are missing. The others are
-        allocated. Returns None, and changes nothing, if there is not enough room.
+        Blocks that are cached are referenced, even if blocks before them are not cached. All other
+        blocks are newly allocated. Returns None, and changes nothing, if there is not enough room.
         """
         cached = self._find_any(block_hashes)
         if not self._fits(cached, num_blocks, None):

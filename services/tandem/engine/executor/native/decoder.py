@@ -1,12 +1,18 @@
 """The decoder of torch/decoder.py, computed by C++ kernels on the CPU
 (kernels/tandem_kernels/native).
 
-Sums are fp32. Weights keep the checkpoint's format (bf16, fp32 or quantized) or become int8 with a
-scale per output. Activations are fp32. They are rounded to bf16 for products with bf16 weights if
-the processor multiplies bf16 directly, and to int8 for products with quantized weights. The terms
-of every output are added in a fixed order that does not depend on the rest of the step, so a
-sequence's tokens depend on this sequence alone. The decoder therefore serves both the fast and the
-invariant numerics.
+Number formats:
+
+    weights        as in the checkpoint (bf16, fp32 or quantized), or int8 with a scale per output
+    activations    fp32
+    sums           fp32
+
+Before a product, activations are rounded to bf16 if the weights are bf16 and the processor
+multiplies bf16 directly, and to int8 if the weights are quantized.
+
+The terms of a sum are always added in the same order, whatever else is in the step. So the tokens
+of a sequence do not depend on other sequences, and this decoder serves both settings of numerics,
+fast and invariant.
 """
 
 from __future__ import annotations
@@ -60,7 +66,7 @@ from tandem_kernels.sampling import Draw, sample
 
 _HEAD_MAX = 512  # the largest head size that kv_int4.h supports
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
-_ALL_KEYS = (0, 0)  # value of a span's two `visible` fields (decoder.h) if all keys are visible
+_ALL_KEYS = (0, 0)  # num_first and num_last of a Span (decoder.h) without a KV budget
 _INPUTS = ("token_ids", "positions", "spans", "logit_rows")
 _KV_KINDS = {
     "float32": Kind.F32,
@@ -70,15 +76,13 @@ _KV_KINDS = {
     "k8v4": Kind.I8_I4,
     "int4": Kind.I4,
 }
-# Kinds of latent KV rows, by the dtype of the rotated keys.
+# The kinds of int8 KV rows for latent attention, by the dtype of the rotated keys.
 _LATENT_KV_KINDS = {"float32": Kind.I8_F32, "bfloat16": Kind.I8_BF16}
 _ANGLES_MIN = 2048  # smallest number of positions in the angle table
 
 
 def why_not_native(config: ModelConfig) -> str:
     """Returns why the native kernels cannot compute a model; empty if they can."""
-    if load() is None:
-        return "they were not built (no C++ compiler at install?)"
     if config.head_dim > _HEAD_MAX and config.latent is None:
         return f"the head size {config.head_dim} is larger than {_HEAD_MAX}"
     if config.head_dim % PANEL:
@@ -98,7 +102,8 @@ class NativeDecoder:
         int8: bool = False,
         instructions: str | None = None,
     ) -> None:
-        """Packs the weights. Of the given tensors, the decoder keeps only the embedding."""
+        """Packs the weights into the order in which the kernels read them. The decoder keeps its
+        own packed copies and, of the given tensors, at most the embedding."""
         library = load()
         assert library is not None
         self._library: Library = library
@@ -107,7 +112,8 @@ class NativeDecoder:
         self._packer = Packer(library, weights.pages, int8=int8, instructions=instructions)
         self._angles = _AngleTable(config)
         self._results = _Results(0, config.vocab_size)
-        self._logit_rows: list[int] = []  # rows of the last step's inputs that have logits
+        # For each row of the last step's logits: the row of the step's tokens.
+        self._logit_rows: list[int] = []
         self._pools: Sequence[KvPool] | None = None
         self.adapters = NativeAdapters()
         places = layer_places(config)
@@ -115,7 +121,7 @@ class NativeDecoder:
             *map(self._layer, config.layers, places, weights.layers)
         )
         output = self._packer.matrix((Linear(weights.output, None, weights.output_blocks),))
-        self._kept = [layers, self._packer]  # keeps the memory alive that the structs point to
+        self._kept = [layers, self._packer]  # references, so that memory used by C++ is not freed
         self._model = Model(
             layers=layers,
             final_norm=self._packer.floats(weights.final_norm),
@@ -144,7 +150,7 @@ class NativeDecoder:
 
     @property
     def multiplies_bf16(self) -> bool:
-        """True if bfloat16 is multiplied directly instead of being widened to fp32."""
+        """True: products multiply bfloat16 numbers directly. False: they convert them to fp32."""
         return self._library.packed_kind(Kind.BF16, self._instructions) is Kind.BF16_PAIRS
 
     def __del__(self) -> None:
@@ -157,13 +163,13 @@ class NativeDecoder:
         pools: Sequence[KvPool],
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        """Writes the tokens' KV into the pools of all groups. Returns fp32 logits [rows that need
-        logits, vocab], valid until the next call.
+        """Computes a step. Writes the tokens' KV into the pools, one per KV group. Returns fp32
+        logits [rows that need logits, vocab], which are valid until the next call.
 
-        Calls `on_kv_written` when all KV is in the pools.
+        `on_kv_written` is called when all KV is in the pools, before the logits are computed.
         """
-        # The pools are the same in every step. Their addresses are kept, because reading a tensor's
-        # address is slow.
+        # Reading the address of a tensor is slow, so the addresses of the pools are kept between
+        # steps. The pools are normally the same in every step.
         if self._pools is not pools:
             self._groups = _kv_groups_of(pools)
             self._pools = pools
@@ -204,8 +210,8 @@ class NativeDecoder:
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
     ) -> list[int]:
-        """Returns a sampled token id for each row of the last step's logits, or for each of
-        `rows`."""
+        """Samples one token for each row of the last step's logits, or only for `rows` if given.
+        Returns the token ids."""
         most_likely = self._results.most_likely.tolist()
         if rows is not None:
             logits = logits[rows]
@@ -215,8 +221,8 @@ class NativeDecoder:
     def logprobs(
         self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int
     ) -> Logprobs:
-        """Returns the log probabilities of one token for each of `rows` of the last step's
-        logits."""
+        """Returns, for each of `rows` of the last step's logits, the log probabilities of one given
+        token and of the `num_top` most likely tokens."""
         num_top = min(num_top, self._config.vocab_size)
         return self._library.measure(
             self._decoder,
@@ -227,8 +233,8 @@ class NativeDecoder:
         )
 
     def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
-        """Returns the hidden states after the final norm, each [hidden]. `rows` are rows of the
-        last step's logits."""
+        """Returns the hidden states after the final norm, each [hidden], from which the given rows
+        of the last step's logits were computed."""
         of_step = np.array([self._logit_rows[row] for row in rows], np.int32)
         size = self._config.hidden_size
         states = self._library.final_hidden(self._decoder, of_step, size)
@@ -302,10 +308,11 @@ def _gating(config: ModelConfig) -> Gating:
 
 
 class _Inputs:
-    """A step's batch as int32 arrays. The rows are the step's tokens, sequence after sequence.
+    """The inputs of a step as int32 arrays for the C++ kernels. The rows are the step's tokens,
+    sequence after sequence.
 
-    All arrays are built from lists in one buffer. For a step of one token this is the fastest way,
-    and there the time counts, because the rest of such a step is short.
+    All arrays are in one buffer that is filled from Python lists. This is the fastest way for a
+    step of one token. Such a step is so short that the time to prepare it matters.
     """
 
     def __init__(
@@ -314,8 +321,8 @@ class _Inputs:
         wanted: Sequence[SequenceSlice],
         block_size: int,
     ) -> None:
-        """`slices` has the sequences in the order of the rows. `wanted` has the same slices in the
-        order of the requested logits."""
+        """`slices` has the slices in the order of the rows of tokens. `wanted` has the same slices
+        in the order of the rows of logits."""
         token_ids: list[int] = []
         positions: list[int] = []
         spans: list[int] = []
@@ -342,7 +349,7 @@ class _Inputs:
         self.logit_rows = logit_rows
         self.num_logit_rows = len(logit_rows)
         self.positions_end = max(piece.context_len + piece.num_evicted for piece in slices)
-        self._numbers = array("i")  # an array of int32; adding a larger number raises OverflowError
+        self._numbers = array("i")  # int32; a number that does not fit raises OverflowError
         first = []
         for part in (token_ids, positions, spans, logit_rows, *chain.from_iterable(groups)):
             first.append(len(self._numbers))
@@ -369,10 +376,11 @@ def _other_groups(
 
 
 class _AngleTable:
-    """Rotary angles of all positions up to a power of two, which grows with the longest context.
+    """The cosines and sines of RoPE for all positions up to a power of two, such as 2,048. The
+    table grows when a longer context needs it.
 
-    A lookup is faster than a computation. It also keeps results independent of the batch: the last
-    bits of an angle computed for a step depend on the other positions of the step.
+    A lookup is faster than computing the cosines in each step. It also makes them independent of
+    the batch, because torch may compute other last bits when it computes several positions at once.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -383,9 +391,9 @@ class _AngleTable:
         self.reach(_ANGLES_MIN)
 
     def reach(self, positions_end: int) -> None:
-        """Extends the tables to cover all positions before `positions_end`.
+        """Extends the tables to all positions less than `positions_end`.
 
-        `fields` then has the addresses of the tables, fp32 [ropes, positions, rope_dim / 2].
+        Sets `fields` to the addresses of the tables, each fp32 [ropes, positions, rope_dim / 2].
         """
         if positions_end <= self._size:
             return
@@ -403,8 +411,9 @@ class _AngleTable:
 
 
 class _BlockSums:
-    """The sums of softmax weights per block of a step's sequences, joined in one array. Sequences
-    that do not need these sums are left out."""
+    """Joins the block sums of a step's sequences in one array for the C++ kernels. The block sums
+    of a sequence are the total softmax weight of each of its blocks. Only sequences with a KV
+    budget that keeps heavy hitters have them."""
 
     def __init__(self) -> None:
         self._of_sequences: list[Sums] = []
@@ -412,8 +421,8 @@ class _BlockSums:
         self._size = 0
 
     def add(self, sums: Sums | None) -> int:
-        """Appends a sequence's sums. Returns the index of the first one in the joined array; -1 if
-        the sequence has no sums."""
+        """Appends the block sums of a sequence. Returns the index of the first of them in the
+        joined array; -1 if `sums` is None."""
         if sums is None:
             return -1
         first = self._size
@@ -422,7 +431,7 @@ class _BlockSums:
         return first
 
     def address(self) -> int | None:
-        """Returns the address of the joined array; None if no sequence has sums."""
+        """Returns the address of the joined array; None if no sequence has block sums."""
         if not self._of_sequences:
             return None
         self._all = np.concatenate(self._of_sequences)
@@ -438,15 +447,15 @@ class _BlockSums:
 
 
 def _kv_kind_of(pool: KvPool) -> Kind:
-    """Returns the kind in which a pool stores its KV rows."""
+    """Returns the number format of a pool's KV rows."""
     if pool.layout.rotated is not None:
         return _LATENT_KV_KINDS[pool.layout.rotated.dtype]
     return _KV_KINDS[pool.layout.dtype]
 
 
 def _kv_groups_of(pools: Sequence[KvPool]) -> Array[KvGroup]:
-    """Returns the addresses and strides of each KV group's pool. Each step adds its slots and block
-    tables."""
+    """Returns the structs that describe each KV group's pool to the C++ kernels. The slots and
+    block tables in the structs differ for each step and are set by `forward`."""
     return (KvGroup * len(pools))(
         *(
             KvGroup(
@@ -470,11 +479,12 @@ def _static_fields(static: StaticKv | None) -> dict[str, int]:
 
 
 class _Results:
-    """Memory for a step's results. Later steps reuse it, because the system would otherwise
-    allocate and zero megabytes in each step."""
+    """The arrays to which the kernels write the results of a step: the logits and the most likely
+    token of each row. Later steps reuse the memory, because the system would otherwise allocate and
+    zero megabytes in each step."""
 
     def __init__(self, num_rows: int, vocab: int, room: torch.Tensor | None = None) -> None:
-        """`room` is the memory of earlier results. It is reused if it is large enough."""
+        """`room` is the memory of earlier results, which is reused if it is large enough."""
         if room is None or len(room) < num_rows * vocab:
             room = torch.frombuffer(own_pages(max(1, num_rows) * vocab * 4), dtype=torch.float32)
         self._room = room
@@ -484,7 +494,7 @@ class _Results:
         self.most_likely = array("i", bytes(4 * num_rows))
 
     def of(self, num_rows: int) -> _Results:
-        """Returns results of `num_rows` rows in the same memory."""
+        """Returns the arrays for `num_rows` rows, in the same memory if that is large enough."""
         if num_rows == len(self.most_likely):
             return self
         return _Results(num_rows, self._vocab, self._room)

@@ -1,5 +1,5 @@
-"""LoRA adapters in the form that the C++ decoder reads. An adapter is packed once, and steps refer
-to it."""
+"""LoRA adapters in the form that the C++ decoder reads. An adapter is packed once, when it is
+loaded. Each step then gets the addresses of the packed matrices."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ _LoraLayer = library.LoraLayer
 
 
 class PackedLora:
-    """One adapter's packed layers. May be created in any thread."""
+    """The packed A and B matrices of one adapter. May be created in any thread."""
 
     def __init__(self, library: Library, weights: LoraWeights) -> None:
         self._library = library
         self._huge_pages = HugePages()
-        self._kept: list[Any] = []  # keeps the memory alive that the structs point to
+        self._kept: list[Any] = []  # references, so that memory used by C++ is not freed
         self.digest = weights.digest
-        # largest total rank of a product: the sum of the ranks of the matrices fused in it
+        # The largest rank of a product. The rank of a fused product, such as q, k and v, is the sum
+        # of the ranks of its matrices.
         self.rank = 0
         self.layers = (_LoraLayer * len(weights.layers))(
             *(
@@ -49,7 +50,7 @@ class PackedLora:
         firsts = [0, *accumulate(ranks)]
         self.rank = max(self.rank, firsts[-1])
         a = parts[0].a if len(parts) == 1 else torch.cat([part.a for part in parts])
-        matrix = self._matrix(a)  # A is packed before all B, because steps read it first
+        matrix = self._matrix(a)  # A comes first in memory, because a step reads A before all B
         packed = (library.LoraPart * len(parts))(
             *(
                 library.LoraPart(self._matrix(part.b), part.first, first)
@@ -60,8 +61,8 @@ class PackedLora:
         return library.LoraProduct(a=matrix, parts=packed, num_parts=len(parts))
 
     def _heads(self, heads: LoraHeads | None) -> Any:
-        """Packs one LoRA product for each head; None if the adapter does not change these
-        products."""
+        """Packs the A and B matrices of a product that has one matrix per head. Returns None if the
+        adapter does not change the product."""
         if heads is None:
             return None
         num_heads, rank, _ = heads.a.shape
@@ -79,7 +80,7 @@ class PackedLora:
         return packed
 
     def _matrices(self, weights: torch.Tensor) -> list[Matrix]:
-        """Packs the matrix of each head; a matrix that all heads share is packed once."""
+        """Packs the matrix of each head. A matrix that all heads share is packed only once."""
         if weights.stride(0) == 0:
             return [self._matrix(weights[0])] * len(weights)
         return list(map(self._matrix, weights))
@@ -93,11 +94,11 @@ class PackedLora:
 
 
 class NativeAdapters:
-    """The adapters that steps may use, by digest."""
+    """The loaded adapters. The slices of a step name them by their digests."""
 
     def __init__(self) -> None:
         self._packed: dict[str, PackedLora] = {}
-        self._rows: Any = None  # keeps the last step's `LoraRows` alive while the kernels read them
+        self._rows: Any = None  # the last step's `LoraRows`, referenced so that they are not freed
 
     def add(self, packed: PackedLora) -> None:
         self._packed[packed.digest] = packed
@@ -106,8 +107,8 @@ class NativeAdapters:
         self._packed.pop(digest, None)
 
     def fields(self, slices: Sequence[SequenceSlice]) -> dict[str, Any]:
-        """Returns the fields of `Step` that describe the adapters. `slices` must be in the order of
-        `by_adapter`."""
+        """Returns the fields of the struct `Step` that say which rows use which adapter. `slices`
+        must be in the order that `by_adapter` returns."""
         counts: dict[str, int] = {}
         for piece in slices:
             if piece.adapter:

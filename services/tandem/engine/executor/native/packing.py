@@ -42,15 +42,15 @@ _LINE = 64  # bytes of a cache line
 
 
 class HugePages:
-    """Memory for matrices that are read one after another. Deleting this object frees the
-    memory."""
+    """Memory in huge pages for packed matrices, one matrix after the other. Deleting this object
+    frees the memory."""
 
     def __init__(self) -> None:
         self._mapped: list[npt.NDArray[np.uint8]] = []
         self._free = np.empty(0, np.uint8)
 
     def zeros(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Returns the next `num_bytes` zeroed bytes, aligned to a cache line."""
+        """Allocates `num_bytes` bytes that are zero and aligned to a cache line."""
         size = -(-num_bytes // _LINE) * _LINE
         if size > len(self._free):
             self._free = np.frombuffer(own_pages(max(size, _MAPPED_AT_ONCE)), np.uint8)
@@ -61,7 +61,7 @@ class HugePages:
 
 
 class Packer:
-    """Creates packed matrices. Their memory is freed with the packer."""
+    """Creates packed matrices and owns their memory, which is freed with the packer."""
 
     def __init__(
         self,
@@ -71,22 +71,22 @@ class Packer:
         int8: bool = False,
         instructions: str | None = None,
     ) -> None:
-        """`pages` are the mapped files of the checkpoint. The packer drops the file pages of the
-        weights that it has packed."""
+        """`pages` are the mapped files of the checkpoint. Once a weight is packed, the file's pages
+        with this weight are dropped from memory."""
         self._library = library
         self._pages = pages
         self._int8 = int8
         self._instructions = instructions
-        self._kept: list[Any] = []  # keeps the memory alive that the structs point to
+        self._kept: list[Any] = []  # references, so that memory used by C++ is not freed
         self._huge_pages = HugePages()
 
     def keep(self, struct: object) -> None:
-        """Keeps a struct alive while other structs point to it."""
+        """Keeps a reference to a struct, because other structs point to it."""
         self._kept.append(struct)
 
     def matrix(self, parts: Sequence[Linear], *, keeps_kind: bool = False) -> Matrix:
-        """Packs matrices as one matrix that has the rows of all `parts`, one after the other. With
-        `keeps_kind` the matrix never becomes int8."""
+        """Packs several matrices, such as q, k and v, as one matrix with all their rows.
+        `keeps_kind`: True: the weights are not converted to int8, whatever the settings say."""
         if isinstance(parts[0].blocks, Fp8):
             return self._fp8(parts)
         if parts[0].blocks:
@@ -111,10 +111,11 @@ class Packer:
         )
 
     def gate_up(self, parts: Sequence[Linear]) -> Matrix:
-        """Packs the gate and up matrices. `parts` are two matrices, or one matrix with the rows of
+        """Packs the gate and up matrices. `parts` has two matrices, or one matrix with the rows of
         both.
 
-        In the paired kinds, panels of gates and of ups alternate (decoder.h).
+        A panel has 16 outputs. In the kinds BF16_PAIRS and F8_PAIRS, panels of gates and panels of
+        ups alternate (decoder.h).
         """
         kind = None if isinstance(parts[0].blocks, GgufBlocks) else self._kind_of(parts[0])
         if kind not in (Kind.BF16_PAIRS, Kind.F8_PAIRS):
@@ -135,8 +136,9 @@ class Packer:
         return packed
 
     def embedding(self, weights: ModelWeights, output: Matrix) -> dict[str, int | None]:
-        """Returns the embedding fields of the model struct. A tied embedding is read from the
-        panels of the output matrix unless these panels are int8."""
+        """Returns the embedding fields of the struct `Model`. An embedding that is tied to the
+        output matrix needs no copy: the kernels read it from the packed output matrix, unless this
+        is int8."""
         tied = weights.embedding_blocks is weights.output_blocks
         if tied and weights.embedding is weights.output and not self._int8:
             return {"embedding": None, "embedding_kind": output.kind}
@@ -167,7 +169,8 @@ class Packer:
         return latent
 
     def floats(self, tensor: torch.Tensor | None) -> int | None:
-        """Returns the address of a float32 copy of the tensor; None for None."""
+        """Copies a tensor to float32 and returns the address of the copy; None if `tensor` is
+        None."""
         if tensor is None:
             return None
         floats = tensor.to(torch.float32, copy=True).contiguous()
@@ -175,16 +178,16 @@ class Packer:
         return floats.data_ptr()
 
     def _of_heads(self, weights: torch.Tensor) -> object:
-        """Packs the matrix of each head. These matrices never become int8, because each is
-        multiplied by a single thread."""
+        """Packs matrices [heads, out, in], one per head. They are not converted to int8, because
+        each of them is multiplied by a single thread."""
         matrices = [self.matrix((Linear(each, None),), keeps_kind=True) for each in weights]
         packed = (Matrix * len(matrices))(*matrices)
         self.keep(packed)
         return packed
 
     def _fp8(self, parts: Sequence[Linear], stored: Sequence[Fp8] = ()) -> Matrix:
-        """Packs fp8 matrices. If `parts` were interleaved from the checkpoint's matrices, `stored`
-        has the latter, which an error message names."""
+        """Packs several fp8 matrices as one matrix. `stored` has the checkpoint's matrices if
+        `parts` were made from them by interleaving. An error message names these matrices."""
         blocks = [part.blocks for part in parts if isinstance(part.blocks, Fp8)]
         data = [each.data.view(torch.uint8) for each in blocks]
         codes = (data[0] if len(data) == 1 else torch.cat(data)).contiguous()
@@ -210,8 +213,9 @@ class Packer:
         )
 
     def _quantized(self, parts: Sequence[Linear]) -> Matrix:
-        """Packs quantized matrices as one matrix. From the first part whose kind or input order
-        differs, the rows become another matrix, the `rest` of the first one."""
+        """Packs several quantized matrices. Consecutive matrices of one kind and input order become
+        one matrix. If there are several kinds, as when q and k are Q4_K and v is Q6_K, the first
+        packed matrix has the next one as its `rest`."""
         matrix = None
         alike = [list(run) for _, run in groupby(parts, self._form_of_blocks)]
         for run in reversed(alike):
@@ -255,7 +259,8 @@ class Packer:
         return self._library.packed_kind(kind, self._instructions)
 
     def _form_of_blocks(self, part: Linear) -> tuple[Kind, bytes]:
-        """Returns the kind in which a matrix is packed, and the order of its inputs."""
+        """Returns the kind in which a quantized matrix is packed, and the order of its inputs as
+        bytes; empty bytes: the inputs are in their normal order."""
         assert isinstance(part.blocks, GgufBlocks)
         kind = self._library.kind_of_blocks(part.blocks.type)
         assert kind is not None
@@ -263,8 +268,8 @@ class Packer:
         return kind, b"" if order is None else order.numpy().tobytes()
 
     def _bias(self, parts: Sequence[Linear]) -> int | None:
-        """Returns the address of the biases of all parts; None if no part has a bias. Parts without
-        a bias get zeros."""
+        """Joins the biases of matrices that are packed as one, with zeros for a matrix without a
+        bias. Returns the address; None if none of the matrices has a bias."""
         if all(part.bias is None for part in parts):
             return None
         biases = (
@@ -279,8 +284,9 @@ class Packer:
 
 
 def _interleave(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Interleaves gates and ups by panels of outputs. `parts` are two tensors, or one tensor with
-    the rows of both. The last panel of gates and of ups is padded with zeros."""
+    """Returns the rows of gates and ups in alternating panels: 16 rows of gates, 16 rows of ups,
+    and so on. `parts` has two tensors, or one tensor with the rows of both. The last panels are
+    padded with zeros."""
     tensors = parts if len(parts) == 2 else parts[0].chunk(2)
     rest = -len(tensors[0]) % PANEL
     if rest:

@@ -5,10 +5,10 @@
                 x += W_down (silu(gate) * up)                   with gate, up = W_gate_up norm(x)
     logits = W_out norm(x)
 
-models/config/families.py lists how families differ from this: norms after attention and the MLP,
-norms of q and k, layers with a window or without rotation, and multipliers of sums. Experts may
-replace the MLP. A router then chooses some of them for each token. The decoder works on tensors and
-the KV pool. It knows neither sequences nor scheduling.
+Some model families add norms after attention and the MLP, norms of q and k, layers with a window or
+without rotation, and constant factors (models/config/families.py). Experts may replace the MLP. A
+router then chooses some of the experts for each token. The decoder works on tensors and the KV
+pool. It knows neither sequences nor scheduling.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ class Decoder:
         self._frequencies = {rope: rope_tables(rope, config.rope_dim, device) for rope in ropes}
         self._places = layer_places(config)
         self._embedding_multiplier = embedding_multiplier(config, self._dtype)
-        # The hidden states after the final norm for the last step's logits.
+        # For each row of the last step's logits: the hidden state after the final norm.
         self.final_hidden = torch.empty(0, config.hidden_size, dtype=self._dtype, device=device)
 
     def forward(
@@ -67,11 +67,12 @@ class Decoder:
         lora: StepLora,
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        """Writes the tokens' KV. Returns fp32 logits [rows of inputs.logit_rows, vocab].
+        """Computes a step. Writes the tokens' KV to the pools. Returns fp32 logits
+        [rows of inputs.logit_rows, vocab].
 
-        Calls `on_kv_written` when the last layer's KV is in the pool (on CUDA: when its writes are
-        in the stream). The last layer's attention and MLP and the logits are computed after this
-        call.
+        `on_kv_written` is called as soon as the last layer's KV is in the pool. On CUDA it is
+        called when the kernels that write this KV are launched. The last layer's attention and MLP
+        and the logits are computed after the call.
         """
         specs = self._config.layers
         attentions = {
@@ -136,8 +137,8 @@ class Decoder:
     def _heads(
         self, layer: LayerWeights, projected: torch.Tensor, angles: Angles, num_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns queries [rows, heads, D], keys [num_tokens, kv heads, D] and values in the shape
-        of the keys. The queries and keys are rotated."""
+        """Splits `projected` into heads and rotates the queries and keys. Returns queries [rows,
+        heads, D], keys [num_tokens, kv heads, D], and values of the same shape as the keys."""
         num_heads = self._config.num_attention_heads
         num_kv_heads = self._config.num_kv_heads
         heads = projected.view(projected.shape[0], -1, self._config.head_dim)
@@ -159,10 +160,11 @@ class Decoder:
         num_tokens: int,
         lora: StepLora,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the absorbed queries [rows, heads, D], and the tokens' KV [num_tokens, 1, D]
-        twice: as the keys and as the values.
+        """Does what `_heads` does, for latent attention (models/config/latent.py). Returns queries
+        [rows, heads, D], and the tokens' KV [num_tokens, 1, D] both as the keys and as the values.
 
-        The D elements are a latent followed by a rotated key.
+        The D elements of a token's KV are its latent and its rotated key. The returned queries are
+        already multiplied by the key matrix, so that their products with latents are scores.
         """
         latent = self._config.latent
         assert latent is not None
@@ -200,8 +202,8 @@ class Decoder:
         x: torch.Tensor,
         lora: StepLora,
     ) -> torch.Tensor:
-        """Returns the weighted sum of the outputs of each row's experts, plus the shared MLP. An
-        expert computes all rows that chose it together."""
+        """Returns, for each row, the weighted sum of the outputs of the chosen experts plus the
+        output of the shared MLP. Each expert computes all its rows in one product."""
         logits = self._project(x.to(weights.router.weight.dtype), (weights.router,))
         chosen, shares = choose(self._config.expert_form, experts, logits, weights.correction)
         out = torch.zeros_like(x, dtype=torch.float32)
@@ -228,25 +230,26 @@ class Decoder:
     def _added(
         self, x: torch.Tensor, delta: torch.Tensor, post_norm: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns the residual stream x plus the output `delta` of attention or the MLP."""
+        """Returns the residual stream `x` plus `delta`, the output of attention or of the MLP."""
         delta = self._norm(delta, post_norm)
         if self._config.multipliers.residual != 1.0:
             delta = delta * self._config.multipliers.residual
         return x + delta
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """Returns the normalized rows; x itself if `weight` is None."""
+        """Returns the rows of x after RMSNorm. Returns x itself if `weight` is None."""
         return x if weight is None else self._kernels.rms_norm(x, weight, self._config.rms_norm_eps)
 
     def _norm_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Normalizes heads [rows, heads, D], each one separately or all heads of a row together."""
+        """Normalizes heads [rows, heads, D]: each head separately, or all heads of a row together,
+        as the model's config says."""
         if self._config.qk_norm == "head":
             return self._norm(heads, weight)
         return self._norm(heads.flatten(1), weight).view(heads.shape)
 
     def _project(self, x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
-        """Returns the products of x with the matrices `parts`, side by side, [rows, columns of all
-        parts]."""
+        """Multiplies x by several matrices, such as q, k and v. Returns the products side by side,
+        [rows, outputs of all matrices]."""
         if len(parts) == 1 and parts[0].blocks is None:
             return self._kernels.linear(x, parts[0].weight, parts[0].bias)
         out = x.new_empty(x.shape[0], sum(part.weight.shape[0] for part in parts))
@@ -268,8 +271,8 @@ def _gate_clamped(clamp: GateClamp, gate: torch.Tensor, up: torch.Tensor) -> tor
 def choose(
     form: ExpertForm, experts: Experts, logits: torch.Tensor, correction: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the chosen experts of each row and the experts' weights, both [rows, top_k]. `logits`
-    are the router's."""
+    """Chooses experts for each row from the router's `logits`. Returns the experts' numbers and
+    their weights, both [rows, top_k]."""
     if form != "deepseek":
         return choose_experts(logits, experts.top_k, experts.is_normalized)
     groups = experts.groups
@@ -284,14 +287,14 @@ def choose(
 
 
 def embedding_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:
-    """Returns the factor by which embeddings are multiplied, rounded to the dtype as in
-    transformers."""
+    """Returns the factor by which embeddings are multiplied. Like transformers, this function
+    rounds the factor to the dtype of the embeddings."""
     return torch.tensor(config.multipliers.embedding, dtype=dtype).item()
 
 
 def final_logits(config: ModelConfig, logits: torch.Tensor) -> torch.Tensor:
-    """Returns the final logits, multiplied and capped as the model requires. `logits` are the
-    products with the output matrix."""
+    """Multiplies and caps the logits as the model's config says. `logits` are the products with the
+    output matrix."""
     if config.multipliers.logits != 1.0:
         logits = logits * config.multipliers.logits
     if config.logit_cap is not None:
@@ -302,11 +305,11 @@ def final_logits(config: ModelConfig, logits: torch.Tensor) -> torch.Tensor:
 def rope_tables(
     rope: Rope, head_dim: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the rotary frequencies and the factors by which cos and sin are multiplied, each
-    [head_dim / 2].
+    """Returns the rotary frequency of each pair of elements in a head, and the factor by which cos
+    and sin of this pair are multiplied. Both are [head_dim / 2].
 
-    Pairs that are not rotated have frequency 0 and factor 1. If a rope rotates only a part of a
-    head, weights/load.py has reordered the rows so that the rotated pairs come first.
+    Pairs that are not rotated have frequency 0 and factor 1. They come last, because
+    weights/load.py has reordered the rows of q and k accordingly.
     """
     rotary_dim = 0 if rope.theta is None else rope.rotary_dim(head_dim)
     num_still = (head_dim - rotary_dim) // 2

@@ -1,8 +1,8 @@
-"""A step's batch as tensors, created once and used by every layer.
+"""The inputs of a step as tensors, created once per step and used by every layer.
 
-The rows are the step's tokens, sequence after sequence in the order that attention requires,
-followed by padding to the kernels' row multiple. Padding rows are computed but never read or
-stored.
+The rows are the step's tokens, sequence after sequence, in the order that attention requires.
+Padding rows follow, so that the number of rows is a multiple of what the kernels require. Results
+of padding rows are not used.
 """
 
 from collections import defaultdict
@@ -25,14 +25,16 @@ class StepInputs:
     # One tensor [T, kv heads] for each KV group, made by `KvPool.token_rows`.
     token_rows: list[torch.Tensor]
     spans: list[list[QuerySpan]]  # one list for each KV group
-    logit_rows: torch.Tensor  # the rows of slices that need logits, in the batch's order
+    # For each row of logits, the row of the token from which it is computed. The rows of logits are
+    # in the order of the batch's slices.
+    logit_rows: torch.Tensor
     adapted: Mapping[str, torch.Tensor]  # the rows that use each adapter, by the adapter's digest
-    # sums of softmax weights; `BlockShares.finish` is called on each after the step
+    # One item for each sequence whose softmax weights are summed per block.
     shares: list[BlockShares]
 
 
 def make_step_inputs(batch: StepBatch, pools: Sequence[KvPool], *, row_multiple: int) -> StepInputs:
-    """Creates the inputs of a step. `pools` has the pool of each KV group."""
+    """Creates the inputs of a step. `pools` has one pool for each KV group."""
     slices = batch.slices
     block_size = pools[0].block_size
     device = pools[0].device

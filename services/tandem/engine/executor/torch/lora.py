@@ -34,7 +34,8 @@ class AddsLora(Protocol):
 
 
 class StepLora:
-    """Adds LoRA deltas in one step. Without adapters in the step, the methods change nothing."""
+    """Adds the LoRA deltas of a step with torch operators. If the step uses no adapters, nothing is
+    added."""
 
     def __init__(
         self,
@@ -44,8 +45,8 @@ class StepLora:
         row_multiple: int = 1,
         linear_of_heads: ProductOfHeads = linear_of_heads,
     ) -> None:
-        """`rows` has the rows that use each adapter, by the adapter's digest. `linear` and
-        `linear_of_heads` are the operators that also compute the model's own products."""
+        """`rows` has the rows of each adapter, by the adapter's digest. `linear` and
+        `linear_of_heads` are the functions that also compute the model's own products."""
         self._adapted = [(of_one, adapters[digest]) for digest, of_one in rows.items()]
         self._linear = linear
         self._linear_of_heads = linear_of_heads
@@ -54,8 +55,8 @@ class StepLora:
     def add(
         self, index: int, product: ProductName, out: torch.Tensor, x: torch.Tensor
     ) -> torch.Tensor:
-        """Adds the adapters' deltas to `out` in place and returns `out`. `out` is a product of
-        layer `index`, and `x` is the input of this product."""
+        """Adds the adapters' deltas to `out` in place and returns `out`. The model has computed
+        `out` from the input `x` in layer `index`."""
         for rows, weights in self._adapted:
             parts: Parts = getattr(weights.layers[index], product)
             if parts:
@@ -65,8 +66,8 @@ class StepLora:
     def add_of_heads(
         self, index: int, product: HeadsName, out: torch.Tensor, x: torch.Tensor
     ) -> torch.Tensor:
-        """Adds the adapters' deltas to `out` in place and returns `out`. `out` [rows, heads,
-        columns] is a per-head product of layer `index`."""
+        """Does what `add` does, for a product with one matrix per head. `out` is [rows, heads,
+        columns]."""
         for rows, weights in self._adapted:
             heads: LoraHeads | None = getattr(weights.layers[index], product)
             if heads is not None:

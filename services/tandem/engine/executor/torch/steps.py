@@ -1,5 +1,5 @@
-"""Steps with torch's own operators. They support any device, any dtype, and fast and invariant
-numerics."""
+"""Computes steps with torch's own operators, on any device, in any dtype, and with fast or
+invariant numerics."""
 
 from collections.abc import Callable, Sequence
 
@@ -25,11 +25,11 @@ class TorchSteps:
         self._adapters: dict[str, LoraWeights] = {}
 
     def add_adapter(self, weights: LoraWeights) -> None:
-        """Makes an adapter available to the slices of batches, which name it by its digest."""
+        """Makes an adapter available to later steps, which name the adapter by its digest."""
         self._adapters[weights.digest] = weights
 
     def drop_adapter(self, digest: str) -> None:
-        """Removes an adapter that no slice uses any more."""
+        """Removes an adapter that no later step uses."""
         self._adapters.pop(digest, None)
 
     def sample(
@@ -52,7 +52,7 @@ class TorchSteps:
         pools: Sequence[KvPool],
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        """Runs a step as `NativeDecoder.forward` does, on the device of the pools."""
+        """Computes a step as `NativeDecoder.forward` does, on the device of the pools."""
         inputs = make_step_inputs(batch, pools, row_multiple=self._kernels.row_multiple)
         kernels = self._kernels
         lora = StepLora(
@@ -67,8 +67,9 @@ class TorchSteps:
             for shares in inputs.shares:
                 shares.finish()
             return logits
-        # All remaining kernels are launched before the wait for the KV, so the device does not idle
-        # during the wait. The wait ends when the KV is written, not when all kernels are done.
+        # The event marks the point in the CUDA stream at which the KV is written. The host launches
+        # the kernels after this point too before it waits for the event, so the device is busy
+        # meanwhile.
         written = torch.cuda.Event()  # type: ignore[no-untyped-call]
         logits = self._decoder.forward(inputs, pools, lora, written.record)
         written.synchronize()

@@ -1,7 +1,8 @@
-"""Attention of a layer with the Triton kernels: stores a step's KV and then attends to it.
+"""The attention of a layer with the Triton kernels, in three launches:
 
-rotate and store    one kernel: norms of heads, rope, cache write
-attention           one launch for sequences with one token, one launch for chunks
+1. Normalize and rotate the queries and keys, and store the keys and values in the pool.
+2. Attention for the sequences with one token in the step.
+3. Attention for the sequences with a chunk of several tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class HeadAttention:
     ) -> torch.Tensor:
         """Returns the attention output [T, heads * D]. `qkv` has q, k and v side by side.
 
-        `on_kv_launched` is called when the kernels that write the KV are in the stream.
+        `on_kv_launched` is called when the kernel that writes the KV is launched.
         """
         has_norms = self._config.qk_norm == "head"
         queries = rotate_and_store(

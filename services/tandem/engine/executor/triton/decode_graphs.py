@@ -3,9 +3,9 @@
 The host takes longer to launch the many small kernels of a decode step than the device takes to run
 them. So a graph records these kernels once, with every tensor at a fixed address. A step copies its
 inputs to these addresses and replays the graph with a single launch. A batch is padded to the next
-recorded size.
+recorded size: with sizes 1, 2, 4 and 8, a batch of 5 sequences replays the graph of 8.
 
-Without CUDA (in Triton's interpreter) the same buffers are used and the kernels run directly.
+Without CUDA, that is, in Triton's interpreter, nothing is recorded and the kernels run directly.
 """
 
 import logging
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 
 def bucket_sizes(num_seqs_max: int) -> list[int]:
-    """Returns the recorded batch sizes in rows: 1, 2, 4, multiples of 8 up to 64, of 16 up to 256,
-    of 64 after that, and the maximum."""
+    """Returns the batch sizes for which graphs are recorded: 1, 2 and 4; multiples of 8 up to 64,
+    of 16 up to 256, and of 64 above; and `num_seqs_max`."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, num_seqs_max, 64)]
     return [size for size in sizes if size < num_seqs_max] + [num_seqs_max]
 
 
 class DecodeGraphs:
-    """The recorded decode steps. The next step overwrites the logits that `run` returns."""
+    """Records the graphs, and runs decode steps by replaying them."""
 
     def __init__(
         self,
@@ -42,7 +42,8 @@ class DecodeGraphs:
         num_groups: int,
         device: torch.device,
     ) -> None:
-        """Records all graphs on a CUDA device. Kernels are compiled and tuned first."""
+        """Compiles and tunes the kernels, and records all graphs, if the device is a CUDA
+        device."""
         self._sizes = bucket_sizes(num_seqs_max)
         shapes = [StepShape(n, n, n, n, table_width, num_groups) for n in self._sizes]
         # The largest graph is recorded first, so that later graphs reuse its memory.
@@ -65,7 +66,7 @@ class DecodeGraphs:
         )
 
     def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Returns fp32 logits [slices, vocab] for every slice."""
+        """Returns fp32 logits [slices, vocab]. They are valid until the next call."""
         bucket = self._buckets[bisect_left(self._sizes, len(slices))]
         return bucket.run(slices)[: len(slices)]
 
@@ -100,10 +101,10 @@ class _Bucket:
         return self._logits
 
     def _record(self, num_blocks: int, pool: Any) -> None:
-        """Records the graph. Before that, one normal run compiles and tunes the kernels, with
+        """Records the graph. The kernels first run once normally, which compiles and tunes them for
         contexts as long as the block tables and the pool allow.
 
-        Neither run stores KV in the pool.
+        No KV is stored in the pool.
         """
         views = self._views
         views.slots.fill_(-1)

@@ -1,12 +1,13 @@
-"""The decoder of torch/decoder.py with the fused Triton kernels.
+"""The decoder of torch/decoder.py with Triton kernels that fuse several operations:
 
-    x += delta; norm(x)    one kernel; delta is the output of the preceding attention or MLP
+    operation              computed by
+    x += delta; norm(x)    one kernel; delta is the output of the attention or MLP before
     q, k, v                one product (`_product`)
     attention              attention.py, or latent.py for latent attention
     silu(gate) * up        one kernel
+    experts                experts.py
 
-Norms after attention and the MLP, and norms over all heads together, are separate kernels. Experts
-are in experts.py.
+Norms after attention and the MLP, and norms over all heads together, are separate kernels.
 
 The decoder only creates views and launches kernels. It never waits for the device, so a CUDA graph
 can record a step.
@@ -48,7 +49,7 @@ from tandem_kernels.triton.packed_linear import can_multiply, packed_linear
 
 
 def _nothing() -> None:
-    """Does nothing. It is the default of `on_kv_launched`."""
+    """Does nothing; the default of `on_kv_launched`."""
 
 
 class TritonDecoder:
@@ -71,8 +72,8 @@ class TritonDecoder:
         clamp = config.gate_clamp
         self._clamp = (clamp.alpha, clamp.limit) if clamp else None
         self._embedding_multiplier = embedding_multiplier(config, weights.embedding.dtype)
-        # The hidden states after the final norm for the last step's logits. A replayed graph does
-        # not set them.
+        # For each row of the last step's logits: the hidden state after the final norm. The replay
+        # of a CUDA graph does not set this tensor.
         dtype = weights.embedding.dtype
         self.final_hidden = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
 
@@ -83,10 +84,10 @@ class TritonDecoder:
         on_kv_launched: Callable[[], object] = _nothing,
         lora: AddsLora = NO_LORA,
     ) -> torch.Tensor:
-        """Writes the tokens' KV. Returns fp32 logits [rows of step.logit_rows, vocab].
+        """Computes a step. Writes the tokens' KV to `pools`, one pool for each KV group. Returns
+        fp32 logits [rows of step.logit_rows, vocab].
 
-        `pools` has the pool of each KV group. `on_kv_launched` is called when all kernels that
-        write KV are in the stream.
+        `on_kv_launched` is called when all kernels that write KV are launched.
         """
         specs = self._config.layers
         eps = self._config.rms_norm_eps
@@ -152,7 +153,8 @@ class TritonDecoder:
         x: torch.Tensor,
         lora: AddsLora,
     ) -> torch.Tensor:
-        """Returns the weighted sum of each row's experts, plus the output of the shared MLP."""
+        """Returns, for each row, the weighted sum of the outputs of the chosen experts plus the
+        output of the shared MLP."""
         router = weights.router
         logits = _product(x.to(router.weight.dtype), router)
         chosen, shares = choose(self._config.expert_form, experts, logits, weights.correction)
@@ -164,16 +166,16 @@ class TritonDecoder:
     def _add_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, norm: torch.Tensor | None
     ) -> torch.Tensor:
-        """Adds `delta`, if given, to x in place. Returns the normalized rows of the sum. If `norm`
-        is None, returns the sum itself."""
+        """Adds `delta` to x in place, unless `delta` is None. Returns the rows of x after RMSNorm
+        with the weights `norm`, or x itself if `norm` is None."""
         if norm is None:
             return x if delta is None else x.add_(delta)
         eps = self._config.rms_norm_eps
         return rms_norm(x, norm, eps) if delta is None else add_rms_norm(x, delta, norm, eps)
 
     def _scaled(self, delta: torch.Tensor, post_norm: torch.Tensor | None) -> torch.Tensor:
-        """Returns `delta` after the norm `post_norm` and the residual multiplier, ready to be added
-        to the residual stream."""
+        """Applies the norm `post_norm` and the residual multiplier, if the model has them, to the
+        output `delta` of attention or the MLP."""
         if post_norm is not None:
             delta = rms_norm(delta, post_norm, self._config.rms_norm_eps)
         multiplier = self._config.multipliers.residual
@@ -182,8 +184,8 @@ class TritonDecoder:
     def _project_qkv(
         self, x: torch.Tensor, index: int, layer: LayerWeights, lora: AddsLora
     ) -> torch.Tensor:
-        """Returns q, k and v side by side. If the model normalizes all heads together, q and k are
-        already normalized."""
+        """Returns q, k and v side by side. Norms of q and k over all heads together are applied
+        here; norms of each head are applied later, in attention.py."""
         qkv = lora.add(index, "qkv", _project(x, layer.qkv), x)
         if self._config.qk_norm == "all":
             assert layer.q_norm is not None
@@ -197,11 +199,11 @@ class TritonDecoder:
 
 
 def _project(x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
-    """Returns the products of x with the matrices `parts`, side by side, [rows, columns of all
-    parts].
+    """Multiplies x by several matrices, such as q, k and v. Returns the products side by side,
+    [rows, outputs of all matrices].
 
-    On a CUDA device, dense weights are one part, because weights/tensors_by_name.py joins matrices
-    that have the same input.
+    On a CUDA device, `parts` has only one matrix if the weights are not quantized, because
+    weights/tensors_by_name.py joins matrices that have the same input.
     """
     if len(parts) == 1:
         return _product(x, parts[0])
@@ -211,9 +213,9 @@ def _project(x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
 def _product(x: torch.Tensor, matrix: Linear) -> torch.Tensor:
     """Returns the product [rows, outputs] of x [rows, inputs].
 
-    torch multiplies dense weights. One Triton kernel multiplies integers in groups and dequantizes
-    them in registers. Other quantized matrices are dequantized a few outputs at a time, and torch
-    multiplies these.
+    torch multiplies weights that are not quantized. A Triton kernel multiplies integer weights with
+    a scale per group of inputs, and dequantizes them in registers. For other quantized formats, a
+    few rows of the matrix at a time are dequantized, and torch multiplies these rows.
     """
     groups = matrix.blocks
     if isinstance(groups, PackedGroups) and _is_multiplied(groups):

@@ -1,4 +1,5 @@
-"""A layer's experts with the Triton kernels: two products, each a single launch for all experts."""
+"""A layer's experts with the Triton kernels. Each of the two products, gate and up, and down, is a
+single launch for all experts."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from tandem_kernels.triton.grouped_linear import grouped_linear, tile_by_expert
 class Stack(NamedTuple):
     """The matrices of all experts of a layer for one product: gate and up, or down."""
 
-    # [experts, out, in]; None for quantized weights, which are in `parts`
+    # [experts, out, in]. None: the weights are quantized, and `parts` has them.
     weight: torch.Tensor | None
     bias: torch.Tensor | None  # [experts, out]
-    # the matrices of each expert if the weights are quantized, otherwise empty
+    # If the weights are quantized: the matrices of each expert. Otherwise empty.
     parts: Sequence[Sequence[Linear]]
 
     @classmethod
@@ -33,8 +34,8 @@ class Stack(NamedTuple):
         return cls(weight, bias, ())
 
     def numbers(self) -> torch.Tensor:
-        """Returns the weights [experts, out, in]. Quantized weights are dequantized for this call
-        only."""
+        """Returns the weights [experts, out, in]. Quantized weights are dequantized in each
+        call."""
         if self.weight is not None:
             return self.weight
         made: torch.Tensor | None = None
@@ -70,10 +71,11 @@ class StackedExperts(NamedTuple):
         shares: torch.Tensor,
         gated: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Returns the weighted sum of the outputs of each row's experts, fp32 [T, hidden].
+        """Returns, for each row, the weighted sum of the outputs of the row's experts, fp32
+        [T, hidden].
 
-        `chosen` has the experts of each row and `shares` their weights, both [T, top_k]. `gated`
-        applies the activation to gates and ups.
+        `chosen` has the numbers of each row's experts, and `shares` the weights of their outputs in
+        the sum. Both are [T, top_k]. `gated` applies the activation to gates and ups.
         """
         tiles = tile_by_expert(chosen, self.num)
         inner = gated(grouped_linear(x, self.gate_up.numbers(), self.gate_up.bias, tiles))
@@ -83,8 +85,8 @@ class StackedExperts(NamedTuple):
 
 
 def _stacked(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Returns one tensor with the matrices of all experts. If `parts` are consecutive views of one
-    tensor (weights/experts.py), the result is a view too; otherwise it is a copy."""
+    """Returns one tensor with the matrices of all experts. The matrices are copied, unless `parts`
+    are already consecutive views of one tensor, as weights/experts.py creates them."""
     first = parts[0][0]
     num_bytes = first.numel() * first.element_size()
     storage = first.untyped_storage().data_ptr()

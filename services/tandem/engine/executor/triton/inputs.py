@@ -1,20 +1,20 @@
-"""A step's batch as views of one int32 array, so that a single copy brings it to the device.
-
-    part          size         unit
-    token_ids     T            tokens
-    positions     T            tokens
-    slots         G x T        KV groups, tokens
-    context_lens  S            sequences
-    query_starts  C + 1        chunks
-    logit_rows    L            rows of logits
-    block_tables  G x S x M    KV groups, sequences, entries of a block table
+"""The inputs of a step in one int32 array, so that a single copy moves them to the device.
 
 A step has T tokens of S sequences. The first D sequences have one token each and use the decode
-attention; the other C sequences are chunks. Each of the G KV groups has its own slots and block
-tables.
+attention. The other C sequences have a chunk of several tokens each. There are L rows of logits. A
+block table has M entries. Each of the G KV groups has its own slots and block tables.
 
-A decode step that replays a CUDA graph is padded to the number of rows of the graph. Padding rows
-have no slot and an empty context.
+    part of the array    shape        content
+    token_ids            [T]
+    positions            [T]
+    slots                [G, T]       where each token's KV is stored
+    context_lens         [S]          number of tokens in each sequence's context
+    query_starts         [C + 1]      first row of each chunk
+    logit_rows           [L]          the token row from which each row of logits is computed
+    block_tables         [G, S, M]
+
+A decode step that replays a CUDA graph is padded to the number of rows of the graph. The KV of
+padding rows is not stored, and their context is empty.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StepShape:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of the array's parts, in the order of the parts."""
+        """The number of elements of each part of the array, in the order of the table above."""
         tokens = self.num_tokens
         seqs = self.num_seqs
         groups = self.num_groups
@@ -62,7 +62,8 @@ class StepViews:
     # [G, T]: block id * block size + offset in the block; -1: the KV is not stored
     slots: torch.Tensor
     context_lens: torch.Tensor
-    # first row of each chunk, and the end of the last; single tokens are not counted
+    # The first row of each chunk, and the end of the last chunk. Row 0 is the first row after the
+    # D sequences with one token.
     query_starts: torch.Tensor
     logit_rows: torch.Tensor
     block_tables: torch.Tensor  # [G, S, M]
@@ -78,7 +79,7 @@ class StepViews:
 
 
 def write_step(batch: StepBatch, block_size: int) -> StepViews:
-    """Returns the batch as views of a new array on the host."""
+    """Writes a batch to a new array on the host, and returns the views of its parts."""
     slices = _in_order(batch)
     shape = StepShape(
         num_tokens=batch.num_tokens,
@@ -119,8 +120,8 @@ def write_step(batch: StepBatch, block_size: int) -> StepViews:
 
 
 def adapted_rows(batch: StepBatch) -> dict[str, list[int]]:
-    """Returns the rows that use each adapter, by the adapter's digest. Rows are in the order of
-    `write_step`."""
+    """Returns the rows of each adapter, by the adapter's digest. Rows are numbered as in the array
+    that `write_step` creates."""
     rows: dict[str, list[int]] = {}
     first = 0
     for piece in _in_order(batch):
@@ -135,10 +136,10 @@ def _in_order(batch: StepBatch) -> list[SequenceSlice]:
 
 
 class DecodeRows:
-    """The host array of a decode step with a fixed number of rows, kept between steps.
+    """Writes the inputs of decode steps with a fixed number of rows, always to the same array.
 
-    Most of the array is block tables, which rarely change. Entries that equal those of the previous
-    step are not written again.
+    Most of the array is block tables, which rarely change from step to step. So only entries that
+    differ from the previous step are written.
     """
 
     def __init__(self, array: torch.Tensor, shape: StepShape) -> None:

@@ -1,11 +1,11 @@
-"""Latent attention of a layer with the Triton kernels (tandem/models/config/latent.py). The steps
-are:
+"""Latent attention of a layer (tandem/models/config/latent.py) with the Triton kernels, in five
+operations:
 
-    queries             the projected queries, or W_q of their normalized latent
-    rotate and store    one kernel: norm of the KV latents, rope, cache write
-    absorbed queries    W_k^T times the unrotated elements of the queries, all heads in one product
-    attention           one launch for sequences with one token, one launch for chunks
-    values              W_v times the attention output, all heads in one product
+1. Queries: the projection of x, or, if queries have a latent too, W_q times the normalized latent.
+2. Normalize the KV latents, rotate keys and queries, and store the KV, in one kernel.
+3. Absorbed queries: W_k^T times the unrotated elements of the queries, all heads in one product.
+4. Attention: one launch for sequences with one token, and one launch for chunks.
+5. Values: W_v times the attention output, all heads in one product.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from tandem_kernels.triton.norm import rms_norm
 
 
 class LatentAttention:
-    """Attention over the tokens' latents. The keys and values of heads are never computed."""
+    """Computes attention directly on the tokens' latents, without computing keys and values for
+    each head."""
 
     def __init__(self, sizes: Latent, max_model_len: int) -> None:
         self._sizes = sizes
@@ -38,8 +39,8 @@ class LatentAttention:
     ) -> torch.Tensor:
         """Returns the attention output after W_v, [T, heads * value].
 
-        `projected` has the queries or their latent and, beside them, the tokens' KV.
-        `on_kv_launched` is called when the kernels that write the KV are in the stream.
+        A row of `projected` has the token's queries, or their latent, and then the token's KV.
+        `on_kv_launched` is called when the kernel that writes the KV is launched.
         """
         sizes = self._sizes
         weights = at.weights.latent
@@ -67,15 +68,15 @@ class LatentAttention:
         return at.lora.add_of_heads(at.index, "latent_values", values, attended).flatten(1)
 
     def _heads(self, queries: torch.Tensor, weights: LatentWeights, at: LayerStep) -> torch.Tensor:
-        """Returns the queries [T, heads, plain + rope]: unrotated elements, then elements to be
-        rotated."""
+        """Returns the queries [T, heads, plain + rope], before rotation. In each head, the last
+        `rope` elements are to be rotated."""
         if weights.q_norm is not None and weights.q_out is not None:
             normed = rms_norm(queries, weights.q_norm, LATENT_NORM_EPS)
             queries = at.lora.add(at.index, "q_out", linear(normed, weights.q_out), normed)
         return queries.view(len(queries), -1, self._sizes.q_dim)
 
     def _attend(self, queries: LatentQueries, at: LayerStep) -> torch.Tensor:
-        """Returns the attention output in the space of latents, [T, heads, rank]."""
+        """Returns the attention output, which is a weighted sum of latents: [T, heads, rank]."""
         num_tokens, num_heads, _ = queries.rotated.shape
         step = at.step
         num_single = step.shape.num_single

@@ -16,32 +16,34 @@ from tandem.engine.executor.weights.lora import LoraLayer, LoraWeights
 from tandem_kernels.triton.lora import NO_PART, LoraTiles, add_lora, part_fields
 
 _PRODUCTS: tuple[ProductName, ...] = get_args(ProductName)
-_PARTS_MAX = 3  # the largest number of parts of a product: q, k and v
+_PARTS_MAX = 3  # largest number of matrices that are fused in one product: q, k and v
 
 
 class TritonAdapters:
-    """The loaded adapters, and the addresses of the adapters' matrices for the kernels."""
+    """The loaded adapters, and a table with the addresses of their matrices for the kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._weights: dict[str, LoraWeights] = {}
-        # [adapters, layers, products, parts, 5]; see `_fields`
+        # Addresses and sizes of all matrices, [adapters, layers, products, matrices, 5]. The
+        # function `_fields` returns the part of one layer.
         self._fields = torch.zeros(0, dtype=torch.int64)
-        # for each layer, the highest rank and the largest number of columns of each product
+        # For each layer and product: the highest rank and the largest number of columns of all
+        # adapters.
         self._sizes: list[dict[ProductName, tuple[int, int]]] = []
 
     def add(self, weights: LoraWeights) -> None:
-        """Makes an adapter available to the slices of batches, which name it by its digest."""
+        """Makes an adapter available to later steps, which name the adapter by its digest."""
         self._weights[weights.digest] = weights
         self._update()
 
     def drop(self, digest: str) -> None:
-        """Removes an adapter that no slice uses any more."""
+        """Removes an adapter that no later step uses."""
         self._weights.pop(digest, None)
         self._update()
 
     def of_step(self, rows: Mapping[str, Sequence[int]]) -> AddsLora:
-        """Returns the object that adds the LoRA deltas of a step. `rows` has the rows that use each
+        """Returns an object that adds the LoRA deltas of one step. `rows` has the rows of each
         adapter, by the adapter's digest."""
         if not rows:
             return NO_LORA
@@ -51,7 +53,7 @@ class TritonAdapters:
         return _TritonStepLora(tiles, self._fields, self._sizes, self._of_heads(rows))
 
     def _of_heads(self, rows: Mapping[str, Sequence[int]]) -> StepLora:
-        """Returns the object that adds the LoRA deltas of per-head products."""
+        """Returns an object that adds the LoRA deltas to the products with one matrix per head."""
         on_device = {
             digest: torch.tensor(of_one, dtype=torch.int64).to(self._device)
             for digest, of_one in rows.items()
@@ -86,8 +88,8 @@ class _TritonStepLora:
     def add(
         self, index: int, product: ProductName, out: torch.Tensor, x: torch.Tensor
     ) -> torch.Tensor:
-        """Adds the adapters' deltas to `out` in place and returns `out`. `out` is a product of
-        layer `index`, and `x` is the input of this product."""
+        """Adds the adapters' deltas to `out` in place and returns `out`. The model has computed
+        `out` from the input `x` in layer `index`."""
         if (sizes := self._sizes[index].get(product)) is not None:
             parts = self._fields[:, index, _PRODUCTS.index(product)]
             rank, columns = sizes
@@ -96,8 +98,8 @@ class _TritonStepLora:
 
 
 def _fields(layer: LoraLayer) -> list[list[list[int]]]:
-    """Returns the addresses and sizes of a layer's matrices for the kernels,
-    [products][parts][5]."""
+    """Returns the addresses and sizes of an adapter's matrices for one layer, [products][3][5]. A
+    product has at most three fused matrices, and each is described by five numbers."""
     products = []
     for name in _PRODUCTS:
         parts = [part_fields(part) for part in getattr(layer, name)]
@@ -106,8 +108,8 @@ def _fields(layer: LoraLayer) -> list[list[list[int]]]:
 
 
 def _largest(layers: Sequence[LoraLayer], product: ProductName) -> tuple[int, int] | None:
-    """Returns the highest rank and the largest number of columns of the parts of a product over
-    these layers; None if no layer changes the product."""
+    """Returns the highest rank and the largest number of columns of a product's LoRA matrices over
+    these layers. Returns None if no layer changes the product."""
     shapes = [part.b.shape for layer in layers for part in getattr(layer, product)]
     if not shapes:
         return None

@@ -1,5 +1,5 @@
-"""Steps with the Triton kernels. Decode steps replay recorded graphs; other steps launch each
-kernel."""
+"""Computes steps with the Triton kernels. A step with one token per sequence normally replays a
+recorded CUDA graph. In other steps the host launches each kernel."""
 
 from collections.abc import Callable, Sequence
 
@@ -32,19 +32,20 @@ class TritonSteps:
         self._adapters = TritonAdapters(weights.embedding.device)
 
     def add_adapter(self, weights: LoraWeights) -> None:
-        """Makes an adapter available to the slices of batches, which name it by its digest."""
+        """Makes an adapter available to later steps, which name the adapter by its digest."""
         self._adapters.add(weights)
 
     def drop_adapter(self, digest: str) -> None:
-        """Removes an adapter that no slice uses any more."""
+        """Removes an adapter that no later step uses."""
         self._adapters.drop(digest)
 
     @torch.inference_mode()
     def prepare(self, pools: Sequence[KvPool]) -> None:
-        """Compiles, tunes and records the kernels for steps over these pools, so that no request
-        waits for that work.
+        """Compiles and tunes the kernels and records the graphs for steps over these pools, so that
+        no request has to wait for this.
 
-        `pools` has the pool of each KV group. They contain only zeros before and after the call.
+        `pools` has one pool for each KV group. The pools contain only zeros before and after the
+        call.
         """
         block_size = pools[0].block_size
         device = pools[0].device
@@ -60,7 +61,8 @@ class TritonSteps:
             device=device,
         )
         if device.type == "cuda":
-            # One prompt for each of the two classes of prefill sizes for which kernels are tuned.
+            # Kernels are tuned separately for small and for large prefills, so one prompt of each
+            # class is computed.
             for num_tokens in (16, min(512, self._max_model_len)):
                 blocks = list(range(min(num_blocks, -(-num_tokens // block_size))))
                 num_tokens = min(num_tokens, len(blocks) * block_size)
@@ -96,11 +98,11 @@ class TritonSteps:
         pools: Sequence[KvPool],
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        """Runs a step as `TorchSteps.forward` does. The logits of a decode step are valid until the
-        next decode step.
+        """Computes a step as `TorchSteps.forward` does. The logits of a decode step are valid until
+        the next decode step.
 
-        The host waits for the device only before it calls `on_kv_written`. Without `on_kv_written`
-        it does not wait.
+        If `on_kv_written` is given, the host waits until the KV is written and then calls it.
+        Otherwise the host does not wait for the device.
         """
         if self._pools is not pools:
             self.prepare(pools)

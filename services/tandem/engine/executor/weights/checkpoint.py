@@ -21,10 +21,10 @@ Stored = Mapping[str, torch.Tensor | GgufBlocks | Coded | Mxfp4]
 
 
 def map_files(files: Sequence[Path], config: ModelConfig) -> Stored:
-    """Returns the tensors by name, each quantized matrix as one object. The numbers stay in the
-    mapped pages of the files.
+    """Returns the tensors of the files by name, without copying them into memory. A quantized
+    matrix that is stored as several tensors, such as codes and scales, is one object.
 
-    Raises ConfigError, and names the file, if a file cannot be read.
+    Raises ConfigError with the name of the file if a file cannot be read.
     """
     if files[0].suffix.lower() == ".gguf":
         with naming(files[0]):
@@ -49,8 +49,8 @@ def check_tied(stored: Stored) -> None:
     """Raises UnsupportedModel if the config ties the output matrix to the embedding but the
     checkpoint stores an output matrix that differs from the embedding.
 
-    Some checkpoints store the tied matrix twice. transformers does not tie two matrices that
-    differ.
+    A checkpoint may store the tied matrix twice, and the two are then equal. If they differ,
+    transformers does not tie them and computes other logits than Tandem would.
     """
     output, embedding = (_parts_of(stored.get(name)) for name in (OUTPUT, EMBEDDING))
     if not output:
@@ -65,8 +65,8 @@ def check_tied(stored: Stored) -> None:
 def _parts_of(
     matrix: torch.Tensor | GgufBlocks | Coded | Mxfp4 | None,
 ) -> Mapping[str, torch.Tensor]:
-    """Returns the tensors that store a matrix, by kind. The result is empty for GGUF, because a
-    GGUF file stores a tied matrix only once."""
+    """Returns the tensors in which a checkpoint stores a matrix, such as codes and scales, by kind.
+    The result is empty for GGUF, because a GGUF file stores a tied matrix only once."""
     if isinstance(matrix, Coded):
         return matrix.by_kind
     return {"weight": matrix} if isinstance(matrix, torch.Tensor) else {}

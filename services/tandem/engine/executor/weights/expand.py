@@ -1,8 +1,8 @@
-"""Dequantizes matrices to the compute dtype, a few rows at a time.
+"""Dequantizes matrices to the compute dtype, a few rows at a time, so that a model needs little
+more memory than its quantized weights.
 
-The torch kernels multiply with these rows. The Triton kernels do so for formats that they cannot
-read. Only a few rows exist in dequantized form at a time, so a model needs little more memory than
-its quantized weights.
+The torch decoder uses this for all quantized formats. The Triton decoder uses it for formats that
+no Triton kernel multiplies.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from tandem.engine.executor.weights.decoder_weights import Linear, ModelWeights
 
 _NUMBERS_AT_ONCE = 1 << 20
-# larger than on a CPU, because each operation on a device has a launch cost
+# The number on a GPU is larger, because each operation there has a launch cost.
 _ON_A_DEVICE = 16 << 20
 
 
 def pieces(matrix: Linear) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yields a matrix in pieces of consecutive outputs: the weights [rows, in] and biases [rows] of
-    each piece. A matrix that is not quantized is one piece."""
+    """Yields a matrix in pieces of consecutive rows: for each piece the weights [rows, in] and the
+    biases [rows]. A matrix that is not quantized is one piece."""
     if matrix.blocks is None:
         yield matrix.weight, matrix.bias
         return
@@ -34,7 +34,7 @@ def pieces(matrix: Linear) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def embedded(weights: ModelWeights, token_ids: torch.Tensor) -> torch.Tensor:
-    """Returns the embeddings of tokens [tokens, hidden]."""
+    """Returns the embeddings of tokens, [tokens, hidden], dequantized if necessary."""
     if weights.embedding_blocks is None:
         return torch.nn.functional.embedding(token_ids, weights.embedding)
     return weights.embedding_blocks.in_order(token_ids).numbers().to(weights.embedding.dtype)

@@ -13,15 +13,15 @@ from tandem.models.checkpoint.expert_names import ExpertNames, bias_of
 from tandem.models.config.experts import Experts
 from tandem.models.gguf.tensors import GgufBlocks
 
-# for each expert, one matrix or several that are applied to the same input
+# For each expert, the matrices that are applied to one input, such as gate and up.
 Parts = list[tuple[Linear, ...]]
 
 
 def load_experts(
     tensors: TensorsByName, names: ExpertNames, layer: str, experts: Experts, shared: Mlp | None
 ) -> ExpertWeights:
-    """Returns the experts of the layer whose tensors' names start with `layer`. `shared` is the MLP
-    that all tokens use."""
+    """Loads the experts of a layer. The names of the layer's tensors start with `layer`. `shared`
+    is the MLP that all tokens use."""
     gate_ups, downs = _products(tensors, names, layer, experts.num)
     correction = f"{layer}.{names.correction}"
     return ExpertWeights(
@@ -33,8 +33,8 @@ def load_experts(
 
 
 def _router(tensors: TensorsByName, names: ExpertNames, layer: str) -> Linear:
-    """Returns the router's matrix [experts, hidden]. It is float32 where transformers computes it
-    in float32."""
+    """Returns the router's matrix [experts, hidden]. It is float32 in the model families in which
+    transformers computes the router in float32."""
     name = f"{layer}.{names.router}"
     if names.form == "deepseek":
         return Linear(tensors.floats(f"{name}.weight"), None)
@@ -44,7 +44,7 @@ def _router(tensors: TensorsByName, names: ExpertNames, layer: str) -> Linear:
 def _products(
     tensors: TensorsByName, names: ExpertNames, layer: str, num: int
 ) -> tuple[Parts, Parts]:
-    """Returns two lists for all experts: the gate and up matrices, and the down matrices."""
+    """Returns the gate and up matrices of each expert, and the down matrix of each expert."""
     stacked = [f"{layer}.{name}" for name in names.stacked]
     if names.is_gguf:
         matrices = [*tensors.matrices(stacked[:2]), tensors.matrix(stacked[2])]
@@ -74,10 +74,10 @@ def _of_gpt_oss(tensors: TensorsByName, name: str, is_mxfp4: bool) -> Linear:
 
 
 def _gates_first(gate_up: Linear) -> Linear:
-    """Returns the matrix with all gate rows before all up rows. The checkpoint interleaves gate and
-    up rows.
+    """Reorders the rows of each expert so that all gate rows come before all up rows. In the
+    checkpoint, gate and up rows alternate.
 
-    Quantized blocks are reordered in place, because nothing else refers to them.
+    Quantized blocks are reordered in place, because nothing else uses them.
     """
     assert gate_up.bias is not None
     bias = _sorted(gate_up.bias)
@@ -90,12 +90,14 @@ def _gates_first(gate_up: Linear) -> Linear:
 
 
 def _sorted(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the even rows of each expert, then the odd ones; `rows` is [experts, rows, ...]."""
+    """Returns rows 0, 2, 4, ... and then rows 1, 3, 5, ... of each expert. `rows` is
+    [experts, rows, ...]."""
     return torch.cat([rows[:, ::2], rows[:, 1::2]], 1)
 
 
 def _one_by_one(stack: Linear) -> Parts:
-    """Splits a stack of all experts' matrices into the matrix of each expert, as views."""
+    """Splits a tensor with the matrices of all experts into one matrix per expert, without
+    copying."""
     num = len(stack.weight)
     biases = [None] * num if stack.bias is None else stack.bias
     blocks = stack.blocks.matrices() if isinstance(stack.blocks, GgufBlocks) else [None] * num
@@ -103,10 +105,11 @@ def _one_by_one(stack: Linear) -> Parts:
 
 
 def _apart(tensors: TensorsByName, names: Sequence[Sequence[str]]) -> Parts:
-    """Returns the matrices of each expert, whose names are in `names`.
+    """Returns the matrices of each expert. `names` has the names of each expert's tensors.
 
-    They are views of one tensor for all experts, unless the checkpoint's tensors can be used
-    without a copy or stay quantized.
+    If the matrices must be copied, the copies of all experts are in one tensor, and the result has
+    views of this tensor. Matrices that are used directly from the mapped file, and matrices that
+    stay quantized, are not copied.
     """
     every = [part for parts in names for part in parts]
     apart = tensors.matrices(every) if tensors.is_mapped(every[0]) else tensors.quantized(every)

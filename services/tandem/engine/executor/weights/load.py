@@ -1,9 +1,9 @@
 """Loads a decoder's weights from the safetensors files of a Hugging Face folder or from a GGUF
 file.
 
-Files are mapped: a tensor that is stored in the compute dtype is never copied, and all processes
-that map it share its memory. The config determines the name and shape of every tensor. A missing,
-surplus or wrongly shaped tensor raises an error before any tensor is read.
+Files are mapped into memory. A tensor that is stored in the compute dtype is used directly from the
+mapped file, and all processes share this memory. The config determines the name and shape of every
+tensor. A missing, surplus or wrongly shaped tensor raises an error before any tensor is read.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from tandem.models.config.model import ModelConfig
 from tandem.models.files import naming
 from tandem.models.gguf.tensors import GgufBlocks
 
-# A function that is called with the number of bytes loaded so far and the total number of bytes.
+# A function (number of bytes loaded so far, number of bytes in total) -> None.
 OnProgress = Callable[[int, int], None]
 
 
 def ignore_progress(num_bytes: int, num_bytes_all: int) -> None:
-    """Ignores the progress. It is the default of `on_progress`."""
+    """Does nothing; the default of `on_progress`."""
 
 
 def load_weights(
@@ -65,8 +65,8 @@ def load_weights(
 ) -> ModelWeights:
     """Loads the weights in `dtype`.
 
-    If `kept_for` names kernels, the matrices that these kernels can multiply or dequantize stay
-    quantized. The layers of the result are loaded on access, and again on every access.
+    If `kept_for` names kernels, matrices stay quantized in the formats that these kernels can read.
+    A layer of the result is loaded when it is accessed, and again on every further access.
     `on_progress` is called after each loaded layer.
 
     Raises UnsupportedModel with the names of tensors that are missing, surplus or wrongly shaped,
@@ -101,7 +101,8 @@ def load_weights(
 
 
 def _is_read_by_rows(embedding: Quantized | None) -> bool:
-    """Returns whether the native kernels can look up single rows of an embedding in this format."""
+    """Returns whether the native kernels can read the embedding of a single token in this
+    format."""
     if isinstance(embedding, GgufBlocks):
         return embedding.order is None
     return not isinstance(embedding, Fp8)
@@ -137,7 +138,7 @@ class _Layers(Sequence[LayerWeights]):
 
 
 class _Builder:
-    """Creates layers from tensors."""
+    """Creates the weights of single layers from a checkpoint's tensors."""
 
     def __init__(self, tensors: TensorsByName, config: ModelConfig, names: ExpertNames) -> None:
         self._tensors = tensors
@@ -174,11 +175,8 @@ class _Builder:
         )
 
     def norm(self, name: str) -> torch.Tensor:
-        """Returns the weights of a norm.
-
-        If the model adds an offset to them, the sum is float32, because bfloat16 would lose most of
-        its digits.
-        """
+        """Returns the weights of a norm. If the model adds an offset to the weights, the sums are
+        returned in float32, because bfloat16 would round away most digits of small weights."""
         if not self._config.norm_offset:
             return self._tensors.tensor(name)
         return self._tensors.floats(name) + self._config.norm_offset
@@ -229,7 +227,7 @@ def _keys_and_values(
     name: str, latent: Latent, tensors: TensorsByName
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the fields `keys` and `values` of `LatentWeights`. A checkpoint stores them as two
-    matrices, or as one with the rows of both."""
+    matrices, or as one matrix with the rows of both."""
     if f"{name}.k_b_proj.weight" in tensors:
         keys, values = (tensors.tensor(f"{name}.{part}_b_proj.weight") for part in "kv")
         return keys, values
@@ -240,10 +238,10 @@ def _keys_and_values(
 
 
 class LoadProgress:
-    """Reports the progress of one load, in bytes of the model's files.
+    """Reports the progress of loading weights, in bytes of the model's files.
 
-    Bytes are estimated from numbers of elements, because a file may store some tensors with fewer
-    bits. A layer that is loaded again, for a second decoder, counts once.
+    The number of bytes is an estimate: if 30% of all elements are loaded, 30% of the bytes are
+    reported. A layer that is loaded a second time, for a second decoder, does not count again.
     """
 
     def __init__(

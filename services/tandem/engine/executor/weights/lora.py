@@ -1,7 +1,7 @@
-"""A LoRA adapter's weights in the form that the decoders read.
+"""Reads the weights of a LoRA adapter and converts them to the form that the decoders use.
 
-A and B matrices are grouped by the decoder's product to which they belong. The adapter's scales are
-multiplied into B in float32, before B is rounded to the compute dtype.
+A and B matrices are grouped by the products of the decoder, such as qkv. B is multiplied by the
+adapter's scale in float32, and then rounded to the compute dtype.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from tandem.common.adapter import Adapter
 
 Parts = tuple[LoraPart, ...]
-# For each product of a decoder, the names of its matrices, side by side. `_FUSED` replaces names if
-# the checkpoint stores one matrix for several. In a layer with experts, the MLP is the shared one.
+# For each product of a decoder, the names of the matrices whose outputs are side by side. If the
+# checkpoint stores several of them as one matrix, `_FUSED` has that name. In a layer with experts,
+# the MLP's names stand for the shared MLP.
 _PRODUCTS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "q_out": ("self_attn.q_b_proj",),
@@ -44,8 +45,8 @@ _FUSED = {"qkv": ("self_attn.qkv_proj",), "gate_up": ("mlp.gate_up_proj",)}
 
 @dataclass(frozen=True, slots=True)
 class LoraLayer:
-    """An adapter's matrices for one layer, by product. A product that the adapter does not change
-    is empty or None."""
+    """An adapter's matrices for the products of one layer. The field of a product that the adapter
+    does not change is empty or None."""
 
     qkv: Parts
     attention_out: Parts
@@ -70,10 +71,10 @@ def load_lora(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LoraWeights:
-    """Reads an adapter and checks that the files have its digest.
+    """Reads the files of an adapter.
 
-    Raises AdapterUnavailable if the digest differs, and ConfigError if the folder cannot be read or
-    used.
+    Raises AdapterUnavailable if the files do not have the digest `adapter.digest`, and ConfigError
+    if they cannot be read or do not fit the model.
     """
     folder = open_lora(adapter.path, config, rank_max=rank_max)
     weights, digest = folder.read_weights()
@@ -102,8 +103,8 @@ def make_layers(
     rotated = _rotated_rows(config)
 
     def factors(name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns A [rank, in], and B [out, rank] multiplied by the scale. Returns None if the
-        adapter does not change the module."""
+        """Returns A [rank, in], and B [out, rank] multiplied by the scale, for the matrix `name`.
+        Returns None if the adapter does not change this matrix."""
         if (module := folder.modules.get(name)) is None:
             return None
         a, b = (stored[tensor] for tensor in folder.tensors[name])
@@ -120,7 +121,8 @@ def make_layers(
                 short = short.replace("mlp.", SHARED_MLP)
             if (found := factors(f"model.layers.{layer}.{short}")) is not None:
                 a, b = found
-                # `order` covers the rows of q, k and v, which this model stores as one fused matrix
+                # `order` is the order of all rows of q, k and v. A model that has such an order
+                # stores them as one fused matrix, so B has all these rows.
                 if product == "qkv" and order is not None:
                     b = b[order]
                 elif short in rotated:
@@ -142,14 +144,15 @@ def make_layers(
 
 
 def _absorbed(a: torch.Tensor, b: torch.Tensor, latent: Latent) -> tuple[LoraHeads, LoraHeads]:
-    """Returns the adapter of kv_b_proj as two adapters: for the absorbed products of the queries,
-    and for those of the attention outputs.
+    """Splits the adapter of kv_b_proj, which maps latents to keys and values, into two: one for the
+    queries and one for the attention outputs.
 
-    The adapter adds B_k A to the key matrix W_k and B_v A to the value matrix W_v of a head. For a
-    query q and an attention output c in the space of latents:
+    Latent attention computes no keys and values. Instead, it multiplies the query q of a head by
+    the key matrix W_k of the head, and the attention output c, a sum of latents, by the value
+    matrix W_v. The adapter adds B_k A to W_k, and B_v A to W_v:
 
-        query     (W_k + B_k A)^T q = W_k^T q + A^T (B_k^T q)
-        output    (W_v + B_v A) c   = W_v c + B_v (A c)
+        query     (W_k + B_k A)^T q = W_k^T q + A^T (B_k^T q)     first factor B_k^T, second A^T
+        output    (W_v + B_v A) c   = W_v c + B_v (A c)           first factor A, second B_v
     """
     of_heads = b.view(-1, latent.plain_dim + latent.value_dim, len(a))
     num_heads = len(of_heads)
@@ -163,7 +166,7 @@ def _absorbed(a: torch.Tensor, b: torch.Tensor, latent: Latent) -> tuple[LoraHea
 
 
 def _names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Returns for each product the names of its matrices, side by side."""
+    """Returns, for each product, the names of the matrices whose outputs are side by side."""
     if config.latent is not None:
         products = token_products(config.latent)
         return _PRODUCTS | {"qkv": tuple(f"self_attn.{name}" for name, _ in products)}
@@ -171,8 +174,8 @@ def _names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _rotated_rows(config: ModelConfig) -> dict[str, RotatedRows]:
-    """Returns which rows are rotated in the matrices of latent attention, by the matrix's name.
-    Empty for other models."""
+    """Returns which rows of the matrices of latent attention are rotated, by the name of the
+    matrix. The result is empty for models without latent attention."""
     if config.latent is None:
         return {}
     products = [*token_products(config.latent), ("q_b_proj", query_rows(config.latent))]
@@ -180,6 +183,6 @@ def _rotated_rows(config: ModelConfig) -> dict[str, RotatedRows]:
 
 
 def _widths(config: ModelConfig) -> dict[str, int]:
-    """Returns the number of outputs of each matrix that an adapter may change, by the matrix's name
-    in its layer."""
+    """Returns the number of outputs of each matrix that an adapter may change, by the name of the
+    matrix without the prefix of the layer."""
     return {name.split(".", 3)[3]: num_out for name, (num_out, _) in linear_shapes(config).items()}

@@ -1,13 +1,16 @@
-"""MXFP4: blocks of 32 numbers of 4 bits with one scale per block, a power of 2.
+"""Reads weights in the format MXFP4, in which 32 numbers of 4 bits form a block and share a scale.
+The scale is a power of 2. A number has 1 bit of sign, 2 of exponent and 1 of mantissa (E2M1).
 
-    tensor         shape and type                             content
-    NAME_blocks    [experts, out, blocks, 16] uint8           two numbers per byte, low half first
-    NAME_scales    [experts, out, blocks] uint8               127 + the exponent of 2
+A safetensors file stores the matrix NAME as two tensors:
 
-A number has 1 bit of sign, 2 of exponent and 1 of mantissa (E2M1).
+    tensor         shape and type                    content
+    NAME_blocks    [experts, out, blocks, 16] uint8  two numbers per byte, the first in the low half
+    NAME_scales    [experts, out, blocks] uint8      127 + the exponent of the scale
 
-Source: OCP Microscaling Formats (MX) Specification 1.0. GGUF files store a block's scale before its
-numbers, and the low halves of the 16 bytes hold the first 16 numbers.
+In a GGUF file, a block is one byte with the scale and then 16 bytes with the numbers. The low
+halves of the 16 bytes are the first 16 numbers, and the high halves are the others.
+
+Source: OCP Microscaling Formats (MX) Specification 1.0.
 """
 
 from __future__ import annotations
@@ -43,8 +46,7 @@ class Mxfp4:
         return self.codes, self.scales
 
     def numbers(self) -> torch.Tensor:
-        """Returns the numbers in bfloat16, [experts, out, in]. bfloat16 represents each number
-        exactly."""
+        """Dequantizes the matrices to bfloat16, [experts, out, in]. The result is exact."""
         numbers = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)])
         out = torch.empty((*self.codes.shape[:-1], MXFP4_BLOCK), dtype=torch.bfloat16)
         for expert, codes, scales in zip(out, self.codes, self.scales, strict=True):
@@ -65,8 +67,8 @@ class Mxfp4:
 
 
 def join_mxfp4(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | Mxfp4]:
-    """Returns the tensors of a checkpoint, with the blocks and scales of each matrix joined to one
-    `Mxfp4`."""
+    """Returns the tensors of a checkpoint by name. The two tensors NAME_blocks and NAME_scales
+    become one `Mxfp4` with the name NAME."""
     joined: dict[str, torch.Tensor | Mxfp4] = dict(stored)
     for stem in [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]:
         del joined[f"{stem}_blocks"], joined[f"{stem}_scales"]
@@ -75,6 +77,5 @@ def join_mxfp4(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | M
 
 
 def _one_by_one(codes: torch.Tensor) -> torch.Tensor:
-    """Returns the 4-bit codes of each block, one per element and in the order of the numbers, [...,
-    32]."""
+    """Unpacks the 4-bit codes of each block, [..., 16] bytes, to [..., 32] elements."""
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)

@@ -1,11 +1,10 @@
-"""Returns memory to the system while a process loads weights.
+"""Returns memory to the system while a process loads weights. After a tensor is converted, two
+kinds of memory are not needed any more:
 
-Two kinds of memory are no longer needed after a tensor is converted: the pages of the mapped file
-that held the tensor, and freed memory.
-
-The file's pages count as the process's memory after their first use. A dropped page is read from
-the file again if it is needed. glibc keeps freed blocks of up to 32 MiB for later allocations, and
-a process that loads weights frees as much memory of converted tensors as it keeps.
+- The pages of the mapped file from which the tensor was read. They count as memory of the process
+  until they are dropped. If a dropped page is accessed again, the system reads it from the file.
+- Memory that was freed. glibc keeps freed blocks of up to 32 MiB for later allocations. During a
+  load this can be as much memory as the weights themselves need.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has this f
 
 
 class FilePages:
-    """The address ranges at which some files are mapped when the object is created."""
+    """The address ranges at which files are mapped into this process. Later mappings of the files
+    are not included."""
 
     def __init__(self, files: Sequence[Path] = ()) -> None:
         self._spans: list[tuple[int, int]] = []
-        if not _MAPS.is_file():  # this is not Linux
+        if not _MAPS.is_file():  # not on Linux
             return
         names = {str(file.resolve()) for file in files}
         for line in _MAPS.read_text().splitlines():
@@ -38,8 +38,8 @@ class FilePages:
         self._madvise = ctypes.CDLL(None).madvise
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """Drops the pages that lie completely within a tensor. Does nothing if the tensor does not
-        lie in one of the files."""
+        """Drops the pages of a tensor from memory, except pages that also have other data. Does
+        nothing if the tensor is not in one of the mapped files."""
         if tensor.device.type != "cpu":
             return
         begin = tensor.data_ptr()
@@ -52,6 +52,6 @@ class FilePages:
 
 
 def release_freed_memory() -> None:
-    """Returns the pages of freed blocks to the system."""
+    """Returns memory that this process has freed, and that glibc still keeps, to the system."""
     if _trim is not None:
         _trim(0)

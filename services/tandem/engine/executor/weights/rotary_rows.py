@@ -1,4 +1,5 @@
-"""The row order of the query, key and value matrices that the decoders expect."""
+"""Reorders the rows of query and key matrices, because checkpoints and the decoders' kernels order
+the elements that RoPE rotates differently."""
 
 from __future__ import annotations
 
@@ -11,10 +12,12 @@ from tandem.models.config.model import ModelConfig
 
 
 def rotary_rows(config: ModelConfig) -> torch.Tensor | None:
-    """Returns the order of the q, k and v rows that the decoders expect; None for the stored order.
+    """Returns the order in which the kernels expect the rows of q, k and v, as indices of the
+    checkpoint's rows. None: the kernels expect the checkpoint's order.
 
-    Kernels rotate element i of a head with element i + half of the head. If only a part of each
-    head is rotated, the pairs of this part come first in both halves.
+    Kernels rotate element i of a head with element i + D / 2. If only a part of each head is
+    rotated, the rotated elements must be the first ones of both halves. In a head of 8 elements, of
+    which the checkpoint rotates 0 with 2 and 1 with 3, the order is 0 1 4 5 2 3 6 7.
     """
     head_dim = config.head_dim
     rotary_dim = config.layers[0].rope.rotary_dim(head_dim)
@@ -31,20 +34,22 @@ def rotary_rows(config: ModelConfig) -> torch.Tensor | None:
 
 
 class RotatedRows(NamedTuple):
-    """The rows of a matrix that are rotated, and the order in which a checkpoint stores them.
+    """The rows of a matrix of latent attention that are rotated, and the checkpoint's order of
+    these rows.
 
-    The matrix has one part of `part_dim` rows for each head, or one part for all heads.
+    The matrix has `part_dim` rows for each head, or `part_dim` rows that all heads share. The last
+    `num` of these are rotated.
     """
 
-    num: int  # number of rotated rows at the end of each part; 0: no row is rotated
+    num: int  # 0: no row is rotated
     part_dim: int
-    # True: rows that are rotated together are adjacent; False: they are half of the rotated rows
-    # apart
+    # True: row 0 of the rotated rows is rotated with row 1, row 2 with row 3, and so on.
+    # False: row i of the rotated rows is rotated with row i + num / 2, as the kernels expect.
     has_pairs: bool
 
     def in_halves(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the rows in the order that kernels expect: the rotated rows of a part form two
-        halves, and element i of one half is rotated with element i of the other."""
+        """Returns the rows in the order that kernels expect, in which row i of the rotated rows is
+        rotated with row i + num / 2."""
         if not self.num or not self.has_pairs:
             return rows
         parts = rows.view(-1, self.part_dim, *rows.shape[1:])
@@ -53,13 +58,13 @@ class RotatedRows(NamedTuple):
 
 
 def query_rows(latent: Latent) -> RotatedRows:
-    """Returns the rotated rows of a query matrix."""
+    """Returns which rows of the query matrix are rotated."""
     return RotatedRows(latent.rope_dim, latent.q_dim, latent.has_pairs)
 
 
 def token_products(latent: Latent) -> list[tuple[str, RotatedRows]]:
-    """Returns the names and rotated rows of the matrices that are applied to a layer's input. They
-    produce the queries or their latent, and a token's KV."""
+    """Returns the names of the two matrices that are applied to a layer's input, and which of their
+    rows are rotated. The first computes the queries or their latent, the second a token's KV."""
     kv = RotatedRows(latent.rope_dim, latent.kv_dim, latent.has_pairs)
     if latent.q_rank is None:
         return [("q_proj", query_rows(latent)), ("kv_a_proj_with_mqa", kv)]

@@ -1,5 +1,5 @@
-"""Provides the tensors of a checkpoint by name, in the compute dtype and on the device of a
-decoder."""
+"""Returns the tensors of a checkpoint by name, converted to the compute dtype and moved to the
+device."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem.models.checkpoint.quantized.tensors import Coded
 from tandem.models.gguf.tensors import GgufBlocks, can_widen, is_packed
 
-# The kernels for which matrices stay quantized. If empty, all matrices are dequantized.
+# The kernels for which matrices stay quantized, in the formats that these kernels can read. Empty:
+# all matrices are dequantized.
 KeptFor = Literal["", "native", "torch", "triton"]
 
 log = logging.getLogger(__name__)
 
 
 class TensorsByName:
-    """Converts a checkpoint's tensors to the form that decoders read. Matrices may stay
-    quantized."""
+    """The tensors of a checkpoint. Each method returns tensors by name, in a form that the decoders
+    can use."""
 
     def __init__(
         self,
@@ -40,7 +41,8 @@ class TensorsByName:
         kept_for: KeptFor,
         pages: FilePages,
     ) -> None:
-        """`pages` are the mapped files. The pages of converted tensors are dropped from memory."""
+        """`pages` has the memory ranges of the mapped files. The pages of a tensor are dropped from
+        memory after the tensor was converted."""
         self._stored = stored
         self._kept_for = kept_for
         self._pages = pages
@@ -62,24 +64,25 @@ class TensorsByName:
         return self.dense(name).to(device=self._device, dtype=torch.float32)
 
     def dense(self, name: str) -> torch.Tensor:
-        """Returns the tensor in the dtype in which it is stored, dequantized if it is quantized."""
+        """Returns a tensor in the dtype of the checkpoint. A quantized tensor is dequantized."""
         stored = self._stored[name]
         return stored if isinstance(stored, torch.Tensor) else stored.numbers()
 
     def matrix(self, name: str) -> Linear:
-        """Returns a matrix, or one stack with the matrices of all experts, without biases. It stays
-        quantized if the kernels support that."""
+        """Returns a matrix without its bias, or one tensor with the matrices of all experts. A
+        quantized matrix stays quantized if the kernels can read its format."""
         return self.matrices([name])[0]
 
     def matrices(self, names: Sequence[str]) -> list[Linear]:
-        """Returns matrices without biases. Either all of them stay quantized or none does."""
+        """Returns matrices without their biases. Either all of them stay quantized or none does."""
         return self.quantized(names) or [Linear(self.tensor(name), None) for name in names]
 
     def quantized(self, names: Sequence[str]) -> list[Linear]:
-        """Returns quantized matrices without biases.
+        """Returns matrices in quantized form, without their biases.
 
-        Returns an empty list if one of the matrices does not stay quantized. It also does so if the
-        native kernels would have to multiply fp8 and integer matrices as one matrix.
+        Returns an empty list if the kernels cannot read the format of one of the matrices. The
+        native kernels multiply several matrices as one, and cannot do so with a mix of fp8 and
+        integer formats. The list is also empty in this case.
         """
         found = []
         for name in names:
@@ -100,10 +103,10 @@ class TensorsByName:
         return replace(matrix, bias=self.tensor(name)) if name in self else matrix
 
     def joined(self, *names: str) -> tuple[Linear, ...]:
-        """Returns the matrices of products with the same input.
+        """Returns matrices that are multiplied with the same input, such as q, k and v.
 
-        They become one matrix if the tensors must be copied anyway. Mapped tensors and quantized
-        matrices stay separate.
+        If the tensors must be copied anyway, they become one matrix. Tensors that are used directly
+        from the mapped file, and quantized matrices, stay separate.
         """
         weights, biases = ([f"{name}.{part}" for name in names] for part in ("weight", "bias"))
         apart = self.matrices(weights) if self.is_mapped(weights[0]) else self.quantized(weights)
@@ -136,8 +139,8 @@ class TensorsByName:
         return self._native(name, stored) if self._kept_for == "native" else self._moved(stored)
 
     def _moved(self, stored: GgufBlocks | Coded | Mxfp4) -> Quantized | None:
-        """Returns a quantized matrix on the device for kernels that dequantize it themselves; None
-        if they cannot. The numbers do not change."""
+        """Moves a quantized matrix to the device without changing its weights. Returns None if the
+        torch and Triton kernels cannot read the format."""
         if isinstance(stored, GgufBlocks) and not can_widen(stored.type):
             return None
         quantized: Quantized
@@ -156,8 +159,8 @@ class TensorsByName:
         return moved
 
     def _native(self, name: str, stored: GgufBlocks | Coded | Mxfp4) -> GgufBlocks | Fp8 | None:
-        """Returns a matrix that the native kernels multiply in quantized form; None if they
-        cannot."""
+        """Returns a matrix in a quantized format that the native kernels multiply. Returns None if
+        the stored format cannot be converted to one."""
         if isinstance(stored, GgufBlocks):
             return stored if is_packed(stored.type) else None
         blocks = stored.blocks()

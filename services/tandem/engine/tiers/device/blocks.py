@@ -1,10 +1,11 @@
-"""The protocol by which the threads of tiers access the blocks of a pool.
+"""How the threads of tiers copy blocks out of a KV pool and into it.
 
-    write   mark ... begin_out --> copy in flight --> bytes on the host --> a storage writes them
-    load    mark ... buffer --> a storage fills it --> begin_in --> copy in flight --> in the pool
+    write to a tier    `begin_out` copies the block to host memory --> a storage writes the bytes
+    load from a tier   a storage fills the `buffer` --> `begin_in` copies the bytes to the block
 
-On a CPU, storages use a block's bytes directly in the pool, without copies (`BlocksInPlace`). Other
-devices copy them to and from host memory (staged_blocks.py).
+Each copy starts after an event of the engine (`mark`), for example after the step that fills the
+block. On a CPU there are no copies: storages use a block's bytes directly in the pool
+(`BlocksInPlace`). Other devices use staged_blocks.py.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from tandem.engine.tiers.storage import Bytes
 
 
 class Event(Protocol):
-    """A point in the work of a device."""
+    """A point in the order of work that was submitted to a device, such as a CUDA event."""
 
     def query(self) -> bool:
         """Returns whether the device has reached this point."""
@@ -30,30 +31,31 @@ class HostPages(NamedTuple):
     """Host memory for copies of blocks."""
 
     data: Bytes  # [num_bytes]
-    is_device_accessible: bool  # the device can copy to and from it asynchronously
+    is_device_accessible: bool  # True: the device can copy to and from this memory asynchronously
 
 
 class Channel(Protocol):
-    """Copies blocks for one thread; no other thread uses it."""
+    """Copies blocks for one thread. No other thread may use the same channel."""
 
     num_at_once: int  # maximum number of copies in flight, in each direction
 
     def begin_out(self, block_id: int, after: Event, slot: Bytes | None) -> Callable[[], Bytes]:
-        """Starts to copy a block to the host, after the engine's work that `after` marks. The copy
-        goes to `slot`, if given.
+        """Starts to copy a block to host memory, once the device has reached the event `after`. The
+        copy goes to `slot`, if given.
 
-        The returned function waits for the end of the copy and returns the bytes. They may be
+        The returned function waits for the end of the copy and returns the bytes. These may be
         overwritten after `num_at_once` more calls of `begin_out`.
         """
 
     def buffer(self, block_id: int, slot: Bytes | None) -> Bytes:
-        """Returns the memory [block_bytes] that a storage fills for a block: `slot`, if given."""
+        """Returns the memory into which a storage reads a block, uint8 [block_bytes]: `slot` if it
+        is given, or else memory that the channel provides."""
 
     def begin_in(self, block_id: int, data: Bytes, after: Event) -> Event:
-        """Starts to copy `data`, the filled result of `buffer`, to the block, after the engine's
-        work that `after` marks.
+        """Starts to copy `data` to a block, once the device has reached the event `after`. `data`
+        is the result of `buffer`, which a storage has filled.
 
-        Until the returned event, the block is being written, so `data` must not change.
+        The returned event marks the end of the copy. `data` must not change before it.
         """
 
 
@@ -61,14 +63,14 @@ class DeviceBlocks(Protocol):
     """The blocks of a pool on its device."""
 
     def mark(self) -> Event:
-        """Returns an event after the work that the engine has submitted to the device. Called in
-        the engine's thread only."""
+        """Returns an event that follows all work that the engine has submitted to the device so
+        far. May only be called in the engine's thread."""
 
     def open_channel(self) -> Channel:
-        """Returns a channel for another thread."""
+        """Returns a new channel, for use by one thread."""
 
     def host_pages(self, num_bytes: int) -> HostPages:
-        """Returns zeroed host memory, which is freed with its last reference. Raises
+        """Returns zeroed host memory, which is freed when nothing references it any more. Raises
         ConfigError."""
 
 
@@ -84,7 +86,7 @@ DONE: Event = _Done()
 
 
 class BlocksInPlace(DeviceBlocks, Channel):
-    """The pool of a CPU: storages write from it and read into it directly."""
+    """The pool of a CPU. Storages read and write its blocks directly, without copies."""
 
     num_at_once = 64
 

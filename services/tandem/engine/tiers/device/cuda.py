@@ -1,7 +1,8 @@
-"""A CUDA device for tiers: streams separate from the engine's, events, and pinned host memory.
+"""CUDA streams, events and pinned host memory for the copies of tiers.
 
-A copy starts after an event on the engine's stream, and the host waits for an event that follows
-the copy. So the engine submits a step that reads a block only when the copy of the block is done.
+A copy starts after an event on the engine's stream, and runs on a stream of its own. The host waits
+for the end of each copy. So the engine submits a step that reads a loaded block only after the
+block's copy is done.
 """
 
 import logging
@@ -30,10 +31,10 @@ class CudaDevice(Device):
         return CudaStream(self._device)
 
     def host_pages(self, num_bytes: int) -> HostPages:
-        """Allocates pages and registers them with CUDA, which allocates all of them immediately.
+        """Allocates host memory and pins it (page-locks it) by registering it with CUDA.
 
-        If CUDA cannot register the pages, copies to and from them block in the driver. A tier in
-        host memory then copies its blocks through the buffers of a channel.
+        If CUDA cannot pin the memory, copies to and from it block in the driver. A tier in host
+        memory then copies its blocks through the buffers of a channel.
         """
         pages = own_pages(num_bytes)
         data = np.frombuffer(pages, np.uint8)
@@ -68,7 +69,8 @@ class CudaStream(Stream):
 
 
 def _forget_error(device: torch.device) -> None:
-    """Clears the error that CUDA would otherwise report at the next, unrelated launch."""
+    """Clears an error that was handled already. Otherwise CUDA would report it again at the next
+    kernel launch."""
     try:
         torch.zeros(1, device=device).add_(1)
     except RuntimeError as error:

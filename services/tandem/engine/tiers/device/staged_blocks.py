@@ -1,7 +1,8 @@
-"""The blocks of a pool that the host cannot access directly. They are copied through host memory.
+"""Copies the blocks of a pool that the host cannot access directly, such as a pool on a GPU.
 
-    pool block --stream--> slot of a tier in host memory, or a buffer --> disk, store
-    pool block <--stream-- slot of a tier in host memory, or a buffer <-- disk, store
+    to host memory            block in the pool --> slot of the tier
+    to a disk or store        block in the pool --> buffer in host memory --> disk or store
+    from a tier to the pool   the same steps in the opposite direction
 
 Each channel has its own stream and its own ring of buffers. A buffer is reused only when the last
 copy that used it is done.
@@ -15,24 +16,26 @@ import torch
 from tandem.engine.tiers.device.blocks import DONE, Channel, DeviceBlocks, Event, HostPages
 from tandem.engine.tiers.storage import Bytes
 
-RING_BYTES = 64 << 20  # bytes of one channel's ring
+# largest size of one channel's ring in bytes, unless RING_MIN buffers need more
+RING_BYTES = 64 << 20
 RING_MIN = 2  # smallest number of buffers in a ring
 RING_MAX = 16  # largest number of buffers in a ring
 
 
 class Stream(Protocol):
-    """Runs copies one after the other, concurrently with the engine's work."""
+    """Runs copies one after the other, at the same time as the engine's work."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
-        """Queues a copy that starts after `after`, and returns the event of its end. One of the
-        tensors is on the device."""
+        """Queues a copy that starts once the event `after` is reached. Returns an event that marks
+        the end of the copy. One of the tensors is on the device."""
 
 
 class Device(Protocol):
     """A device that copies asynchronously."""
 
     def mark(self) -> Event:
-        """Returns an event after all work that the calling thread has submitted to the device."""
+        """Returns an event that follows all work that the calling thread has submitted to the
+        device."""
 
     def open_stream(self) -> Stream:
         """Returns a new stream."""

@@ -1,14 +1,16 @@
 """A worker's own folder below --kv-disk-path, which no other process uses at the same time.
 
-    PATH/lock
-    PATH/0/{lock,manifest,blocks}  PATH/1/...        (manifest-1, blocks-1 for a second KV group)
+    PATH/lock                        locked while a worker chooses a folder
+    PATH/0/lock,manifest,blocks      the folder of one worker
+    PATH/0/manifest-1,blocks-1       files of the same worker for a second KV group
+    PATH/1/...                       the folder of another worker
 
-All workers of a machine get the same path. Each worker takes the first free folder that was written
-for its model, so that it finds the blocks of its predecessor. Otherwise it takes a free folder of
-another model, or creates one. A file lock (flock) shows whether a folder is free; the system
-releases it when the process ends, however it ends. Workers choose one after the other, because each
-locks all free folders to read them. Files that another user could have prepared are refused
-(own_files.py).
+All workers of a machine get the same path. A worker takes the first free folder that was written
+for its model, so that it finds the blocks of an earlier process. If there is none, it takes a free
+folder of another model, or creates one. A file lock (flock) shows whether a folder is free. The
+system releases the lock when the process ends, even if it is killed. Workers choose one after the
+other, because each locks all free folders to read them. Files that another user could have prepared
+are refused (own_files.py).
 """
 
 import fcntl
@@ -24,7 +26,7 @@ from tandem.errors import ConfigError
 
 
 class DiskFolder:
-    """A folder that this process has locked until `close`."""
+    """A worker's folder, which this process keeps locked until `close`."""
 
     def __init__(self, path: Path, folder: int, lock: int) -> None:
         self.path = path
@@ -32,18 +34,18 @@ class DiskFolder:
         self._lock = lock
 
     def open(self, name: str) -> int:
-        """Opens a file of the folder, and creates it if it does not exist. Returns its descriptor.
-        Raises OSError."""
+        """Opens or creates a file in the folder. Returns the file descriptor. Raises OSError."""
         return own_files.open_file(self.path / name, dir_fd=self._folder)
 
     def drop(self, *patterns: str) -> None:
-        """Removes the files of the folder that match one of the patterns. Raises OSError."""
+        """Removes the files in the folder whose names match one of the patterns. Raises OSError."""
         for name in os.listdir(self._folder):
             if any(fnmatchcase(name, pattern) for pattern in patterns):
                 os.unlink(name, dir_fd=self._folder)
 
     def duplicate(self) -> "DiskFolder":
-        """Returns another handle of the folder, which stays locked until all handles are closed."""
+        """Returns another handle of the folder. The folder stays locked until all handles are
+        closed."""
         return DiskFolder(self.path, os.dup(self._folder), os.dup(self._lock))
 
     def close(self) -> None:
@@ -52,7 +54,8 @@ class DiskFolder:
 
 
 def claim(parent: Path, is_own: Callable[[Path], bool]) -> DiskFolder:
-    """Locks a folder, preferably one for which `is_own` is True. Raises ConfigError."""
+    """Locks a free folder below `parent` and returns it. Prefers a folder for which `is_own` is
+    True, and creates one if none is free. Raises ConfigError."""
     try:
         with ExitStack() as opened:
             shared = own_files.open_parent(parent)

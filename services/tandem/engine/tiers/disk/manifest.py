@@ -1,12 +1,14 @@
-"""The manifest of a tier on disk: which block each slot of the file `blocks` holds.
+"""The manifest of a tier on disk: a file that records which block each slot of the file `blocks`
+holds.
 
-    header, 4096 bytes: format and identity of the KV | a record for each slot, 48 bytes
+It has a header of 4096 bytes with the format and the identity of the KV, and then a record of 48
+bytes for each slot:
 
-    record  block hash, 16 | parent hash, 16 | checksum of the bytes, 8 | checksum of the record, 8
+    block hash, 16 | parent hash, 16 | checksum of the block's bytes, 8 | checksum of the record, 8
 
-A slot's record is cleared before its bytes change and written after them. So a process that is
-killed leaves no record for bytes that it did not write. After a power failure the checksums detect
-such bytes.
+A slot's record is cleared before the slot's bytes change, and written after the new bytes. So if
+the process is killed, no record names bytes that were only partly written. After a power failure
+this may still happen, and the checksums detect it.
 """
 
 import json
@@ -27,14 +29,15 @@ _FORMAT = 1
 
 
 def header(identity: str, block_bytes: int) -> bytes:
-    """Returns the header of a manifest. `identity` names everything on which the KV depends."""
+    """Returns the header of a manifest. `identity` names everything on which the KV depends, such
+    as the model and the data types."""
     fields = {"format": _FORMAT, "identity": identity, "block_bytes": block_bytes}
     return json.dumps(fields).encode().ljust(HEADER_BYTES)
 
 
 def has_header(path: Path, expected: bytes) -> bool:
-    """Returns whether a manifest has this header. It follows no link and does not block on a
-    pipe."""
+    """Returns whether a manifest has this header. Does not follow a symbolic link and does not
+    block on a pipe."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(file, "rb") as stream:
@@ -44,7 +47,7 @@ def has_header(path: Path, expected: bytes) -> bool:
 
 
 class Manifest:
-    """An open manifest of `num_slots` slots."""
+    """An open manifest with records for `num_slots` slots."""
 
     def __init__(self, file: int, num_slots: int, expected: bytes) -> None:
         """Opens the manifest in `file`, and clears it if its header is not `expected`. Raises
@@ -64,7 +67,7 @@ class Manifest:
         os.pwrite(self._file, self._header, 0)
 
     def write(self, slot: int, entry: Entry, checksum: int) -> None:
-        """Records the block in a slot. Raises OSError."""
+        """Records which block a slot holds, and the checksum of its bytes. Raises OSError."""
         parent = entry.parent_hash or _NO_HASH
         record = _RECORD.pack(entry.block_hash, parent, checksum, 0)[:-8]
         self._put(slot, record + xxhash.xxh3_64_intdigest(record, slot).to_bytes(8, "little"))
@@ -75,7 +78,7 @@ class Manifest:
 
     def read(self) -> tuple[list[tuple[int, Entry, int]], int]:
         """Returns (slot, entry, checksum of the bytes) for each slot that holds a block, and the
-        number of torn records.
+        number of torn records: those whose own checksum is wrong.
 
         Raises OSError.
         """

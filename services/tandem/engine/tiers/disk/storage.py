@@ -1,9 +1,10 @@
-"""The slots of a tier in a file. After a restart the worker finds them again by the manifest.
+"""Keeps the blocks of a tier in a file on disk. After a restart, the worker finds them again
+through the manifest.
 
-The storage uses plain POSIX reads and writes, whose errors have a cause, such as a full disk.
-Nothing is synced to the disk, because syncing would cost more than the loss of the blocks in a
-power failure. Each block has a checksum of its hash and its sealed bytes (seal.py), which is
-compared when the block is read.
+The storage uses plain POSIX reads and writes, because their errors name a cause, such as a full
+disk. Nothing is synced to the disk: syncing would cost more than the loss of blocks in a power
+failure. Each block has a checksum over its hash and its sealed bytes (seal.py), which is compared
+when the block is read.
 
 The storages of a model's KV groups share a folder. Each storage has its own file of blocks and its
 own manifest in the folder.
@@ -48,8 +49,9 @@ class DiskStorage(Storage):
         group: int = 0,
         folder: DiskFolder | None = None,
     ) -> None:
-        """`identity` names everything on which the KV depends. `folder` is the folder of an earlier
-        KV group; without it, the storage claims one. Raises ConfigError."""
+        """`identity` names everything on which the KV depends. `folder` is the folder that the
+        storage of the first KV group uses. Without `folder`, the storage claims one below `path`.
+        Raises ConfigError."""
         self._seal = seal
         block_bytes += seal.num_extra_bytes
         self.num_slots = (bytes_max - HEADER_BYTES) // (block_bytes + RECORD_BYTES)
@@ -64,9 +66,10 @@ class DiskStorage(Storage):
         try:
             self._file = self.folder.open(blocks)
             if not has_header(self.folder.path / manifest, own):
-                os.ftruncate(self._file, 0)  # frees room, if the disk is full, for what follows
+                # frees the room of another model's blocks before anything is written
+                os.ftruncate(self._file, 0)
                 if folder is None:
-                    # Removes the files of the other KV groups of an earlier model.
+                    # Removes the files that the folder's former model had for its other KV groups.
                     self.folder.drop("blocks-*", "manifest-*")
             self._manifest = Manifest(self.folder.open(manifest), self.num_slots, own)
             found, self.num_torn = self._manifest.read()
@@ -90,7 +93,9 @@ class DiskStorage(Storage):
         if self._checksums[slot]:
             self._manifest.clear_slot(slot)
             self._checksums[slot] = 0
-        self._find_lost()  # must come before the write, which lets the file grow again
+        # Must come before the write, which could make a truncated file longer again and so hide the
+        # loss.
+        self._find_lost()
         sealed = self._seal.seal(entry.block_hash, data)
         checksum = _checksum(entry.block_hash, sealed)
         self._move(os.pwrite, slot, sealed)
@@ -112,8 +117,8 @@ class DiskStorage(Storage):
         return [self._lost.get_nowait() for _ in range(self._lost.qsize())]
 
     def _find_lost(self) -> None:
-        """Checks whether another process has truncated the file. If so, all slots beyond its end
-        have lost their bytes (`take_lost`).
+        """Checks whether another process has truncated the file. If so, the slots beyond the file's
+        end are lost, and `take_lost` returns them.
 
         Raises OSError.
         """

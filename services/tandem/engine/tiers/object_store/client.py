@@ -11,7 +11,8 @@ from typing import Any
 from tandem.common.config.engine import EngineConfig
 from tandem.errors import ConfigError
 
-REQUEST_S = 2.0  # limit on a request; a load that gets no block for longer is cancelled anyway
+# time limit for a request; a load that gets no block in this time is cancelled anyway
+REQUEST_S = 2.0
 _CONNECT_S = 1.0
 _FIELDS = {
     "aws_access_key_id": "access_key_id",

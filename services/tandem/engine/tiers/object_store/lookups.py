@@ -1,11 +1,12 @@
-"""Looks up how much of a waiting prompt is in the object store, to which other workers write too.
+"""Looks up how many blocks of a waiting prompt are in the object store. Other workers write to the
+store too.
 
     WAITING --look-up starts--> waits --result, or deadline--> admitted with the blocks found so far
 
-A worker knows the blocks that it wrote or found. It keeps no list of the blocks of others, and
-reads none when it starts, because a store may have millions. Instead it looks up each prompt; for a
-prompt that is not stored this is a single short request. A prompt waits only for a small fraction
-of its compute time. A later result helps the next prompt.
+A worker knows the blocks that it wrote or found itself. It keeps no list of other workers' blocks,
+because a store may have millions. Instead it looks up each prompt. This takes a single short
+request if the prompt is not stored. A prompt waits only for a small fraction of its compute time. A
+result that comes too late helps later prompts.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from tandem.engine.tiers.tier import LoadRate, Tier, TierGroup
 
 log = logging.getLogger(__name__)
 
-# A prompt waits at most this fraction of the time to compute the blocks that the store may have.
+# A prompt waits at most this fraction of the time to compute its missing blocks.
 WAIT_SHARE = 0.1
 WAIT_S_MAX = 1.0
-_AT_ONCE = 4  # number of found blocks to add between checks of the clock
+_AT_ONCE = 4  # number of found blocks that are added between two checks of the clock
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class _Lookup:
     storages: Sequence[SharedStorage]  # one for each KV group
     layout: KvLayout
     block_hashes: Sequence[bytes]
-    first: int  # number of first blocks of the full-attention group known to be stored
+    first: int  # number of leading blocks that are known to be stored for the full-attention group
     clock: Callable[[], float]
     on_end: Callable[[_Lookup], object]
     deadline: float
@@ -51,7 +52,7 @@ class _Lookup:
         try:
             self.found = search(self.storages, self.layout, self.block_hashes, self.first)
         except OSError as error:
-            # the storage itself pauses requests after an error
+            # the storage itself makes no requests for a while after an error
             log.debug("a look-up failed: %s", error)
         finally:
             self.seconds = self.clock() - started
@@ -67,8 +68,8 @@ class Lookups:
         layout: KvLayout,
         depth: Callable[[Sequence[bytes]], int],
     ) -> None:
-        """Searches the first of the `tiers` that workers share. `depth` returns how many first
-        blocks of a chain of block hashes can be loaded from any tier."""
+        """Look-ups search the first of the `tiers` that workers share. `depth` returns how many
+        leading blocks of a chain of block hashes can be loaded from any tier."""
         self._layout = layout
         self._depth = depth
         self._tier = next((t for t in tiers if isinstance(t.storage, SharedStorage)), None)
@@ -99,10 +100,11 @@ class Lookups:
     def awaits_answer(
         self, sequence_id: str, block_hashes: Sequence[bytes], cached: int, compute_s: float | None
     ) -> bool:
-        """Returns whether a sequence's prompt should wait for the result of a look-up.
+        """Starts a look-up of a sequence's prompt, if there was none. Returns whether the sequence
+        should wait for the result.
 
-        The first `cached` blocks are in the pool; computing all others takes `compute_s` seconds
-        (None: unknown).
+        The first `cached` blocks are in the pool. Computing the other blocks takes `compute_s`
+        seconds; None: unknown.
         """
         tier = self._tier
         if tier is None or self._thread is None:
@@ -133,8 +135,8 @@ class Lookups:
         return True
 
     def settle(self, until: float) -> None:
-        """Adds the results of look-ups to the tier until the time `until` of `time.perf_counter`,
-        but at least one part of a result."""
+        """Adds the results of look-ups to the tier until the time `until` of `time.perf_counter`.
+        Adds at least one part of a result (`_open`)."""
         while self.has_ended:
             if self._current is None:
                 self._open(self._ended.get_nowait())
@@ -149,12 +151,14 @@ class Lookups:
                 return
 
     def _open(self, lookup: _Lookup) -> None:
-        """Divides the result of a look-up into parts that each take little time to add."""
+        """Divides the result of a look-up into small parts, each of which is added in little
+        time."""
         self._current = lookup
         self._rate.observe(1, lookup.seconds)
         assert self._tier is not None
         links = list(pairwise((b"", *lookup.block_hashes)))
-        # Another worker used these blocks when it wrote them, with a priority that is not known.
+        # The worker that wrote these blocks used them once, with an unknown priority. This use
+        # counts with the lowest priority.
         if lookup.found:
             written = [lookup.block_hashes[i] for i in lookup.found[0]]
             self._tier.policy.use(written, keep=False, priority=PRIORITY_MIN)

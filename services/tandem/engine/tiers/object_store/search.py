@@ -1,14 +1,17 @@
-"""Finds which blocks of a chain an object store has, by requests to the store. It runs in the
-thread of the look-ups.
+"""Finds which blocks of a chain are in an object store, with few requests. Runs in the thread for
+look-ups.
 
 For a group without a window, the store has complete prefixes (storage.py). For a group with a
-window it has runs of consecutive blocks, which requests need to resume after the run. A run is at
-least as long as the window. If blocks at a distance of the window's length are requested, one of
-them is in each run, so few requests find the deepest run. Then the neighbours of the found block
-are requested. An example with a window of 3 blocks and the runs a and b:
+window, it has runs of consecutive blocks, each at least as long as the window. A request can resume
+after a run. To find the last run, every n-th block is requested, from the end of the chain to its
+start, where n is the length of the window in blocks. Each run has at least one of these blocks. An
+example with 16 blocks, a window of 3 blocks and two runs:
 
     blocks in the store   . . a a a . . . . b b b b . . .
-    first requests        ^     ^     ^     ^     ^     ^
+    requested first       ^     ^     ^     ^     ^     ^
+
+Block 15 is not found, and block 12 is. Then its neighbours, blocks 9 to 14, are requested. So a
+request can resume after block 12.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ from collections.abc import Callable, Sequence
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.tiers.storage import SharedStorage
 
-AT_ONCE = 8  # number of blocks that are looked up together
+AT_ONCE = 8  # number of blocks that are requested at the same time
 
 
-Found = list[list[int]]  # for each group, the chain indices of blocks that are in the store
+# for each group, the chain indices of the blocks that were found in the store
+Found = list[list[int]]
 
 
 def search(
@@ -30,9 +34,11 @@ def search(
     block_hashes: Sequence[bytes],
     first: int,
 ) -> Found:
-    """Returns the stored blocks of a chain up to the largest depth at which a request can resume.
+    """Returns the blocks of a chain that were found in the store: those of the group without a
+    window, and those of windows near the largest depth at which a request can resume.
 
-    The first `first` blocks of the group without a window are known to be stored. Raises OSError.
+    The first `first` blocks of the group without a window are known to be in the store. They are
+    left out of the result if no more blocks are found. Raises OSError.
     """
     depth = len(block_hashes)
     found = [list[int]() for _ in layout.groups]
@@ -64,8 +70,8 @@ def _search_windows(
     known: Sequence[dict[int, bool]],
     look_up: Callable[[int, Sequence[int]], None],
 ) -> int:
-    """Returns the largest depth up to `depth` at which all windows are complete; 0 if there is
-    none."""
+    """Returns the largest depth, at most `depth`, at which the store has all blocks that the
+    windows need. Returns 0 if there is none."""
     windows = [n for n, group in enumerate(layout.groups) if group.window is not None]
     longest = max(windows, key=lambda number: layout.groups[number].blocks_seen)
     stride = max(1, layout.groups[longest].blocks_seen)
@@ -83,8 +89,8 @@ def _search_windows(
             end = min(depth, index + stride)
             for number in windows:
                 look_up(number, range(max(0, index - stride), end))
-            # A smaller depth is not certain, because blocks before `index` may not have been
-            # requested yet.
+            # A depth below `index` would be uncertain, because not all blocks before `index` have
+            # been requested.
             if (deepest := layout.deepest_hit(chain, end, has)) >= max(1, index):
                 return deepest
     return 0

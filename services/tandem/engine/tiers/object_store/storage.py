@@ -1,17 +1,19 @@
-"""The blocks of a tier in an object store that the workers of all machines share.
+"""Keeps the blocks of a tier in an object store, which the workers of all machines share.
 
-    PREFIX/1-MODEL/HASH     a block: checksum, 8 bytes | its bytes, sealed (seal.py)
+    PREFIX/1-MODEL/HASH     a block: checksum, 8 bytes | the block's bytes, sealed (seal.py)
     PREFIX/1-MODEL/HASH-1   the same for the model's second KV group
     PREFIX/1-MODEL/about    a description of everything on which the KV depends
 
-MODEL is a digest of everything on which the KV depends, and HASH is the block's hash, so a worker
-finds the blocks that any other worker wrote. Slots have no memory here: their number only limits
-how many blocks a worker remembers. An object has one block. Objects of several blocks would save
-requests, but prompts that diverge within an object would each write the object's first blocks
-again. Requests run in parallel anyway.
+MODEL is a digest of this description, and HASH is the block's hash. So a worker finds the blocks
+that any other worker wrote. A slot has no memory in this storage: the number of slots only limits
+how many blocks a worker remembers.
 
-Every failure is an OSError or a BadBlock. After an error of the store the storage is not ready for
-a while; then a single request tries the store again.
+Each object has one block. Objects of several blocks would save requests, but requests run in
+parallel anyway. And prompts that diverge within such an object would each write the object's first
+blocks again.
+
+Every failure is an OSError or a BadBlock. After an error of the store, the storage makes no
+requests for a while. Then a single request tests whether the store works again.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ from tandem.errors import ConfigError
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-REMEMBERED = 65_536  # number of blocks that a worker remembers as stored
-_AT_ONCE = 8  # maximum number of writes in flight, and of reads
-_START_S = 60.0  # time limit for starting the threads on a busy machine
+REMEMBERED = 65_536  # number of blocks that a worker remembers to be in the store
+_AT_ONCE = 8  # maximum number of writes in flight, and maximum number of reads in flight
+_START_S = 60.0  # time limit for the start of the threads; long, because the machine may be busy
 _PAUSE_S = 1.0
 _PAUSE_S_MAX = 30.0
 _CHECKSUM_BYTES = 8
@@ -52,8 +54,8 @@ class ObjectStorage(SharedStorage):
     num_slots = REMEMBERED
 
     def __init__(self, client: Any, *, place: str, identity: str, seal: Seal) -> None:
-        """`client` is a store of obstore, `place` names it in errors, and `identity` names
-        everything on which the KV depends. Raises ConfigError if the store refuses writes."""
+        """`client` is a store of obstore. `place` is the store's name in error messages. `identity`
+        names everything on which the KV depends. Raises ConfigError if the store refuses writes."""
         import obstore
 
         self._obstore = obstore
@@ -67,7 +69,9 @@ class ObjectStorage(SharedStorage):
         self._suffix = ""
         try:
             self._request(obstore.put, f"{self._folder}/about", about)
-            self._has(bytes(16))  # AWS answers 403 to clients that may not list the bucket
+            # Raises PermissionError if the client may not list the bucket, because AWS then answers
+            # 403.
+            self._has(bytes(16))
         except PermissionError as error:
             raise ConfigError(
                 f"kv-store-url {place}: the store refuses the credentials of kv-store-credentials, "
@@ -105,10 +109,10 @@ class ObjectStorage(SharedStorage):
 
     def look_up(self, block_hashes: Sequence[bytes], first: int) -> int:
         """Returns how many leading blocks of a chain are in the store. The first `first` blocks are
-        known to be.
+        known to be there.
 
-        It assumes that the store has complete prefixes; a load detects a gap. If the next block is
-        not in the store, this costs one request. Otherwise it costs log(length) / log(9) rounds of
+        Assumes that the store has complete prefixes; a load detects a gap. This costs one request
+        if the next block is not in the store. Otherwise it costs log(length) / log(9) rounds of 8
         parallel requests.
         """
         if not self._has(block_hashes[first]):
@@ -134,7 +138,7 @@ class ObjectStorage(SharedStorage):
         """Does nothing, because other workers share these blocks."""
 
     def entries(self) -> list[tuple[int, Entry]]:
-        """Returns an empty list: stored blocks are looked up for each prompt instead."""
+        """Returns an empty list. The blocks in the store are looked up for each prompt instead."""
         return []
 
     def close(self) -> None:
@@ -173,7 +177,8 @@ class ObjectStorage(SharedStorage):
         return f"{self._folder}/{block_hash.hex()}{self._suffix}"
 
     def _request(self, call: Callable[..., T], name: str, *data: bytes) -> T:
-        """Makes a request. Raises OSError; while the store is not ready, it makes no request."""
+        """Makes a request to the store. Raises OSError, also without a request if the store is not
+        ready."""
         self._health.enter()
         errors = self._obstore.exceptions
         try:
@@ -187,7 +192,8 @@ class ObjectStorage(SharedStorage):
         except (errors.BaseError, OSError) as error:
             self._health.fail(error)
             raise OSError(_first_line(error)) from error
-        except BaseException as error:  # an error outside obstore's tree, or a panic in it
+        # an error that is no obstore.BaseError, or a panic in obstore
+        except BaseException as error:
             self._health.fail(error)
             raise
         self._health.succeed()
@@ -195,7 +201,8 @@ class ObjectStorage(SharedStorage):
 
 
 class _Health:
-    """Decides whether a request may be made. Its methods may be called from any thread."""
+    """Decides whether a request to the store may be made: after a failure, none is made for a
+    while. All methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
@@ -209,8 +216,9 @@ class _Health:
             return self._may_request()
 
     def enter(self) -> None:
-        """Raises OSError if no request may be made now. While a single request tries the store
-        after a failure, other requests wait here for the result."""
+        """Must be called before a request. Raises OSError if no request may be made now. If a
+        single request is testing the store after a failure, other requests wait here for the
+        result."""
         with self._lock:
             self._lock.wait_for(lambda: not self._is_probed, 2 * REQUEST_S)
             if not self._may_request():
@@ -227,7 +235,7 @@ class _Health:
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
-            # Failures of other requests that were in flight do not extend the pause.
+            # Requests that were already in flight at the first failure do not extend the pause.
             if not self._has_failed or self._is_probed:
                 pause_s = self._backoff.next_s()
                 log.warning("the store fails; off for %.0f s: %s", pause_s, _first_line(error))
@@ -243,16 +251,17 @@ class _Health:
 
 
 def _start_threads(name: str) -> ThreadPoolExecutor:
-    """Returns a thread pool whose threads are all running.
+    """Returns a thread pool whose threads are all running. Raises ConfigError if they do not start.
 
-    If `submit` had to start a thread and failed, it would raise but leave the call queued, and the
-    end of a write would never be known. Raises ConfigError if the threads do not start.
+    By default a pool starts a thread only when a call is submitted. If this failed, `submit` would
+    raise an error but leave the call in the queue, and it would be unknown whether the write takes
+    place.
     """
     threads = ThreadPoolExecutor(_AT_ONCE, name)
     all_run = threading.Barrier(_AT_ONCE, timeout=_START_S)
     try:
         list(threads.map(lambda _: all_run.wait(), range(_AT_ONCE)))
-    except RuntimeError as error:  # also raised by a barrier that timed out
+    except RuntimeError as error:  # a thread could not be started, or the barrier timed out
         all_run.abort()
         raise ConfigError(f"the threads of the object store do not start: {error!r}") from error
     return threads

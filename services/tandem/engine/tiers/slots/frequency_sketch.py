@@ -1,9 +1,13 @@
 """Estimates how often blocks were used recently, in a few bytes per block: a count-min sketch.
 
-Each row has one cell for a block, selected by a part of the block's hash. A use adds to all cells
-of the block, and the smallest of them is the estimate. A use counts twice as much as a use one
-half-life earlier. So old uses fade, and the order of two blocks that are not used does not change.
-Compare TinyLFU (Einziger, Friedman and Manes, 2017), which halves all cells from time to time.
+The sketch has four rows of cells. A block has one cell in each row, selected by four bytes of the
+block's hash. A use of the block adds a weight to its four cells. The smallest of these cells is the
+estimate, because other blocks that share a cell only make the cell larger.
+
+A use counts twice as much as a use one half-life earlier, so old uses fade. The sketch does not
+reduce the cells for this, but doubles the weight of a new use with each half-life. So the order of
+two blocks that are not used does not change. Compare TinyLFU (Einziger, Friedman and Manes, 2017),
+which halves all cells from time to time.
 
 _sketch_cells.c reads and writes the cells. If it could not be compiled, NumPy and Python do the
 same several times more slowly.
@@ -21,19 +25,22 @@ except ImportError:
     _sketch_cells = None  # type: ignore[assignment]
 
 _ROWS = 4  # a block hash has 16 bytes, 4 for each row
-_PARTS = Struct("<4I")  # the parts of a block hash, one for each row
+_PARTS = Struct("<4I")  # splits a block hash into one number for each row
 _CELLS_PER_BLOCK = 4
-_HALF_LIFE = 4  # uses per block; the best of four values in benchmarks/tiers/policies.py
-# Limit on the bytes of cells to pre-fault; 524,288 blocks need this much.
+# The half-life is this many uses for each block of the sketch. It was the best of four values in
+# benchmarks/tiers/policies.py.
+_HALF_LIFE = 4
+# Cells of at most this size in bytes are allocated at the start. A sketch for 524,288 blocks has
+# this size.
 _PREFAULT_BYTES_MAX = 1 << 26
-_RESCALE_AT = 64.0  # log2 of a use's weight at which all cells are rescaled
+_RESCALE_AT = 64.0  # when log2 of a use's weight exceeds this, all cells are scaled down
 
 
 class FrequencySketch:
     def __init__(self, num_blocks: int) -> None:
         """`num_blocks` is the number of different blocks that the sketch should distinguish."""
         width = 1 << max(6, (_CELLS_PER_BLOCK * num_blocks - 1).bit_length())
-        self._cells = np.zeros(_ROWS * width)  # [rows * width]
+        self._cells = np.zeros(_ROWS * width)  # shape [rows * width]
         if self._cells.nbytes <= _PREFAULT_BYTES_MAX:
             # Allocates the pages now; otherwise the first uses would wait for them.
             self._cells.fill(0.0)
@@ -42,11 +49,12 @@ class FrequencySketch:
         self._starts = np.arange(_ROWS, dtype=np.intp) * width  # index of each row's first cell
         self._width = width
         self._half_life = _HALF_LIFE * max(num_blocks, 16)
-        self._weight_log2 = 0.0  # log2 of the weight that a current use adds to cells
-        self._scale_log2 = 0.0  # log2 of the factor by which the cells have been scaled down
+        self._weight_log2 = 0.0  # log2 of the weight that a use adds to a cell now
+        # log2 of the factor by which all cells have been scaled down in total
+        self._scale_log2 = 0.0
 
     def add(self, block_hashes: Sequence[bytes], num_uses: int = 1) -> None:
-        """Counts `num_uses` uses of each of these blocks, which must be distinct."""
+        """Counts `num_uses` uses of each of these blocks. The hashes must be distinct."""
         if not block_hashes:
             return
         weight = num_uses * math.exp2(self._weight_log2)
@@ -61,13 +69,14 @@ class FrequencySketch:
             self._scale_log2 += _RESCALE_AT
 
     def estimate(self, block_hash: bytes) -> float:
-        """Returns the estimated number of uses, where a current use counts 1 and older ones count
+        """Returns the estimated number of uses. A use just now counts 1, and older uses count
         less."""
         return self._smallest(block_hash) / math.exp2(self._weight_log2)
 
     def log2(self, block_hash: bytes) -> float:
-        """Returns log2 of the estimate plus an offset. The offset is the same for all blocks and
-        only grows, so results of different times can be compared."""
+        """Returns log2 of the estimate, plus an offset that is the same for all blocks. The offset
+        grows as estimates fade, so the result for an unused block stays the same and can be
+        compared with later results."""
         count = self._smallest(block_hash)
         return self._scale_log2 + math.log2(count) if count else -math.inf
 

@@ -1,13 +1,15 @@
 """The policies of a tier: which blocks it accepts, and which of them it evicts first.
 
-    lru       accepts all; evicts the least recently used
-    prefix    accepts all; evicts the blocks with the most tokens before them
-    priority  accepts all; evicts the blocks whose highest request priority is lowest
-    value     accepts blocks that were used twice or are to be kept; evicts the lowest value:
-              (time to compute it again * recent frequency of use) / bytes
+    policy     accepts                      evicts first
+    lru        all blocks                   the least recently used block
+    prefix     all blocks                   the block with the most tokens before it
+    priority   all blocks                   the block whose highest request priority is lowest
+    value      blocks that were used        the block with the lowest value: time to compute
+               twice or are to be kept      the block again * recent frequency of its use
 
-Under every policy only leaves are evicted, and none whose child is being written. All blocks have
-the same number of bytes. Among blocks of equal worth, the least recently used is evicted.
+Under every policy only leaves are evicted (blocks without children in the tier), and no parent of a
+block that is being written. Among blocks of equal worth, the least recently used is evicted. The
+value is not divided by the size of a block, because all blocks have the same size.
 """
 
 import math
@@ -19,17 +21,17 @@ from tandem.common.perf_model.rates import DEFAULT_PREFILL, PrefillRate
 from tandem.common.retention import PRIORITY_DEFAULT, PRIORITY_MIN
 from tandem.engine.tiers.slots.frequency_sketch import FrequencySketch
 
-# A block is accepted if its estimated uses reach this value: one use now, and another use at most
-# one half-life ago.
+# A block is accepted if its estimated number of uses is at least this: one use now counts 1, and
+# another use one half-life ago counts 0.5.
 _USES_MIN = 1.5
-_KEPT_USES = 2  # number of uses that a use of a block that is to be kept counts for
-# The fitted prefill rate changes with every step. A new rate is adopted only if it changes the
-# worth of a block with _DEEP_TOKENS tokens before it, relative to a chain's first block, by at
-# least _CHANGE_MIN (log2).
+_KEPT_USES = 2  # number of uses that one use counts for if the block is to be kept
+# The fitted prefill rate changes a little with every step. A new rate is adopted only if it
+# matters: a block after _DEEP_TOKENS tokens takes some factor longer to compute than a chain's
+# first block, and log2 of this factor must change by at least _CHANGE_MIN.
 _DEEP_TOKENS = 8192
 _CHANGE_MIN = 0.1
-# The larger of these limits is the number of blocks whose priorities are remembered. These include
-# blocks that no tier has yet.
+# Number of blocks whose priorities are remembered: _REMEMBERED_PER_SLOT for each slot, but at least
+# _REMEMBERED_MIN. Blocks that no tier has yet are included.
 _REMEMBERED_PER_SLOT = 2
 _REMEMBERED_MIN = 65_536
 
@@ -38,29 +40,29 @@ class KeepPolicy(Protocol):
     def use(
         self, block_hashes: Sequence[bytes], *, keep: bool, priority: int = PRIORITY_DEFAULT
     ) -> None:
-        """Records that a sequence of this priority computed or reuses these blocks. `keep`: True if
-        they are likely to be needed again."""
+        """Records that a sequence of this priority computed or reused these blocks. `keep`: True if
+        the blocks are likely to be needed again."""
 
     def restore(self, block_hashes: Collection[bytes]) -> None:
-        """Records the blocks that the tier found when it started."""
+        """Records the blocks that the tier already had when it started."""
 
     def take_rate(self, rate: PrefillRate) -> bool:
-        """Adopts the worker's measured prefill rate, if the policy uses it. Returns whether some
-        blocks may be worth less than before."""
+        """Adopts the worker's measured prefill rate, if the policy depends on it. Returns whether
+        the worth of some blocks may have become lower."""
 
     def takes(self, block_hash: bytes) -> bool:
-        """Returns whether the tier should store a copy."""
+        """Returns whether the tier should store a copy of this block."""
 
     def worth(self, block_hash: bytes, index: int) -> float:
-        """Returns the worth of a block at position `index` in its chain. Uses may raise it, and a
-        new rate may change it."""
+        """Returns the worth of a block at position `index` in its chain. A use can only raise the
+        worth. A new prefill rate may raise or lower it."""
 
 
 class LeastRecentlyUsed:
     def use(
         self, block_hashes: Sequence[bytes], *, keep: bool, priority: int = PRIORITY_DEFAULT
     ) -> None:
-        """Does nothing: the pool itself orders blocks by their last use."""
+        """Does nothing: the pool itself orders blocks of equal worth by their last use."""
 
     def restore(self, block_hashes: Collection[bytes]) -> None:
         """Does nothing: restored blocks have no use yet."""
@@ -81,15 +83,17 @@ class ShortestPrefixes(LeastRecentlyUsed):
 
 
 class HighestPriorities(LeastRecentlyUsed):
-    """Remembers the highest priority of each of the most recently used blocks.
+    """Remembers the highest priority with which each block was used, for a limited number of blocks
+    that were used last.
 
-    The other blocks have the default priority: those that a tier found when it started, and those
-    that were forgotten.
+    All other blocks have the default priority. These are the blocks that were forgotten, and those
+    that a tier found when it started.
     """
 
     def __init__(self, num_remembered: int) -> None:
         self._num_remembered = num_remembered
-        self._priorities: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
+        # priority by block hash; the least recently used block is first
+        self._priorities: OrderedDict[bytes, int] = OrderedDict()
 
     def use(
         self, block_hashes: Sequence[bytes], *, keep: bool, priority: int = PRIORITY_DEFAULT
@@ -119,9 +123,8 @@ class MostValuable:
         self._sketch.add(block_hashes, _KEPT_USES if keep else 1)
 
     def restore(self, block_hashes: Collection[bytes]) -> None:
-        """Credits each block with as many uses as the policy requires to keep a block, because the
-        block's real number of uses is unknown. A block that several KV groups have is credited
-        once."""
+        """Counts as many uses for each block as for a block that is to be kept, because the real
+        number of uses is unknown. A block that several KV groups have is counted once."""
         new = [each for each in block_hashes if not self._sketch.estimate(each)]
         self._sketch.add(new, _KEPT_USES)
 
@@ -138,21 +141,23 @@ class MostValuable:
         return self._sketch.estimate(block_hash) >= _USES_MIN
 
     def worth(self, block_hash: bytes, index: int) -> float:
-        """Returns the logarithm of the block's value, which orders blocks as the value does."""
+        """Returns the logarithm of the block's value. Blocks have the same order by worth as by
+        value."""
         return math.log2(1.0 + index * self._cost_by_index) + self._sketch.log2(block_hash)
 
     def _growth(self, rate: PrefillRate) -> float:
-        """Returns the increase of a block's compute time per block before it, relative to the
-        compute time of a chain's first block."""
+        """Returns how much more time a block takes to compute for each block before it, as a
+        fraction of the time for a chain's first block. With 0.01, the block at index 100 takes
+        twice as long as the first block."""
         size = self._block_size
         context_s = rate.token_context_s
-        # seconds per token of a chain's first block
+        # seconds per token in the first block of a chain
         first_s = rate.token_s + context_s * (size - 1) / 2 or context_s
         return size * context_s / first_s if first_s else 0.0
 
 
 def keep_policy(name: str, num_slots: int, block_size: int) -> KeepPolicy:
-    """Returns a new policy by its name in --kv-tier-policy."""
+    """Returns a new policy for the value of --kv-tier-policy."""
     made: dict[str, Callable[[], KeepPolicy]] = {
         "lru": LeastRecentlyUsed,
         "prefix": ShortestPrefixes,

@@ -1,4 +1,5 @@
-"""The slots of a tier: which block's copy each slot holds, and which copy is evicted next.
+"""The slots of one KV group in a tier: which block's copy each slot holds, and which copy is
+evicted next.
 
 A tier manages its slots as a KV pool manages its blocks: a slot is found by the hash of its block,
 readers reference it, and leaves are evicted first. So the pool of slots is a `BlockPool`, with four
@@ -9,9 +10,9 @@ additions:
 - A tier on disk restores the slots of an earlier process when it starts.
 - A policy ranks the leaves by their worth.
 
-The rank of a leaf is only updated when it would be evicted next, because a use can only raise its
-worth. A new prefill rate may lower the worth: `reprice` then updates all leaves, a few at each
-eviction.
+The rank of a leaf is updated only when the leaf would be evicted next. This suffices because a use
+can only raise a leaf's worth. A new prefill rate may lower it: after `reprice`, all leaves are
+updated, a few at each eviction.
 """
 
 import math
@@ -28,14 +29,14 @@ _REPRICED_AT_ONCE = 8  # number of slots whose ranks are updated at each evictio
 
 class SlotPool(BlockPool):
     def __init__(self, num_slots: int, policy: KeepPolicy) -> None:
-        """`policy` gives the worth of each slot's block."""
+        """`policy` determines the worth of each slot's block."""
         super().__init__(num_slots)
         self.policy = policy
-        self._indexes = [0] * num_slots  # position of each slot's block in its chain
+        self._indexes = [0] * num_slots  # the chain index of each slot's block
         self._bad: set[bytes] = set()  # hashes of copies that could not be read
         # hashes of blocks whose children are being written
         self._awaiting: Counter[bytes] = Counter()
-        self._num_old = 0  # slots below this number may have ranks above their current worth
+        self._num_old = 0  # slots below this number may have a rank higher than their current worth
 
     def depth(self, block_hashes: Sequence[bytes]) -> int:
         """Returns how many leading blocks of a chain have readable copies in this pool."""
@@ -45,7 +46,8 @@ class SlotPool(BlockPool):
         return next((i for i in range(found) if block_hashes[i] in self._bad), found)
 
     def hold(self, block_hashes: Sequence[bytes]) -> list[int]:
-        """References the slots of blocks that the tier has, until `release`. Returns the slots."""
+        """References the slots that hold these blocks, until `release`. Returns the slots. The tier
+        must have all of the blocks."""
         slots = [self._by_hash[block_hash] for block_hash in block_hashes]
         for slot in slots:
             self._reference(slot)
@@ -60,7 +62,8 @@ class SlotPool(BlockPool):
         return self._blocks[slot].block_hash
 
     def mark_bad(self, block_hash: bytes) -> None:
-        """Marks a copy as unreadable. It keeps its slot until it is written again or evicted."""
+        """Marks the copy of a block as unreadable. The copy keeps its slot until it is written
+        again or evicted."""
         assert self.find(block_hash) is not None, "no slot has this block"
         self._bad.add(block_hash)
 
@@ -84,15 +87,15 @@ class SlotPool(BlockPool):
         self._bad.discard(block_hash)
 
     def link(self, entry: Entry) -> Entry:
-        """Returns the entry with the parent that must be in this pool before the block. Here this
-        is the block's own parent."""
+        """Returns the entry with the parent that this pool requires to be stored before the block.
+        Here this is the block's real parent."""
         return entry
 
     def adopt(self, slot: int, entry: Entry) -> bool:
-        """Caches a slot after it was written, so that its block can be found.
+        """Caches a slot that was written, so that its block can be found.
 
         Returns False, and frees the slot, if the block's parent is not in the tier or another slot
-        has the block.
+        already has the block.
         """
         entry = self.link(entry)
         parent = self.find(entry.parent_hash) if entry.parent_hash else None
@@ -107,12 +110,13 @@ class SlotPool(BlockPool):
         if parent is not None:
             self._cached.update(parent)
         self.release([stored])
-        self._events.forget_stored()  # makes a later eviction of the block an event
+        self._events.forget_stored()  # `take_removed` reports evictions only, not stored blocks
         return stored == slot
 
     def take_slot(self) -> list[int]:
-        """Returns a list of one referenced slot. It is empty if no slot is free or evictable, or if
-        the next one to evict holds the parent of a block that is being written."""
+        """Returns a list with one newly referenced slot. The list is empty if no slot is free and
+        none can be evicted. A slot cannot be evicted while a child of its block is being
+        written."""
         if not self.num_free:
             slot = self._cached.oldest(Copy.NONE)
             if slot is None or self._blocks[slot].worth == math.inf:
@@ -122,8 +126,8 @@ class SlotPool(BlockPool):
     def await_child(self, parent_hash: bytes) -> None:
         """Protects a parent's slot from eviction while a child is being written, until `end_child`.
 
-        The parent may still be being written itself, so that no slot has it yet. Ignores an empty
-        hash, which stands for the parent of a chain's first block.
+        The parent may still be being written, so that no slot has it yet. Ignores an empty hash,
+        which means that the block has no parent.
         """
         if parent_hash:
             self._awaiting[parent_hash] += 1
@@ -152,7 +156,8 @@ class SlotPool(BlockPool):
         return self.policy.worth(block_hash, self._indexes[slot])
 
     def reprice(self) -> None:
-        """Marks the ranks of all slots as outdated, because some blocks may be worth less now."""
+        """Marks the ranks of all slots as outdated, because the worth of some blocks may have
+        become lower."""
         self._num_old = self.num_blocks
 
     def _reprice_some(self) -> None:
@@ -165,8 +170,8 @@ class SlotPool(BlockPool):
                 self._cached.update(slot)
 
     def _evict(self) -> Copy:
-        """Frees the leaf with the lowest current worth. It first updates the ranks of leaves whose
-        worth has risen since they were ranked."""
+        """Frees the leaf with the lowest current worth. Before that, it updates the ranks of leaves
+        whose worth has risen since they were ranked."""
         if self._num_old:
             self._reprice_some()
         while (slot := self._cached.oldest(Copy.NONE)) is not None:
@@ -180,21 +185,24 @@ class SlotPool(BlockPool):
         return super()._evict()
 
     def take_removed(self) -> list[bytes]:
-        """Returns the hashes evicted since the last call, except those of bad copies."""
+        """Returns the hashes of the blocks evicted since the last call, without those whose copies
+        were bad."""
         _, removed = self.take_events()
         readable = [block_hash for block_hash in removed if block_hash not in self._bad]
         self._bad.difference_update(removed)
         return readable
 
     def readable_hashes(self, first: bytes, end: bytes) -> list[bytes]:
-        """Returns the result of `block_hashes` without bad copies."""
+        """Returns the hashes h with `first` <= h < `end` of the blocks with readable copies; an
+        empty `end` means no upper bound."""
         return [h for h in self.block_hashes(first, end) if h not in self._bad]
 
     def restore(self, entries: Collection[tuple[int, Entry]]) -> int:
-        """Restores slots that were written by an earlier process. Returns the number of slots that
-        were left out.
+        """Restores the slots that an earlier process wrote. Returns the number of slots that were
+        left out.
 
-        Slots whose parent is missing are left out. The pool must be empty.
+        A slot is left out if its block's parent is missing, or if another slot has the same block.
+        The pool must be empty.
         """
         # If two slots have the same block, the later one is used.
         slots = {entry.block_hash: slot for slot, entry in entries}
@@ -217,7 +225,8 @@ class SlotPool(BlockPool):
     def _restore_slot(
         self, slot: int, block_hash: bytes, parent: int | None, num_children: int
     ) -> None:
-        """Restores an unreferenced slot. Its parent's slot must be restored before."""
+        """Restores a slot that no sequence references. The slot of its block's parent must be
+        restored before."""
         block = self._blocks[slot]
         block.block_hash = block_hash
         block.parent_id = parent
@@ -230,8 +239,8 @@ class SlotPool(BlockPool):
 
 
 class WindowSlotPool(SlotPool):
-    """The slots of a KV group with a window. Each block is found on its own, without its parents,
-    and the policy does not consider the tokens before it."""
+    """The slots of a KV group with a window. A block is stored and found without its parent, so the
+    policy does not know how many tokens precede it."""
 
     def link(self, entry: Entry) -> Entry:
         return Entry(entry.block_hash, b"")

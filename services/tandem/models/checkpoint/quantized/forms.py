@@ -1,6 +1,7 @@
 """Lists the tensors in which a checkpoint stores a quantized matrix [out, in], with their shapes.
 
-The format of a quantized matrix is its coding (`Scheme.coding`):
+A coding is a set of tensors that together store one matrix. "scaled" stores one number per weight.
+The other codings store several numbers in one int32 word.
 
 coding  tensor                           shape                  type
 scaled  weight                           [out, in]              F8_E4M3 or I8
@@ -17,11 +18,10 @@ gptq    qweight                          [in / 8, out]          I32
 awq     qweight                          [in, out / 8]          I32
         qzeros, scales                   as for gptq
 
-These shapes are for 4-bit numbers, of which a word (I32) holds 8. A word holds 4 numbers of 8 bits,
-so `in / 8` becomes `in / 4`. Where no type is given, any floating-point type is allowed. The last
-block of a matrix and the last word of weight_zero_point may be incomplete, so the number of blocks
-and the quotient `out / 8` round up.
-This module does not import torch.
+These shapes of int32 tensors are for numbers of 4 bits, of which a word holds 8. With 8 bits, a
+word holds 4 numbers, so `in / 8` becomes `in / 4`. Where no type is given, any floating-point type
+is allowed. The last block of a matrix and the last word of weight_zero_point may be incomplete: the
+zero points of 100 outputs take 13 words. This module does not import torch.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.headers import FLOATS, Form, TensorHeader
 from tandem.models.config.quantization_scheme import Coding, Scheme
 
-# Names of each coding's tensors. The first tensor is always present.
+# Coding -> last part of the names of its tensors. The first tensor is always present.
 PARTS: Mapping[Coding, tuple[str, ...]] = {
     "scaled": ("weight", "weight_scale", "weight_scale_inv", "input_scale"),
     "packed": (

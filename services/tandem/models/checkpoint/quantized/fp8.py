@@ -14,11 +14,11 @@ _NAN = 0x7F  # bits of NaN in e4m3, without the sign
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """An fp8 matrix [out, in]. Each output has one scale for all inputs, or one scale for each run
-    of `RUN` consecutive inputs."""
+    """An fp8 matrix [out, in]. Each output has either one scale for all inputs, or one scale for
+    each `RUN` consecutive inputs (a run)."""
 
     data: torch.Tensor  # float8_e4m3fn [out, in]
-    scales: torch.Tensor  # float32 [out, runs]
+    scales: torch.Tensor  # float32 [out, runs]; runs is 1 if each output has one scale
     source: str = "a matrix"  # file and tensor name, for messages
 
     @property
@@ -27,7 +27,8 @@ class Fp8:
 
     @property
     def scale_inputs(self) -> int:
-        """Number of inputs that share a scale. The last scale may have fewer inputs."""
+        """Number of consecutive inputs that share a scale. The last run of inputs may be
+        shorter."""
         return RUN if self.scales.shape[1] > 1 else self.data.shape[1]
 
     def check_numbers(self) -> None:

@@ -9,9 +9,10 @@ GGUF blocks have float16 scales. The block type depends on the matrix:
 - 4 bits with other zero points becomes Q4_Z64 (64 inputs and a zero point), or Q4_Z32 if the groups
   are not multiples of 64 inputs.
 
-A matrix is converted only if all weights keep their exact values. If the inputs of a group are not
-consecutive, the blocks store the inputs sorted by group, and `GgufBlocks.order` has the order of
-the inputs.
+A matrix that no block type represents exactly is not converted. If the inputs of a group are not
+consecutive, the inputs are sorted by group before they are stored. For example, if inputs 0 and 2
+are in group 0 and inputs 1 and 3 in group 1, the stored order is 0, 2, 1, 3. `GgufBlocks.order`
+records this order.
 """
 
 from __future__ import annotations
@@ -25,17 +26,19 @@ from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem.models.gguf.tensors import BlocksType, GgufBlocks, ZeroedType
 
 BLOCK = 32
-_ZEROED_MOST = 64  # number of inputs in a block of type Q4_Z64
+_ZEROED_MOST = 64  # number of inputs in a Q4_Z64 block
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedGroups:
-    """A quantized matrix [out, in]; each output has `scales.shape[1]` groups of inputs."""
+    """A quantized matrix [out, in]. The inputs of each output are divided into `scales.shape[1]`
+    groups, and the inputs of a group share a scale and a zero point."""
 
     numbers: torch.Tensor  # [out, in], uint8 from 0 to 15, or int8
     zeros: torch.Tensor  # [out, groups] or [1, 1], uint8 from 0 to 16
     scales: torch.Tensor  # [out, groups] or [1, 1], float32
-    group_of_input: torch.Tensor | None = None  # [in]; None: equal groups of consecutive inputs
+    # [in]; None: groups have equal size and consecutive inputs
+    group_of_input: torch.Tensor | None = None
 
     def values(self) -> torch.Tensor:
         """Returns the dequantized matrix, float32 [out, in]."""
@@ -88,8 +91,8 @@ class QuantizedGroups:
         return bool((sizes == self.numbers.shape[1] // num_groups).all())
 
     def _per_block(self, per_group: torch.Tensor, size: int) -> torch.Tensor:
-        """Repeats each group's value for every block of `size` inputs in the group. Returns
-        [out, blocks, 1]."""
+        """Repeats each group's value for the blocks of `size` inputs in the group. The result has
+        the shape [out, blocks, 1]."""
         num_out, num_in = self.numbers.shape
         per_group = per_group.expand(num_out, -1)
         return per_group.repeat_interleave(num_in // size // per_group.shape[1], 1).unsqueeze(-1)

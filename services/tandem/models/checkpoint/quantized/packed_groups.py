@@ -34,7 +34,8 @@ class PackedGroups:
     scales: torch.Tensor  # [out, groups]
     zeros: torch.Tensor | None = None  # uint8 [out, groups]
     mins: torch.Tensor | None = None  # [out, groups]
-    group_of_input: torch.Tensor | None = None  # [in]; None: equal groups of consecutive inputs
+    # [in]; None: groups have equal size and consecutive inputs
+    group_of_input: torch.Tensor | None = None
 
     @classmethod
     def of(

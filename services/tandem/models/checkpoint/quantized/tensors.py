@@ -20,12 +20,12 @@ from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem.models.config.quantization_scheme import Quantization, Scheme
 from tandem.models.gguf.tensors import GgufBlocks
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # Number i of a word is in nibble _AWQ_ORDER[i].
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble _AWQ_ORDER[i] of a word has number i
 _FLOAT8 = torch.float8_e4m3fn
 _ZERO = torch.zeros(1, 1, dtype=torch.uint8)
 _WORD_BITS = 32
 _MIDDLE = 128  # zero point of unsigned 8-bit numbers
-_UNSET = -1  # All entries of weight_g_idx have this value if groups are consecutive inputs.
+_UNSET = -1  # weight_g_idx has this value if each group consists of consecutive inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,8 @@ class Coded:
         return replace(groups, group_of_input=of_input)
 
     def _group_of_input(self) -> torch.Tensor | None:
-        """Returns the number of each input's group, int64 [in]; None if the checkpoint does not
-        store it, because groups are runs of consecutive inputs."""
+        """Returns the group of each input, int64 [in]; None if each group consists of consecutive
+        inputs."""
         if self._order not in self.by_kind:
             return None
         of_input = self.by_kind[self._order].long()
@@ -169,10 +169,9 @@ class Coded:
 def join_parts(
     stored: Mapping[str, torch.Tensor], quantization: Quantization, files: Mapping[str, Path]
 ) -> dict[str, torch.Tensor | Coded]:
-    """Returns `stored` with one `Coded` matrix in place of the several tensors that store a
-    quantized matrix. `files` gives the file of each tensor.
-
-    Raises UnsupportedModel for a matrix that `Coded.check` refuses."""
+    """Replaces the tensors of each quantized matrix in `stored` by one `Coded`. For example,
+    NAME.qweight, NAME.qzeros and NAME.scales become one entry. `files` maps tensor names to files.
+    Raises UnsupportedModel naming a tensor whose values do not fit the matrix."""
     joined: dict[str, torch.Tensor | Coded] = dict(stored)
     for name, tensor in stored.items():
         module, _, kind = name.rpartition(".")
@@ -196,7 +195,8 @@ def _unpacked(words: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> 
     nibble order[i]; nibble 0 has the lowest bits."""
     pairs = _bytes_of(words).view(*words.shape, 4)
     numbers = torch.empty((*words.shape, 8), dtype=torch.uint8)
-    for place, nibble in enumerate(order):  # One pass per number keeps temporary tensors small.
+    # A pass for each of the eight numbers keeps temporary tensors small.
+    for place, nibble in enumerate(order):
         pair = pairs[..., nibble // 2]
         numbers[..., place] = pair >> 4 if nibble % 2 else pair & 15
     return numbers.flatten(-2)

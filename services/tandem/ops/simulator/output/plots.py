@@ -1,4 +1,5 @@
-"""Draws reports as PNG plots and as one HTML page. Requires the extra `simulate`."""
+"""Draws the results of simulations as PNG plots and as one HTML page. Needs the packages of the
+extra `simulate`."""
 
 import base64
 import html
@@ -26,8 +27,8 @@ table { border-collapse: collapse } img { width: 49% }"""
 
 
 def write_plots(reports: Sequence[RunReport], folder: Path) -> list[Path]:
-    """Writes one PNG for each entry of `_PLOTS`, with one line per policy over the load. Returns
-    the paths."""
+    """Writes one PNG for each entry of `_PLOTS`. A plot has the load on the x axis and one line for
+    each policy. Returns the paths."""
     paths = []
     for name, (label, value) in _PLOTS.items():
         figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
@@ -52,7 +53,7 @@ def write_plots(reports: Sequence[RunReport], folder: Path) -> list[Path]:
 def write_page(
     reports: Sequence[RunReport], title: str, images: Sequence[Path], path: Path
 ) -> None:
-    """Writes an HTML page with the table and the plots, which are embedded."""
+    """Writes an HTML page that contains the table of results and the plots."""
     pictures = "".join(
         f'<img alt="{image.stem}" src="data:image/png;base64,'
         f'{base64.b64encode(image.read_bytes()).decode()}">'

@@ -1,4 +1,4 @@
-"""Computes the results of one run."""
+"""Computes the results of one run of a simulation."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,33 +12,38 @@ from tandem.ops.simulator.simulation import Simulation
 
 
 class RunReport(msgspec.Struct, frozen=True):
-    """The results of a run. `load_*` measure the imbalance of the workers that prefill: the largest
-    amount of work of a worker, divided by the mean."""
+    """The results of a run. The fields `load_*` say how unequally the workers that prefill are
+    loaded: the work of the most loaded worker divided by the mean. 1.0 is perfect balance."""
 
     policy: str
-    load: float  # fraction of the workers' capacity
+    load: float  # load of the run, as a fraction of the workers' capacity
     seed: int
     num_requests: int
     num_served: int
     num_refused: int
     num_lost: int
     num_moved: int
-    num_good: int  # served within the SLO
+    num_good: int  # number of requests that were served within the SLO
     goodput: float  # num_good / num_requests
-    # Fraction of prompt tokens cached in the pool or in a tier of the worker that prefilled them.
+    # fraction of all prompt tokens that the prefilling worker had cached, in its KV pool or in a
+    # tier
     hit_rate: float
-    tier_hit_rates: dict[str, float]  # fraction of prompt tokens loaded from a tier, by tier name
-    loaded_bytes: dict[str, float]  # bytes that all workers loaded from a tier, by tier name
-    pulled_rate: float  # fraction of prompt tokens pulled from a prefix holder
-    load_tokens: float  # imbalance of the prompt tokens
-    load_requests: float  # imbalance of the number of requests
-    load_busy: float  # imbalance of the seconds of prefill
-    ttft_s: dict[str, float]  # quantiles by name: p50, p90, p99
+    # tier name -> fraction of all prompt tokens that were loaded from this tier
+    tier_hit_rates: dict[str, float]
+    # tier name -> bytes that all workers together loaded from this tier
+    loaded_bytes: dict[str, float]
+    # fraction of all prompt tokens whose KV was pulled from a worker that had the prefix cached
+    pulled_rate: float
+    load_tokens: float  # imbalance of the workers' numbers of prompt tokens
+    load_requests: float  # imbalance of the workers' numbers of requests
+    load_busy: float  # imbalance of the seconds that the workers spent on prefill
+    ttft_s: dict[str, float]  # quantile name (p50, p90, p99) -> seconds
     tpot_s: dict[str, float]
 
 
 def summarize(simulation: Simulation, policy: str, load: float) -> RunReport:
-    """Returns the results of a simulation that has run. `policy` and `load` label the report."""
+    """Returns the results of a simulation that has run. `policy` and `load` are only copied into
+    the report."""
     requests = simulation.requests
     served = [r for r in requests if r.ended_s]
     good = [r for r in served if is_good(r, simulation.scenario.slo)]
@@ -78,7 +83,7 @@ def summarize(simulation: Simulation, policy: str, load: float) -> RunReport:
 
 
 def is_good(request: Request, slo: Slo) -> bool:
-    """Returns whether a served request met the limits on TTFT and TPOT."""
+    """Returns whether a served request met the SLO's limits on TTFT and TPOT."""
     ttft_max_s = slo.ttft.seconds(request.arrival.num_tokens)
     return request.ttft_s <= ttft_max_s and request.tpot_s <= slo.tpot_s
 

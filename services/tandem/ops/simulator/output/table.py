@@ -1,4 +1,4 @@
-"""Formats reports as tables."""
+"""Formats the results of simulations as tables."""
 
 from collections.abc import Sequence
 
@@ -33,8 +33,8 @@ def make_table(reports: Sequence[RunReport], title: str) -> Table:
 
 
 def tier_columns(reports: Sequence[RunReport]) -> tuple[str, ...]:
-    """Returns the column names of `tier_rows`: hits in the pool and in each tier, then the GB
-    loaded from each tier."""
+    """Returns the column names of `tier_rows`: load, policy, hits in the KV pool, hits in each
+    tier, and GB loaded from each tier."""
     tiers = reports[0].tier_hit_rates
     return ("load", "policy", "device", *tiers, *(f"{name} GB" for name in tiers))
 
@@ -45,7 +45,7 @@ def tier_rows(reports: Sequence[RunReport]) -> list[tuple[str, ...]]:
 
 
 def make_tier_table(reports: Sequence[RunReport]) -> Table:
-    """Returns the table of tier hits and loads, for reports with tiers."""
+    """Returns the table of cache hits in each tier and of bytes loaded from each tier."""
     caption = "prompt tokens in % by where their KV was; GB that all workers loaded"
     return _table(tier_columns(reports), tier_rows(reports), "tiers", caption)
 

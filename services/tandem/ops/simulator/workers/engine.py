@@ -1,13 +1,20 @@
-"""A simulated engine: one prefill at a time together with the decode batch, in virtual time.
+"""A simulated engine: it computes at most one prompt at a time, together with the batch of decoding
+sequences.
 
-Virtual time counts steps. Each step generates one token for every decoding sequence and computes
-one chunk of the current prompt, if there is one. A step takes
+Time is counted in steps. Each step generates one token for every decoding sequence. If there is a
+prompt, the step also computes one chunk of the prompt. The duration of a step:
 
-    prefill seconds / prefill steps + sequence_s * sequences     with a prompt
-    step_s + sequence_s * sequences                              without a prompt
+    without a prompt   step_s + sequence_s * num_sequences
+    with a prompt      chunk_s + sequence_s * num_sequences
 
-A sequence with n tokens left therefore ends at virtual time now + n, independently of other
-sequences. An event costs O(log sequences).
+Here step_s is the fixed time of a decode step, and sequence_s is the time that each decoding
+sequence adds. chunk_s is the prefill time of the prompt divided by the number of its chunks. For
+example, with step_s = 8 ms, sequence_s = 0.15 ms and 20 sequences, a step without a prompt takes 8
++ 20 * 0.15 = 11 ms.
+
+At step 1000, a sequence with 30 tokens left ends at step 1030, whatever other sequences come and
+go. So the engine does not simulate single steps: it computes only the steps at which sequences and
+prompts end. Such an event costs O(log num_sequences).
 """
 
 from heapq import heappop, heappush
@@ -18,18 +25,19 @@ from typing import Generic, TypeVar
 from tandem.common.perf_model.rates import WorkerRates
 
 Job = TypeVar("Job")
-_EPSILON = 1e-9  # tolerance for rounding errors, in steps
+_EPSILON = 1e-9  # tolerance for rounding errors, as a number of steps
 
 
 class SimulatedEngine(Generic[Job]):
-    """The engine of a simulated worker. Jobs are opaque to the engine."""
+    """The engine of a simulated worker. A job is a prompt or a sequence, and the engine does not
+    look inside it."""
 
     def __init__(self, rates: WorkerRates) -> None:
         self.rates = rates
-        self.speed = 1.0  # below 1 if other workers use the same cores
+        self.speed = 1.0  # factor of the speed; below 1 if other workers use the same cores
         self.prefilling: Job | None = None
         self.prefill_busy_s = 0.0
-        # Heap of (virtual time of the last token, serial number, job).
+        # heap of (step of the last token, serial number, job)
         self._decoding: list[tuple[float, int, Job]] = []
         self._numbers = count()
         self._now_s = 0.0
@@ -46,8 +54,8 @@ class SimulatedEngine(Generic[Job]):
         return len(self._decoding)
 
     def prefill(self, job: Job, num_tokens: int, context: int) -> None:
-        """Starts the prefill of `num_tokens` tokens. The `context` tokens before them are already
-        computed."""
+        """Starts the prefill of `num_tokens` tokens. `context` is the number of tokens before them,
+        whose KV exists already."""
         assert self.prefilling is None
         rates = self.rates
         self._prefill_steps = -(-num_tokens // rates.step_tokens)
@@ -71,7 +79,7 @@ class SimulatedEngine(Generic[Job]):
         return round(self._prefill_tokens * max(0.0, left))
 
     def prefill_context(self) -> int:
-        """Returns how many tokens of the current prompt are already computed."""
+        """Returns the number of tokens of the current prompt whose KV exists."""
         return self._prefill_context + self._prefill_tokens - self.prefill_tokens_left()
 
     def advance(self, now_s: float) -> None:
@@ -84,8 +92,8 @@ class SimulatedEngine(Generic[Job]):
             self._now_s = now_s
 
     def next_at(self) -> float | None:
-        """Returns the time at which the next job ends if nothing changes; None if the engine is
-        idle."""
+        """Returns the time in seconds at which the next job ends, if no other job is added before.
+        Returns None if the engine has no jobs."""
         end = self._decoding[0][0] if self._decoding else None
         if self.prefilling is not None and (end is None or self._prefill_end < end):
             end = self._prefill_end
@@ -94,7 +102,8 @@ class SimulatedEngine(Generic[Job]):
         return self._now_s + max(0.0, end - self._steps) * self._step_s / self.speed
 
     def take_prefilled(self) -> Job | None:
-        """Removes and returns the current prompt if its prefill is done; else None."""
+        """If the prefill of the current prompt is done, removes the prompt and returns it. If not,
+        returns None."""
         job = self.prefilling
         if job is None or self._prefill_end > self._steps + _EPSILON:
             return None
@@ -115,11 +124,12 @@ class SimulatedEngine(Generic[Job]):
         return done
 
     def tokens_left(self) -> list[tuple[Job, int]]:
-        """Returns each decoding sequence with its number of remaining tokens."""
+        """Returns a pair for each decoding sequence: the sequence, and the number of tokens that it
+        has left to generate."""
         return [(job, ceil(end - self._steps - _EPSILON)) for end, _, job in self._decoding]
 
     def drop_all(self) -> list[Job]:
-        """Removes and returns all jobs, for a worker that dies."""
+        """Removes all jobs and returns them. A worker that dies calls this."""
         jobs = [job for _, _, job in self._decoding]
         if self.prefilling is not None:
             jobs.append(self.prefilling)

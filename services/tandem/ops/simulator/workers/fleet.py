@@ -1,10 +1,13 @@
-"""Resizes pools of simulated workers, and counts the worker seconds that are paid for.
+"""Resizes a pool of simulated workers, and counts the worker seconds that must be paid.
 
-States of a worker, with the cause of a transition in the arrow:
+    state      meaning                                    next state
+    off        does not run, costs nothing                starting, if the pool grows
+    starting   is being started                           ready, after `cold_start_s`;
+                                                          off, if the pool shrinks before
+    ready      gets requests                              draining, if the pool shrinks
+    draining   finishes its requests, gets no new ones    off, when it has finished
 
-    off --resize--> starting --cold start--> ready --resize--> draining --idle--> off
-
-As in a cluster, the newest worker is removed first, and starting and draining workers are paid for.
+A worker costs its time in every state but off. If the pool shrinks, the newest worker leaves first.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,9 +20,9 @@ _State = Literal["off", "starting", "ready", "draining"]
 
 
 class Fleet:
-    """One pool, created with the largest number of workers that it may reach. The pool calls
-    `on_start` after a cold start, `on_drain` when a drain begins, and `on_stop` when a worker is
-    off."""
+    """One pool of workers. It is created with as many workers as it may ever have. It calls
+    `on_start` when a worker is ready, `on_drain` when a worker begins to drain, and `on_stop` when
+    a worker is off."""
 
     def __init__(
         self,
@@ -41,26 +44,27 @@ class Fleet:
         self._starts = [0] * len(self._workers)
         self._paid_s = 0.0
         self._paid_until_s = 0.0
-        self.sizes: list[tuple[float, int]] = []  # (time, wanted size) of each change
+        self.sizes: list[tuple[float, int]] = []  # (time, new size) of each resize
 
     @property
     def wanted(self) -> int:
         return sum(state in ("starting", "ready") for state in self._states)
 
     def open(self, size: int) -> None:
-        """Sets the initial state: `size` workers are ready, the others are off. `open` must be
-        called before other methods."""
+        """Makes the first `size` workers ready and turns the others off. Must be called before the
+        other methods."""
         for number in range(size, len(self._workers)):
             self._turn_off(number)
         self.sizes.append((self._clock.now_s, size))
 
     def resize(self, size: int) -> None:
-        """Starts the workers with the lowest numbers that are off, or drains those with the highest
-        numbers that are running."""
+        """Starts workers that are off, lowest number first, or drains running workers, highest
+        number first, until `size` workers are wanted."""
         self.pay()
         if size != self.wanted:
             self.sizes.append((self._clock.now_s, size))
-        while self.wanted < size and "off" in self._states:  # A draining worker is not reused.
+        # A draining worker cannot become ready again, so only workers that are off are started.
+        while self.wanted < size and "off" in self._states:
             number = self._states.index("off")
             self._states[number] = "starting"
             self._starts[number] += 1
@@ -74,14 +78,14 @@ class Fleet:
             self._on_drain(self._workers[number])
 
     def collect(self) -> None:
-        """Turns off the workers that have drained."""
+        """Turns off the draining workers that have finished their requests."""
         self.pay()
         for number, state in enumerate(self._states):
             if state == "draining" and self._workers[number].is_idle:
                 self._turn_off(number)
 
     def pay(self) -> float:
-        """Returns the worker seconds until now."""
+        """Returns the worker seconds that must be paid until now."""
         count = sum(state != "off" for state in self._states)
         self._paid_s += count * (self._clock.now_s - self._paid_until_s)
         self._paid_until_s = self._clock.now_s

@@ -1,12 +1,14 @@
-"""Tracks the states of a simulated worker's KV blocks. Does no I/O.
+"""Tracks the KV blocks of a simulated worker. Does no I/O.
 
-States of a block, with the method that causes a transition in the arrow:
+    state     meaning                                         next state (method)
+    free      unused                                          private (`reserve`)
+    private   belongs to one task, not in the cache           held (`store`), free (`release`)
+    held      in the cache, used by one or several tasks      idle (`release` by the last task)
+    idle      in the cache, used by no task                   held or free (`reserve`)
 
-    free --reserve--> private --store--> cached and held --release--> cached and idle --> evicted
-                          `--release--> free
-
-Held blocks are not evicted. Idle blocks are evicted in LRU order. When the blocks of a prompt are
-released, the last block counts as the oldest, so a block is always evicted before its parent.
+`reserve` evicts idle blocks if there are too few free ones, least recently used first. Of a
+prompt's blocks, the last one is evicted first, because a cached block is useless without the blocks
+before it.
 """
 
 from collections import OrderedDict, defaultdict
@@ -14,21 +16,24 @@ from collections.abc import Sequence
 
 
 class SimulatedKvCache:
-    """A KV cache by block hash. The last block of a prompt is not cached if it is not full."""
+    """The KV blocks of one simulated worker, found by their hashes. A last block of a prompt that
+    is not full has no hash and stays private."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._held = defaultdict[bytes, int](int)  # hash -> number of references
-        self._idle: OrderedDict[bytes, None] = OrderedDict()  # in the order of eviction
+        self._held = defaultdict[bytes, int](int)  # hash -> number of tasks that use the block
+        # hashes of the idle blocks, first to evict first
+        self._idle: OrderedDict[bytes, None] = OrderedDict()
         self._num_private = 0
 
     @property
     def num_used(self) -> int:
-        """Number of blocks that running sequences hold."""
+        """Number of blocks that tasks use: private and held blocks."""
         return len(self._held) + self._num_private
 
     def num_cached(self, block_hashes: Sequence[bytes]) -> int:
-        """Returns how many leading blocks of a prompt, given by their hashes, are cached."""
+        """Returns the number of leading blocks of a prompt that are in the cache. `block_hashes`
+        are the hashes of the prompt's blocks."""
         held = self._held
         idle = self._idle
         for depth, block_hash in enumerate(block_hashes):
@@ -37,9 +42,9 @@ class SimulatedKvCache:
         return len(block_hashes)
 
     def reserve(self, cached: Sequence[bytes], num_private: int) -> list[bytes] | None:
-        """Holds the blocks `cached`, which must be in the cache, and reserves `num_private` new
-        blocks. Returns the hashes of the evicted blocks. If there is not enough room, returns None
-        and changes nothing."""
+        """Gives a task the blocks `cached`, which must be in the cache, and `num_private` new
+        private blocks. Returns the hashes of the blocks that were evicted for this. If there are
+        too few blocks, returns None and changes nothing."""
         held = self._held
         idle = self._idle
         revived = [h for h in cached if h not in held]
@@ -53,8 +58,8 @@ class SimulatedKvCache:
         return [idle.popitem(last=False)[0] for _ in range(len(idle) - room)]
 
     def store(self, block_hashes: Sequence[bytes]) -> list[bytes]:
-        """Turns one private block for each hash into a cached block with that hash. The blocks stay
-        held. Returns the hashes that were not cached before."""
+        """Turns one private block for each hash into a held block, which can then be found by the
+        hash. Returns the hashes that were not in the cache before."""
         new = []
         for block_hash in block_hashes:
             if block_hash not in self._held and block_hash not in self._idle:
@@ -65,8 +70,8 @@ class SimulatedKvCache:
         return new
 
     def release(self, block_hashes: Sequence[bytes], num_private: int) -> None:
-        """Releases the cached blocks `block_hashes`, in the order of the prompt, and `num_private`
-        private blocks."""
+        """Releases a task's held blocks `block_hashes` (in the order of the prompt) and
+        `num_private` private blocks."""
         for block_hash in reversed(block_hashes):
             self._held[block_hash] -= 1
             if not self._held[block_hash]:

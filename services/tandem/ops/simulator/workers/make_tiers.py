@@ -1,4 +1,5 @@
-"""Makes the tiers of all simulated workers, which share one object store."""
+"""Makes the KV tiers (host memory, disk, object store) of all simulated workers. The workers share
+one object store."""
 
 from collections.abc import Sequence
 
@@ -8,8 +9,8 @@ from tandem.ops.simulator.workers.tiers import WorkerTiers
 
 
 def make_tiers(scenario: Scenario, arrivals: Sequence[Arrival]) -> dict[str, WorkerTiers]:
-    """Returns the tiers of each worker, by worker id. A tier has at most as many slots as the trace
-    has blocks."""
+    """Returns a dict: worker id -> tiers of the worker. To save memory, a tier has at most as many
+    slots as the trace has different blocks."""
     num_blocks = len({(a.salt, block_id) for a in arrivals for block_id in a.block_ids})
     in_store = set[bytes]()
     return {

@@ -1,11 +1,10 @@
-"""The tiers of a simulated worker, with the engine's slot tables and policies but without data.
+"""The KV tiers of a simulated worker: host memory, disk and object store. They contain no data, but
+use the engine's slot tables, policies and measured rates (`engine/tiers`).
 
-Blocks that were prefilled, loaded or pulled are written to each tier whose policy accepts them. If
-loading is the fastest way for the next task, blocks are loaded from tiers into the KV pool.
-
-Slots, policies and measured rates are those of `engine/tiers`. A write takes no time. A load takes
-the time given by the true rates: it reads from the tiers one after another, slowest first, and
-waits at each tier for earlier loads.
+When a worker has prefilled, loaded or pulled blocks, it writes them to each tier whose policy
+accepts them. This takes no time. If loading is the fastest way to get the blocks of the next task,
+they are loaded from tiers into the KV pool. The time of a load follows from the true rates. A load
+reads from one tier after another, slowest first, and in each tier it waits for earlier loads.
 """
 
 from collections import Counter
@@ -27,13 +26,13 @@ from tandem.engine.types import TierBlocks
 
 @dataclass(slots=True, eq=False)
 class TierRead:
-    """A load of consecutive blocks of one prompt from tiers."""
+    """A load of consecutive blocks of one prompt, from one or several tiers."""
 
-    first: int  # index of the first block
-    end: int  # index after the last block
+    first: int  # index in the prompt of the first block to load
+    end: int  # index in the prompt after the last block to load
     ends_s: float
-    seconds: dict[int, float]  # reading time by tier number
-    num_blocks: Counter[int]  # number of blocks by tier number
+    seconds: dict[int, float]  # tier number -> seconds to read from this tier
+    num_blocks: Counter[int]  # tier number -> number of blocks to read from this tier
     tables: Tables
     is_done: bool = False
 
@@ -41,8 +40,10 @@ class TierRead:
 class WorkerTiers:
     """The tiers of one worker, fastest first.
 
-    `rates` and `prefill` are the true rates, and `num_blocks` is the capacity of each tier.
-    `in_store` is a set that all workers share: the hashes of the blocks in the object store."""
+    `rates` and `prefill` are the true rates. `num_blocks` is the number of blocks that each tier
+    can hold. `in_store` has the hashes of the blocks in the object store; all workers share this
+    set.
+    """
 
     def __init__(
         self,
@@ -80,8 +81,9 @@ class WorkerTiers:
         offer: Offer | None = None,
         producer: Producer | None = None,
     ) -> LoadChoice | None:
-        """Returns the blocks of a prompt to load; None if loading is not the fastest choice. The
-        choice uses measured rates, so the first load from a tier is always made."""
+        """Returns the range of a prompt's blocks that should be loaded from tiers, or None if
+        another way is faster. Before the first load from a tier, the load is expected to take no
+        time, so it is always made."""
         self._look_up(block_hashes)
         reach = self._sources.reach(block_hashes, prompt.num_held, self._tiers)
         if max(tier.num_blocks for tier in reach) <= prompt.num_held:
@@ -97,19 +99,19 @@ class WorkerTiers:
         return choice if choice.loads else None
 
     def has_more(self, block_hashes: Sequence[bytes], num_held: int) -> bool:
-        """Returns whether a tier has more than `num_held` leading blocks of the prompt."""
+        """Returns whether a tier has more of the prompt's leading blocks than `num_held`."""
         return any(tier.depth(block_hashes) > num_held for tier in self._tiers)
 
     def decline(self) -> None:
-        """Records that a possible load was not made, because another way was predicted to be
-        faster."""
+        """Records that a load was possible but expected to be slower than another way. This lowers
+        the tiers' expected load times a little, so that a load is tried again at some time."""
         for tier in self._tiers:
             tier.rate.decline()
 
     def begin_load(
         self, block_hashes: Sequence[bytes], choice: LoadChoice, now_s: float
     ) -> TierRead:
-        """Starts the load that `plan` returned."""
+        """Starts the load of the blocks that `plan` returned."""
         wanted = [UnfilledBlock(0, index, 0) for index in range(choice.first, choice.end)]
         parts, tables = self._sources.find_parts(block_hashes, wanted, self._tiers)
         num_blocks = Counter(part.tier for part in parts)
@@ -120,7 +122,8 @@ class WorkerTiers:
         return TierRead(choice.first, choice.end, ends_s, seconds, num_blocks, tables)
 
     def end_load(self, load: TierRead) -> dict[str, int]:
-        """Ends a load; returns the number of loaded blocks by tier name."""
+        """Ends a load. Returns a dict: tier name -> number of blocks that were loaded from this
+        tier."""
         self.release_load(load)
         for number, count in load.num_blocks.items():
             tier = self._tiers[number]
@@ -129,23 +132,23 @@ class WorkerTiers:
         return {self._tiers[number].storage.name: n for number, n in load.num_blocks.items()}
 
     def release_load(self, load: TierRead) -> None:
-        """Releases the slots of a load that is done or cancelled."""
+        """Releases the slots of the tiers that a load reads. The load is done or was cancelled."""
         for (tier, group), table in load.tables.items():
             self._tiers[tier].groups[group].pool.release(table)
 
     def queue_s(self, now_s: float) -> float:
-        """Returns the seconds until the current loads have ended."""
+        """Returns the seconds until all running loads have ended."""
         return max(0.0, max(self._free_s) - now_s)
 
     def use(self, block_hashes: Sequence[bytes], *, keep: bool) -> None:
-        """Records the use of blocks by a sequence. `keep`: True if the blocks are likely to be used
-        again."""
+        """Records that a sequence used these blocks. `keep`: True if a later request will probably
+        use the blocks again."""
         for tier in self._tiers:
             tier.policy.use(block_hashes, keep=keep)
 
     def write(self, block_hashes: Sequence[bytes], new: Iterable[bytes]) -> None:
-        """Copies blocks of a prompt to the tiers: those in `new`, and those of which no tier has a
-        copy."""
+        """Copies blocks of a prompt to the tiers: the blocks in `new`, and blocks of which no tier
+        has a copy."""
         fresh = set(new)
         parent_hash = b""
         for block_hash in block_hashes:
@@ -160,8 +163,8 @@ class WorkerTiers:
         return [tier.take_events() for tier in self._tiers if tier.has_events]
 
     def restart(self) -> None:
-        """Simulates a restart of the worker, whose loads were cancelled. The disk keeps its
-        contents, host memory is empty, and nothing is known about the object store."""
+        """Simulates a restart of the worker. The disk keeps its blocks, and host memory is empty.
+        The worker has forgotten which blocks the object store has."""
         self._free_s = [0.0] * len(self._tiers)
         for tier in self._tiers:
             if tier.storage.name != DISK:
@@ -170,21 +173,22 @@ class WorkerTiers:
             tier.take_events()
 
     def num_loaded(self) -> dict[str, int]:
-        """Returns the number of blocks loaded from each tier, by tier name."""
+        """Returns a dict: tier name -> number of blocks loaded from this tier so far."""
         return {tier.storage.name: tier.num_loaded for tier in self._tiers}
 
     def held(self) -> dict[str, list[bytes]]:
-        """Returns the hashes of the blocks in each tier, by tier name."""
+        """Returns a dict: tier name -> hashes of the blocks in this tier."""
         return {tier.storage.name: tier.block_hashes(b"", b"") for tier in self._tiers}
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a slot is held or the slot tables are inconsistent. It must be
-        called while no load is in progress."""
+        """Raises AssertionError if the slot tables contradict each other, or if a load holds a
+        slot. Must be called while no load is running."""
         for tier in self._tiers:
             tier.pool.check_integrity([])
 
     def _look_up(self, block_hashes: Sequence[bytes]) -> None:
-        """Looks up which leading blocks of a prompt the object store has, as the engine does."""
+        """Asks the object store which leading blocks of a prompt it has, and remembers the answer,
+        as the engine does."""
         if self._store is None:
             return
         known = self._store.depth(block_hashes)

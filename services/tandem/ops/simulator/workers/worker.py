@@ -1,23 +1,26 @@
-"""A simulated worker: an engine, a KV cache and two queues. It handles tasks, not requests.
+"""A simulated worker: an engine, a KV cache and two queues of tasks.
 
-States of a task, with the condition of a transition in the arrow:
+A worker gets tasks, not requests. A task is the work of one worker for one request, and starts in
+one of two ways:
 
-    submitted --memory and engine are free--> prefilling --> prefilled [--> decoding --> done]
-    submitted --memory is free, loading from a tier is faster--> loading
-              --engine is free--> prefilling
-    reserving --memory is free--> reserved --`adopt`, after the pull--> decoding --> done
+- `submit`: this worker prefills the prompt, to decode it itself or for a peer. In the second case
+  the task has no output tokens and is called a lease.
+- `reserve`, then `adopt`: a peer prefills the prompt, and this worker pulls the blocks and decodes.
 
-A task starts in one of two ways:
-- `submit`: this worker prefills the prompt, to decode it or for a peer. A task for a peer has no
-  output tokens and is called a lease.
-- `reserve`, then `adopt`: a peer prefills the prompt, and this worker pulls the blocks.
+    state        meaning                                       next state
+    submitted    waits for KV memory and for the engine        prefilling or loading
+    loading      its blocks are loaded from tiers              prefilling
+    prefilling   the engine computes the prompt's tokens       decoding; a lease: done
+    reserving    waits for KV memory                           reserved
+    reserved     has KV memory; a peer prefills the prompt     decoding, by `adopt`
+    decoding     the engine generates tokens                   done
 
-Blocks are held until the task is done or `release`d. Stored and evicted blocks are reported to the
-prefix index immediately.
+When a task is done, its blocks are released. The blocks of a lease are released by `release`, when
+the peer has pulled them. Stored and evicted blocks are reported to the prefix index immediately.
 
-A load does not need the engine, so it starts even while another prompt is prefilled. A task that
-lacks blocks before the loaded range uses the engine twice: for the blocks before `load.first`,
-during the load, and for the tokens after the loaded range.
+A load from a tier does not need the engine, so it starts even while another prompt is prefilled.
+For example, a prompt has 10 blocks, and a tier has blocks 2 to 7. The engine computes blocks 0 and
+1 during the load, and blocks 8 and 9 after it.
 """
 
 from __future__ import annotations
@@ -39,8 +42,8 @@ from tandem.ops.simulator.workers.tiers import TierRead, WorkerTiers
 
 
 class Listener(Protocol):
-    """Receives the events of a worker's tasks. The worker calls the methods while it handles an
-    event; the methods may call the worker."""
+    """Receives the events of a worker's tasks. The worker calls these methods, and they may call
+    the worker's methods."""
 
     def reserved(self, worker: SimulatedWorker, task: Task) -> None: ...
     def prefilled(self, worker: SimulatedWorker, task: Task) -> None: ...
@@ -57,7 +60,7 @@ class Listener(Protocol):
 
 
 class SimulatedWorker:
-    """A worker of the simulation."""
+    """One simulated worker: its tasks, engine, KV cache and tiers."""
 
     def __init__(
         self,
@@ -69,14 +72,14 @@ class SimulatedWorker:
         host: SharedCores | None = None,
         tiers: WorkerTiers | None = None,
     ) -> None:
-        """`host` is the machine whose cores the worker shares; None: the worker has a core of its
+        """`host` is the machine whose cores the worker shares. None: the worker has a core of its
         own."""
         self.worker_id = worker_id
         self.role = role
         self.rates = rates = scenario.true_rates(worker_id)
         self.is_up = True
         self.is_draining = False
-        self.epoch = 0  # number of restarts
+        self.epoch = 0  # number of restarts so far
         self.num_leases = 0
         self.engine: SimulatedEngine[Task] = SimulatedEngine(rates)
         self.cache = SimulatedKvCache(scenario.kv_tokens // scenario.block_size)
@@ -89,15 +92,15 @@ class SimulatedWorker:
         self._queued_tokens = 0
         self._wakes = 0
         self.tiers = tiers
-        self._loads: dict[Task, TierRead] = {}  # loads in progress
-        self._ready: deque[Task] = deque()  # tasks that hold memory and wait for the engine
+        self._loads: dict[Task, TierRead] = {}  # task -> running load from tiers
+        self._ready: deque[Task] = deque()  # tasks that have KV memory and wait for the engine
         self._host = host
         if host is not None:
             host.join(self)
 
     def submit(self, task: Task) -> bool:
-        """Queues a task for prefill. Returns False if the queue is full, the task is larger than
-        the KV cache, or the task's first token would be too late."""
+        """Queues a task whose prompt this worker prefills. Returns False if the queue is full, if
+        the task does not fit into the KV cache, or if the first token would be too late."""
         if not self._fits(task) or len(self._queue) >= self._scenario.queue_max:
             return False
         if self._is_late_in_queue(task):
@@ -111,8 +114,8 @@ class SimulatedWorker:
         return True
 
     def reserve(self, task: Task) -> bool:
-        """Reserves memory for a task that a peer prefills. Returns False if the queue is full or
-        the task is larger than the KV cache."""
+        """Reserves KV memory for a task whose prompt a peer prefills. Returns False if the queue is
+        full or the task does not fit into the KV cache."""
         if not self._fits(task) or len(self._reserving) >= self._scenario.queue_max:
             return False
         self._reserving.append(task)
@@ -120,16 +123,16 @@ class SimulatedWorker:
         return True
 
     def adopt(self, task: Task) -> None:
-        """Starts to decode a reserved task whose blocks were pulled. The peer generated the first
-        token."""
+        """Starts to decode a task whose memory was reserved, after its blocks were pulled. The peer
+        has generated the first token."""
         self._store(task)
         self.engine.advance(self._clock.now_s)
         self.engine.decode(task, task.output_tokens - 1)
         self._settle()
 
     def release(self, task: Task) -> None:
-        """Releases the blocks of a lease after the pull, or of a reserved task that is
-        cancelled."""
+        """Releases the blocks of a task: of a lease after the peer has pulled the blocks, or of a
+        task that had reserved memory and no longer needs it."""
         if not self.is_up or task.epoch != self.epoch:
             return
         self.cache.release(task.hashes[: task.num_held], task.num_private)
@@ -138,7 +141,7 @@ class SimulatedWorker:
         self._settle()
 
     def cancel(self, task: Task) -> None:
-        """Cancels a task in any state; does nothing if it is done."""
+        """Cancels a task in any state. Does nothing if the task is done."""
         self._drop_load(task)
         if task in self._queue:
             self._queue.remove(task)
@@ -152,8 +155,8 @@ class SimulatedWorker:
             self.release(task)
 
     def fail(self) -> list[Task]:
-        """Simulates the worker's death, in which all state is lost. Returns the tasks that were
-        queued or running."""
+        """Simulates the death of the worker, which loses its tasks and its KV cache. Returns the
+        lost tasks."""
         self.engine.advance(self._clock.now_s)
         for task, tokens_left in self.engine.tokens_left():
             task.tokens_left = tokens_left
@@ -170,7 +173,7 @@ class SimulatedWorker:
         return tasks
 
     def restart(self) -> None:
-        """Restarts the worker with an empty cache; the disk tier keeps its contents."""
+        """Restarts the worker with an empty KV cache. The disk tier keeps its blocks."""
         self.is_up = True
         self.epoch += 1
         if self.tiers is not None:
@@ -179,7 +182,8 @@ class SimulatedWorker:
         self._listener.load_changed(self)
 
     def set_speed(self, speed: float) -> None:
-        """Sets the engine's speed (1: full), which depends on the other workers on its host."""
+        """Sets the speed of the engine. 1 is full speed; it is less if other workers use the same
+        cores."""
         self.engine.advance(self._clock.now_s)
         self.engine.speed = speed
         self._plan_wake()
@@ -206,12 +210,13 @@ class SimulatedWorker:
         return ahead_s > 0 and self._clock.now_s + expected_s > task.first_token_by
 
     def _refuse_late(self) -> None:
-        """Refuses queued tasks whose first token would be too late even if they started now."""
+        """Refuses the queued tasks whose first token would be too late even if they started now."""
         now_s = self._clock.now_s
         waiting = [t for t in self._queue if t.has_waited and t.first_token_by < math.inf]
         for task in waiting:
             is_late = now_s + OWN_SPARE * self._own_s(task) > task.first_token_by
-            if is_late and task in self._queue:  # A listener's callback may have removed it.
+            # `refused` of an earlier task may have removed this task
+            if is_late and task in self._queue:
                 self._drop_load(task)
                 self._queue.remove(task)
                 self._set_queued(task, 0)
@@ -223,8 +228,8 @@ class SimulatedWorker:
         return prefill_seconds(self.rates, task.num_tokens, cached)
 
     def _missing_spans(self) -> Iterator[tuple[int, int]]:
-        """Yields, for each prompt, the number of tokens to compute and the number of tokens before
-        them."""
+        """Yields a pair for each unfinished prompt: the number of tokens to compute, and the number
+        of tokens before these."""
         for task in (*self._queue, *self._loads, *self._ready):
             if (missing := task.queued_tokens) > 0:
                 yield missing, task.num_tokens - missing
@@ -233,7 +238,7 @@ class SimulatedWorker:
 
     @property
     def is_idle(self) -> bool:
-        """True if the worker holds no blocks and has no tasks."""
+        """True if the worker has no tasks, and no task uses its blocks."""
         engine = self.engine
         waits = self._queue or self._reserving or engine.prefilling is not None or self._loads
         return not (waits or engine.num_decoding or self.num_leases or self.cache.num_used)
@@ -280,7 +285,8 @@ class SimulatedWorker:
             self._report_tier_events()
 
     def _cache_blocks(self, task: Task, end: int) -> None:
-        """Adds the task's blocks before `end` to the cache and reports them."""
+        """Adds the task's blocks up to index `end` (excluded) to the KV cache, and reports them to
+        the listener."""
         hashes = task.hashes[task.num_held : end]
         stored = self.cache.store(hashes)
         task.num_private -= len(hashes)
@@ -299,7 +305,8 @@ class SimulatedWorker:
             self._listener.blocks_changed(self, stored, removed, tier)
 
     def _settle(self) -> None:
-        """Starts the tasks that can start, plans the next event, and reports the changed load."""
+        """Starts all tasks that can start, plans the next event of the engine, and reports the
+        changed load."""
         engine = self.engine
         engine.advance(self._clock.now_s)
         while self._reserving and self._hold(self._reserving[0]):
@@ -314,7 +321,7 @@ class SimulatedWorker:
         self._listener.load_changed(self)
 
     def _start_next(self) -> bool:
-        """Starts the prefill or the load of one task; returns False if none can start."""
+        """Starts the prefill or the load of one task. Returns False if no task can start."""
         engine = self.engine
         tiers = self.tiers
         is_free = engine.prefilling is None
@@ -343,7 +350,8 @@ class SimulatedWorker:
         return True
 
     def _next_waiting(self) -> Task | None:
-        """Returns the oldest queued task whose next block is not being loaded for another task."""
+        """Returns the oldest queued task. A task is skipped while its first missing block is being
+        loaded for another task, because it can then use this block."""
         return next((task for task in self._queue if not self._is_awaited(task)), None)
 
     def _is_awaited(self, task: Task) -> bool:
@@ -356,8 +364,8 @@ class SimulatedWorker:
         )
 
     def _compute(self, task: Task) -> None:
-        """Starts the prefill of the task's missing tokens. If blocks before the loaded range are
-        missing, only these are prefilled now."""
+        """Starts the prefill of the task's missing tokens. If tokens are missing before the blocks
+        that are being loaded, only these tokens are computed now."""
         size = self._block_size
         end = task.num_tokens
         if task.load is not None and task.needs_first_blocks:
@@ -373,8 +381,9 @@ class SimulatedWorker:
     def plan_load(
         self, task: Task, *, offer: Offer | None = None, producer: Producer | None = None
     ) -> LoadChoice | None:
-        """Returns the blocks of a prompt that the worker would load now; None if loading is not the
-        fastest choice."""
+        """Returns the range of a prompt's blocks that the worker would load from tiers now, or None
+        if another way is faster. `offer` is a peer from which blocks can be pulled, and `producer`
+        a peer that could prefill the prompt."""
         if self.tiers is None:
             return None
         engine = self.engine
@@ -416,8 +425,8 @@ class SimulatedWorker:
         self._settle()
 
     def _resume(self, task: Task) -> None:
-        """Continues a task if its load has ended and the blocks before the loaded range are
-        computed."""
+        """Lets a task wait for the engine, if its load has ended and all blocks before the loaded
+        ones are computed."""
         assert task.load is not None
         if task.load.is_done and not task.needs_first_blocks:
             self._cache_blocks(task, task.load.end)
@@ -433,11 +442,12 @@ class SimulatedWorker:
             self._set_queued(task, 0)
 
     def _num_loading(self) -> int:
-        """Returns the number of tasks that hold memory and wait for a load or for the engine."""
+        """Returns the number of tasks that have KV memory and wait for a load or for the engine."""
         return len({*self._loads, *self._ready} - {self.engine.prefilling})
 
     def _plan(self) -> None:
-        """Plans the next event, and reports to the host whether the worker is computing."""
+        """Plans the next event of the engine, and reports to the host whether the worker is
+        computing."""
         busy = self._plan_wake()
         if self._host is not None:
             self._host.note(self, busy=busy)
@@ -466,11 +476,11 @@ class SimulatedWorker:
 
 
 class SharedCores:
-    """A machine whose workers share its cores. Workers slow down if more workers are busy than the
-    machine has cores.
+    """A machine whose workers share its cores. A worker has one thread.
 
-    A worker has one thread. `cores` is the throughput of all workers together, divided by that of
-    one worker alone. It may be fractional, because workers also share the memory bandwidth.
+    `cores` is the throughput of all workers together, in units of the throughput of one worker that
+    runs alone. It need not be an integer, because workers also share the memory bandwidth. With
+    cores = 3 and 4 busy workers, each worker runs at 3/4 of its speed.
     """
 
     def __init__(self, cores: float) -> None:
@@ -482,7 +492,8 @@ class SharedCores:
         self._is_busy[worker] = False
 
     def note(self, worker: SimulatedWorker, *, busy: bool) -> None:
-        """Records whether a worker is computing, and updates the speed of all workers."""
+        """Records whether a worker is computing, and sets the speed of all workers on this
+        machine."""
         self._is_busy[worker] = busy
         speed = min(1.0, self._cores / max(1, sum(self._is_busy.values())))
         if speed != self._speed:

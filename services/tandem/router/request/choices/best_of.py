@@ -13,10 +13,10 @@ from tandem.router.request.delta import Delta
 async def best_of(
     deltas: AsyncGenerator[Delta, None], num_best: int, *, shows_logprobs: bool
 ) -> AsyncGenerator[Delta, None]:
-    """Yields the deltas of the best choices, one choice after another; the best has index 0.
+    """Yields the deltas of the best choices, one choice after another. The best gets index 0.
 
-    The usage `total` also counts the discarded choices. Among choices with equal means, the one
-    with the lower index is better.
+    The usage `total` also counts the discarded choices. Of choices with equal means, the one that
+    had the lower index is better.
     """
     made: dict[int, list[Delta]] = {}
     async with aclosing(deltas):

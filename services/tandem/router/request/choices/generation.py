@@ -1,8 +1,8 @@
-"""One admitted request: the choices, their deltas, and the use of the tenant's limits.
+"""Runs one admitted request: turns the tokens of its jobs into deltas, and counts the tokens.
 
-Each choice follows its own job (children.py). The request ends when all choices have ended. The
-last delta of the request has the `total` usage. The request's reservation of the tenant's limits is
-settled before that delta is sent.
+Each choice gets its tokens from one job (children.py). The request ends when all choices have
+ended. The last delta of the request has the usage of all choices (`total`). Before that delta is
+sent, the request's reservation of the tenant's limits is settled: unused tokens are given back.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The services that all requests of a router share."""
+    """The objects that all requests of a router share."""
 
     dispatcher: Dispatcher
     metrics: Metrics
@@ -78,7 +78,7 @@ class Generation:
         """Yields the deltas of a choice until it ends."""
         async with aclosing(self.steps(choice.job)) as steps:
             async for step in steps:
-                # A worker generates at least one token, which is dropped if none was requested.
+                # A worker generates at least one token. If max_tokens is 0, that token is dropped.
                 if choice.job.request.client.sampling.max_tokens == 0:
                     piece = choice.text.push([], "length")
                 else:
@@ -180,10 +180,10 @@ class Generation:
         )
 
     def settle(self) -> None:
-        """Settles the reservation with the number of tokens that the request used.
+        """Counts the tokens that the request used, and gives back the rest of the reservation.
 
-        If no worker ran the request, nothing is settled, so all of the reservation is given back.
-        Further calls have no effect.
+        If no worker ran the request, this does nothing, because `TenantMeter.reserved` then gives
+        back the whole reservation. Further calls have no effect.
         """
         client = self._first.request.client
         num_sent = self._record.num_sent
@@ -193,17 +193,15 @@ class Generation:
                 client.tenant,
                 prompt=len(self._first.request.token_ids),
                 cached=self._first.progress.cached_tokens,
-                # Beam search also generates the tokens of discarded beams, and sends none before
-                # its end.
+                # With beam search, the tokens of discarded beams count, too.
                 completion=self._num_generated if client.use_beam_search else num_sent,
             )
 
     def _note(self, choice: Choice, num_tokens: int) -> None:
-        """Records the latency of new tokens.
+        """Records the latency of new tokens in the metrics.
 
-        The first token of child 0 gives the request's TTFT. Each token after the first of a choice
-        gives an inter-token latency. The autoscaler's meter receives both as fractions of the
-        service level's limits.
+        The first token of choice 0 gives the request's TTFT. Each later token of any choice gives
+        an inter-token latency. For the autoscaler, both are counted as multiples of the SLO limits.
         """
         if not num_tokens:
             return

@@ -1,13 +1,15 @@
-"""Runs jobs on threads or processes; tenants take turns.
+"""Runs jobs on threads or processes, so that tenants take turns.
 
-    waiting --a worker is free, and it is the tenant's turn--> running
-            --the caller is cancelled------------------------> over, at no cost to the tenant
-    running --the job ends, or misses its deadline-----------> over
-A worker is a thread or a process. A running job cannot be stopped. If its caller is cancelled, the
-job occupies its worker until it ends. A `concurrent.futures` executor has a queue that does not
-know tenants. `FairExecutor` keeps that queue empty: it never submits more jobs than there are
-workers. At a job's deadline all processes of the executor are killed, and the other jobs that ran
-in them run once more. A thread cannot be killed, so it is abandoned.
+In this module, a worker is a thread or a process of a `concurrent.futures` executor. The queue of
+such an executor does not know tenants. So `FairExecutor` has its own queue, and passes a job to the
+executor only when a worker is free and it is the tenant's turn.
+
+- If the caller of a waiting job is cancelled, the job is removed at no cost to its tenant.
+- A running job cannot be stopped. If its caller is cancelled, the job occupies its worker until the
+  job ends.
+- If a job misses its deadline on a process, all processes of the executor are killed. The other
+  jobs that ran there run once more.
+- If a job misses its deadline on a thread, the thread is abandoned, because it cannot be killed.
 """
 
 import asyncio
@@ -30,10 +32,10 @@ class LateJob(Exception):
 
 
 class FairExecutor:
-    """An executor with a fair queue before it.
+    """An executor behind a queue in which tenants take turns.
 
-    Each open request waits for at most one job, so the limit on open requests also limits the
-    length of the queue.
+    The queue has no limit of its own. Each open request waits for at most one job, so the limit of
+    open requests limits the queue, too.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class FairExecutor:
     def close(self) -> None:
         """Ends the workers.
 
-        Processes are killed, because one that starts or runs a long job would outlive the router.
+        Processes are killed, because a process that runs a long job would outlive the router.
         """
         self._closed = True
         processes = _processes(self._executor)
@@ -111,7 +113,8 @@ class FairExecutor:
         self._queue.push(tenant, max(cost, 1.0), turn)  # a job without text also has a cost
         self._start_next()
         try:
-            # Shielded: `_start_next` may assign a worker to a caller that is being cancelled.
+            # The shield keeps a cancellation of this task from cancelling `turn`, because
+            # `_start_next` may still set the result of `turn`.
             await asyncio.shield(turn)
         except asyncio.CancelledError:
             if not self._queue.remove(tenant, turn):
@@ -131,7 +134,7 @@ class FairExecutor:
         self.num_late += 1
         in_time.set_exception(LateJob(f"it did not end in {self._deadline_s:g} s"))
         if processes := _processes(executor):
-            for process in processes:  # killing the processes also ends the future `running`
+            for process in processes:  # when a process dies, the future `running` ends, too
                 process.kill()
         elif executor is self._executor and not self._closed:
             executor.shutdown(wait=False)
@@ -148,7 +151,7 @@ class FairExecutor:
             self._on_end(executor, error)
 
     def _on_end(self, executor: Executor, error: BaseException | None) -> None:
-        """Frees the worker of a job that has ended."""
+        """Frees the worker of a job that has ended, and starts the next job."""
         # Several jobs may report the same dead process; only the first one replaces the executor.
         is_lost = isinstance(error, BrokenExecutor) and executor is self._executor
         if is_lost and not self._closed:
@@ -163,7 +166,7 @@ class FairExecutor:
 
 def _processes(executor: Executor) -> list[BaseProcess]:
     """Returns the processes of an executor; empty if it uses threads."""
-    # Python 3.14 has `ProcessPoolExecutor.kill_workers`, which needs no private attribute.
+    # From Python 3.14 on, `ProcessPoolExecutor.kill_workers` can replace this private attribute.
     return list((getattr(executor, "_processes", None) or {}).values())
 
 

@@ -1,4 +1,4 @@
-"""Applies the model's formats to a request: template values, constrained form and answer parser."""
+"""Applies the formats of a model to a request: template values, grammar and answer parser."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,8 +19,8 @@ from tandem.router.request.request import ClientRequest
 def with_template_options(model_format: ModelFormat, request: ClientRequest) -> ClientRequest:
     """Returns the request with its chat adapted to the model's chat template.
 
-    The chat gets the values of the template's variables. Tools, calls and results that the template
-    does not show become text. Raises BadRequest.
+    The chat gets values for the template's variables. Tools, calls and results that the template
+    cannot show become text. Raises BadRequest.
     """
 
     def filled(chat: Conversation) -> Conversation:
@@ -53,7 +53,7 @@ def wanted_form(
         return form
     if chat.tool_choice != "required":
         if form is None or chat.continue_final_message:
-            return form  # a message that is continued has no more reasoning
+            return form  # an answer that continues a message has no reasoning
         return model_format.after_reasoning(form, prompt_token_ids)
     return model_format.forced_calls(
         chat.callable_tools, prompt_token_ids, one_call_only=chat.one_call_only
@@ -74,7 +74,7 @@ def answer_parser(
         chat.callable_tools,
         prompt_token_ids,
         one_call_only=chat.one_call_only,
-        # OpenAI's finish reasons for an answer with calls
+        # As with OpenAI, an answer that must call one named function ends with "stop".
         finish_reason="stop" if chat.only_tool else "tool_calls",
         continued=chat.continued,
     )

@@ -1,16 +1,16 @@
-"""Checks clients' grammars in separate processes that may fail.
+"""Compiles clients' grammars in separate processes, so that a bad grammar harms no worker.
 
 A grammar may exhaust the stack, memory or time of the process that compiles it. A worker compiles
-in its engine process, which must not be killed. So the router compiles each grammar first, and no
-worker receives a grammar that failed:
-1. The first check starts the checker process, which loads the tokenizer.
-2. For each check, a thread of the router sends a socket to the checker process, and then sends the
-wanted form through that socket.
-3. The checker process forks an overseer, which forks a compiling process. The compiling process has
-limits of CPU time, memory and stack, and sends its answer through the socket.
-4. If the compiling process dies, the overseer sends the reason through the socket.
-A grammar that exceeds a limit ends only the compiling process. Nothing has to be restarted, and no
-other check is affected. CPU time does not depend on the load of the machine.
+grammars in its engine process, which must not die. So the router compiles each grammar first, as a
+check, and no worker receives a grammar that failed. There are three kinds of processes:
+    checker      one for the router; started by the first check; loads the tokenizer
+    overseer     one for each check, forked by the checker
+    compiler     one for each check, forked by the overseer, with limits of CPU time, memory and
+                 stack
+For a check, the router sends a socket to the checker, and then the grammar through this socket. The
+compiler sends the result through the socket. If the compiler dies, the overseer sends the reason
+instead. So a grammar that exceeds a limit ends only its own compiler, and affects no other check.
+The limit is one of CPU time, because that does not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from tandem.errors import BadRequest, CompilerBusy
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.grammars.text import StructuredOutput, grammar_text, refused
 
-MEMORY_BYTES = 256 << 20  # limit of one check, in addition to the memory of the idle checker
+MEMORY_BYTES = 256 << 20  # memory that one check may use, besides that of the idle checker
 RETRY_AFTER_S = 2.0
-_WAIT_S = 60.0  # longest wait for an answer; the first one includes loading the tokenizer
-# Stack of the thread that compiles. An engine's threads have four times as much, so a grammar that
-# passes the check does not exhaust the stack of an engine.
+_WAIT_S = 60.0  # longest wait for a result; the first check also loads the tokenizer
+# Stack of the thread that compiles. An engine's threads have four times as much stack, so a grammar
+# that passes the check does not exhaust the stack of an engine.
 _STACK_BYTES = 2 << 20
-_BEGUN = b" "  # sent when a check begins; the answer, which is JSON, follows
-_FAILED = 1  # exit status of a check that ended without an answer
+_BEGUN = b" "  # sent by the overseer when a check begins; the result, which is JSON, follows
+_FAILED = 1  # exit status of a compiler that ended without a result
 _ENDS = {
     -signal.SIGPROF: "time",
     -signal.SIGABRT: "memory",  # Rust aborts when an allocation fails
@@ -51,9 +51,9 @@ _ENDS = {
 
 
 class GrammarChecker:
-    """The process that checks grammars. The first check starts it; `close` ends it.
+    """The checker process, as the router sees it. The first check starts it, and `close` ends it.
 
-    `check` may be called in any thread and blocks it.
+    `check` may be called in any thread, and blocks until the result is there.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class GrammarChecker:
         """
         form = json.dumps([cpu_s, self._memory_bytes, *astuple(wanted)]).encode()
         if not (answer := self._ask(form)):
-            # The process ended before it began this check, so the grammar is not the cause.
+            # The checker ended before it began this check. The grammar is not the cause, so the
+            # check is tried once more, in a new checker.
             with self._lock, contextlib.suppress(subprocess.TimeoutExpired):
                 if self._process is not None:
                     self._process.wait(1.0)
@@ -106,7 +107,7 @@ class GrammarChecker:
         raise refused(wanted.field, why)
 
     def close(self) -> None:
-        """Ends the process and all checks."""
+        """Ends the checker process and all running checks."""
         with self._lock:
             self._closed = True
             if self._process is not None:
@@ -117,9 +118,9 @@ class GrammarChecker:
                 self._control.close()
 
     def _ask(self, form: bytes) -> bytes:
-        """Runs a check and returns the answer.
+        """Runs a check and returns the result as JSON.
 
-        The answer is empty if no check began, and incomplete if the process ended during the check.
+        The JSON is empty if no check began, and incomplete if the checker ended during the check.
         """
         ours, theirs = socket.socketpair()
         answer = b""
@@ -135,7 +136,7 @@ class GrammarChecker:
         return answer
 
     def _send(self, connection: socket.socket) -> None:
-        """Sends a check's socket to the process; starts the process if necessary."""
+        """Sends a check's socket to the checker process, and starts that process if necessary."""
         with self._lock:
             if self._closed:
                 raise CompilerBusy("the router stops", retry_after_s=RETRY_AFTER_S)
@@ -144,7 +145,7 @@ class GrammarChecker:
                     self._control.close()
                 self._start()
             assert self._control is not None
-            with contextlib.suppress(OSError):  # the process has just ended, so no check begins
+            with contextlib.suppress(OSError):  # raised if the checker has just ended
                 socket.send_fds(self._control, [b"\0"], [connection.fileno()])
 
     def _start(self) -> None:
@@ -155,15 +156,15 @@ class GrammarChecker:
                 [*arguments, str(theirs.fileno()), self._arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                # Ctrl-C must reach only the router, which ends this process
+                # Ctrl-C must not reach the checker. The router ends it.
                 start_new_session=True,
                 env={**os.environ, "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"},
             )
 
 
 def _serve(control: socket.socket, compiler: GrammarCompiler) -> None:
-    """Forks a process for each check until the router has ended."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not awaited
+    """Forks an overseer for each check until the router has ended. Runs in the checker."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended overseers leave no zombie processes
     while fds := socket.recv_fds(control, 1, 1)[1]:
         with socket.socket(fileno=fds[0]) as connection:
             if not os.fork():
@@ -172,7 +173,7 @@ def _serve(control: socket.socket, compiler: GrammarCompiler) -> None:
 
 
 def _oversee(connection: socket.socket, compiler: GrammarCompiler) -> None:
-    """Answers one check, even if the process that runs it is killed."""
+    """Forks a compiler for one check, and reports the reason if the compiler dies."""
     connection.sendall(_BEGUN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
@@ -185,8 +186,8 @@ def _oversee(connection: socket.socket, compiler: GrammarCompiler) -> None:
 
 
 def _answer(connection: socket.socket, compiler: GrammarCompiler) -> int:
-    """Runs one check in a thread with a small stack; returns the exit status."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # no output of the compiler in the router's log
+    """Compiles one grammar in a thread with a small stack. Returns the compiler's exit status."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # keep stderr of llguidance out of the log
     request = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     cpu_s, memory_bytes, *fields = json.loads(request)
     answers: list[tuple[str, str]] = []
@@ -210,7 +211,7 @@ def _answer(connection: socket.socket, compiler: GrammarCompiler) -> int:
 
 
 def _check(compiler: GrammarCompiler, wanted: StructuredOutput) -> tuple[str, str]:
-    """Returns (result, grammar or reason) of a check."""
+    """Returns ("done", grammar), ("refused", reason) or ("memory", "")."""
     try:
         return "done", checked_grammar(compiler, wanted)
     except BadRequest as error:
@@ -220,7 +221,7 @@ def _check(compiler: GrammarCompiler, wanted: StructuredOutput) -> tuple[str, st
 
 
 def checked_grammar(compiler: GrammarCompiler, wanted: StructuredOutput) -> str:
-    """Returns the grammar of a form. Raises BadRequest if no completion can follow it."""
+    """Returns the grammar of a constraint. Raises BadRequest if no completion can satisfy it."""
     text = grammar_text(wanted)
     if why := compiler.check(text):
         raise refused(wanted.field, why)
@@ -228,7 +229,7 @@ def checked_grammar(compiler: GrammarCompiler, wanted: StructuredOutput) -> str:
 
 
 def main() -> None:
-    """Runs the checker process, which only a router starts."""
+    """The program of the checker process. The router starts it (`GrammarChecker`)."""
     control = socket.socket(fileno=int(sys.argv[1]))
     file, vocab_size, eos_token_ids = json.loads(sys.argv[2])
     compiler = GrammarCompiler(Path(file), vocab_size, eos_token_ids)

@@ -1,20 +1,20 @@
-"""Cuts long texts into pieces, to count tokens early and to tokenize only the end.
+"""Cuts very long texts into pieces, so that less text must be tokenized. There are two uses.
 
-Counting: each piece is tokenized alone. If the pieces have n1, n2, ... tokens, the text has at
-least (n1 - CUT_TOKENS) + (n2 - CUT_TOKENS) + ... tokens.
-    text:   |---- piece ----|---- piece ----|---- piece ----|-- piece --|
-                   n1              n2              n3             n4
-A cut changes only tokens close to it: a merge, a word, a special token or a normalized character
-that spans the cut becomes more tokens. `CUT_TOKENS` is far above this increase, so a text that fits
-into the context is never refused.
+Counting: A prompt that cannot fit into the context is refused before all of it is tokenized. Pieces
+are tokenized one after another, each alone. A word at a cut may be split, so the pieces together
+may have some more tokens than the text. `CUT_TOKENS` is far above this increase at one cut. So if
+three pieces have n1, n2 and n3 tokens, the text certainly has at least this number of tokens:
+    (n1 - CUT_TOKENS) + (n2 - CUT_TOKENS) + (n3 - CUT_TOKENS)
+As soon as that number exceeds the context, the prompt is refused.
 
-Truncation: a prompt that is truncated to its last tokens is tokenized from its end, piece by piece.
-Each piece is tokenized together with CONTEXT_CHARACTERS before and after it.
+Truncation: If only the last tokens of a prompt are needed, pieces are tokenized from the end until
+there are enough tokens. The ids must equal those of the whole text, so each piece is tokenized with
+`CONTEXT_CHARACTERS` of text before and after it:
     text:   ...------------------|- context -|---- piece ---|- context -|---...
                                              start          stop
-The pieces begin and end only at cuts that `find_cut` returns. Such a cut is after a letter or digit
-and before a space or line break, and no token of the vocabulary contains these two characters in
-sequence. So every tokenizer begins a token at the cut, and the ids equal those of the whole text.
+`start` and `stop` are cuts that `find_cut` returns. Such a cut is after a letter or digit and
+before a space or line break, and no token of the vocabulary contains these two characters in
+sequence. So every tokenizer begins a token at the cut.
 """
 
 import re
@@ -22,12 +22,11 @@ from collections.abc import Iterator, Set
 
 PIECE_CHARACTERS = 32_000  # length of a piece, which takes about 40 ms to tokenize
 CUT_TOKENS = 128
-# Text in most languages has fewer characters per token. A text with fewer than this many characters
-# for each token of the context may fit. It is not counted first, because counting it would tokenize
-# it twice.
+# A text with at most this many characters for each token of the context is not counted first. Such
+# a text probably fits, and it would be tokenized twice if it were counted.
 CHARACTERS_PER_TOKEN = 4
-# Length of the context before and after a piece. The context is longer than any token and than the
-# text around a token on which that token can depend.
+# A piece is tokenized together with this many characters before and after the piece. They are more
+# than the longest token, and more than the surrounding text on which a token can depend.
 CONTEXT_CHARACTERS = 512
 _LETTER_BEFORE_SPACE = re.compile(r"[^\W_](?=[ \n])")
 
@@ -56,8 +55,9 @@ def cut(text: str) -> Iterator[str]:
 def find_cut(text: str, stop: int, joined: Set[bytes]) -> int | None:
     """Returns the index where a piece that ends at `stop` may begin.
 
-    The piece has about PIECE_CHARACTERS. Returns None if there is no cut near its beginning.
-    `joined` has the pairs of a byte and a following space or line break that occur inside a token.
+    The piece has about PIECE_CHARACTERS. Returns None if there is no place to cut near that length.
+    `joined` has all two-byte strings (a byte and a space or line break) that occur in a token of
+    the vocabulary, where no cut is possible.
     """
     if stop <= 2 * PIECE_CHARACTERS:
         return 0
@@ -74,8 +74,8 @@ def find_cut(text: str, stop: int, joined: Set[bytes]) -> int | None:
 
 
 def at_least(num_tokens: int, num_pieces: int) -> int:
-    """Returns the minimum number of tokens of a text.
+    """Returns a number of tokens that a text certainly has.
 
-    The first `num_pieces` pieces of the text, tokenized separately, have `num_tokens` tokens.
+    `num_tokens` is the sum over the first `num_pieces` pieces of the text, tokenized separately.
     """
     return num_tokens - CUT_TOKENS * num_pieces

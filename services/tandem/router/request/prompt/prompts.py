@@ -1,28 +1,28 @@
 """Turns prompts into token ids and block hashes, off the event loop.
 
-    short prompt --------------------------------------------> a thread: tokenize, hash
-    longer prompt -------------------------------------------> a process: tokenize, hash
-    very long text
-      all tokens are needed ---------------------------------> processes: render, count by pieces
-          it may fit into the context -----------------------> a process: tokenize, hash
-          it certainly does not fit -------------------------> ContextTooLong
-      only its last tokens are needed -----------------------> processes: render, tokenize its end
-          it can be cut into pieces -------------------------> a process: hash
-          it cannot be cut ----------------------------------> another process: tokenize, hash
+The length of a prompt determines how it is prepared:
+- short prompt: A thread tokenizes and hashes it. A thread is faster than a process here, because no
+  message to a process is needed, and tokenizing releases the GIL.
+- longer prompt: A process tokenizes and hashes it. Hashing many blocks holds the GIL, so a thread
+  would delay the event loop.
+- very long text, of which all tokens are needed: Its tokens are first counted piece by piece
+  (`pieces.py`), and it is refused with ContextTooLong if it certainly does not fit. Otherwise a
+  process tokenizes and hashes it.
+- very long text, of which only the last tokens are needed (truncation): Only the end is tokenized,
+  piece by piece. A text that cannot be cut into pieces is tokenized whole, in a separate process,
+  so that it delays no other prompt.
 
-For a short prompt a thread is faster, because a process would need a message, and tokenizing
-releases the GIL. Hashing the many blocks of a longer prompt holds the GIL, so a process does it.
 The processes load the tokenizer and nothing else. Tenants take turns at the threads and processes
 (`fair_executor.py`). Each piece is a separate job, so a client that leaves occupies at most one
 running job. A process whose job exceeds the deadline is killed. This module knows no workers and no
 placement.
 
-One more process checks grammars (grammar_checker.py); the first grammar starts it. Tenants take
-turns at these checks, too:
-
-    1st try: two checks at a time, 0.5 s of CPU time each --> nearly all finish
-    2nd try: one check at a time, 5 s of CPU time --> those of very large grammars finish
-    no third try: the grammar is refused; the refusal is cached for _REFUSED_S
+Grammars are checked in further processes (grammar_checker.py). Tenants take turns at these checks,
+too. Each grammar has two tries:
+    Try    CPU time    Checks at a time    Purpose
+    1      0.5 s       2                   nearly all grammars compile in this time
+    2      5 s         1                   very large grammars do not delay the first tries
+A grammar that compiles in neither try is refused, and the refusal is cached for `_REFUSED_S`.
 """
 
 from __future__ import annotations
@@ -67,26 +67,26 @@ from tandem.router.request.prompt.pieces import (
 from tandem.router.request.request import ClientRequest, Prompt, num_characters
 
 INLINE_COST_MAX = 8_192  # largest cost (see `_cost`) of a prompt that a thread prepares
-_TOKEN_COST = 4  # number of characters that cost as much as a token id
-_MESSAGE_COST = 32  # characters that a chat template adds to a message
+_TOKEN_COST = 4  # cost of a token id; a character costs 1
+_MESSAGE_COST = 32  # cost of the text that a chat template adds to a message
 _NUM_THREADS = 2
 _Text = RenderedText | tuple[int, ...] | Conversation  # a prompt before it is tokenized
-JOB_DEADLINE_S = 60.0  # for one tokenizer job; the longest text takes a few seconds
-# Deadline of one grammar check, including the wait for its turns. The first check also starts the
-# process.
+JOB_DEADLINE_S = 60.0  # deadline of one job; the longest text takes a few seconds
+# Deadline of one grammar's check, including both tries and the waits for the tenant's turns. The
+# first check also starts the checker process.
 GRAMMAR_DEADLINE_S = 15.0
 GRAMMAR_CPU_S = 5.0  # CPU time of the second try of a check
 _QUICK_CPU_S = 0.5  # CPU time of the first try, which does not wait for long checks
 _NUM_QUICK_CHECKS = 2
-_CHECKED_MAX = 64  # number of cached results
-_REFUSED_MAX = 1024  # number of cached refusals (hashes of grammars)
+_CHECKED_MAX = 64  # largest number of cached grammars
+_REFUSED_MAX = 1024  # largest number of cached refusals
 _REFUSED_S = 600.0
 
 
 class PreparedPrompt(NamedTuple):
     token_ids: list[int]
     block_hashes: list[bytes]  # hashes of the full blocks; empty while no KV compatibility is known
-    pinned_tokens: int = 0  # number of first tokens to pin; 0: all
+    pinned_tokens: int = 0  # number of leading tokens whose KV is pinned; 0: all tokens
 
 
 class PromptPreparer:
@@ -119,7 +119,7 @@ class PromptPreparer:
             )
 
         self._processes = tokenizers(num_processes)
-        self._uncut = tokenizers(1)  # for texts that cannot be cut; the first one starts it
+        self._uncut = tokenizers(1)  # a process for texts that cannot be cut; starts on first use
         self._checker = GrammarChecker(
             folder / "tokenizer.json", tokenizer.vocab_size, tokenizer.eos_token_ids
         )
@@ -132,9 +132,9 @@ class PromptPreparer:
         )
 
     async def check(self) -> None:
-        """Starts the first process and tests the tokenizer's rules in it.
+        """Tests in a process whether the rules in the tokenizer's file work.
 
-        Raises ConfigError that names the tokenizer's file if its rules fail or do not end.
+        Raises ConfigError if a rule fails or does not end.
         """
         why = "its rules fail or do not end"
         with suppress(LateJob, BrokenExecutor):
@@ -151,9 +151,9 @@ class PromptPreparer:
     ) -> PreparedPrompt:
         """Returns the prompt's token ids and block hashes.
 
-        Without `chain`, or with a KV budget, no block is hashed. Raises BadRequest for a chat that
-        the template rejects, and ContextTooLong for a long text that cannot fit and is not to be
-        truncated.
+        Without `chain`, or with a KV budget, no block is hashed. Raises BadRequest if the chat
+        template rejects the chat. Raises ContextTooLong if a very long text cannot fit and must not
+        be truncated.
         """
         if request.kv_budget is not None:
             chain = None
@@ -193,7 +193,7 @@ class PromptPreparer:
         return PreparedPrompt(found.tolist(), hashes, pinned_tokens)
 
     async def bad_words(self, request: ClientRequest) -> list[list[int]]:
-        """Returns the token runs that spell the request's bad words."""
+        """Returns the sequences of token ids that spell the request's bad words."""
         words = request.sampling.bad_words
         if not words:
             return []
@@ -209,10 +209,10 @@ class PromptPreparer:
             return await self._threads.run(tenant, cost, decode, token_ids)
 
     async def grammar(self, wanted: StructuredOutput | None, tenant: str) -> str:
-        """Returns the grammar of a completion; "" if the completion may have any form.
+        """Returns the checked grammar for the constraint `wanted`; "" if there is no constraint.
 
-        Raises BadRequest if the grammar cannot be compiled, and CompilerBusy if its check did not
-        end in time.
+        Raises BadRequest if the grammar cannot be compiled. Raises CompilerBusy if the check did
+        not end in time.
         """
         if wanted is None:
             return ""
@@ -222,7 +222,7 @@ class PromptPreparer:
         if wanted in self._checked:
             self._checked.move_to_end(wanted)
             return self._checked[wanted]
-        # Equal grammars share one check, which continues if a client leaves.
+        # Requests with equal grammars share one check. It continues if one of the clients leaves.
         checking = self._checking.get(wanted)
         if checking is None:
             checking = asyncio.ensure_future(self._check(wanted, tenant))
@@ -264,16 +264,17 @@ class PromptPreparer:
         self._threads.close()
         self._processes.close()
         self._uncut.close()
-        self._checker.close()  # first, because the threads of the two executors wait for it
+        self._checker.close()  # before the executors of checks, whose threads wait for the checker
         self._quick_checks.close()
         self._long_checks.close()
 
     async def _count(
         self, request: ClientRequest, text: RenderedText | Conversation, max_model_len: int
     ) -> RenderedText:
-        """Renders a long text and counts the tokens of its pieces. Raises ContextTooLong.
+        """Renders a very long text. Raises ContextTooLong if it certainly does not fit.
 
-        Returns the rendered text, which must still be tokenized.
+        To find out, the tokens are counted piece by piece. The returned text must still be
+        tokenized as a whole.
         """
         run = self._processes.run
         tenant = request.tenant
@@ -284,7 +285,7 @@ class PromptPreparer:
             try:
                 num_tokens += await run(tenant, len(part), _count_in_process, piece)
             except BadRequest:
-                break  # tokenizing the whole text raises an error with the position
+                break  # invalid text; the tokenization of the whole text reports the position
             if (certain := at_least(num_tokens, num_pieces)) >= max_model_len:
                 raise request.too_long(f"at least {certain}", max_model_len)
         return rendered
@@ -299,11 +300,10 @@ class PromptPreparer:
     async def _last(
         self, request: ClientRequest, rendered: RenderedText, kept: int, max_model_len: int
     ) -> tuple[int, ...] | None:
-        """Returns the ids of the last tokens of a long text.
+        """Returns the ids of at least the last `kept` tokens of a very long text.
 
-        There are at least `kept` of them, unless the text has fewer. Returns None if the text has
-        no place to cut. Raises BadRequest, and ContextTooLong if the tokens cannot fit into the
-        context.
+        Returns all ids if the text has fewer tokens, and None if the text has no place to cut.
+        Raises BadRequest, and ContextTooLong if the tokens cannot fit into the context.
         """
         run = self._processes.run
         tenant = request.tenant
@@ -348,7 +348,7 @@ def _reporting_late_jobs() -> Iterator[None]:
 
 
 def _cost(prompt: Prompt) -> int:
-    """Returns the cost of preparing a prompt, as a number of characters to tokenize."""
+    """Returns the cost of preparing a prompt. The unit is one character of text to tokenize."""
     if isinstance(prompt, tuple):
         return _TOKEN_COST * len(prompt)
     if isinstance(prompt, str):
@@ -381,9 +381,9 @@ def prepare_prompt(
 
 
 def _num_equal(tokenizer: Tokenizer, chat: Conversation, token_ids: Sequence[int]) -> int:
-    """Returns the length of the common prefix of the prompt's `token_ids` and the tokens of `chat`.
+    """Returns with how many of the tokens of `chat` the prompt's `token_ids` begin.
 
-    `chat` has the first messages of the prompt's chat. Returns 0 if the template rejects them.
+    `chat` has the first messages of the prompt's chat. Returns 0 if the template rejects `chat`.
     """
     try:
         begins = tokenizer.encode_rendered(_render(tokenizer, chat))
@@ -394,16 +394,16 @@ def _num_equal(tokenizer: Tokenizer, chat: Conversation, token_ids: Sequence[int
 
 
 def spell(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
-    """Returns the tokens that spell each word: at the start of a text, and after a space.
+    """Returns the token ids of each word, as written at the start of a text and after a space.
 
-    The tokens after a space are included only if they differ from those at the start.
+    The second form is left out if it ends with the ids of the first form.
     """
     runs = []
     for word in words:
         bare = tokenizer.encode(word, add_special_tokens=False)
         spaced = tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False)
         runs.append(bare)
-        if spaced[-len(bare) :] != bare:  # otherwise `bare` also matches the word after a space
+        if spaced[-len(bare) :] != bare:  # if equal, `bare` also matches the word after a space
             runs.append(spaced)
     return [run for run in runs if run]
 
@@ -427,13 +427,16 @@ def _start_process(folder: Path, nonce: str) -> None:
 
 
 def _tie_to_parent() -> None:
-    # Ctrl-C reaches the whole process group, but the router must end this process.
+    # Ctrl-C reaches the whole process group. This process ignores it, and the router ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
 def _exit_with_parent() -> None:
-    """Exits when the router ends, even if it was killed; the pool's pipes do not report that."""
+    """Exits when the router ends, even if the router was killed.
+
+    The pipes of the process pool do not report that the router was killed.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -463,7 +466,7 @@ def _check_in_process() -> str:
             tries = what
     except ConfigError as error:
         return error.message
-    except BaseException as error:  # a panic in Rust is not an Exception
+    except BaseException as error:  # includes a panic in Rust, which is no `Exception`
         return f"{tries}: {first_line(error)}"
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
@@ -487,7 +490,10 @@ def _prepare_in_process(
     chain: Chain | None,
     pinned: Conversation | None,
 ) -> tuple[array[int], list[bytes], int]:
-    """Returns token ids as an array, because a list of 100,000 ints is slow to unpickle."""
+    """Tokenizes and hashes a prompt in a process.
+
+    The token ids are an array, because a list of 100,000 ints is slow to unpickle.
+    """
     assert _process_tokenizer is not None
     prepared = prepare_prompt(_process_tokenizer, text, kept, chain, pinned)
     return array("I", prepared.token_ids), prepared.block_hashes, prepared.pinned_tokens

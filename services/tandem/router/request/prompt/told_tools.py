@@ -1,10 +1,12 @@
-"""Describes tools to a model as text if the model's chat template does not support tools.
+"""Writes tools, calls and results as text into a chat whose template does not support them.
 
-The tools are listed in the system message or in the user's first message; earlier calls and their
-results become messages. The model is instructed to use the format of the parser `json`.
-
-A template may support tools but not show earlier calls, or not show their results. Such calls are
-written in the model's own format, and such results become messages of the user.
+- If the template does not support tools, they are listed in the system message or in the user's
+  first message. The text instructs the model to write calls in the format of the parser `json`.
+  Earlier calls and their results become ordinary messages.
+- If the template supports tools but does not show earlier calls, the calls are written into their
+  messages in the model's own format.
+- If the template supports tools but does not show the results of calls, the results become messages
+  of the user.
 """
 
 import json
@@ -21,10 +23,11 @@ _ASKS = (
 
 
 def with_described_tools(chat: Conversation, *, takes_system: bool = True) -> Conversation:
-    """Returns the chat in a form that a template without tools can render; `tools` stays unchanged.
+    """Returns the chat with tools, calls and results written as text into its messages.
 
-    `takes_system`: True: the system message describes the tools. False: the user's first message
-    does. A chat without tools and calls is returned unchanged.
+    The field `tools` stays unchanged. `takes_system`: True: the system message describes the tools.
+    False: the user's first message describes them. A chat without tools and calls is returned
+    unchanged.
     """
     if not (chat.tools or any(message.tool_calls for message in chat.messages)):
         return chat
@@ -73,7 +76,7 @@ def _joined(first: Message, *then: Message) -> Message:
 
 def _with_results_as_text(messages: Iterable[Message]) -> list[Message]:
     converted: list[Message] = []
-    previous_role = ""  # role of the previous message
+    previous_role = ""  # role of the previous message before its conversion
     for message in messages:
         role = message.role
         if role == "tool":

@@ -42,7 +42,7 @@ def open_client(kind: type[_C], account: Path) -> _C:
             )
     try:
         config = KubeConfig.from_service_account(account)
-        # trust_env=False: a proxy that the environment names may not get the token.
+        # trust_env=False: a proxy that the environment names must not get the token.
         return kind(config, timeout=httpx2.Timeout(DEADLINE_S), trust_env=False)
     except (OSError, ConfigError) as error:
         raise NotNow(

@@ -55,6 +55,9 @@ def kept_size(live: Mapping[str, Any], replicas: int | None) -> int:
     """Returns the size of an object after the upgrade.
 
     The present size is kept unless the chart's value `replicas` has changed since the last upgrade.
+    For example, the chart said 2, and an operator has set 5. The size stays 5 if the chart still
+    says 2, and becomes 3 if the chart now says 3.
+
     If no annotation records the chart's last value, the present size is kept only if a manager has
     set it through the object's scale. The chart's template `tandem.replicas` has the same rule. A
     worker that an earlier upgrade added and did not remove is not counted.
@@ -96,8 +99,8 @@ def read_objects(words: Sequence[str]) -> dict[str, int | None]:
 def without_patches(managers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns a RayCluster's `managedFields` without the patched worker groups.
 
-    A manager that patched the worker groups loses that field. A manager that applies the worker
-    groups keeps it.
+    A manager that patched the worker groups no longer owns the field. A manager that applied the
+    worker groups still owns it.
     """
     kept = []
     for entry in deepcopy([dict(entry) for entry in managers]):
@@ -126,7 +129,7 @@ def keep_sizes(client: Client, objects: Mapping[str, int | None]) -> None:
 
 
 def free_groups(client: Client, owner: str) -> None:
-    """Ends the ownership of the worker groups of `owner` (rayclusters/NAME) by patching managers.
+    """Removes managers that patched the worker groups of the RayCluster `owner` as their owners.
 
     Raises the errors of `keep_sizes`.
     """

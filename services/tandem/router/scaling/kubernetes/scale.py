@@ -29,7 +29,7 @@ from tandem.router.scaling.kubernetes.client import (
 
 log = logging.getLogger(__name__)
 
-_MANAGER = "tandem-router"  # owner of `replicas` in the object's managedFields
+_MANAGER = "tandem-router"  # field manager that owns `replicas` after a router has set the size
 
 
 class KubernetesScale:

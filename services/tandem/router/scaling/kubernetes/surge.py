@@ -2,11 +2,12 @@
 
     python -m tandem.router.scaling.kubernetes.surge add SECONDS statefulsets/NAME ...
     python -m tandem.router.scaling.kubernetes.surge end SECONDS statefulsets/NAME ...
-`add` runs before the upgrade, and `end` after it.
-    size 1  --add-->  size 2, which the manager `tandem-surge` owns  --end-->  size 1
-                        '-- another manager sets a size: that size is kept
-The field manager that owns the size is the only state, so a Job that is restarted continues. If an
-upgrade fails and leaves an added worker, the next upgrade removes that worker (keep_sizes.py).
+`add` runs before the upgrade and changes the size from 1 to 2 as the field manager `tandem-surge`.
+`end` runs after the upgrade and changes the size back to 1. If another field manager has set a size
+meanwhile, `end` keeps that size.
+
+The Jobs keep no other state than the field manager of the size, so a restarted Job can continue. If
+an upgrade fails and leaves an added worker, the next upgrade removes that worker (keep_sizes.py).
 
 A StatefulSet replaces its pods in place. It first replaces the pod with the highest ordinal, which
 is the added worker. It replaces the other pod when the added worker is ready again. So one of the
@@ -41,10 +42,11 @@ def add(client: Client, owners: Sequence[str], deadline_s: float) -> None:
     """Adds a worker to each pool of one ready worker and waits until the added workers are ready.
 
     A pool whose only worker is not ready gets no added worker. Such a pool serves nothing anyway,
-    and the upgrade may repair it. The function does not wait for a pool whose rollout has not
-    ended, because the added worker may have a revision that never becomes ready. If an added worker
-    is not ready in time, all added workers are removed and DeadlineExceeded is raised. Raises also
-    the errors of `set_size`.
+    and the upgrade may repair it. The function does not wait for a pool that is still being changed
+    to another revision, because a worker of that revision may never become ready.
+
+    If an added worker is not ready in time, all added workers are removed and DeadlineExceeded is
+    raised. The errors of `set_size` are raised, too.
     """
     for owner in owners:
         set_size(client, owner, _one_more, SURGE)

@@ -1,0 +1,178 @@
+"""Compiles the CPU kernels, which are C++ that needs neither torch nor Python's headers.
+
+    python kernels/native_build.py            compiles them into the cache
+    python kernels/native_build.py --check    only looks for a compiler
+
+setup.py takes the objects from the cache and links them. The Makefile runs this program while pip
+downloads packages, so that an install does not wait for the compiler.
+
+The kernels exist once for each instruction set, and a set takes half a minute to compile. Wheels
+and images have all sets. An editable install has the best one for this processor. The environment
+variable TANDEM_NATIVE names others: `all`, or names separated by commas.
+
+An object is kept under a hash of all that decides its bytes: the source, the headers, the flags and
+the compiler.
+"""
+
+import atexit
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "tandem_kernels" / "native"
+INSTRUCTION_SETS = ("amx", "avx512_bf16", "avx512", "avx2", "plain")
+VARIABLE = "TANDEM_NATIVE"
+_COMMON = ("api", "blocks", "cpu", "pack", "pack_blocks")
+_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-Wno-psabi"),
+    # Debug information would be most of the binary and a quarter of the compile time.
+    "-g0",
+    # GCC 14 to 16 do not fuse multiply and add in loops with one AVX2 sum, but do in loops with
+    # two. The result of a row would depend on the batch.
+    "--param=avoid-fma-max-bits=0",
+)
+_KEPT = 60  # number of objects that the cache keeps; the oldest ones are removed
+
+
+class BuildError(Exception):
+    """The kernels cannot be compiled. The message says what to do."""
+
+
+def wanted_sets(*, all_by_default: bool) -> tuple[str, ...]:
+    """Returns the instruction sets to compile. Raises BuildError for a wrong TANDEM_NATIVE."""
+    named = os.environ.get(VARIABLE, "")
+    if named == "all" or (not named and all_by_default):
+        return INSTRUCTION_SETS
+    if not named:
+        return (best_set(),)
+    sets = tuple(named.split(","))
+    if unknown := [name for name in sets if name not in INSTRUCTION_SETS]:
+        allowed = ", ".join(("all", *INSTRUCTION_SETS))
+        raise BuildError(f"{VARIABLE} names {unknown[0]!r}; allowed are {allowed}")
+    return sets
+
+
+def best_set() -> str:
+    """Returns the best instruction set of this processor."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "cpu.so"
+        _run([*_compiler(), "-shared", "-fPIC", str(SOURCES / "cpu.cpp"), "-o", str(library)])
+        best = ctypes.CDLL(str(library)).tandem_best_instructions
+        best.restype = ctypes.c_char_p
+        return str(best().decode())
+
+
+def build(target: Path, sets: Sequence[str]) -> None:
+    """Links the library `target` with these instruction sets. Raises BuildError."""
+    objects = [str(path) for path in compile_objects(sets)]
+    _run([*_compiler(), "-shared", "-fopenmp", *objects, "-o", str(target)])
+
+
+def compile_objects(sets: Sequence[str]) -> list[Path]:
+    """Compiles the sources that the cache lacks, on all cores. Returns the objects. Raises
+    BuildError."""
+    compiler = _compiler()
+    identity = hashlib.sha256(_run([*compiler, "--version"]).encode())
+    for header in sorted(SOURCES.glob("*.h")):
+        identity.update(header.read_bytes())
+    folder = _cache_folder()
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        made = threads.map(
+            # The sets are first, because they take the longest.
+            lambda name: _object(name, sets, compiler, identity.hexdigest(), folder),
+            (*sets, *_COMMON),
+        )
+        objects = list(made)
+    _forget_old(folder, objects)
+    return objects
+
+
+def _object(
+    name: str, sets: Sequence[str], compiler: Sequence[str], identity: str, folder: Path
+) -> Path:
+    flags = [*_FLAGS, *(f"-DTANDEM_HAS_{each.upper()}" for each in sets if name == "api")]
+    source = SOURCES / f"{name}.cpp"
+    key = hashlib.sha256(" ".join((identity, *compiler, *flags)).encode())
+    key.update(source.read_bytes())
+    kept = folder / f"{name}-{key.hexdigest()[:32]}.o"
+    if kept.exists():
+        os.utime(kept)
+        return kept
+    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+        made = Path(unfinished) / kept.name
+        _run([*compiler, *flags, "-c", str(source), "-o", str(made)])
+        made.replace(kept)
+    return kept
+
+
+def _compiler() -> list[str]:
+    """Returns the C++ compiler: the one of the variable CXX, or else the system's."""
+    if named := os.environ.get("CXX"):
+        return named.split()
+    for name in ("c++", "g++", "clang++"):
+        if found := shutil.which(name):
+            return [found]
+    raise BuildError(
+        "no C++ compiler is found, which the CPU kernels need. Install one (Debian and Ubuntu: "
+        "apt install g++; Fedora: dnf install gcc-c++), or name it in the variable CXX"
+    )
+
+
+def _cache_folder() -> Path:
+    """Returns a writable folder for objects: the user's cache, or else one that is removed when
+    this program ends."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(cache) / "tandem" / "objects"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        temporary = Path(tempfile.mkdtemp(prefix="tandem-objects-"))
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        return temporary
+
+
+def _forget_old(folder: Path, used: Sequence[Path]) -> None:
+    by_age = sorted(folder.glob("*.o"), key=lambda path: path.stat().st_mtime)
+    for path in by_age[:-_KEPT]:
+        if path not in used:
+            path.unlink(missing_ok=True)
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BuildError(f"{command[0]} cannot be run: {error.strerror}") from error
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)}\n{done.stderr.strip()}")
+    return done.stdout
+
+
+def main() -> int:
+    """Compiles the kernels of an editable install into the cache."""
+    began = time.monotonic()
+    try:
+        if "--check" in sys.argv[1:]:
+            _compiler()
+            return 0
+        sets = wanted_sets(all_by_default=False)
+        compile_objects(sets)
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"CPU kernels for {', '.join(sets)} are compiled ({time.monotonic() - began:.0f} s)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
