@@ -1,6 +1,6 @@
-"""Reads only a model's shape, without weights, tokenizer or conversion.
+"""Reads only the config of a model, its "shape", without weights, tokenizer or conversion.
 
-A model is named as for `source.resolve`, or by the path of a config.json.
+The model's name is one that `source.resolve` accepts, or the path of a config.json.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from tandem.models.source import BUILT_IN, built_in_file
 
 
 def read_shape(model: str, *, revision: str = "") -> ModelConfig:
-    """Reads the shape of a model: a folder, a config.json, a GGUF file, the built-in model or a
+    """Reads the config of `model`: a folder, a config.json, a GGUF file, the built-in model or a
     name on the Hugging Face hub.
 
     Raises ConfigError if the model is not found, UnsupportedModel if it cannot be run.

@@ -10,8 +10,8 @@ It closes the oldest connection with an incomplete request from one address:
 - the address with the most connections, if the server has CONNECTIONS_MAX connections.
 
 So an address that opens many silent connections loses its own ones first. A connection younger than
-_MATURE_S is closed only for an address with fewer connections. For other addresses the new
-connection waits.
+_MATURE_S is closed only if its address has more connections than the address of the new connection
+will have. Otherwise the new connection waits until the open one is older.
 
 One thread with an event loop reads all connections, and CALLS_AT_ONCE threads run the application.
 A silent connection holds no thread and costs only a few kilobytes.

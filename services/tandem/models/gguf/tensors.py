@@ -75,8 +75,7 @@ class GgufBlocks:
         return replace(self, data=self.rows()[rows], shape=shape, num_heads=0)
 
     def between(self, first: int, end: int) -> GgufBlocks:
-        """Returns the rows from `first` to before `end`, in stored order, as a view of the same
-        memory."""
+        """Returns the rows [first, end), counted in stored order, as a view of the same memory."""
         return replace(self, data=self.data[first:end], shape=(end - first, self.shape[-1]))
 
     def to(self, device: torch.device) -> GgufBlocks:

@@ -52,7 +52,7 @@ _TEKKEN = (
     rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Kimi K2: words as in o200k_base, except that runs of Han characters are separate.
+# Kimi K2: words as in o200k_base, except that a run of Han characters is a word of its own.
 _NOT_HAN = r"&&[^\p{Han}]]"
 _UPPER_K2 = _UPPER.removesuffix("]") + _NOT_HAN
 _LOWER_K2 = _LOWER.removesuffix("]") + _NOT_HAN
@@ -90,7 +90,8 @@ _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 _NFC_NAMES = ("qwen2", "deepseek-r1-qwen")
 _BEGINNING_WITH_BOS = (*_LLAMA3_NAMES, "tekken")
 _IGNORING_MERGES = (*_LLAMA3_NAMES, "tekken")
-# tokenizer.ggml.pre -> patterns that split the text, applied one after the other.
+# Value of tokenizer.ggml.pre -> patterns that split the text. Each pattern splits the pieces that
+# the previous pattern left.
 _PATTERNS = {
     **dict.fromkeys(("gpt-2", "olmo"), (_GPT2,)),
     **dict.fromkeys(("smollm", "refact"), (r"\p{N}", _GPT2)),
@@ -172,7 +173,8 @@ def _build(metadata: GgufMetadata, *, pre: str, tokens: list[str]) -> Tokenizer:
 
 
 def pre_tokenizer(pre: str = "", *, pattern: str = "") -> pre_tokenizers.PreTokenizer:
-    """Returns the pre-tokenizer named `pre` in _PATTERNS, or one with a single pattern."""
+    """Makes a byte-level pre-tokenizer. It splits a text by `pattern` if given, else by the
+    patterns in _PATTERNS[pre]."""
     patterns = (pattern,) if pattern else _PATTERNS[pre]
     splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in patterns]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -214,7 +216,8 @@ def _add_special(tokenizer: Tokenizer, metadata: GgufMetadata, tokens: list[str]
 def _add_boundaries(
     tokenizer: Tokenizer, metadata: GgufMetadata, *, pre: str, tokens: list[str]
 ) -> None:
-    """Adds a post-processor for the bos and eos tokens that the file's settings request."""
+    """Adds a post-processor that puts bos before each text and eos after it, as far as the file's
+    settings request this."""
     bos, eos = (metadata.token_id(special_key(name)) for name in ("bos", "eos"))
     is_default = pre in _BEGINNING_WITH_BOS or metadata.get("tokenizer.ggml.model") == "llama"
     add_bos = metadata.flag("tokenizer.ggml.add_bos_token", is_default)

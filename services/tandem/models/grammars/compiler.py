@@ -64,7 +64,8 @@ class GrammarCompiler:
         matcher = LLMatcher(self._vocabulary(), text, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise BadRequest(matcher.get_error())
-        # The matcher caches the result, and copies of the matcher inherit the cache.
+        # The text that the grammar forces at its start is computed now. The matcher caches the
+        # text, and copies of the matcher inherit the cache.
         matcher.compute_ff_bytes()
         return matcher
 
@@ -91,9 +92,10 @@ class GrammarCompiler:
     def forced_token(self, matcher: LLMatcher) -> int | None:
         """Returns the next token if the grammar allows only one text; else None.
 
-        If the forced text is spelled like a special token that the grammar does not allow,
-        llguidance returns the special token; this method returns the longest ordinary token
-        instead. Only the beginning of a long text is tokenized.
+        For example, a grammar may force the text `<|im_end|>` but not allow the special token with
+        this text. llguidance returns the special token all the same. This method then returns the
+        longest ordinary token with which the text begins. Only the beginning of a long text is
+        tokenized.
         """
         text: bytes = matcher.compute_ff_bytes()
         if not text:

@@ -69,7 +69,9 @@ class _Compiled:
     matcher: Future[LLMatcher]  # result: a matcher in the grammar's initial state
     # Held while a thread uses the lexer, which all matchers of the grammar share.
     lock: threading.Lock = field(default_factory=threading.Lock)
-    is_broken: bool = False  # A matcher failed, so the shared lexer may be invalid.
+    # True: a matcher failed, so the shared lexer may be invalid. The next sequence with the grammar
+    # compiles it again.
+    is_broken: bool = False
 
 
 class GrammarMatcher:
@@ -116,7 +118,7 @@ class GrammarMatcher:
 
     @property
     def is_late(self) -> bool:
-        """True while the mask of the next token is computed."""
+        """True while the mask of the next token is still being computed."""
         return self.update_job is not None and not self.update_job.done()
 
     def append(self, token_id: int) -> None:
@@ -276,8 +278,9 @@ class GrammarMasks:
         self.search_s = 0.0  # time spent on forced tokens since the last step began
 
     def matcher(self, text: str, token_ids: list[int]) -> GrammarMatcher | None:
-        """Returns a matcher for a completion with these tokens so far; None if `text` is empty. The
-        grammar may still be compiling. Raises BadRequest if the engine has no compiler."""
+        """Returns a matcher for a completion that has the tokens `token_ids` so far and must match
+        the grammar `text`. Returns None if `text` is empty. The grammar may still be compiling.
+        Raises BadRequest if the engine has no compiler."""
         if not text:
             return None
         if self._compiler is None:
@@ -314,8 +317,8 @@ class GrammarMasks:
         self.search_s = 0.0
 
     def wait(self, until: float = inf) -> None:
-        """Waits for the masks that `start` began, at most until `until` (a time of
-        `perf_counter`)."""
+        """Waits for the masks that `start` began, but not after the time `until` of
+        `time.perf_counter()`."""
         for matcher in self._awaited:
             job = matcher.update_job
             if job is not None and not job.done():

@@ -1,8 +1,9 @@
 """Converts a client's response format into one grammar text for llguidance.
 
 llguidance compiles recursively, and limits neither the nesting depth nor the work for `multipleOf`.
-The checks in this module limit both and give a clear reason. Other excessive work is stopped by the
-limits of the process that compiles each text first (grammar_checker.py).
+The checks in this module limit both and give a clear reason. Before an engine compiles a grammar
+text, the router compiles it in a process with limits, which stop other excessive work
+(grammar_checker.py).
 """
 
 import json
@@ -240,7 +241,7 @@ def _checked_lark(text: str) -> str:
         with suppress(json.JSONDecodeError):  # The compiler reports invalid JSON.
             divisors += _check_schema(json.JSONDecoder().raw_decode(text, found.end())[0])
     _check_divisors(divisors)
-    # name -> (nesting depth of its brackets, names of rules that it uses)
+    # Rule name -> (nesting depth of the brackets in the rule, names of rules that the rule uses).
     rules: dict[str, tuple[int, list[str]]] = {}
     name = ""
     depth = 0

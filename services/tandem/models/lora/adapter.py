@@ -3,6 +3,7 @@
     y = x W^T + scale * (x A^T) B^T     A [rank, in], B [out, rank]
     scale = alpha / rank, or alpha / sqrt(rank) with use_rslora
 
+W is a matrix of the model. The adapter has A, B and alpha.
 This module reads names and shapes and does not import torch. An adapter that the engine cannot
 compute exactly raises ConfigError or UnsupportedModel, which name the field or the tensor, before
 any weight is read. The choice of adapted modules follows PEFT's rules (tuners_utils.py,
@@ -82,7 +83,7 @@ class LoraModule:
 
 @dataclass(frozen=True, slots=True)
 class LoraFolder:
-    """An adapter's folder after the checks against a model. Its weights are not read yet."""
+    """An adapter's folder that passed the checks against a model. The weights are not read yet."""
 
     path: Path
     modules: Mapping[str, LoraModule]  # by module name, such as model.layers.0.mlp.up_proj
@@ -104,7 +105,8 @@ class LoraFolder:
         return digest.hexdigest()
 
     def read_weights(self) -> tuple[bytes, str]:
-        """Returns the contents of the weights file, and `digest` for exactly these contents."""
+        """Returns the contents of the weights file, and the digest of the config and these
+        contents. Even if the file changes later, the two results belong together."""
         with naming(self.path / WEIGHTS_FILE):
             weights = (self.path / WEIGHTS_FILE).read_bytes()
         digest = _begin_digest(self.config)
@@ -204,8 +206,9 @@ def _by_pattern(
 def _plain_names(stored: Mapping[str, TensorHeader], *, is_text_part: bool) -> dict[str, str]:
     """Maps PEFT's standard tensor names to the names in the file.
 
-    Names in the file may contain the adapter name `default`, which old versions of PEFT and other
-    programs write, and module names may be those of a multimodal checkpoint's text part."""
+    Names in the file may differ in two ways. Old versions of PEFT and some other programs add the
+    adapter name `default`. Adapters of multimodal models name modules as the multimodal checkpoint
+    does."""
     plain = {re.sub(r"(\.lora_[AB])\.default\.", r"\1.", name): name for name in stored}
     if not is_text_part:
         return plain

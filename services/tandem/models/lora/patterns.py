@@ -28,7 +28,8 @@ _PLAIN = re.compile(r"[\w.-]*", re.ASCII)
 
 
 class Pattern(NamedTuple):
-    """A pattern in a config: the field, the text given there, and the expression to match."""
+    """A pattern that an adapter's config has in `field`. `given` is the text in the config, and
+    `expression` is the regular expression made from it."""
 
     field: str
     given: str
@@ -42,8 +43,8 @@ class Pattern(NamedTuple):
 
 
 def match_all(patterns: Sequence[Pattern], names: Sequence[str]) -> list[list[str | None]]:
-    """Matches each pattern against each name. result[pattern][name] is None if the pattern does not
-    match, else the text of the pattern's first group ("" if there is no group).
+    """Matches each pattern against each name. result[i][j] is None if pattern i does not match name
+    j. Otherwise it is the text of the pattern's first group, or "" if the pattern has no group.
 
     Raises UnsupportedModel naming a pattern that is invalid or takes too long."""
     is_few = len(patterns) <= _PLAIN_MAX

@@ -140,9 +140,10 @@ def _layers(config: Mapping[str, Any]) -> tuple[Collection[int], list[str]] | No
 
 
 def _in_layers(names: list[str], layers: Collection[int], lists: list[str]) -> list[str]:
-    """Returns the module names whose layer number is in `layers`. The layer number follows one of
-    the list names in `lists`; without list names it is the first number in the module name. Raises
-    UnsupportedModel if no module name is left."""
+    """Returns the module names whose layer number is in `layers`. In a module name, the layer
+    number follows one of the names in `lists`: 2 follows "layers" in model.layers.2.mlp.up_proj.
+    If `lists` is empty, the layer number is the first number. Raises UnsupportedModel if no module
+    name is left."""
     patterns = [
         Pattern("layers_pattern", given, rf".*\.{given}\.(\d+)\.") for given in map(str, lists)
     ]

@@ -11,8 +11,9 @@ wrote the text of a special token (a control string) is therefore encoded in ste
     encode    A copy of the tokenizer (the "twin") encodes the text. In the twin, the special tokens
               have the unguessable names.
 
-Marks and names contain a nonce. Tokenizers of one model with the same nonce can encode each other's
-rendered texts.
+Marks and names contain a nonce, a random text. With the nonce 7f3a, a client's `<|im_end|>` becomes
+the mark `7f3amark2end`, and the template's `<|im_end|>` becomes the name `7f3atoken2end`.
+Tokenizers of one model with the same nonce can encode each other's rendered texts.
 
 The twin differs from the tokenizer only in these names. Normalizers and pre-tokenizers see the
 client's text unchanged. A special token that is also an ordinary vocabulary entry has a new name in

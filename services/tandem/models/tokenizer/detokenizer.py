@@ -1,9 +1,9 @@
 """Converts a stream of token ids to text incrementally, in complete characters.
 
-A character may span several tokens. The bytes of an incomplete character are held until it is
-complete, until it turns out to be invalid (it becomes U+FFFD), or until `flush`. The concatenated
-output equals `Tokenizer.decode` of all ids, with one exception (see `_WindowText`). The cost per
-token is constant.
+A character may span several tokens. The bytes of an incomplete character are held back until the
+character is complete. Invalid bytes, and incomplete bytes at `flush`, become U+FFFD. The
+concatenated output equals `Tokenizer.decode` of all ids, with one exception (see `_WindowText`).
+The cost per token is constant.
 """
 
 import codecs

@@ -26,8 +26,8 @@ from tandem.models.tokenizer_settings import end_token_ids, read_tokenizer_setti
 
 @dataclass(frozen=True, slots=True)
 class RenderedText:
-    """A text to encode, or a piece of such a text: a prompt, or a chat rendered with special
-    tokens."""
+    """A text to encode, or a piece of one. The text is a plain prompt, or a rendered chat, which
+    already contains special tokens."""
 
     text: str
     is_renamed: bool = False  # True: special tokens have the names that `ControlStrings` gives.
@@ -204,8 +204,9 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         first = 0
         last = len(ids) if stop == len(window.text) else 0
-        # Some tokenizers exclude spaces from a token's offsets, so tokens may not reach
-        # `stop`. The result ends with the last token that begins before `stop`.
+        # Some tokenizers exclude spaces from offsets: if a space precedes `stop`, the last token
+        # may end before `stop`. The result therefore ends with the last token that begins before
+        # `stop`.
         places = zip(encoding.offsets, encoding.sequence_ids, strict=True)
         for index, ((begin, end), sequence) in enumerate(places):
             if sequence is None:  # an added token such as bos, which has no text

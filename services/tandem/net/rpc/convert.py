@@ -34,8 +34,8 @@ _STRUCTS: Mapping[Any, type[msgspec.Struct]] = {
     pb.Retention: Retention,
     pb.SequenceKvBudget: KvBudget,
 }
-# Field of a message -> attribute path in the struct, for fields whose value has another name or
-# place there.
+# Field of a message -> attribute path in the struct, for fields whose value has another name in the
+# struct, or is in an inner struct.
 _PLACES = {
     "Sampling.bad_words": "bad_words_token_ids",
     "SequenceInput.max_tokens": "sampling.max_tokens",
