@@ -167,9 +167,10 @@ class _TemplateTraits(NamedTuple):
     forms: Mapping[_MessageKind, _MessageForm]
     takes_text: Mapping[str, bool]  # role -> True if the template renders content that is a string
     takes_parts: Mapping[str, bool]  # role -> True if the template renders content that is a list
-    shows_calls: bool  # The template renders tool calls of earlier answers.
-    shows_results: bool  # The template renders the results of tool calls.
-    takes_one_call: bool  # True: messages with several calls are split into one call each.
+    shows_calls: bool  # True: the template renders tool calls of earlier answers.
+    shows_results: bool  # True: the template renders the results of tool calls.
+    # True: a message with several tool calls is split into messages with one call each.
+    takes_one_call: bool
     # True: call ids may have any form. False: nine letters and digits, as Mistral requires.
     takes_all_ids: bool
 
@@ -382,8 +383,8 @@ class ChatTemplate:
             text = self._render_probe(role, "probedone")
             takes_text[role] = "probedone" in text
             parts = self._render_probe(role, _PROBED_PARTS)
-            # If the rendered text has a part in quotes, such as [{"text": "probedone"}], the
-            # template does not know parts and printed the Python list.
+            # A quote before the text "probedone" shows that the template does not know lists as
+            # content: it printed the Python list, [{'type': 'text', 'text': 'probedone'}, ...].
             are_shown = all(p["text"] in parts for p in _PROBED_PARTS)
             takes_parts[role] = are_shown and not any(q + "probedone" in parts for q in "'\"")
         traits = _TemplateTraits(
@@ -461,8 +462,8 @@ class ChatTemplate:
         return "probedcall" in rendered and "probedtwo" in rendered
 
     def _best_form(self, kind: _MessageKind) -> _MessageForm:
-        """Returns the form in which the template renders most of a message of this kind. The score
-        of a form is `_num_shown`: 2 if both reasoning and tool calls are rendered. Of forms with
+        """Returns the form with the highest score for messages of this kind. `_num_shown` is the
+        score, for example 2 if the template renders both reasoning and tool calls. Of forms with
         equal scores, the first one wins. Content does not count, because a template that drops
         content does so in transformers, too."""
         best = _MessageForm()
@@ -519,7 +520,8 @@ class ChatTemplate:
 
         if has_more("None"):
             return -1
-        # Arguments printed as a Python dict, or encoded as JSON twice, are not valid calls.
+        # Calls are not valid if the arguments are printed as a Python dict, which has {', or are
+        # encoded as JSON twice, which gives \".
         shows_calls = has_more("probedcall") and not (has_more("{'") or has_more('\\"'))
         shows_reasoning = rendered.count("probedthought") == 1
         if form.layout == "joined" and not shows_reasoning:

@@ -43,10 +43,11 @@ WsgiApp = Callable[[dict[str, Any], Any], Iterable[bytes]]
 CONNECTIONS_MAX = 256
 PER_ADDRESS_MAX = 64
 CALLS_AT_ONCE = 2
-# time limit from the start of a connection to the end of its request, and again for the response
+# Time limit for receiving a request, counted from the start of the connection. Sending the response
+# has a limit of the same length.
 DEADLINE_S = 10.0
-# A younger connection is not closed to make room for another connection of the same address,
-# because its request may still be on the way.
+# A younger connection is usually not closed to make room for another one, because its request may
+# still be on the way.
 _MATURE_S = 0.25
 _WAITING_MAX = 256  # maximum number of accepted connections that wait for room
 _WAIT_S = 3.0

@@ -35,7 +35,7 @@ class Experts:
     is_corrected: bool = False  # True: experts are ranked by sigmoid(logit) plus a learned bias.
     groups: ExpertGroups | None = None
     scale: float = 1.0  # factor on the weights of the chosen experts
-    shared_inner: int = 0  # sum of the intermediate sizes of the shared experts
+    shared_inner: int = 0  # sum of the intermediate sizes of all shared experts; 0: there are none
 
 
 def read_experts(

@@ -62,8 +62,8 @@ def hf_config(
     tensor_names: frozenset[str],
     rope_tables: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:
-    """Returns the contents of config.json. `rope_tables` has the file's tensors of those listed in
-    names.ROPE_TABLES, by name.
+    """Returns the contents of config.json. `rope_tables` has the RoPE tables in the file by their
+    names, which are in names.ROPE_TABLES.
 
     Raises UnsupportedModel naming a key that config.json cannot express or that is not supported.
     """

@@ -3,9 +3,9 @@
 The weights stay in the GGUF file; the folder records the path of that file. If there are several
 copies of the file, the folder records the copy that was used last.
 
-A conversion is written to a temporary folder and renamed when it is complete, under a file lock. A
-second process waits for the lock and finds the result. A process that dies leaves no folder that
-looks complete.
+A process that converts a file holds a lock and writes to a temporary folder, which it renames when
+the conversion is complete. A second process waits for the lock and finds the result. A process that
+dies leaves no folder that looks complete.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def model_name(gguf_file: Path) -> str:
 
 
 def gguf_config(gguf_file: Path) -> ModelConfig:
-    """Reads the shape of a GGUF file's model from its metadata, without a conversion.
+    """Reads the model's config from the metadata of a GGUF file, without a conversion.
 
     Raises UnsupportedModel if the model cannot be run, ConfigError if the file is not a valid GGUF
     file.

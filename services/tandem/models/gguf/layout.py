@@ -40,7 +40,7 @@ _STRING = 8
 _ARRAY = 9
 # Number types -> their format characters in the struct module.
 _SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_SIZE_BYTES = 8  # size of the field before a string that has the string's length
+_SIZE_BYTES = 8  # size of the length that precedes each string
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def _check_part(layout: Layout, number: int, count: int) -> None:
 
 
 class _Scan:
-    """One forward pass over a file. Its methods raise ValueError for an invalid file."""
+    """Reads a file once from start to end. The methods raise ValueError for an invalid file."""
 
     def __init__(self, file: Path, data: mmap.mmap, skips_strings: bool) -> None:
         self._file = file
@@ -241,13 +241,13 @@ class _Scan:
         return found
 
     def _skip_strings(self, num: int) -> list[str]:
-        """Moves behind `num` strings."""
+        """Moves the read position behind the next `num` strings. Returns an empty list."""
         read_size = struct.Struct("<Q").unpack_from
         at = self._at
         try:
             for _ in range(num):
                 at += _SIZE_BYTES + read_size(self._data, at)[0]
-        except (struct.error, OverflowError, IndexError):  # the place is outside the file
+        except (struct.error, OverflowError, IndexError):  # The position is outside the file.
             raise self._cut_short() from None
         if at > len(self._data):
             raise self._cut_short()

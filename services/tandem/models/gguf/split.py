@@ -16,7 +16,7 @@ _PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffi
 
 
 def whole_name(file: Path) -> str:
-    """Returns the file's name without its suffix and part number."""
+    """Returns the file's name without suffix and part number: NAME for NAME-00001-of-00003.gguf."""
     found = _PART.fullmatch(file.name)
     return found["name"] if found else file.stem
 

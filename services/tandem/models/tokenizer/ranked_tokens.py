@@ -35,7 +35,7 @@ from tandem.models.gguf.tokenizer import pre_tokenizer
 from tandem.models.tokenizer.tokenizer import BYTE_OF_LETTER
 from tandem.models.tokenizer_settings import read_tokenizer_settings
 
-# Part of the cache key. Increment it with every change to the output of a conversion.
+# Part of the cache key. It must be incremented with every change to the output of a conversion.
 _VERSION = 1
 # maximum length of a token; the longest tokens of published models have 128 bytes
 _TOKEN_BYTES_MAX = 1024

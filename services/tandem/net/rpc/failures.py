@@ -112,7 +112,7 @@ def _lower_level(record: logging.LogRecord) -> bool:
 
 
 def quiet_peer_faults() -> None:
-    """Keeps gRPC from logging faults of peers as errors with a traceback. A fault is malformed
-    bytes or a disconnect in the middle of a message. The call that was cut off reports a disconnect
-    anyway. The function may be called repeatedly."""
+    """Keeps gRPC from logging faults of peers as errors with a traceback. A fault is a malformed
+    message, or a disconnect in the middle of a message, which the interrupted call reports anyway.
+    The function may be called repeatedly."""
     logging.getLogger("grpc._cython.cygrpc").addFilter(_lower_level)

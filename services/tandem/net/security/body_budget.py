@@ -32,8 +32,8 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(slots=True)
 class _Held:
-    """The bodies of one address that count in the budget, in the order of their last data, oldest
-    first."""
+    """The bodies of one address that count in the budget. First comes the body that has received
+    no data for the longest time."""
 
     num_bytes: int = 0
     bodies: dict[Body, None] = field(default_factory=dict)
@@ -70,8 +70,9 @@ class BodyBudget:
             self.release(body)
 
     def charge(self, body: Body, num_bytes: int) -> None:
-        """Counts bytes of a body. Raises TooManyRequests if they exceed the limit of the client
-        address, and BodiesFull if they exceed the limit of the process."""
+        """Counts bytes of a body. If they exceed a limit, other bodies are revoked. If none may be
+        revoked, raises TooManyRequests for the limit of the client address, and BodiesFull for the
+        limit of the process."""
         now = time.monotonic()
         held = self._held.get(body.address) or _Held()
         while held.num_bytes + num_bytes > self._of_address_max:

@@ -116,7 +116,8 @@ class _RenewedConnection(SSLConnection):
     all root certificates of the system are read.
     """
 
-    # the shared context, after a text that describes the options and files from which it was made
+    # A text that describes the TLS options and the versions of the certificate files, and the
+    # context made from these. A new text means that a new context is needed.
     _shared: ClassVar[tuple[str, Any]] = ("", None)
 
     def _connection_arguments(self) -> Any:

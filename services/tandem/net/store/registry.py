@@ -244,8 +244,8 @@ class Registry:
     async def check_compatibility(
         self, compatibility: KvCompatibility, generation: str = ""
     ) -> None:
-        """Compares a worker's KV compatibility with that of the worker's generation. If the
-        generation has none yet, it gets the worker's. Raises Incompatible, which names the
+        """Compares a worker's KV compatibility with that of the worker's generation. If none is
+        stored for the generation yet, the worker's is stored. Raises Incompatible, which names the
         differences.
         """
         key = self._compatibility_key_of(generation)
