@@ -383,8 +383,8 @@ class ChatTemplate:
             text = self._render_probe(role, "probedone")
             takes_text[role] = "probedone" in text
             parts = self._render_probe(role, _PROBED_PARTS)
-            # A quote before the text "probedone" shows that the template does not know lists as
-            # content: it printed the Python list, [{'type': 'text', 'text': 'probedone'}, ...].
+            # A template that does not know lists as content prints the Python list, such as
+            # [{'type': 'text', 'text': 'probedone'}]. A quote before "probedone" shows this.
             are_shown = all(p["text"] in parts for p in _PROBED_PARTS)
             takes_parts[role] = are_shown and not any(q + "probedone" in parts for q in "'\"")
         traits = _TemplateTraits(
@@ -408,9 +408,10 @@ class ChatTemplate:
     def _shows_results(self, traits: _TemplateTraits) -> bool:
         """Returns whether the template renders the result of a tool call.
 
-        There are two test chats: in one the result follows a call, in the other it follows an
-        answer without calls. If the template refuses both, the function also returns True: such a
-        template refuses a client's result with an error, so the result is not dropped silently."""
+        There are two test chats. In one the result follows a call, and in the other the result
+        follows an answer without calls. If the template refuses both, the function also returns
+        True: such a template refuses a client's result with an error, so the result is not dropped
+        silently."""
         called = [traits.given(_CALLED)] if traits.shows_calls else []
         shown = []
         for before in (*called, [{"role": "assistant", "content": "b"}]):

@@ -126,7 +126,7 @@ def worker_need(
 def keeps_quantized(config: EngineOptions, model: ModelFolder, kernels: str) -> bool:
     """Returns whether quantized weights stay quantized in memory.
 
-    If `weights` is not auto, they are converted. If it is auto, the kernels decide:
+    If the setting `weights` is not auto, the weights are converted. Otherwise the kernels decide:
     - torch and triton: weights stay quantized if `dtype` is auto.
     - native, fp8 weights: weights stay quantized.
     - native, other formats: weights stay quantized if `dtype` is auto and `numerics` is fast. Exact

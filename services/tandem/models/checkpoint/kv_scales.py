@@ -34,7 +34,7 @@ class StoredScale(NamedTuple):
 
 
 def place_of_scale(name: str) -> Place | None:
-    """Parses a tensor's name into the layer and "k" or "v"; None if it does not name a KV scale."""
+    """Parses the name of a KV scale into the layer and "k" or "v". Returns None for other names."""
     found = _NAME.fullmatch(name)
     if found is None or found[2] not in (None, "qkv", found[3]):
         return None

@@ -24,8 +24,10 @@ class Family:
         "after": on the output, before the residual is added;
         "around": on both.
     norm_offset: a number added to the stored weights of norms.
-    qk_norm: RMSNorm of q and k before the rotation: none, over each head, or over all heads
-        together.
+    qk_norm: RMSNorm of q and k before RoPE:
+        "": none;
+        "head": over each head;
+        "all": over all heads together.
     biases: the linear layers of attention that have biases:
         "config": q, k, v and the output, if `attention_bias` is true;
         "qkv": q, k and v always, the output never;
@@ -50,8 +52,11 @@ class Family:
     is_length_scaled: `max_position_embeddings` is always the context after RoPE scaling. In other
         families this depends on the kind of scaling (`RopeScaling.max_model_len`).
     activation_key: the key of config.json that names the activation of the MLP.
-    multipliers: constant factors in the decoder: none, Granite's keys, or Gemma's (embeddings by
-        the square root of the hidden size, scores by `query_pre_attn_scalar`).
+    multipliers: constant factors in the decoder:
+        "": none;
+        "granite": the factors in keys such as `embedding_multiplier`;
+        "gemma": embeddings are multiplied by the square root of the hidden size, and scores are
+            divided by the square root of `query_pre_attn_scalar`.
     experts: the layers that have experts, and the naming of the config keys and tensors:
         "": none;
         "mixtral", "gpt_oss": all layers;

@@ -169,7 +169,8 @@ def _is_tied(config: Mapping[str, Any], part: Mapping[str, Any]) -> Any:
 
 
 def _with_text_part_names(quantization: dict[str, Any]) -> dict[str, Any]:
-    """Returns `quantization_config` with the module names that the text part has."""
+    """Returns `quantization_config` with module names of the checkpoint converted to those of the
+    text part (`text_name`)."""
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict):
         return quantization

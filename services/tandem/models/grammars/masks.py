@@ -8,8 +8,8 @@ Two kinds of threads do the work:
   the vocabulary.
 
 A step waits at most `MASK_WAIT_S` for the masks of its sequences. A sequence whose mask is late
-skips the step: it samples no token. In the first step for which the mask is ready, the model
-computes the sequence's last token again, and the sequence samples its next token. A late mask
+skips the step and samples no token. In the first step for which the mask is ready, the model
+computes the sequence's last token again, and the next token is sampled. A late mask
 therefore delays a sequence but does not change the sampled tokens. A sequence ends with an error if
 it skips more than `SKIPS_MAX` steps while one mask is computed. If the last mask of a sequence was
 slow, the next mask is computed before the sequence joins a step, so other sequences do not wait.
@@ -69,8 +69,8 @@ class _Compiled:
     matcher: Future[LLMatcher]  # result: a matcher in the grammar's initial state
     # Held while a thread uses the lexer, which all matchers of the grammar share.
     lock: threading.Lock = field(default_factory=threading.Lock)
-    # True: a matcher failed, so the shared lexer may be invalid. The next sequence with the grammar
-    # compiles it again.
+    # True: a matcher failed, so the shared lexer may be invalid. The grammar is compiled again for
+    # the next sequence.
     is_broken: bool = False
 
 

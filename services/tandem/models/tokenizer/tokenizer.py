@@ -63,7 +63,7 @@ class Tokenizer:
 
     @classmethod
     def of(cls, model: ModelFolder) -> Self:
-        """Reads the tokenizer of a model. Raises ConfigError if its files cannot be read, or if its
+        """Reads the tokenizer of a model. Raises ConfigError if a file cannot be read, or if the
         vocabulary is larger than the model's embedding.
 
         Added tokens may lack an embedding, as in Gemma 3; prompts that contain them are refused.
@@ -246,8 +246,7 @@ class Tokenizer:
         return self._control_strings.nonce
 
     def added_token_id(self, string: str) -> int | None:
-        """Returns the id of an added token, special or not; None if there is no such added
-        token."""
+        """Returns the id of the added token with this text. Returns None if there is none."""
         token_id: int | None = self._tokenizer.token_to_id(string)
         return token_id if token_id in self._added_ids else None
 

@@ -1,6 +1,7 @@
-"""Declares metrics as tables. Routers and workers share the histogram buckets.
+"""Lets a class declare Prometheus metrics as attributes. Routers and workers share the histogram
+buckets.
 
-A class declares metrics, and each instance of the class registers metrics of its own:
+Each instance of such a class registers metrics of its own:
 
 class Requests(MetricSet):
     ended = counter("tandem_requests", "Requests by outcome", "outcome")

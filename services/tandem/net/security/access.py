@@ -95,8 +95,8 @@ class FailureThrottle:
     FREE = 5  # number of failures per minute that are not delayed
     DELAY_MAX_S = 2.0
     _WINDOW_S = 60.0
-    # maximum number of remembered addresses; above it, the address whose last failure is oldest is
-    # dropped
+    # Maximum number of remembered addresses. Beyond it, the address that has not failed for the
+    # longest time is dropped.
     _ADDRESSES_MAX = 4096
 
     def __init__(self) -> None:

@@ -4,9 +4,9 @@ Each worker writes a key beside its record (registry.py), with the same time to 
     {tandem:CLUSTER}:worker:ID:pairs  msgpack, peer's worker id -> bytes/s
 
 A bandwidth is `_PULL_BYTES` (4 MiB) divided by the predicted time of a pull of this size. The time
-includes the latency: 10 ms of latency and 30 ms of transfer give 100 MiB/s. `PairRate.bytes_per_s`,
-which leaves out the latency, would be misleading, because it is almost arbitrary while pulls are
-small or a host is busy.
+includes the latency: 10 ms of latency and 30 ms of transfer give 100 MiB/s. `PairRate.bytes_per_s`
+leaves out the latency. That rate would be misleading: while pulls are small or a host is busy, its
+measurement is almost arbitrary.
 
 The bandwidths have a key of their own because the controller's Redis user may not access worker
 records: all processes rely on the addresses in the records.

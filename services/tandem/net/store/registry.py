@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "draining"]
 PROTOCOL_VERSION = 1
-# time for which a lent worker's role is kept; a restarted worker loads its model in less
+# Time for which a lent worker's role is kept. A restarted worker loads its model in a shorter time.
 LOAN_TTL_S = 3600.0
 
 
@@ -184,8 +184,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
         return {peer: rate.transport for peer, rate in self.pairs.items()}
 
 
-# Writes a worker's record and renews the keys around it. The KV compatibility is renewed only if it
-# is missing or equals the worker's own.
+# Writes a worker's record and the other keys of a worker, and renews their time to live. The KV
+# compatibility is written only if none is stored, or if the stored one equals the worker's.
 # KEYS: 1 the record, 2 the set of workers, 3 the KV compatibility, 4 the bandwidths from the
 # worker's peers, 5 the lent worker's role; all in one hash slot. ARGV: 1 worker id, 2 record, 3 KV
 # compatibility, 4 time to live in ms, 5 bandwidths, 6 role (empty: not lent), 7 the role's time to

@@ -3,8 +3,8 @@ records. This module does no I/O.
 
 A live worker increases `num_writes` in its record with each write. A worker is silent if the number
 no longer grows: the process has stopped, has ended or has lost its connection to Redis. The reader
-notices this long before the record expires. A worker is stuck if it writes records, but the engine
-has work and finishes no step.
+notices the silence long before the record expires. A worker is stuck if it still writes records,
+but its engine has work and finishes no step.
 """
 
 import math
@@ -16,8 +16,8 @@ from tandem.common.perf_model.predict import queue_seconds
 from tandem.net.store.registry import WorkerRecord
 
 _WRITES_MAX = 3  # A worker counts as silent after this number of write intervals without a write.
-# An engine counts as stuck if it finishes no step in the predicted time of this number of full
-# steps.
+# An engine counts as stuck if it finishes no step in the time in which it should finish this number
+# of full steps.
 _TURNS_MAX = 3
 _LOST_S = 30.0
 

@@ -86,7 +86,8 @@ def _scaled(
     module: str, num_out: int, num_in: int, stored: Mapping[str, TensorHeader], scheme: Scheme
 ) -> dict[str, Form]:
     named = [name for name in _SCALES if f"{module}.{name}" in stored]
-    # If no scale is stored, the error message names the usual one: weight_scale_inv for blocks.
+    # If no scale is stored, the error message names the tensor that checkpoints usually have:
+    # weight_scale_inv with blocks, else weight_scale.
     scale = named[0] if named else _SCALES[scheme.block is None]
     shapes: tuple[tuple[int, ...], ...]
     if scheme.block is None:

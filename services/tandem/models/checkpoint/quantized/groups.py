@@ -37,7 +37,7 @@ class QuantizedGroups:
     numbers: torch.Tensor  # [out, in], uint8 from 0 to 15, or int8
     zeros: torch.Tensor  # [out, groups] or [1, 1], uint8 from 0 to 16
     scales: torch.Tensor  # [out, groups] or [1, 1], float32
-    # [in]; None: groups have equal size and consecutive inputs
+    # Number of each input's group, [in]. None: groups have equal size and consecutive inputs.
     group_of_input: torch.Tensor | None = None
 
     def values(self) -> torch.Tensor:

@@ -34,7 +34,7 @@ class PackedGroups:
     scales: torch.Tensor  # [out, groups]
     zeros: torch.Tensor | None = None  # uint8 [out, groups]
     mins: torch.Tensor | None = None  # [out, groups]
-    # [in]; None: groups have equal size and consecutive inputs
+    # Number of each input's group, [in]. None: groups have equal size and consecutive inputs.
     group_of_input: torch.Tensor | None = None
 
     @classmethod
