@@ -225,7 +225,8 @@ def _read_scaling(parameters: Mapping[str, Any], max_positions: int) -> RopeScal
 
 
 def _truncate(parameters: Mapping[str, Any]) -> bool:
-    if parameters.get("truncate", True) is None:  # An absent key means true, but null means false.
+    # Null is refused: in transformers null means false, although an absent key means true.
+    if parameters.get("truncate", True) is None:
         raise UnsupportedModel("truncate is None; it must be true or false")
     return flag(parameters, "truncate", True)
 

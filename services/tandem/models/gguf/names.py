@@ -1,5 +1,5 @@
-"""Maps GGUF tensor names to Hugging Face names, and knows the tensors whose values or row order
-differ from those of Hugging Face files."""
+"""Maps GGUF tensor names to Hugging Face names. Finds the tensors whose values or row order differ
+from those of Hugging Face files."""
 
 import re
 
