@@ -13,8 +13,8 @@ from tandem.common.config.router import RouterConfig
 from tandem.errors import BadRequest, BodyTooLarge, BodyTooLate, NotJson
 from tandem.net.security.body_budget import Body
 
-# The server reads a body that is too large up to this size, and discards it. If the server closed
-# the connection while the client was still sending, the client would lose the response.
+# If a body is too large, the server still reads it, up to this size, and discards it. If the server
+# closed the connection while the client was still sending, the client would lose the response.
 DISCARD_BYTES_MAX = 64 << 20
 # Bodies of at most this size do not count in the body budget. The buffers of a connection need
 # about as much memory anyway, and each address has a limited number of connections.

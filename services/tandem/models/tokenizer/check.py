@@ -106,8 +106,8 @@ def _check_growth(tokenizer: tokenizers.Tokenizer) -> None:
 def _texts() -> Iterator[str]:
     letters = [*string.printable, "é", "ß", "Ж", "中", "あ", "🙂", "\u0301", "\u00a0"]
     yield from letters
-    # Some matchers do not try an expression such as (a+)+! on a text without "!". This ending
-    # contains every such last character.
+    # Some matchers try an expression such as (a+)+! only on a text with its last character, "!".
+    # `endings` contains every character that may be the last one.
     endings = "\0" + "".join(3 * mark for mark in string.punctuation) + string.printable
     for ending in ("!", "a", "1", " ", "\n", "\0", endings):
         for letter in letters:

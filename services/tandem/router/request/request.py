@@ -152,7 +152,8 @@ class ClientRequest:
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """Number of log probabilities in the answer for each prompt token, over all choices."""
+        """Number of prompt log probabilities in the answer for each position of the prompt. The
+        number is summed over all choices."""
         number = self.sampling.prompt_logprobs
         return 0 if number is None else self.sampling.n * (1 + number)
 

@@ -314,8 +314,8 @@ class TierDamage:
     """Counts, for each tier, the blocks that recently could not be read.
 
     The object store is not counted, because the bucket's own rules delete blocks there. Blocks that
-    the tier counted as bad before the first report, such as after a restart, are not counted
-    either.
+    a tier already counted as bad in its first report are not counted either: the tier could not
+    recover them when it started.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
