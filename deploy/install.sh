@@ -8,8 +8,10 @@ set -euo pipefail
 
 lock=$1
 packages=(torch)
+expected='about a minute'
 if [ "$lock" = dev ]; then
   packages+=('triton<3.10')
+  expected='about three minutes'
   export TANDEM_NATIVE=all # tests compare the instruction sets
 fi
 python=.venv/bin/python
@@ -17,7 +19,7 @@ pip() { "$python" -m pip --disable-pip-version-check -qq "$@"; }
 stage() { printf '%4d s  %s\n' "$SECONDS" "$1"; }
 
 "$python" kernels/native_build.py --check
-stage "1 of 3: downloading and unpacking packages, about a minute; compiling the CPU kernels meanwhile"
+stage "1 of 3: downloading and unpacking packages, $expected; compiling the CPU kernels meanwhile"
 "$python" kernels/native_build.py &
 compiling=$!
 trap 'kill "$compiling" 2>/dev/null || true' EXIT
