@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.harness.cluster import wait_for
+
 pytestmark = pytest.mark.service
 
 DEADLINE_S = 30.0
@@ -60,6 +62,8 @@ class Handler(BaseHTTPRequestHandler):
         elif asked == "break":
             failed = {"error": {"message": "the worker was lost"}}
             self._stream([_delta(content="half an "), failed])
+        elif asked == "silence":
+            self.server.left.wait(DEADLINE_S)
         elif asked == "endless":
             self._stream(_delta(content=f"word{n} ") for n in range(10_000))
         else:
@@ -191,6 +195,18 @@ def test_ctrl_c_stops_the_answer_only(server: Server, screen: Screen) -> None:
     screen.wait("7 tokens in")
     kept = server.bodies[-1]["messages"][1]["content"]
     assert kept.startswith("word0 word1 word2 ")
+
+
+def test_a_message_without_an_answer_is_dropped(server: Server, screen: Screen) -> None:
+    screen.type("silence")
+    wait_for(lambda: server.bodies, deadline_s=DEADLINE_S, what="the request")
+    os.killpg(screen.process.pid, signal.SIGINT)
+    screen.wait("stopped by Ctrl-C")
+    server.left.set()
+    screen.wait("> ")
+    screen.type("hello")
+    screen.wait("7 tokens in")
+    assert [each["content"] for each in server.bodies[-1]["messages"]] == ["hello"]
 
 
 def test_errors_are_told_and_the_conversation_goes_on(server: Server, screen: Screen) -> None:

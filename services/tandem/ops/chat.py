@@ -61,8 +61,11 @@ class Chat:
     _has_template: bool = True
 
     def ask(self, text: str) -> None:
-        """Sends a message and shows the answer. Ctrl-C ends the answer; what has arrived stays part
-        of the conversation. Raises OperateError; then the message is not part of it."""
+        """Sends a message and shows the answer. Ctrl-C ends the answer. Raises OperateError.
+
+        After Ctrl-C or an error, the message stays in the conversation with the part of the answer
+        that has arrived. If nothing has arrived, the message is dropped.
+        """
         self.messages.append({"role": "user", "content": text})
         answer = Answer()
         began = time.monotonic()
@@ -70,15 +73,12 @@ class Chat:
             self._show(answer, began)
         except KeyboardInterrupt:
             answer.finish_reason = "stopped"
-        except OperateError:
-            if not answer.text:
-                self.messages.pop()
-                raise
-            self.messages.append({"role": "assistant", "content": answer.text})
-            raise
         finally:
+            if answer.text:
+                self.messages.append({"role": "assistant", "content": answer.text})
+            else:
+                self.messages.pop()
             self.console.print()
-        self.messages.append({"role": "assistant", "content": answer.text})
         self._show_figures(answer, time.monotonic() - began)
 
     def models(self) -> list[str]:

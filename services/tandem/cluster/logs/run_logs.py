@@ -82,13 +82,21 @@ def running() -> list[Addresses]:
     """Returns the addresses of the clusters that this user runs on this machine."""
     found = []
     for run in sorted(_folders(runs_folder())):
-        try:
-            os.close(_locked(run))  # possible only if the run has ended
-        except OSError:
-            with suppress(OSError, msgspec.DecodeError):
-                text = (run / _ADDRESSES_FILE).read_bytes()
-                found.append(msgspec.json.decode(text, type=Addresses))
+        # A run that is still starting has no such file. Its folder is not touched, because trying
+        # the lock could prevent the run from taking it.
+        with suppress(OSError, msgspec.DecodeError):
+            addresses = msgspec.json.decode((run / _ADDRESSES_FILE).read_bytes(), type=Addresses)
+            if _is_active(run):
+                found.append(addresses)
     return found
+
+
+def _is_active(run: Path) -> bool:
+    try:
+        os.close(_locked(run))
+    except OSError:
+        return True
+    return False
 
 
 def find_address(kind: Literal["http", "admin"], default: str) -> str:
