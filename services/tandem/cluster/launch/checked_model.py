@@ -1,6 +1,8 @@
-"""Finds the model of `tandem up` and checks it before the processes that read it are started.
+"""Finds the model of `tandem up`, and checks that workers can serve it.
 
-The checks read the tokenizer and the headers of weight files, but no tensors.
+The checks read the tokenizer and the headers of weight files, but no tensors. They take a quarter of
+a second or more, so the launcher runs them while the processes load their own modules. An error of
+the launcher names the file at fault in one line; an error of a worker is in the worker's log.
 """
 
 import subprocess
@@ -37,28 +39,25 @@ _OPTIONS = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--retries=2
 
 
 def find_local_model(options: LaunchOptions) -> ModelFolder | None:
-    """Checks the model if it is on this machine. Returns None if it may have to be downloaded.
-
-    Raises ConfigError if workers cannot serve the model. The message names the file, the adapter or
-    the setting at fault.
-    """
+    """Returns the model if it is on this machine, or None if it may have to be downloaded. Raises
+    ConfigError if there is no model at a given path, or if its config cannot be served."""
     if _needs_download(options.model) or not is_local(options.model):
         return None
-    return _checked(options)
+    return resolve(options.model, revision=options.model_revision)
 
 
 def fetch_model(options: LaunchOptions, say: Callable[[str], None]) -> ModelFolder:
-    """Downloads the model if needed, and checks it. Raises ConfigError if the download fails or
-    workers cannot serve the model."""
+    """Finds the model, and downloads it if needed. Raises ConfigError if the download fails."""
     say("looking for the model")
     if _needs_download(options.model):
         say("downloading the built-in model (93 MB, once)")
         download_built_in()
-    return _checked(options)
+    return resolve(options.model, revision=options.model_revision)
 
 
-def _checked(options: LaunchOptions) -> ModelFolder:
-    model = resolve(options.model, revision=options.model_revision)
+def check_model(options: LaunchOptions, model: ModelFolder) -> None:
+    """Raises ConfigError if workers cannot serve the model. The message names the file, the adapter
+    or the setting at fault."""
     with ThreadPoolExecutor(1) as executor:
         # A child process checks the tokenizer's rules while this process checks everything else.
         checking_rules = executor.submit(check_file, model.path / "tokenizer.json")
@@ -75,7 +74,6 @@ def _checked(options: LaunchOptions) -> ModelFolder:
             open_lora(path, model.config, rank_max=options.engine.max_lora_rank)
         except TandemError as error:
             raise type(error)(f"--lora {name}: {error.message}") from error
-    return model
 
 
 def _needs_download(model: str) -> bool:
