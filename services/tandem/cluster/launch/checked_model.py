@@ -1,8 +1,8 @@
 """Finds the model of `tandem up`, and checks that workers can serve it.
 
-The checks read the tokenizer and the headers of weight files, but no tensors. They take a quarter of
-a second or more, so the launcher runs them while the processes load their own modules. An error of
-the launcher names the file at fault in one line; an error of a worker is in the worker's log.
+The checks read the tokenizer and the headers of weight files, but no tensors. They take a quarter
+of a second or more, so the launcher runs them while the processes load their own modules. Workers
+would find the same faults, but in their logs; the launcher shows the fault in one line.
 """
 
 import subprocess

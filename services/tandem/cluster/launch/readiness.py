@@ -1,10 +1,9 @@
 """Waits until a starting cluster can take requests, and reports how long each part took.
 
 A cluster is ready when the routers answer and every worker's record says ready. The workers connect
-with each other afterwards. Until they are connected, decode workers prefill prompts themselves. The
-start fails if
-a process ends before that (the error has the end of its log), or if there is no progress for too
-long.
+with each other afterwards; until then, decode workers prefill prompts themselves. The start fails
+if a process ends before the cluster is ready (the error has the end of the process's log), or if
+there is no progress for too long.
 """
 
 import ssl
