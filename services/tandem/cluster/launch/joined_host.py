@@ -23,7 +23,7 @@ from rich.markup import escape
 from tandem.cluster.joining.call import request_join
 from tandem.cluster.joining.protocol import JoinReply
 from tandem.cluster.launch.certificates import Authority, write_certificates
-from tandem.cluster.launch.checked_model import check_model, fetch_model
+from tandem.cluster.launch.checked_model import fetch_model
 from tandem.cluster.launch.leave import Leaving
 from tandem.cluster.launch.listening import Listening, for_this_host, read_join_token
 from tandem.cluster.launch.options import LaunchOptions, check_listen, make_spec, on_host
@@ -154,7 +154,6 @@ class _JoinedHost:
         """Starts Ray and returns once it has joined the head. Raises ConfigError if this host
         cannot join."""
         model = fetch_model(self._options, self.say)
-        check_model(self._options, model)
         spec = make_spec(
             self._options,
             cluster_id=self._run.cluster_id,

@@ -1,8 +1,7 @@
 """`tandem up` runs a complete cluster on this machine, in the foreground, and stops all of it.
 
-1. It checks the ports and the memory.
-2. It starts the guardian, Redis, the workers and the routers. While these load their modules, it
-   checks the model. Then it waits until all are ready.
+1. It checks the ports, the memory and the model.
+2. It starts the guardian, Redis, the workers and the routers, and waits until these are ready.
 3. It starts Ray. Requests are served meanwhile, because they do not need Ray.
 4. It restarts Redis, Ray and the guardian when they end.
 
@@ -30,7 +29,7 @@ from rich.markup import escape
 
 from tandem.cluster.gpus import count_gpus, with_gpu
 from tandem.cluster.launch.certificates import Authority, write_certificates
-from tandem.cluster.launch.checked_model import check_model, fetch_model, find_local_model
+from tandem.cluster.launch.checked_model import fetch_model, find_local_model
 from tandem.cluster.launch.listening import Listening, read_join_token, redis_socket
 from tandem.cluster.launch.options import (
     LaunchOptions,
@@ -173,7 +172,6 @@ class _Launch:
             self._members[member.member_id] = member, started.pid
             readiness.add(member, started)
         self._spec = spec
-        check_model(self._options, model)
         readiness.wait()
         return model, readiness
 

@@ -3,7 +3,7 @@
 A rule may be a regular expression that takes exponential time on some texts, replace a character by
 a megabyte, or add a hundred thousand tokens to each text. A few texts are therefore tried when the
 file is loaded, in a process with limited time and memory:
-- `tandem up` uses a child process, while the other processes start.
+- `tandem up` uses a child process, before it starts anything else.
 - A router uses its tokenizer process, while the router starts.
 """
 

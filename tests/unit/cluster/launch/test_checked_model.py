@@ -1,4 +1,4 @@
-"""`tandem up` names what is wrong with a model by the file at fault."""
+"""`tandem up` names what is wrong with a model before it starts a process, by the file at fault."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.cluster.launch.checked_model import check_model, find_local_model
+from tandem.cluster.launch.checked_model import find_local_model
 from tandem.cluster.launch.options import LaunchOptions
 from tandem.common.config.engine import EngineOptions
 from tandem.errors import ConfigError
-from tandem.models.folder import ModelFolder
 from tests.lora_adapters import write_adapter
 from tests.tiny_models import make_tiny_model
 
@@ -31,13 +30,6 @@ def options(model: str | Path, **engine: Any) -> LaunchOptions:
     return LaunchOptions(model=str(model), engine=EngineOptions(**engine))
 
 
-def checked(options: LaunchOptions) -> ModelFolder:
-    model = find_local_model(options)
-    assert model is not None
-    check_model(options, model)
-    return model
-
-
 def with_adapter(path: Path) -> dict[str, Any]:
     return {"lora": {"mine": str(path)}, "max_lora_rank": 8}
 
@@ -45,7 +37,8 @@ def with_adapter(path: Path) -> dict[str, Any]:
 def test_a_model_and_its_adapters_pass(folder: Path, tmp_path: Path) -> None:
     config = make_tiny_model("llama", tmp_path / "model")[0].config
     write_adapter(tmp_path / "adapter", config, r=8)
-    model = checked(options(folder, **with_adapter(tmp_path / "adapter")))
+    model = find_local_model(options(folder, **with_adapter(tmp_path / "adapter")))
+    assert model is not None
     assert model.path == folder
 
 
@@ -101,7 +94,7 @@ def with_tokens(number: int) -> Callable[[Path], None]:
 
 def test_an_added_token_without_an_embedding_is_none_of_the_vocabulary(folder: Path) -> None:
     with_tokens(202)(folder)  # the last that has an embedding
-    checked(options(folder))
+    assert find_local_model(options(folder)) is not None
 
 
 @pytest.mark.parametrize(
@@ -140,7 +133,7 @@ def test_a_folder_with_something_wrong(
 ) -> None:
     change(folder)
     with pytest.raises(ConfigError, match=named) as raised:
-        checked(options(folder))
+        find_local_model(options(folder))
     assert str(folder) in raised.value.message
     assert len(raised.value.message.splitlines()) == 1
 
@@ -160,30 +153,31 @@ def test_scales_of_kv_are_checked_if_they_will_be_read(folder: Path) -> None:
         (scales, "lacks"),
     ):
         save_file(stored | wrong, file, metadata={"format": "pt"})
-        checked(options(folder))
+        assert find_local_model(options(folder)) is not None
         with pytest.raises(ConfigError, match=named) as raised:
-            checked(options(folder, kv_dtype="fp8_e4m3"))
+            find_local_model(options(folder, kv_dtype="fp8_e4m3"))
         assert str(folder) in raised.value.message
 
 
 def test_adapters_with_something_wrong(folder: Path, tmp_path: Path) -> None:
-    model = checked(options(folder))
+    model = find_local_model(options(folder))
+    assert model is not None
     write_adapter(tmp_path / "wide", model.config, r=16)
     with pytest.raises(ConfigError, match=r"--lora mine: .*rank is 16; max-lora-rank allows at mo"):
-        checked(options(folder, **with_adapter(tmp_path / "wide")))
+        find_local_model(options(folder, **with_adapter(tmp_path / "wide")))
     elsewhere = options(folder, **with_adapter(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"--lora mine: .*none has no adapter_config\.json"):
-        checked(elsewhere)
-    checked(replace(elsewhere, listen="10.0.0.1"))
+        find_local_model(elsewhere)
+    assert find_local_model(replace(elsewhere, listen="10.0.0.1")) is not None
 
 
 def test_settings_that_the_model_cannot_have(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max-model-len 600 is not within 1 to 512"):
-        checked(options(folder, max_model_len=600))
+        find_local_model(options(folder, max_model_len=600))
     latent = make_tiny_model("deepseek-v3", tmp_path / "latent")[0].path
-    checked(options(latent))
+    assert find_local_model(options(latent)) is not None
     with pytest.raises(ConfigError, match="KV dtype int4 is not supported with latent attention"):
-        checked(options(latent, kv_dtype="int4"))
+        find_local_model(options(latent, kv_dtype="int4"))
 
 
 @pytest.mark.parametrize(
@@ -209,6 +203,6 @@ def test_gguf_files_of_other_kinds(
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(ConfigError, match=rf"a\.gguf: {named}"):
-        checked(options(tmp_path / "a.gguf"))
+        find_local_model(options(tmp_path / "a.gguf"))
     with pytest.raises(ConfigError, match=r"has no config\.json \(name the file .*a\.gguf\)"):
-        checked(options(tmp_path))
+        find_local_model(options(tmp_path))
