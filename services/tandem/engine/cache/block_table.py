@@ -62,8 +62,8 @@ class BlockTables:
 
     @property
     def num_evicted_tokens(self) -> int:
-        """Number of computed tokens that heavy hitters evicted. The tables do not list their blocks
-        any more."""
+        """Number of computed tokens whose KV was evicted under a budget with heavy hitters. The
+        tables do not list the blocks of these tokens any more."""
         return 0 if self.hitters is None else self.hitters.num_evicted_tokens
 
     def num_full(self, num_computed: int) -> int:

@@ -66,7 +66,8 @@ class WriteProgress:
     def __init__(self) -> None:
         self._num_begun = 0
         self._num_ended = 0
-        # the last time at which a write ended, or started while no other was in flight
+        # Time at which the last write ended, or at which a write started while no other was in
+        # flight.
         self._at = 0.0
 
     def begin(self, now: float) -> None:
@@ -120,8 +121,8 @@ class Writes:
         return any(g.wants_writes(hung) for g in self._groups) and bool(self._writable(hung))
 
     def start(self, until: float) -> None:
-        """Starts to write blocks that have no copy, one block of each group in turn. One job writes
-        all of them that have the same tier and group.
+        """Starts to write blocks that have no copy, one block of each group in turn. The writes of
+        one group to one tier run as one job.
 
         Continues until the time `until` of `time.perf_counter`, but starts at least one block.
         """

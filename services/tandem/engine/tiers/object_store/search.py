@@ -34,11 +34,12 @@ def search(
     block_hashes: Sequence[bytes],
     first: int,
 ) -> Found:
-    """Returns the blocks of a chain that were found in the store: those of the group without a
-    window, and those of windows near the largest depth at which a request can resume.
+    """Returns which blocks of a chain were found in the store, for each KV group. In the group
+    without a window, these are the leading blocks. In a group with a window, they are blocks near
+    the largest depth at which a request can resume.
 
-    The first `first` blocks of the group without a window are known to be in the store. They are
-    left out of the result if no more blocks are found. Raises OSError.
+    The first `first` blocks of the group without a window are not requested. They are part of the
+    result only if later blocks are found too. Raises OSError.
     """
     depth = len(block_hashes)
     found = [list[int]() for _ in layout.groups]
