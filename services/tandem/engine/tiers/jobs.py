@@ -189,9 +189,10 @@ class Load:
 
     # These fields are set by the load, its thread and the engine.
     num_taken: int = field(default=0, init=False)
-    # Number of last parts that are loaded or being read.
+    # Number of parts at the end of `parts` that are loaded or being read.
     num_begun: int = field(default=0, init=False)
-    num_read: int = field(default=0, init=False)  # number of last parts that are loaded
+    # Number of parts at the end of `parts` that are loaded.
+    num_read: int = field(default=0, init=False)
     failed: LoadPart | None = field(default=None, init=False)
     # True: the load was cancelled, so it starts no more reads.
     is_cancelled: bool = field(default=False, init=False)
@@ -295,7 +296,7 @@ class Load:
         first = next(i for i, part in enumerate(self.parts) if part.tier == self.tier)
         self._since = self.clock(), self.num_read, first
         begun: deque[Callable[[Bytes], None]] = deque()
-        num_ahead = self.num_begun  # number of last parts whose reads were started
+        num_ahead = self.num_begun  # number of parts at the end of `parts` whose reads were started
         while (part := self._begin(first)) is not None:
             wanted = len(self.parts) - max(self.num_spared, self.num_taken, first)
             wanted = max(self.num_begun, min(wanted, self.num_begun + _AHEAD))

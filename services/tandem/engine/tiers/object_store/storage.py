@@ -69,8 +69,8 @@ class ObjectStorage(SharedStorage):
         self._suffix = ""
         try:
             self._request(obstore.put, f"{self._folder}/about", about)
-            # Raises PermissionError if the client may not list the bucket, because AWS then answers
-            # 403.
+            # Checks that the client may list the bucket. If it may not, AWS answers with 403
+            # instead of 404, and `_has` raises PermissionError.
             self._has(bytes(16))
         except PermissionError as error:
             raise ConfigError(
