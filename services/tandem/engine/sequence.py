@@ -75,9 +75,9 @@ class SequenceStart:
 
     num_cached_blocks: int
     num_computed_tokens: int
-    # Number of tokens that have KV once all awaited KV has arrived. Computation continues after
-    # these tokens, in the mode PREFILL_ONLY on the consumer. In a model with windows, this number
-    # determines which blocks are needed.
+    # Number of tokens that have KV once all awaited KV has arrived. This engine (PREFILL_ONLY: the
+    # consumer) continues after these tokens. In a model with windows, this number determines which
+    # blocks are needed.
     resume: int
     # Ids of blocks to copy from, one for each KV group. They are copied into the first block that
     # only this sequence writes. Empty: nothing is copied.
@@ -136,8 +136,8 @@ class Sequence:
     block_size: int
     chain_root: bytes
     block_hashes: list[bytes]  # one hash for each full block of token_ids
-    # PREFILL_ONLY: number of leading blocks that are not to be reported, because the consumer does
-    # not want them or they were reported already.
+    # PREFILL_ONLY: number of leading blocks that need no report, because the consumer does not want
+    # them or they were reported already.
     num_reported_blocks: int
     next_in_transfer: int  # PREFILL_ONLY: index of the next block to report, in transfer order
     # LOCAL, PREFILL_ONLY: number of leading blocks to pull from a peer if they are not cached.
@@ -148,7 +148,8 @@ class Sequence:
     num_prefill_tokens: int = 0  # number of tokens at admission; the tokens after these are decoded
     num_stored_blocks: int = 0  # number of leading blocks that are cached in the pool
     num_used_blocks: int = 0  # number of leading blocks that `take_used` has reported so far
-    cached: CachedTokens | None = None  # tokens reused at the first admission; None: not admitted
+    # Tokens reused at the first admission; None: not admitted yet.
+    cached: CachedTokens | None = None
     loading: Loading = field(default_factory=Loading)  # the load from a tier below the pool
     # Models with windows: number of leading blocks whose full-attention KV was in the pool or a
     # tier at admission. The windows' KV for these blocks may have been missing.

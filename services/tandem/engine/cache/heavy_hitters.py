@@ -41,9 +41,10 @@ class HeavyHitters:
         self._tokens = budget.tokens
         self._size = block_size
         self._border = border_tokens(block_size)
-        self._num_sinks = -(-budget.sinks // block_size)  # number of sink blocks
+        self._num_sinks = -(-budget.sinks // block_size)  # number of blocks with sinks
         others = budget.tokens - self._num_sinks * block_size - self._border
-        self._num_recent = others // 2 // block_size  # number of recent blocks that are kept
+        # Number of most recent blocks that are never evicted.
+        self._num_recent = others // 2 // block_size
         # Number of computed tokens at the first eviction point.
         self._first = budget.tokens // self._border * self._border
         self._sums: Sums = np.zeros(0, np.float32)

@@ -93,7 +93,8 @@ class ResumableChains:
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[bytes, StoredBlock] = {}  # blocks of the group with full attention
+        # By hash: blocks of the group with full attention.
+        self._blocks: dict[bytes, StoredBlock] = {}
         self._num_uses: Counter[bytes] = Counter()
 
     def update(self, full: Events, resumable: Events) -> BlockChanges:

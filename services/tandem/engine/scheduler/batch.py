@@ -40,8 +40,8 @@ class SequenceSlice(NamedTuple):
     # Number of earlier tokens whose KV was evicted (heavy_hitters.py). For example, after 300
     # tokens of which 64 were evicted, `context_len` is 236, and the next token has position 300.
     num_evicted: int = 0
-    # For each block, the attention weights that it has received so far, summed up; fp32 [blocks].
-    # The step adds its own weights in place. None: the KV budget does not evict by attention.
+    # Sum of the attention weights that each block got in all steps, fp32 [blocks]. The step adds
+    # its own weights in place. None unless the KV budget keeps heavy hitters.
     block_sums: Sums | None = None
 
     @property

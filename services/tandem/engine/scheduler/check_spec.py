@@ -85,7 +85,8 @@ def _check_numbers(sampling: SamplingParams) -> None:
 
 
 def _check_number(name: str, value: float, least: float, largest: float) -> None:
-    if not least <= value <= largest:  # true for NaN too
+    # NaN is refused too, because each comparison with NaN is false.
+    if not least <= value <= largest:
         raise BadRequest(
             f"{name} is {value:g}; it must be from {least:g} to {largest:g}", param=name
         )

@@ -34,10 +34,9 @@ class Link:
     """
 
     latency_s: float
-    token_s: float  # seconds per token for all layers
-    # One pair (first, seconds) for each sliding window: the KV of the window's layers is pulled
-    # only for tokens from index `first` on, in so many seconds per token. `token_s` includes these
-    # seconds.
+    token_s: float  # seconds to pull the KV of one token, for all layers together
+    # One pair for each sliding window: (index of the first token whose KV is pulled for the
+    # window's layers, seconds per token for these layers). `token_s` includes these seconds.
     windows: tuple[tuple[int, float], ...] = ()
 
     def pull_s(self, num_tokens: int, context: int) -> float:

@@ -177,8 +177,8 @@ class Load:
     # For example, with two groups whose blocks have 3 MB and 1 MB, a load of only the first group's
     # blocks has a share of 0.75. With one group it is 1.0.
     share: float
-    # Number of parts, from the first one on, that the engine is expected to compute. The load does
-    # not read these parts ahead.
+    # Number of parts, from the first one on, that the engine is expected to compute. Reads that are
+    # started in advance leave out these parts.
     num_spared: int
 
     channels: Sequence[Sequence[Channel]]  # channels[group][tier]
@@ -187,7 +187,7 @@ class Load:
     on_end: Callable[[Load], object]
     continue_in: Callable[[int, Load], object]  # continues the load in the thread of the given tier
 
-    # These fields are set by the load, its thread and the engine.
+    # The fields from here on change during the load.
     num_taken: int = field(default=0, init=False)
     # Number of parts at the end of `parts` that are loaded or being read.
     num_begun: int = field(default=0, init=False)
@@ -207,8 +207,8 @@ class Load:
     seconds: dict[int, float] = field(default_factory=dict, init=False)
     # By tier: seconds that one part was expected to take at the start of the load.
     expected_s: dict[int, float] = field(default_factory=dict, init=False)
-    # (time at which the reads of the current tier started, number of parts loaded before that,
-    # index of the tier's first part). None before the reads start.
+    # When the reads of the current tier started: (time, number of parts loaded before, index of the
+    # tier's first part). None before the reads start.
     _since: tuple[float, int, int] | None = field(default=None, init=False)
     # Copies in flight: the event at the end of each copy, in the order in which the copies started.
     _copies_in_flight: deque[Event] = field(default_factory=deque, init=False)

@@ -120,7 +120,7 @@ def _store_storages(inputs: TierInputs) -> list[Storage]:
     return [first, *others]
 
 
-# For each tier in KV_TIERS, the function that creates its storages, one for each KV group.
+# For each tier in KV_TIERS: the function that creates the tier's storages, one for each KV group.
 STORAGES: dict[str, Callable[[TierInputs], list[Storage]]] = {
     HOST: _host_storages,
     DISK: _disk_storages,

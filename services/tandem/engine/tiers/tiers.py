@@ -38,7 +38,7 @@ from tandem.engine.types import TierBlocks, TierStats
 
 STALL_S = 2.0  # a load that gets no block for this many seconds is cancelled
 TURN_S = 8e-5  # seconds that a step of the engine spends on finished writes, or on new writes
-_CLOSE_S = 3.0  # seconds to write blocks without a copy when the engine closes
+_CLOSE_S = 3.0  # time limit in seconds for the last writes when the engine closes
 
 
 class Tiers:

@@ -25,7 +25,7 @@ from tandem.engine.tiers.storage import Entry
 from tandem.engine.tiers.tier import Tier, is_held
 
 HUNG_S = 2.0  # a tier with writes in flight hangs if none of them ends for this many seconds
-_PAUSE_S = 1.0  # seconds without new writes after a write failed; the disk may be full
+_PAUSE_S = 1.0  # seconds without new writes to a tier after a failed write; its disk may be full
 _WRITES_MAX = 64  # maximum number of writes in flight for one KV group
 
 

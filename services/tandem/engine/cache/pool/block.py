@@ -23,7 +23,7 @@ class Copy(Enum):
     NONE = "none"  # no copy yet; the block waits to be offered to tiers
     WRITING = "writing"  # a tier is copying the block
 
-    # faster than Enum's hash, a Python function; pools look up copies often
+    # This hash is faster than Enum's hash, which is a Python function. Pools look up copies often.
     __hash__ = object.__hash__
 
 

@@ -59,8 +59,8 @@ class BlockPool:
     def __init__(self, num_blocks: int, *, report_tokens: bool = False) -> None:
         """With `report_tokens`, the events of stored blocks include their token ids."""
         self.num_blocks = num_blocks
-        self.children = ChildBlocks()  # cached blocks whose tokens are known, by parent
-        self.num_dropped = 0  # number of CACHED blocks that were evicted without a copy
+        self.children = ChildBlocks()  # finds cached blocks by their parent and first tokens
+        self.num_dropped = 0  # number of CACHED blocks that were evicted without a copy in a tier
         self.pins = Pins(0)
         self._blocks = [Block() for _ in range(num_blocks)]
         self._cached = CachedBlocks(self._blocks)

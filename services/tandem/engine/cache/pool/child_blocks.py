@@ -25,9 +25,9 @@ class PartialMatch(NamedTuple):
 
 class ChildBlocks:
     def __init__(self) -> None:
-        # For each parent's hash, the (tokens, hash) of its children, sorted.
+        # By hash of the parent: (tokens, hash) of each of its children, sorted.
         self._children: dict[bytes, list[tuple[bytes, bytes]]] = {}
-        # For each block's hash, its (parent's hash, tokens).
+        # By hash of a block: (hash of the block's parent, the block's tokens).
         self._places: dict[bytes, tuple[bytes, bytes]] = {}
 
     def add(self, parent_hash: bytes, block_hash: bytes, token_ids: Sequence[int]) -> None:

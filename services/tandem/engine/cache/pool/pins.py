@@ -45,7 +45,7 @@ class Pins:
     def __init__(self, capacity: int) -> None:
         """`capacity` is the largest number of pinned blocks."""
         self.capacity = capacity
-        self.fates: Counter[Fate] = Counter()  # number of blocks with each fate since the start
+        self.fates: Counter[Fate] = Counter()  # number of blocks by their fate, since the start
         self._tenants: dict[bytes, _Tenant] = {}  # tenants that have pins
         self._owner: dict[bytes, bytes] = {}  # the tenant that pinned each block, by block hash
         self._changed: dict[bytes, None] = {}

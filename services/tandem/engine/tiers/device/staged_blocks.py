@@ -16,8 +16,8 @@ import torch
 from tandem.engine.tiers.device.blocks import DONE, Channel, DeviceBlocks, Event, HostPages
 from tandem.engine.tiers.storage import Bytes
 
-# Largest total size in bytes of the buffers in one channel's ring. Exceeded if RING_MIN buffers
-# need more.
+# Limit on the total bytes of the buffers in one channel's ring. A ring has at least RING_MIN
+# buffers, even if these exceed the limit.
 RING_BYTES = 64 << 20
 RING_MIN = 2  # smallest number of buffers in a ring
 RING_MAX = 16  # largest number of buffers in a ring

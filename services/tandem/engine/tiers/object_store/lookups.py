@@ -54,7 +54,7 @@ class _Lookup:
         try:
             self.found = search(self.storages, self.layout, self.block_hashes, self.first)
         except OSError as error:
-            # the storage itself makes no requests for a while after an error
+            # After an error, the storage itself makes no requests for a while.
             log.debug("a look-up failed: %s", error)
         finally:
             self.seconds = self.clock() - started
@@ -79,7 +79,7 @@ class Lookups:
         self._storages = [g.storage for g in groups if isinstance(g.storage, SharedStorage)]
         self._thread = start_thread("store-lookups") if self._tier else None
         self._clock = clock
-        self._lookups: dict[str, _Lookup] = {}  # by sequence id
+        self._lookups: dict[str, _Lookup] = {}  # look-ups of sequences, by sequence id
         self._ended: SimpleQueue[_Lookup] = SimpleQueue()
         self._num_in_flight = 0
         self._current: _Lookup | None = None  # the look-up whose result is being added

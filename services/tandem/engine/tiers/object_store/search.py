@@ -24,7 +24,7 @@ from tandem.engine.tiers.storage import SharedStorage
 AT_ONCE = 8  # number of blocks that are requested at the same time
 
 
-# for each group, the chain indices of the blocks that were found in the store
+# For each KV group: the chain indices of the blocks that were found in the store.
 Found = list[list[int]]
 
 
@@ -90,7 +90,7 @@ def _search_windows(
             end = min(depth, index + stride)
             for number in windows:
                 look_up(number, range(max(0, index - stride), end))
-            # A depth below `index` would be uncertain, because not all blocks before `index` have
+            # Depths below `index` are not accepted here, because they may need blocks that have not
             # been requested.
             if (deepest := layout.deepest_hit(chain, end, has)) >= max(1, index):
                 return deepest

@@ -25,13 +25,13 @@ from tandem.engine.tiers.slots.frequency_sketch import FrequencySketch
 # another use one half-life ago counts 0.5.
 _USES_MIN = 1.5
 _KEPT_USES = 2  # a use of a block that is to be kept counts as this many uses
-# The measured prefill rate changes a little with every step. A new rate is adopted only if it
-# matters for the block after _DEEP_TOKENS tokens: the factor by which this block takes longer to
-# compute than a chain's first block. log2 of the factor must change by at least _CHANGE_MIN.
+# The measured prefill rate changes a little with every step. By each rate, a block after
+# _DEEP_TOKENS tokens takes some factor longer to compute than a chain's first block. A new rate is
+# adopted only if it changes log2 of this factor by at least _CHANGE_MIN.
 _DEEP_TOKENS = 8192
 _CHANGE_MIN = 0.1
-# `HighestPriorities` remembers the priorities of _REMEMBERED_PER_SLOT blocks for each slot, and of
-# at least _REMEMBERED_MIN blocks. These include blocks that are not in the tier.
+# `HighestPriorities` remembers the priorities of this many blocks for each slot of the tier, but of
+# at least _REMEMBERED_MIN blocks. A remembered block need not be in the tier.
 _REMEMBERED_PER_SLOT = 2
 _REMEMBERED_MIN = 65_536
 
