@@ -498,8 +498,7 @@ class Sequence:
                 self.num_computed_tokens = reached * self.block_size
 
     def store_full_blocks(self, kv: KvCache) -> None:
-        """Caches the blocks that became full. Releases blocks whose tokens are before the window of
-        all further tokens.
+        """Caches the blocks that became full. Also releases the blocks that no later token sees.
 
         If the pool already has a block with the same hash, that block takes the place of the
         sequence's own block.

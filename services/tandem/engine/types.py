@@ -159,7 +159,7 @@ class NewTokens(msgspec.Struct, frozen=True):
 
     sequence_id: str
     token_ids: list[int]
-    finish_reason: str = ""  # "", "stop" or "length"
+    finish_reason: str = ""  # "": the sequence has not ended; "stop" or "length": why it ended
     cached: CachedTokens = NONE_CACHED  # tokens of the prompt whose KV was reused
     num_preemptions: int = 0
     logprobs: list[TokenLogprobs] = []  # one item for each of `token_ids`, if requested
@@ -262,7 +262,8 @@ class StepReport(msgspec.Struct):
     # measures the attention work: 3 tokens after 10 others give 10 + 11 + 12 = 33.
     num_prefill_context_tokens: int = 0
     num_decode_tokens: int = 0
-    num_decode_context_tokens: int = 0  # the same sum over decoded tokens
+    # Sum over the decoded tokens of the number of tokens before each.
+    num_decode_context_tokens: int = 0
     admitted: list[Admitted] = []
     reserved: list[Reserved] = []
     final_blocks: list[FinalBlocks] = []

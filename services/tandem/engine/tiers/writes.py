@@ -38,7 +38,7 @@ class PoolGroup:
     blocks: DeviceBlocks
     channels_out: list[Channel]  # channels of the writer threads, one per tier
     channels_in: list[Channel]  # channels of the reader threads, one per tier
-    # writes in flight, by the block's id in the pool
+    # Writes in flight, by the block's id in the pool.
     writes: dict[int, Write] = field(default_factory=dict)
     writes_max: int = field(init=False)
 

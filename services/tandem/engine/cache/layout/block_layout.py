@@ -44,7 +44,7 @@ class BlockLayout:
     num_layers: int
     block_size: int
     head_dim: int
-    dtype: str  # a key of KV_BITS
+    dtype: str  # name of the KV data type, a key of KV_BITS
     has_values: bool = True  # False: latent attention, which stores no values
     # Set only for quantized latents: the rotated key that each token stores beside its latent.
     rotated: RotatedKey | None = None

@@ -3,7 +3,8 @@
     policy     accepts                      evicts first
     lru        all blocks                   the least recently used block
     prefix     all blocks                   the block with the most tokens before it
-    priority   all blocks                   the block whose highest request priority is lowest
+    priority   all blocks                   the block with the lowest priority (the highest
+                                            priority of the requests that used it)
     value      blocks that were used        the block with the lowest value: time to compute
                twice or are to be kept      the block again * recent frequency of its use
 
