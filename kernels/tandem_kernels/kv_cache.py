@@ -35,7 +35,7 @@ _FORMATS: dict[str, tuple[RowFormat, RowFormat]] = {
     "int8": (kv_int8, kv_int8),
     "fp8_e4m3": (kv_fp8, kv_fp8),
     "k8v4": (kv_int8, kv_int4),
-    "int4": (kv_int4, kv_int4),  # Int4KvPool uses kv_int4_keys for K instead
+    "int4": (kv_int4, kv_int4),  # for K, Int4KvPool replaces kv_int4 by kv_int4_keys
 }
 
 

@@ -166,8 +166,8 @@ class Loads:
             self._tiers.use(used, keep=asked.returns, priority=asked.priority)
 
     def take(self, load: Load, sequence: Sequence) -> bool:
-        """Records in the sequence which blocks a load has filled. The load has ended. Returns False
-        if the blocks are useless: with windows, a sequence needs all blocks of the load."""
+        """Records which blocks of the sequence an ended load has filled. Returns False if the
+        blocks are useless: with windows, a sequence needs all blocks of its load."""
         if not self._kv.has_windows:
             sequence.take_loaded(load.blocks, load.first_block, load.num_read_by_tier)
             return True

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from tandem.common.config.engine import EngineConfig
     from tandem.common.kv_budget import KvBudget
 
-STEP_TOKENS = 512  # maximum tokens per step on a CPU without --max-tokens-per-step
+# Maximum number of tokens in a step on a CPU, unless --max-tokens-per-step is given.
+STEP_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
-"""Finds the cached block that shares the most first tokens with the next tokens of a prompt.
+"""Finds the cached block whose first tokens match the most of the next tokens of a prompt.
 
 The children of a block are the cached blocks that may follow it. They are sorted by their tokens,
-so the best match is next to the position at which the prompt's tokens would be inserted. For
-example, of the children (5 1 3), (5 7 2) and (9 2 4), the best match for the tokens (5 7 9) is the
-second, with two equal tokens. It is just before the position of insertion.
+so the best match is directly before or after the position at which the prompt's tokens would be
+inserted. For example, of the children (5 1 3), (5 7 2) and (9 2 4), the best match for the tokens
+(5 7 9) is the second, with two equal tokens. It is just before the position of insertion.
 """
 
 from __future__ import annotations
