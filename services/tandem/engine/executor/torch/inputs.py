@@ -1,9 +1,8 @@
 """The inputs of a step as tensors, created once per step and used by every layer.
 
 Each row is one token of the step. The tokens of a sequence are in consecutive rows, and the order
-of the sequences is the one that attention requires. Padding rows follow, because the kernels
-require a number of rows that is a multiple of, for example, 8. Results of padding rows are not
-used.
+of the sequences is the one that attention requires. Some kernels require a multiple of 16 rows, so
+padding rows may follow. Results of padding rows are not used.
 """
 
 from collections import defaultdict
