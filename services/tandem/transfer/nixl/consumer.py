@@ -50,8 +50,8 @@ from tandem.transfer.protocol import PROBE_BYTES
 
 log = logging.getLogger(__name__)
 
-# The agent is replaced at the earliest this many seconds after the last pull with abandoned reads
-# has failed, because most reads end in this time. The replacement takes 20 ms.
+# Unless too many blocks are fenced, abandoned reads get this many seconds to end before the agent
+# is replaced. Most reads end in this time. Replacing the agent takes 20 ms.
 GRACE_S = 0.5
 # If a read is still unfinished this many seconds after it was abandoned, new pulls are refused
 # until the agent is replaced.
