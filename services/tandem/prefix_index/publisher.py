@@ -3,9 +3,8 @@
 An asyncio task publishes the blocks. The task is in one of two states:
 
     state     what the task does
-    behind    It starts a new log (`reset`), because the tree may have no log of the worker. Then
-    all
-              held blocks must be published again, and the state is `in step`.
+    behind    It starts a new log (`reset`), because the tree may have no log of the worker. All
+              held blocks must then be published again. The next state is `in step`.
     in step   It publishes the changes since the last batch every `interval_s`. Without changes, it
               sends an empty batch every `heartbeat_s`. Empty batches keep the worker's slot, and
               detect that the tree was lost.

@@ -11,8 +11,8 @@ In this example, the model has 4 KV heads. Each row shows which heads the ranks 
     consumer, degree 4   [ rank 0 | rank 1 | rank 2 | rank 3 ]
 
 The consumer's rank 2 needs head 2, so it reads the first half of blocks of the producer's rank 1. A
-consumer of degree 1 would read all bytes of both producer ranks. With degree 8, two ranks
-would have the same head: ranks 0 and 1 would both have head 0.
+consumer of degree 1 would read all bytes of both producer ranks. With degree 8, two ranks would
+have the same head: ranks 0 and 1 would both have head 0.
 
 This module does no I/O. It computes offsets into pools, not addresses.
 """

@@ -2,8 +2,8 @@
 
 While Redis is unreachable, new entries wait in memory, at most ENTRIES_MAX for each stream. Several
 processes may observe the same event: for example, all routers see a worker leave. Each of these
-processes adds an entry with the same `once` key. Only the first entry is written. For an hour,
-further entries with this key are dropped.
+processes adds an entry with the same `once` key. The first entry is written. Other entries with the
+same key are dropped for an hour.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 ENTRIES_MAX = 1000
 _RETRY_S = 1.0
-_LAST_WRITE_S = 1.0  # time limit for writing the waiting entries when the process ends
+_LAST_WRITE_S = 1.0  # maximum seconds for writing the waiting entries when the process ends
 _ONCE_MS = 3600 * 1000
 
 # Adds an entry to a stream. An entry with a `once` key has a mark, a key in Redis; the entry is not
@@ -52,14 +52,14 @@ class Journal:
         self._added = asyncio.Event()
 
     def add(self, name: str, entry: msgspec.Struct, once: str = "") -> None:
-        """Queues an entry for a stream. If too many entries wait, the oldest waiting entry is
-        dropped. Of all entries with the same `once` key, only one is written."""
+        """Queues an entry for the stream `name`. If too many entries wait, the oldest waiting entry
+        is dropped. Of all entries with the same `once` key, only one is written."""
         self._waiting[name].append((msgspec.json.encode(entry), once))
         self._added.set()
 
     async def run(self) -> None:
-        """Writes queued entries to Redis until it is cancelled. The entries that wait at the end
-        are written if Redis answers in time."""
+        """Writes queued entries to Redis until the call is cancelled. Then writes the entries that
+        are still queued, if Redis answers in time."""
         is_away = False
         try:
             while True:

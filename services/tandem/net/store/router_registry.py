@@ -1,10 +1,12 @@
 """Registers the routers of a cluster in Redis, so that each router can be notified at once of a
 revoked key.
 
-    {tandem:CLUSTER}:routers    router id -> milliseconds of Redis' clock, a space, URL
-A router that shuts down normally deletes its entry. If a router crashes or loses its connection to
-Redis, its entry stays for an hour. Such a router may still answer clients, so the other routers
-must notify it of revoked keys.
+    {tandem:CLUSTER}:routers    HASH, router id -> "TIME URL". TIME is the time of the last write in
+                                milliseconds of Redis's clock.
+
+A router that shuts down normally deletes its entry. If a router crashes or loses the connection to
+Redis, its entry stays for an hour, because a router without Redis may still serve clients. So the
+other routers must still notify it of revoked keys.
 """
 
 from tandem.net.store.client import Client
