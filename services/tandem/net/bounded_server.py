@@ -105,7 +105,7 @@ class BoundedServer:
         self._thread.start()
 
     def close(self) -> None:
-        with suppress(RuntimeError):  # the event loop is already closed
+        with suppress(RuntimeError):  # raised if the event loop is already closed
             self._loop.call_soon_threadsafe(self._accepting.cancel)
         self._thread.join(_CLOSE_MAX_S)
 

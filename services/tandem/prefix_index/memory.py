@@ -29,7 +29,7 @@ class MemoryIndex:
 
     def __init__(self) -> None:
         self._logs: dict[str, _Log] = {}
-        # block hash -> mask of the slots whose workers hold the block. It may have dropped slots.
+        # block hash -> mask of the slots whose workers hold the block, and perhaps of dropped slots
         self._holders: dict[bytes, int] = {}
         self._worker_ids: list[str] = []  # item N is the id of the worker in slot N
         self._free_slots: list[int] = []

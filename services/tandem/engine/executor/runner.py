@@ -151,7 +151,8 @@ class ModelRunner:
             self._small = self._large = native = NativeDecoder(
                 model, weights, num_threads=config.num_threads, int8=int8
             )
-            if config.numerics == "invariant":  # the name has the instruction set: it affects bits
+            # With invariant numerics, the bits still depend on the instruction set.
+            if config.numerics == "invariant":
                 name = native.instructions or ""
                 self.numerics_name = f"invariant-{_FP32_AS.get(name, name)}"
             widens = dtype_name == "bfloat16" and not native.multiplies_bf16

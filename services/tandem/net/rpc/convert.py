@@ -34,8 +34,8 @@ _STRUCTS: Mapping[Any, type[msgspec.Struct]] = {
     pb.Retention: Retention,
     pb.SequenceKvBudget: KvBudget,
 }
-# Field of a message -> path of the value in the struct. Listed are the fields whose value has
-# another name in the struct, or is in a struct inside the struct.
+# Field of a message -> path of the value in the struct. Only fields whose value has another name in
+# the struct, or is in a struct inside the struct, are in this dict.
 _PLACES = {
     "Sampling.bad_words": "bad_words_token_ids",
     "SequenceInput.max_tokens": "sampling.max_tokens",
@@ -55,9 +55,9 @@ def _sampling_params(message: pb.SequenceInput) -> SamplingParams:
     )
 
 
-# Field of a message -> function that takes the message and returns the value for the struct. Listed
-# are the fields whose value is changed. For example, an older router does not send a repetition
-# penalty, so the message has 0, and the struct gets 1.
+# Field of a message -> function that takes the message and returns the value for the struct. Only
+# fields whose value must be converted are in this dict. For example, an older router does not send
+# a repetition penalty. The message then has 0, and the struct gets 1.
 _READERS: Mapping[str, _Read] = {
     "SequenceInput.sampling": _sampling_params,
     "Sampling.repetition_penalty": lambda sampling: sampling.repetition_penalty or 1.0,

@@ -269,7 +269,8 @@ class KeyService:
                 return
             records = msgspec.json.decode(self._file.read_bytes(), type=list[KeyRecord])
         except (OSError, *UNREADABLE) as error:
-            # A file that was read before may only be unreadable because it is being replaced.
+            # An error is not fatal if the file was read before: the file may be in the middle of
+            # being replaced.
             if self._file_time:
                 log.warning("the file of API keys cannot be read, known keys stay: %s", error)
                 return

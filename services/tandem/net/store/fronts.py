@@ -15,7 +15,7 @@ WRITTEN_S = 1.0
 
 
 class Fronts:
-    """Reads and writes the entries of a cluster. Errors of redis-py propagate."""
+    """Reads and writes the entries of a cluster's fronts. Errors of redis-py propagate."""
 
     def __init__(self, redis: Client, cluster_id: str) -> None:
         self._redis = redis

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 State = Literal["starting", "ready", "draining"]
 PROTOCOL_VERSION = 1
 # Seconds for which the role of a lent worker is kept after the last write of the worker's record. A
-# restarted worker loads the model in a shorter time.
+# restarted worker needs less time to load the model.
 LOAN_TTL_S = 3600.0
 
 

@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 STREAMS_MAX = 2
 # A pull uses a second stream only if each of the two streams then carries at least this many bytes.
 _STREAM_BYTES_MIN = 8 << 20
-# Sizes of the probes in bytes. The first probe also opens the connection, so it is not measured.
+# Sizes of the probes in bytes. The first probe also opens the connection, so its duration is not
+# used.
 _PROBES = (1, 1, 256 << 10, PROBE_BYTES, PROBE_BYTES)
 # If a probe of more than one byte takes longer than this, the remaining probes are skipped.
 _SLOW_PROBE_S = 0.2

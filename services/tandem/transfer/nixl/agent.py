@@ -42,8 +42,8 @@ class ReadState(Enum):
 
 def load_nixl() -> ModuleType:
     """Imports NIXL's Python API module. Raises Incompatible if the import fails."""
-    # When the consumer replaces its agent, it drops unfinished reads on purpose. At its default log
-    # level, UCX would log a warning for each of these reads.
+    # Replacing the consumer's agent drops unfinished reads on purpose. With the default log level,
+    # UCX would log a warning for each dropped read.
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     # By default, UCX patches the code of mmap, munmap and madvise while other threads may run these
     # functions. With UCX 1.23, a thread crashes if it maps pages of the KV pool at that moment. UCX

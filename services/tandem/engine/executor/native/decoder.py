@@ -153,7 +153,8 @@ class NativeDecoder:
 
     @property
     def multiplies_bf16(self) -> bool:
-        """True: products multiply bfloat16 numbers directly. False: they convert them to fp32."""
+        """True: the kernels multiply bfloat16 numbers directly. False: the kernels convert bfloat16
+        weights to fp32 first."""
         return self._library.packed_kind(Kind.BF16, self._instructions) is Kind.BF16_PAIRS
 
     def __del__(self) -> None:

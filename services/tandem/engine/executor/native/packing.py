@@ -141,8 +141,8 @@ class Packer:
     def embedding(self, weights: ModelWeights, output: Matrix) -> dict[str, int | None]:
         """Returns the embedding fields of the struct `Model`.
 
-        If the embedding is the same matrix as the output matrix, the kernels read embeddings from
-        the packed output matrix. They cannot do so if the weights were converted to int8.
+        If the embedding and the output matrix are the same matrix, the kernels read embeddings from
+        the packed output matrix, unless the output matrix was converted to int8.
         """
         tied = weights.embedding_blocks is weights.output_blocks
         if tied and weights.embedding is weights.output and not self._int8:

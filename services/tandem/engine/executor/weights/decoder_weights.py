@@ -13,8 +13,8 @@ from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem.models.gguf.tensors import GgufBlocks
 
-# The epsilon in the norms of latents. The config's rms_norm_eps is not used there, as in
-# transformers.
+# The epsilon in the norms of latents. Like transformers, Tandem does not use the config's
+# rms_norm_eps in these norms.
 LATENT_NORM_EPS = 1e-6
 
 Quantized = GgufBlocks | Fp8 | PackedGroups
@@ -88,7 +88,7 @@ class ModelWeights:
     embedding: torch.Tensor
     layers: Sequence[LayerWeights]
     final_norm: torch.Tensor
-    # [vocab, hidden]. If the model ties the output matrix to the embedding, this is `embedding`.
+    # [vocab, hidden]. If the model has tied embeddings, this is the same tensor as `embedding`.
     output: torch.Tensor
     embedding_blocks: Quantized | None = None
     output_blocks: Quantized | None = None
