@@ -61,9 +61,9 @@ _BACKLOG = 128
 # open files.
 _ACCEPT_PAUSE_S = 0.5
 _CLOSE_MAX_S = 5.0
-# Seconds for which the server keeps a connection open after the answer. If the server closed the
-# connection while it has unread bytes, the kernel would reset the connection, and the client might
-# lose the answer.
+# Seconds for which the server keeps a connection open after the answer, to read remaining bytes of
+# the request. If the server closed a connection with unread bytes, the kernel would reset the
+# connection, and the client might lose the answer.
 _LINGER_S = 1.0
 
 

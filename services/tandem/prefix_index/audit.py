@@ -134,8 +134,8 @@ class TreeInspector:
     async def _compare(
         self, worker_id: str, held: Held, first: int, end: int, entries: int
     ) -> tuple[Differences, int]:
-        """Compares the buckets first, ..., end - 1, or fewer of them if they have more than about
-        `entries` entries.
+        """Compares the buckets first, ..., end - 1. Stops before `end` after about `entries`
+        entries.
 
         Returns the differences that every look found, and the number of the first bucket that was
         not compared.

@@ -12,7 +12,7 @@ queries that attend to these keys.
                           quarter of the channels are then multiplied by 1.5.
 
 The order and the scales are read from `FILE` in the model's folder, or else from a cache on this
-machine. If neither has them, they are computed and written to the cache.
+machine. If neither place has a file, both are computed and written to the cache.
 
 All workers of a model must use the same order and scales. The name of the KV data type includes a
 digest of the order and the scales, so workers with different digests do not exchange blocks. Two
@@ -54,14 +54,14 @@ _TOKENS = 1024
 _CHUNK = 256
 _BLOCK_SIZE = 16
 _FIRST_QUARTER = 1.5
-# A root mean square below this fraction of the head's largest one is raised to the fraction, so
-# that a channel of zeros also has a scale above 0.
+# Lower bound of a channel's root mean square: this fraction of the largest root mean square in the
+# same head. Smaller values are raised to the bound, so that a channel of zeros has a scale above 0.
 _LEAST = 1e-3
 
 
 def key_channels(folder: ModelFolder) -> KeyChannels:
-    """Returns the channel order and the scales of a model. They are read from a file, or computed
-    if there is no file. Raises ConfigError if the file does not match the model."""
+    """Returns the channel order and the scales of a model. Reads a file that has both, or computes
+    both if there is no file. Raises ConfigError if the file does not match the model."""
     config = folder.config
     if config.head_dim % 16:
         raise ConfigError(

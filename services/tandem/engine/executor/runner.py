@@ -86,7 +86,7 @@ class ModelRunner:
     ) -> None:
         """Loads the weights, and calls `on_progress` during the load. If the device is a CPU, the
         pools are allocated in the memfd with the file descriptor `pool_fd`, so that another process
-        can map them too.
+        can map the pools, too.
 
         Raises ConfigError for settings that this machine or model does not support, and
         UnsupportedModel for a checkpoint that does not match its config.

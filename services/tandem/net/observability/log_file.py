@@ -121,8 +121,7 @@ class LogFileHandler(logging.StreamHandler):  # type: ignore[type-arg]
                 self._path.rename(older(self._path))
         file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         for descriptor in (1, 2):
-            # A descriptor is replaced only if it is the old log file, and not a pipe or another
-            # file.
+            # A descriptor of a pipe or of another file is not replaced.
             if os.path.samestat(os.fstat(descriptor), ours):
                 os.dup2(file, descriptor)
         os.close(file)

@@ -31,8 +31,7 @@ _SCHEME = "bearer"
 
 
 class Access:
-    """The access rules of one listener. They say which calls a key allows, and which calls need no
-    key."""
+    """The access rules of one listener: which calls a key allows, and which calls need no key."""
 
     def __init__(
         self,

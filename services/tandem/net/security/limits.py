@@ -27,7 +27,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_concurrent: _Count = 0
     max_prompt_tokens: _Count = 0
     max_completion_tokens: _Count = 0
-    # Highest KV priority. If a request has a higher priority, it is lowered to this value.
+    # Highest KV priority. A higher KV priority of a request is lowered to this value.
     max_kv_priority: _Priority = 0
     # Weight of the tenant in queues. A tenant with weight 2 gets twice as many turns as a tenant
     # with weight 1.

@@ -165,8 +165,7 @@ def _client(url: str, kinds: tuple[Any, Any, Any, Any], **bounds: Any) -> Any:
                 # Without full coverage, the client can use the other shards if all nodes of a shard
                 # are down.
                 return cluster(ssl=address.tls, require_full_coverage=False, **options)
-        # `make_connection` does not connect. It is called because it raises TypeError for an
-        # unknown option of the URL.
+        # `make_connection` does not connect, but raises TypeError for an unknown option of the URL.
         client.connection_pool.make_connection()
         return client
     except TypeError as error:  # redis-py's error for an unknown option

@@ -19,8 +19,8 @@ class ControllerBeat(msgspec.Struct, frozen=True):
 
     pid: int
     num_beats: int
-    # Fencing number of the Ray head that the controller uses. It grows with each new head. 0 on a
-    # single machine.
+    # Fencing number of the Ray head that the controller uses. Each new head has a higher number. On
+    # a single machine, the number is 0.
     number: int = 0
 
 
@@ -28,7 +28,8 @@ class Head(msgspec.Struct, frozen=True):
     """Ray's head. `address` is the address of Ray's control service (GCS) on the head. The field is
     empty until the GCS has started."""
 
-    # Fencing number of the head's lease. 0 on a single machine, where Ray's head has no lease.
+    # Fencing number of the head. Each new head has a higher number. On a single machine, where
+    # Ray's head has no lease, the number is 0.
     number: int
     host: str
     address: str = ""

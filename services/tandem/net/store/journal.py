@@ -26,11 +26,15 @@ _RETRY_S = 1.0
 _LAST_WRITE_S = 1.0  # maximum seconds for writing the waiting entries when the process ends
 _ONCE_MS = 3600 * 1000
 
-# Adds an entry to a stream. An entry with a `once` key has a mark, a key in Redis; the entry is not
-# added if the mark exists already.
-# KEYS: 1 the stream, 2 the mark. ARGV: 1 the entry as JSON, 2 the number of entries that the stream
-# keeps, 3 the mark's time to live in milliseconds, or 0 if the entry may be written repeatedly.
-# Returns nothing.
+# Adds an entry to a stream. For an entry with a `once` key, the script sets a mark, which is a key
+# in Redis. If the mark exists already, the entry is not added.
+#
+# KEYS[1]   the stream
+# KEYS[2]   the mark
+# ARGV[1]   the entry as JSON
+# ARGV[2]   number of entries that the stream keeps
+# ARGV[3]   time to live of the mark in milliseconds; 0: the entry has no `once` key
+# returns   nothing
 _ADD = Script("""
 if ARGV[3] ~= '0' and not redis.call('SET', KEYS[2], '1', 'NX', 'PX', ARGV[3]) then return end
 redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'entry', ARGV[1])

@@ -140,7 +140,7 @@ class LoadingNotice(msgspec.Struct, frozen=True):
     num_bytes: int = 0  # number of bytes of the model's weights that are already loaded
     num_bytes_all: int = 0  # number of bytes of all weights of the model; 0: unknown
     num_writes: int = 0
-    failed: str = ""  # why the process ended before it could serve; empty if it has not ended
+    failed: str = ""  # why the process ended before it could serve; empty while the process runs
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contract"}):
@@ -193,12 +193,22 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
         return {peer: rate.transport for peer, rate in self.pairs.items()}
 
 
-# Writes a worker's record and the other keys of a worker, and renews their time to live. The KV
-# compatibility is written only if none is stored, or if the stored one equals the worker's.
-# KEYS: 1 the record, 2 the set of workers, 3 the KV compatibility, 4 the bandwidths from the
-# worker's peers, 5 the lent worker's role; all in one hash slot. ARGV: 1 worker id, 2 record, 3 KV
-# compatibility, 4 time to live in ms, 5 bandwidths, 6 role (empty: not lent), 7 the role's time to
-# live in ms. Returns nothing.
+# Writes the keys of a worker, and renews the time to live of these keys. The KV compatibility is
+# written only if none is stored, or if the stored one equals the worker's.
+#
+# KEYS[1]   the worker's record; all keys are in one hash slot
+# KEYS[2]   the set of workers
+# KEYS[3]   the KV compatibility
+# KEYS[4]   the bandwidths from the worker's peers
+# KEYS[5]   the role of the worker while it is lent
+# ARGV[1]   worker id
+# ARGV[2]   value of the record
+# ARGV[3]   value of the KV compatibility
+# ARGV[4]   time to live of all keys but the role, in milliseconds
+# ARGV[5]   value of the bandwidths
+# ARGV[6]   value of the role; empty: the worker is not lent
+# ARGV[7]   time to live of the role, in milliseconds
+# returns   nothing
 _WRITE = Script("""
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[4])
 redis.call('SET', KEYS[4], ARGV[5], 'PX', ARGV[4])
@@ -215,10 +225,14 @@ else
 end
 """)
 
-# Removes from the set all given workers that have no record. If no worker is left in the set, also
-# deletes the KV compatibility.
-# KEYS: 1 the set of workers, 2 the KV compatibility, 3... the records of the given workers. ARGV:
-# the ids of these workers, in the same order. Returns nothing.
+# Removes those of the given workers that have no record from the set of workers. If the set is then
+# empty, also deletes the KV compatibility.
+#
+# KEYS[1]         the set of workers
+# KEYS[2]         the KV compatibility
+# KEYS[3], ...    the records of the given workers
+# ARGV            the ids of the given workers, in the same order
+# returns         nothing
 _DROP_DEAD = Script("""
 for i = 3, #KEYS do
   if redis.call('EXISTS', KEYS[i]) == 0 then redis.call('SREM', KEYS[1], ARGV[i - 2]) end
@@ -226,8 +240,11 @@ end
 if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('DEL', KEYS[2]) end
 """)
 
-# Reads the mark, which is set first if it is missing. KEYS: 1 the mark. ARGV: 1 the value for a
-# missing mark. Returns {the server's run id, the mark}.
+# Reads the mark. If the mark is missing, sets it first.
+#
+# KEYS[1]   the mark
+# ARGV[1]   the value that a missing mark gets
+# returns   {the server's run id, the mark}
 _DATA_SET = Script("""
 redis.call('SET', KEYS[1], ARGV[1], 'NX')
 local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
@@ -247,7 +264,8 @@ class Registry:
         self._ttl_ms = round(cluster.record_ttl_s * 1000)
         self._loading_key = f"{prefix}:loading"
         self._mark_key = f"{prefix}:mark"
-        # Ids of workers whose record `read` has skipped and logged, so that it logs them only once.
+        # Ids of workers whose record was skipped and logged. Each skipped record is logged only
+        # once.
         self._left_out: set[str] = set()
 
     async def check_compatibility(

@@ -15,8 +15,12 @@ from tandem.net.store.script import Script
 KEPT_MS = 3600 * 1000
 
 # Writes the entry of a router and deletes old entries.
-# KEYS: 1 the routers. ARGV: 1 router id, 2 URL, 3 milliseconds for which an entry is kept.
-# Returns {id, URL, id, URL, ...} of all remaining routers.
+#
+# KEYS[1]   the hash of routers
+# ARGV[1]   router id
+# ARGV[2]   URL of the router
+# ARGV[3]   milliseconds for which an entry is kept
+# returns   {router id, URL, router id, URL, ...} of all remaining routers
 _ANNOUNCE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)

@@ -1,5 +1,5 @@
-"""Serves KV blocks over gRPC to consumers that cannot read them over NIXL. Also serves probes,
-which are zero bytes with which a consumer measures the connection.
+"""Serves KV blocks over gRPC to consumers that cannot use NIXL. Also serves probes, which are zero
+bytes with which a consumer measures the connection.
 
 A consumer can read only blocks that a live lease has announced to the consumer. A block is copied
 once, from the block pool into a gRPC message. The lease is checked again before each message is

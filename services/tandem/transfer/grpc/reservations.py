@@ -72,7 +72,7 @@ class PoolView(Protocol):
     async def read(self, sequence_id: str, block_ids: Sequence[int]) -> Blocks:
         """Returns the bytes of blocks that the sequence holds.
 
-        The caller must use the bytes before its next `await`, because they may change then.
+        The caller must use the bytes before its next `await`. Later the bytes may change.
         """
 
     def write(self, into: PoolReservation, first: int, data: memoryview) -> None:

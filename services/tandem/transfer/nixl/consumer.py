@@ -100,8 +100,7 @@ class NixlConsumer:
         self._peers: dict[str, _Peer] = {}
         self._pulls: dict[str, NixlPull] = {}
         self._to_reload: list[str] = []  # ids of peers that a new agent has not loaded yet
-        # Number that `_fence.fail` returned for an abandoned read -> (name of the peer's agent,
-        # read).
+        # number of an abandoned read in `_fence` -> (name of the peer's agent, read)
         self._abandoned: dict[int, tuple[str, Read]] = {}
         self._results: list[PullResult] = []
         self._unfenced: list[int] = []
@@ -190,8 +189,8 @@ class NixlConsumer:
         return results
 
     def unfenced(self) -> list[int]:
-        """Returns the local blocks of FAILED pulls that have become safe since the last call: no
-        read can write them any more.
+        """Returns the local blocks of FAILED pulls that have become safe since the last call. No
+        read can write a safe block any more.
 
         `poll` returns the result of a FAILED pull before this method returns blocks of the pull.
         """

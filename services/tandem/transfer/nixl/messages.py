@@ -86,7 +86,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Unfenced:
-    """Local blocks of failed pulls have become safe: no read writes them any more.
+    """Some local blocks of failed pulls are safe now: no read writes these blocks any more.
 
     The `Settled` message of a pull is sent before any `Unfenced` message with blocks of the pull.
     """

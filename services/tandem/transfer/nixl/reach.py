@@ -47,8 +47,8 @@ class Reach(Enum):
 
 
 class HostIdentity(msgspec.Struct, frozen=True):
-    """Facts about a process and its machine. Two workers exchange these facts to determine how they
-    reach each other (`reach`)."""
+    """Facts about a process and its machine. Two workers exchange these facts, and `reach` computes
+    from the facts how the workers reach each other."""
 
     boot_id: str  # id that Linux gives to the current boot of the machine
     pid_namespace: str

@@ -40,8 +40,8 @@ STOP_DEADLINE_S = 5.0
 # Largest number of reads that test a new peer. The first read also opens the connection, so its
 # duration is not used.
 _PROBES = 4
-# Target for the seconds of a test read. The second test read measures one block. If it takes 1 ms,
-# each further test read has 250 blocks.
+# Wanted duration of a test read in seconds. The second test read has one block. If the second test
+# read takes 1 ms, the remaining test reads have 250 blocks each.
 _PROBE_S = 0.25
 
 
@@ -138,7 +138,7 @@ class TransferThread:
     def producer(self, request_id: int) -> None:
         """Requests the metadata and pool description with which peers can read this process's pool.
 
-        One `ProducerReady` event with the same `request_id` reports them.
+        One `ProducerReady` event with the same `request_id` has the result.
         """
         self._enqueue(lambda: self._describe_producer(request_id))
 

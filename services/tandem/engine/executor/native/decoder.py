@@ -80,7 +80,7 @@ _KV_KINDS = {
 }
 # The kinds of int8 KV rows for latent attention, by the dtype of the rotated keys.
 _LATENT_KV_KINDS = {"float32": Kind.I8_F32, "bfloat16": Kind.I8_BF16}
-_ANGLES_MIN = 2048  # number of positions for which `_AngleTable` is computed at the start
+_ANGLES_MIN = 2048  # number of positions in a new `_AngleTable`
 
 
 def why_not_native(config: ModelConfig) -> str:
@@ -114,8 +114,8 @@ class NativeDecoder:
         self._packer = Packer(library, weights.pages, int8=int8, instructions=instructions)
         self._angles = _AngleTable(config)
         self._results = _Results(0, config.vocab_size)
-        # For each row of the last step's logits: the number of the token in the step, counted from
-        # 0, from which the row was computed.
+        # Item i says from which token of the last step the row i of the logits was computed. The
+        # tokens of a step are counted from 0.
         self._logit_rows: list[int] = []
         self._pools: Sequence[KvPool] | None = None
         self.adapters = NativeAdapters()
@@ -431,8 +431,8 @@ class _BlockSums:
         self._size = 0
 
     def add(self, sums: Sums | None) -> int:
-        """Appends the block sums of a sequence. Returns the index in the joined array at which they
-        start, or -1 if `sums` is None."""
+        """Appends the block sums of a sequence. Returns the index of the first of these sums in the
+        joined array, or -1 if `sums` is None."""
         if sums is None:
             return -1
         first = self._size

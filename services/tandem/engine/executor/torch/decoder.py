@@ -297,8 +297,8 @@ def embedding_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:
 
 
 def final_logits(config: ModelConfig, logits: torch.Tensor) -> torch.Tensor:
-    """Returns the final logits. `logits` are the products with the output matrix. They are
-    multiplied by a factor and capped if the model's config says so."""
+    """Multiplies the logits by a factor and caps the logits, if the model's config says so.
+    `logits` has the products with the output matrix."""
     if config.multipliers.logits != 1.0:
         logits = logits * config.multipliers.logits
     if config.logit_cap is not None:

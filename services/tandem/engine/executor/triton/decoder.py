@@ -202,8 +202,8 @@ def _project(x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
     """Multiplies x by several matrices, such as q, k and v. Returns the products side by side,
     [rows, outputs of all matrices].
 
-    On a CUDA device, `parts` has several matrices only if they are quantized. Other matrices with
-    the same input are joined to one matrix by weights/tensors_by_name.py.
+    On a CUDA device, `parts` has several matrices only if the matrices are quantized.
+    weights/tensors_by_name.py joins other matrices with the same input to one matrix.
     """
     if len(parts) == 1:
         return _product(x, parts[0])

@@ -1,5 +1,5 @@
 """Computes steps with the Triton kernels. For a step with one token per sequence, the host normally
-replays a recorded CUDA graph. For other steps, it launches each kernel."""
+replays a recorded CUDA graph. For other steps, the host launches each kernel."""
 
 from collections.abc import Callable, Sequence
 

@@ -124,8 +124,8 @@ def make_layers(
                 short = short.replace("mlp.", SHARED_MLP)
             if (found := factors(f"model.layers.{layer}.{short}")) is not None:
                 a, b = found
-                # `order` is the new order of all rows of q, k and v. It is not None only for models
-                # that store q, k and v as one matrix, so B also has the rows of q, k and v.
+                # `order` is the new order of all rows of q, k and v. Only models that store q, k
+                # and v as one matrix have such an order, so B also has all rows of q, k and v.
                 if product == "qkv" and order is not None:
                     b = b[order]
                 elif short in rotated:
