@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from functools import cache, reduce
+from functools import reduce
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from cyclopts import (
@@ -33,6 +33,10 @@ from tandem.errors import ConfigError
 T = TypeVar("T")
 
 _OPTIONS = Group("Options", sort_key=0)
+# The results of `arguments` and `_limits` for each class. They are kept, because they take 10 ms
+# and 1 ms. (functools.cache cannot have a class as an argument for mypy.)
+_arguments: dict[type[Any], tuple[Argument, ...]] = {}
+_limits_of: dict[type[Any], dict[str, tuple[tuple[str, ...], "Bounds"]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +210,12 @@ def make_app(made: type[Any], program: str = "") -> App:
     return app
 
 
-@cache  # collecting the arguments of a class takes 10 ms
 def arguments(made: type[Any]) -> tuple[Argument, ...]:
     """Returns all settings of a class, including nested ones. Constants have `parse` False."""
-    found = make_app(made).assemble_argument_collection(parse_docstring=False)
-    return tuple(a for a in found if a.name != "*")
+    if made not in _arguments:
+        found = make_app(made).assemble_argument_collection(parse_docstring=False)
+        _arguments[made] = tuple(a for a in found if a.name != "*")
+    return _arguments[made]
 
 
 def choices(argument: Argument) -> tuple[str, ...]:
@@ -223,14 +228,15 @@ def bounds(argument: Argument) -> Bounds:
     return _bounds(argument.field_info.annotation)
 
 
-@cache
 def _limits(made: type[Any]) -> dict[str, tuple[tuple[str, ...], Bounds]]:
     """Returns field name -> (allowed words, bounds) of the fields that have either.
 
     Each process makes about ten objects of settings at its start. So this reads the type hints,
     which takes a tenth of the time of `arguments`.
     """
-    limits = {}
+    if made in _limits_of:
+        return _limits_of[made]
+    limits = _limits_of[made] = {}
     for name, hint in get_type_hints(made, include_extras=True).items():
         bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
         if (found := (_words(bare), _bounds(hint))) != ((), Bounds()):
