@@ -30,7 +30,8 @@ _PATTERN = "re:"
 _REPEATS = re.compile(r"[*+{]")
 _REPEATS_MAX = 6
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
-# format of a checkpoint in which each group of `config_groups` states its own format
+# Value of `format` for a checkpoint in which each group of `config_groups` has a `format` of its
+# own.
 _MIXED = "mixed-precision"
 # Format name -> coding, type of the numbers, allowed bits.
 _FORMATS: Mapping[str, tuple[Coding, str, tuple[int, ...]]] = {

@@ -16,11 +16,12 @@ import torch
 from tandem.models.gguf.tensors import GgufBlocks
 
 BLOCK = 32  # number of inputs in a GGUF block
-# Maximum number of weights that a CPU dequantizes in one pass if the inputs of a group are not
-# consecutive. The maximum limits temporary memory.
+# Maximum number of weights that a CPU dequantizes in one pass, to limit temporary memory. It
+# applies only if the inputs of a group are not consecutive.
 _SHUFFLED_AT_ONCE = 1 << 16
 _SCALE_TYPES = (torch.float16, torch.bfloat16)
-# Block type -> size in bytes of a block's scale, and of the minimum if the type has one.
+# GGUF block type -> bytes of the numbers that precede a block's weights: its scale, and its minimum
+# if the type has one.
 _PARTS = {"Q8_0": (2,), "Q4_0": (2,), "Q4_1": (2, 2)}
 
 
@@ -32,9 +33,10 @@ class PackedGroups:
     # 2 * i + 1 in the high nibble. 8-bit numbers: int8 [out, in].
     data: torch.Tensor
     scales: torch.Tensor  # [out, groups]
-    zeros: torch.Tensor | None = None  # uint8 [out, groups]
-    mins: torch.Tensor | None = None  # [out, groups]
-    # Number of each input's group, [in]. None: groups have equal size and consecutive inputs.
+    zeros: torch.Tensor | None = None  # uint8 [out, groups]; None: all zero points are 0
+    mins: torch.Tensor | None = None  # [out, groups]; None: all minimums are 0
+    # [in]: for each input, the number of its group. None: groups have equal size and consecutive
+    # inputs.
     group_of_input: torch.Tensor | None = None
 
     @classmethod
