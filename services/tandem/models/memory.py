@@ -34,7 +34,7 @@ class Memory:
 class Need:
     """The memory that one worker needs. `weights_bytes` is 0 while the model is unknown."""
 
-    option: str  # the option that sets the KV pool's size, with the option's value
+    option: str  # option that sets the size of the KV pool, and its value, for messages
     pool_bytes: int
     weights_bytes: int
 

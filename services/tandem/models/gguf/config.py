@@ -37,10 +37,11 @@ ARCHITECTURES = {
     "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
 }
 _GEMMAS = ("gemma2", "gemma3")
-# Number of layers by which Gemma 2 27B and Gemma 3 27B are recognized. In these two models, the
-# scale of attention scores follows from hidden size / number of heads instead of the head size.
+# Number of layers of Gemma 2 27B and Gemma 3 27B, by which a file of these models is recognized.
+# Their scale of attention scores is computed from hidden size / number of heads, that of all other
+# models from the head size.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
-# A llama file with experts is Mixtral.
+# Values of general.architecture whose models may have experts. With experts, llama means Mixtral.
 _WITH_EXPERTS = ("llama", "qwen3moe", "gpt-oss", "deepseek2")
 # Keys whose value must equal attention.key_length, because config.json has one head size. Latent
 # attention is an exception.
@@ -62,8 +63,8 @@ def hf_config(
     tensor_names: frozenset[str],
     rope_tables: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:
-    """Returns the contents of config.json. `rope_tables` has the RoPE tables in the file by their
-    names, which are in names.ROPE_TABLES.
+    """Returns the contents of config.json. `rope_tables` maps the names in names.ROPE_TABLES to the
+    RoPE tables of the file.
 
     Raises UnsupportedModel naming a key that config.json cannot express or that is not supported.
     """

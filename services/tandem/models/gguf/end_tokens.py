@@ -26,13 +26,12 @@ _ENDS = frozenset(
         *("<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|tool_response>"),
     )
 )
-# Texts of tokens that end an answer only if they are marked as control tokens. Ordinary text may
-# contain these: `</s>` is also an HTML tag, for which Gemma has a token.
+# Texts of tokens that end an answer only if the tokens are marked as control tokens. Ordinary text
+# may contain these texts: `</s>` is also an HTML tag, for which Gemma has a token.
 _ENDS_IF_CONTROL = frozenset(
     (
         *("</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~["),
-        # Code models write these tokens after the end of a file, before the next file or before
-        # padding.
+        # Code models write these tokens after the end of a source file.
         *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
         *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
     )

@@ -31,14 +31,14 @@ _ALIGNMENT_KEY = "general.alignment"
 _KEYS_MAX = 1 << 16
 _TENSORS_MAX = 1 << 16
 _DIMS_MAX = 4
-# Maximum number of items in all arrays of a file; the largest vocabularies with merges have 1.5
-# million items.
+# Maximum sum of the lengths of all arrays in a file. The largest vocabularies with their merges
+# have 1.5 million items.
 _ITEMS_MAX = 1 << 22
 
 _UINT32 = 4
 _STRING = 8
 _ARRAY = 9
-# Number types -> their format characters in the struct module.
+# GGUF number of a type -> format character of the type in Python's struct module.
 _SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _SIZE_BYTES = 8  # size of the length that precedes each string
 
@@ -50,9 +50,9 @@ class StoredTensor:
     file: Path
     name: str
     type: gguf.GGMLQuantizationType
-    shape: tuple[int, ...]  # sizes in torch's order: the length of a row is last
-    begin: int  # offset of the first byte in the file
-    end: int  # offset after the last byte in the file
+    shape: tuple[int, ...]  # sizes in torch's order: (rows, length of a row) for a matrix
+    begin: int  # offset in the file of the tensor's first byte
+    end: int  # offset in the file of the byte after the tensor's last one
 
 
 @dataclass(frozen=True, slots=True)

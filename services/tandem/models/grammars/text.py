@@ -25,16 +25,17 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "lark
 
 SOURCE_BYTES_MAX = 128 << 10
 DEPTH_MAX = 100  # maximum nesting depth of a schema
-# Maximum nesting depth after references are expanded. References are `$ref` in a schema and rule
-# names in a grammar. The compiler's stack (grammar_checker.py) is large enough for at least four
-# times this depth.
+# Maximum nesting depth if each reference is replaced by its target. References are `$ref` in a
+# schema and rule names in a grammar. The stack of the compiler (grammar_checker.py) is large enough
+# for at least four times this depth.
 EXPANDED_DEPTH_MAX = 250
-# Maximum number of lists and objects in a schema. The target of a `$ref` counts twice: at its place
-# in the schema and at the reference.
+# Maximum number of lists and objects in a schema. The target of a `$ref` counts once more for each
+# `$ref` to it.
 VISITS_MAX = 200_000
-# Limit of the sum, and of the least common multiple, of all `multipleOf` divisors in a schema. The
-# compiler creates a state for each remainder: 7 states for `multipleOf: 7`. At the limit it takes
-# at most 0.2 s. Zeros at the end of a divisor cost nothing, so 700 counts as 7.
+# Neither the sum nor the least common multiple of all `multipleOf` divisors in a schema may exceed
+# this. The compiler creates a state for each remainder, for example 7 states for `multipleOf: 7`.
+# At the limit this takes at most 0.2 s. Zeros at the end of a divisor cost nothing: 700 counts as
+# 7.
 DIVISORS_MAX = 100_000
 # White space between JSON tokens. It is limited because a small model might never stop writing it.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
@@ -49,8 +50,8 @@ class StructuredOutput:
     kind: Kind
     source: str = ""  # a schema or a list of choices as JSON, a regular expression, or a grammar
     is_lenient: bool = False  # True: unsupported keywords of a schema are ignored.
-    # Lark grammar of a completion of which only a part has the format: `@form` stands for that
-    # part. "": the whole completion has the format.
+    # "": the whole completion has the format. Otherwise only a part of the completion has it, and
+    # this is the Lark grammar of the completion, in which `@form` stands for the part.
     head: str = ""
 
     def __post_init__(self) -> None:
