@@ -73,16 +73,16 @@ from tandem.worker.convert import sequence_spec
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-# a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": token ids}
+# A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": token ids}.
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
 Message: TypeAlias = Mapping[str, Any]
 
 _QUEUE_MAX = 2**31 - 1  # maximum number of sequences that wait to run; in practice no limit
-# A grammar or an adapter is prepared in another thread. This is the interval at which the engine's
-# thread checks whether it is done.
+# Seconds between two checks of the engine's thread whether other threads have prepared the grammar
+# or the adapter of a request.
 _TICK_S = 0.002
-# maximum seconds that `close` waits for the running step, and for KV tiers to write blocks of which
-# no other copy exists
+# Maximum seconds that `close` waits. It waits for the running step, and for the KV tiers to write
+# those blocks of which no other copy exists.
 _CLOSE_MAX_S = 30.0
 # vLLM's name of an engine option -> Tandem's name
 _VLLM_OPTIONS = {
@@ -101,7 +101,7 @@ class LoRARequest:
     """A LoRA adapter in PEFT's format that a request uses."""
 
     lora_name: str
-    lora_int_id: int  # has no effect: adapters are told apart by the content of their files
+    lora_int_id: int  # ignored: adapters are identified by the contents of their files
     lora_path: str
 
 
@@ -123,10 +123,12 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    # one dict for each generated token: log probabilities of this token and of the most likely ones
+    # One dict for each generated token: token id -> log probability, for the generated token and
+    # the most likely tokens at its position. None: not requested.
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None  # stop, length or tool_calls; None: more tokens follow
-    # the stop string or stop token id that ended the completion
+    # The stop string or the id of the stop token that ended the completion. None: something else
+    # did, such as max_tokens.
     stop_reason: int | str | None = None
     lora_request: LoRARequest | None = None
     reasoning: str = ""
@@ -145,12 +147,13 @@ class RequestOutput:
     request_id: str
     prompt: str | None  # None: the prompt was sent as token ids or as a chat
     prompt_token_ids: list[int]
-    # one dict for each prompt token, as in CompletionOutput.logprobs; None for the first token
+    # One entry for each prompt token: None for the first token, and for each other token a dict as
+    # in CompletionOutput.logprobs. None: not requested.
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     outputs: list[CompletionOutput]
     finished: bool
     lora_request: LoRARequest | None
-    num_cached_tokens: int  # number of prompt tokens whose KV came from the cache
+    num_cached_tokens: int  # number of prompt tokens whose KV was cached and not computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -658,8 +661,8 @@ class _Batch:
         request, completion = self._running[sequence_id]
         if isinstance(told, TandemError):
             raise told
-        # The other completions of a request begin when the first one has a token. By then the
-        # prompt's KV is computed, and all completions share it.
+        # The other completions of a request begin when the first completion has a token. By then
+        # the KV of the prompt is computed, so all completions share it.
         is_first = completion is request.completions[0] and not completion.output.token_ids
         request.take(completion, told)
         if is_first:
@@ -691,14 +694,14 @@ class _EngineThread:
         self._calls: SimpleQueue[Callable[[Engine], object] | None] = SimpleQueue()
         self._listeners: dict[str, Callable[[_News], object]] = {}
         self._lock = Lock()
-        # reason why the engine has ended; "": it runs and takes new sequences
+        # Why the engine has ended. "": it has not ended, and takes new sequences.
         self._end_reason = ""
         started: Future[tuple[int, int]] = Future()
         work = partial(self._run, folder, config, compiler, started)
         self._thread = Thread(target=work, name="engine", daemon=True)
         self._thread.start()
         self.max_model_len, pool_tokens = started.result()
-        # maximum number of tokens of a sequence for which the KV pool has room; None: no limit
+        # Maximum length of a sequence, in tokens, for which the KV pool has room. None: no limit.
         self.pool_tokens = pool_tokens or None
 
     def add(self, spec: SequenceSpec, listener: Callable[[_News], object]) -> None:

@@ -30,8 +30,8 @@ class Backoff:
         self._state.attempt_number = 1
 
     def next_s(self) -> float:
-        """Returns the next delay in seconds. The following call returns a longer one, up to the
-        rule's limit."""
+        """Returns the next delay in seconds. The delays grow from call to call, up to the longest
+        delay of `wait`."""
         wait_s = self._wait(self._state)
         self._state.attempt_number += 1
         return wait_s

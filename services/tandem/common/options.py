@@ -33,7 +33,7 @@ from tandem.errors import ConfigError
 T = TypeVar("T")
 
 _OPTIONS = Group("Options", sort_key=0)
-# The arguments of each class. They are kept, because collecting them takes 10 ms.
+# Cache: class of settings -> its arguments. Collecting the arguments of a class takes 10 ms.
 _arguments: dict[type[Any], tuple[Argument, ...]] = {}
 
 
@@ -48,7 +48,8 @@ class Bounds:
 
     def fault(self, value: Any) -> str:
         """Returns the condition that the value violates; "" if it violates no condition."""
-        # comparisons are written so that NaN fails
+        # `not value >= least` is true for NaN, which is thus refused; `value < least` would accept
+        # it.
         if self.least is not None and not value >= self.least:
             return f"be at least {self.least}"
         if self.above is not None and not value > self.above:

@@ -27,8 +27,9 @@ class GroupLoad(msgspec.Struct, frozen=True):
     """The block counts of the KV pool of one group of layers."""
 
     blocks_total: int
-    blocks_used: int = 0  # blocks that a live sequence references
-    # Largest number of blocks that one sequence has in this pool. 0: as many as its tokens need.
+    blocks_used: int = 0  # number of blocks that sequences reference
+    # Largest number of blocks of one sequence in this pool, for layers with sliding-window
+    # attention. 0: no limit.
     sequence_blocks_max: int = 0
 
 
@@ -36,27 +37,30 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
     """A worker's load after a step of its engine. The order of the fields is the order in the
     record."""
 
-    num_running: int = 0  # number of sequences in the batch
-    num_waiting: int = 0  # number of sequences in the queue
-    queue_max: int = 0  # largest number of sequences in the queue
+    num_running: int = 0  # number of running sequences, without those that `num_leases` counts
+    num_waiting: int = 0  # number of sequences in the worker's queue
+    queue_max: int = 0  # largest number of sequences that the worker's queue may hold
     queued_tokens: int = 0  # number of tokens that wait to be prefilled
-    # Seconds until the queued tokens are computed. None: not measured, or an older worker.
+    # Predicted seconds until the queued tokens are computed. None: the worker has not measured its
+    # speed, or has an older version without this field.
     queued_s: float | None = None
     blocks_total: int = 0
-    blocks_used: int = 0  # blocks that a live sequence references
-    blocks_cached: int = 0  # blocks that no sequence references and that can be reused
-    blocks_quarantined: int = 0  # blocks into which an unfinished pull may still write
-    # Number of open leases, for which this worker computes or holds blocks for other workers. The
-    # engine counts only leases that it has begun. The worker's I/O process counts all open ones.
+    blocks_used: int = 0  # number of blocks that sequences reference
+    blocks_cached: int = 0  # number of blocks with cached KV that no sequence references
+    blocks_quarantined: int = 0  # number of blocks to which an unfinished pull may still write
+    # Number of open leases. For a lease, this worker computes or holds blocks for another worker.
+    # The engine sets the number of leases that it has begun. The worker's I/O process replaces this
+    # number by the number of all open leases.
     num_leases: int = 0
-    num_pulls: int = 0  # number of sequences that await KV
+    num_pulls: int = 0  # number of sequences that wait for KV from a peer or a tier
     step: int = 0
-    tokens_wasted: int = 0  # number of unused slots in the blocks of live sequences
-    # largest number of sequences that run or pull at the same time; 0: not reported
+    tokens_wasted: int = 0  # number of token slots in the sequences' blocks that have no token
+    # Largest number of sequences that may run or pull at the same time. 0: not reported.
     num_running_slots: int = 0
-    # largest number of prefill tokens in a step beside decode; 0: not reported
+    # Largest number of prefill tokens in a step that also decodes. 0: not reported.
     chunk_tokens: int = 0
-    # The load of each KV group's pool, for models with sliding-window attention; else empty.
+    # For models with sliding-window attention: the counts of the KV pool of each group of layers.
+    # Empty for other models.
     groups: tuple[GroupLoad, ...] = ()
 
     def queue_s(self, rates: WorkerRates) -> float:
@@ -76,11 +80,12 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
 
     @property
     def kv_use(self) -> float:
-        """The share of the pool that live sequences reference, 0 to 1.
+        """The fraction of the KV pool's blocks that sequences reference, 0 to 1.
 
-        With several pools, this is the share of one of them: the pool of the layers without a
-        window, or with the longest window. This pool is full first, because the other pools are as
-        large or have room for the windows of all running slots (engine/cache/layout/kv_groups.py).
+        If there are several pools, this is the fraction of one of them: the pool of the layers
+        without a window, or with the longest window. This pool is full first, because each other
+        pool is as large, or has room for the windows of all running slots
+        (engine/cache/layout/kv_groups.py).
         """
         pool: WorkerLoad | GroupLoad = self
         if self.groups:
@@ -88,11 +93,11 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
         return pool.blocks_used / pool.blocks_total if pool.blocks_total else 0.0
 
     def lacking_blocks(self, num_blocks: float, num_sequences: int = 1) -> float:
-        """Returns how many free blocks are missing for `num_sequences` new sequences, which need
-        `num_blocks` blocks together.
+        """Returns how many blocks more than the free ones `num_sequences` new sequences need. The
+        sequences need `num_blocks` blocks together.
 
-        With several pools, this is the number for the pool in which most are missing. The result is
-        0 or less if none is missing or no pool is known.
+        Example: 100 blocks with 40 free ones give 60, and 30 blocks give -10. If there are several
+        pools, the largest of their results is returned. If no pool is known, the result is 0.
         """
         if not self.groups:
             free = self.blocks_total - self.blocks_used
@@ -105,8 +110,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
 
     @property
     def longest_sequence(self) -> int:
-        """The number of blocks of the longest sequence that fits if all pools are empty; 0 if no
-        limit is known."""
+        """Number of blocks of the longest sequence that fits into empty pools. 0: no limit is
+        known."""
         if not self.groups:
             return self.blocks_total
         return min(
@@ -123,16 +128,16 @@ NO_LOAD = WorkerLoad()
 
 
 class TierUse(msgspec.Struct, frozen=True):
-    """The blocks of a tier below the pools.
+    """The block counts of a tier.
 
-    An object store is unbounded: `blocks_total` is the number of its blocks that a worker can
-    remember, and `blocks_held` the number that it remembers.
+    An object store has no size limit. Its `blocks_total` is the largest number of its blocks that a
+    worker can remember, and `blocks_held` is the number that the worker remembers.
     """
 
     name: str  # the name of one of KV_TIERS
     blocks_total: int
     blocks_held: int
-    blocks_damaged: int = 0  # blocks that recently could not be read
+    blocks_damaged: int = 0  # number of blocks that recently could not be read
 
 
 def held_shares(workers: Iterable[Iterable[TierUse]]) -> dict[str, float]:

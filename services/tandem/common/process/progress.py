@@ -29,7 +29,8 @@ from rich.text import Text
 SHOWN_AFTER_S = 2.0
 REDRAWS_PER_S = 10.0
 _POLL_S = 0.5
-# largest number of rows; a large pool may have more workers than the screen has lines
+# Largest number of rows that are shown, because a pool may have more workers than a screen has
+# lines.
 _STEPS_MAX = 8
 _BAR_COLUMNS = 20
 
@@ -48,10 +49,8 @@ class Waiting:
     """The bars of one wait. Any thread may call its methods."""
 
     def __init__(self, *steps: ProgressRow, redraws_per_s: float = REDRAWS_PER_S) -> None:
-        """With `redraws_per_s` 0, bars are drawn only when they appear and at each `show`.
-
-        No thread then draws between two calls of `show`, so that code that is measured there has
-        its core to itself.
+        """If `redraws_per_s` is 0, bars are drawn only when they appear and at each `show`. So no
+        other thread disturbs a measurement between two calls of `show`.
         """
         console = Console(stderr=True, highlight=False)
         self._is_seen = sys.stderr.isatty() and not console.is_dumb_terminal

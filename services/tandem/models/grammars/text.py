@@ -25,12 +25,12 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "lark
 
 SOURCE_BYTES_MAX = 128 << 10
 DEPTH_MAX = 100  # maximum nesting depth of a schema
-# Maximum nesting depth if each reference is replaced by its target. References are `$ref` in a
-# schema and rule names in a grammar. The stack of the compiler (grammar_checker.py) is large enough
-# for at least four times this depth.
+# Maximum nesting depth if the target of a reference counts as nested in the reference. References
+# are `$ref` in a schema and rule names in a grammar. The stack of the compiler (grammar_checker.py)
+# is large enough for at least four times this depth.
 EXPANDED_DEPTH_MAX = 250
-# Maximum number of lists and objects in a schema. The target of a `$ref` counts once more for each
-# `$ref` to it.
+# Maximum number of lists and objects in a schema. The target of a `$ref` counts twice: at its place
+# in the schema, and once for all references to it.
 VISITS_MAX = 200_000
 # Neither the sum nor the least common multiple of all `multipleOf` divisors in a schema may exceed
 # this. The compiler creates a state for each remainder, for example 7 states for `multipleOf: 7`.

@@ -25,7 +25,8 @@ class Autoscaled:
     simulation must have the maximum number of workers of both pools."""
 
     def __init__(self, simulation: Simulation, config: AutoscaleConfig) -> None:
-        self.decisions: list[tuple[float, ScalingDecision]] = []  # (time, decision) of each change
+        # (simulated time in seconds, decision) of each decision that changed a pool's size.
+        self.decisions: list[tuple[float, ScalingDecision]] = []
         self._simulation = simulation
         self._config = config
         self._policy = Autoscaler(config, simulation.clock.now_s)
