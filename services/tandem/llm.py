@@ -78,8 +78,8 @@ Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
 Message: TypeAlias = Mapping[str, Any]
 
 _QUEUE_MAX = 2**31 - 1  # maximum number of sequences that wait to run; in practice no limit
-# Seconds between two checks of the engine's thread whether other threads have prepared the grammar
-# or the adapter of a request.
+# Other threads prepare the grammars and adapters of requests. The engine's thread checks at this
+# interval, in seconds, whether one is ready.
 _TICK_S = 0.002
 # Maximum seconds that `close` waits. It waits for the running step, and for the KV tiers to write
 # those blocks of which no other copy exists.
@@ -495,7 +495,7 @@ class AsyncLLM:
         loop, news = asyncio.get_running_loop(), asyncio.Queue[_News]()
 
         def listen(told: _News) -> None:
-            with suppress(RuntimeError):  # The loop is closed, so nothing waits for the news.
+            with suppress(RuntimeError):  # If the loop is closed, nothing waits for the news.
                 loop.call_soon_threadsafe(news.put_nowait, told)
 
         with closing(_Batch(self._llm._engine, requests, listen)) as batch:
@@ -725,7 +725,7 @@ class _EngineThread:
         if current_thread() is not self._thread:
             self._thread.join(_CLOSE_MAX_S)
             # The engine's objects refer to each other, so only the garbage collector frees them.
-            # Some end their threads when they are freed.
+            # Some of the objects end their threads when they are freed.
             gc.collect()
 
     def _run(
@@ -738,7 +738,7 @@ class _EngineThread:
         try:
             start_thread = partial(
                 IoThread, on_job_end=lambda: self._calls.put(Engine.has_work)
-            )  # any call wakes the engine's thread, which may wait for calls
+            )  # the engine's thread may wait for calls, and this harmless call wakes it
             runner = ModelRunner(folder, config)
             engine = Engine(config, runner, folder.fingerprint, compiler, start_thread)
             pool_tokens = engine.load().longest_sequence * config.block_size

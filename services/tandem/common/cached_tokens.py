@@ -16,8 +16,8 @@ class CachedTokens(msgspec.Struct, frozen=True):
     """
 
     device: int = 0  # number of tokens whose KV was in the pool of a worker that serves the request
-    host: int = 0  # number of tokens whose KV that worker loaded from its host memory
-    disk: int = 0  # number of tokens whose KV that worker loaded from its disk
+    host: int = 0  # number of tokens whose KV was loaded from such a worker's host memory
+    disk: int = 0  # number of tokens whose KV was loaded from such a worker's disk
     store: int = 0  # number of tokens whose KV was loaded from the object store of all workers
     peer: int = 0  # number of tokens whose KV was pulled from the pool of another worker
 

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from tandem.common.config.engine import EngineOptions
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# KV dtype -> (bits per number of K, bits per number of V). The dtypes with fewer than 16 bits also
-# have scales: in each layer and head, one for the K and one for the V of a token.
+# KV dtype -> (bits per number of K, bits per number of V). KV dtypes with fewer than 16 bits also
+# have scales, which are not counted here: for each token, layer and head, one for K and one for V.
 KV_BITS = {
     "bfloat16": (16, 16),
     "float16": (16, 16),
@@ -35,7 +35,7 @@ class RotatedKey(NamedTuple):
     then the rotated key in `dtype`."""
 
     dim: int
-    dtype: str  # a key of DTYPE_BYTES
+    dtype: str  # dtype of the key's numbers: a key of DTYPE_BYTES
 
 
 def compute_dtype(config: EngineOptions, *, has_bfloat16: bool) -> str:

@@ -48,8 +48,7 @@ class Bounds:
 
     def fault(self, value: Any) -> str:
         """Returns the condition that the value violates; "" if it violates no condition."""
-        # `not value >= least` is true for NaN, which is thus refused; `value < least` would accept
-        # it.
+        # NaN is refused, because `not value >= least` is true for NaN.
         if self.least is not None and not value >= self.least:
             return f"be at least {self.least}"
         if self.above is not None and not value > self.above:

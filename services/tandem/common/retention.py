@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-WEIGHT_DEFAULT = 100  # weight of a tenant, as in a Linux cgroup's `cpu.weight`
+WEIGHT_DEFAULT = 100  # weight of a tenant if no weight is configured; see `Retention.weight`
 # The range and the default of TensorRT-LLM's retention priorities (KvCacheRetentionConfig).
 PRIORITY_MIN, PRIORITY_DEFAULT, PRIORITY_MAX = 0, 35, 100
 
@@ -24,7 +24,7 @@ class Retention(msgspec.Struct, frozen=True):
     # Number of tokens at the start of the prompt whose blocks are pinned. 0: the blocks of the
     # whole prompt and of the completion are pinned.
     num_tokens: int = 0
-    # priority of the request's blocks in tiers with the policy `priority`
+    # Priority of the request's blocks in tiers with the eviction policy `priority`.
     priority: int = PRIORITY_DEFAULT
 
 

@@ -108,7 +108,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     BadRequest for a value that is not allowed, and names the field and the allowed values."""
 
     n: int = 1
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0  # 0: the most likely token is always chosen (greedy)
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
@@ -119,7 +119,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     presence_penalty: float = 0.0  # subtracted from the logits of tokens that are in the completion
-    frequency_penalty: float = 0.0  # subtracted once for each occurrence in the completion
+    # The logit of a token that is n times in the completion is reduced by n times this.
+    frequency_penalty: float = 0.0
     # Positive logits of tokens in the prompt or the completion are divided by this, and negative
     # ones are multiplied by it.
     repetition_penalty: float = 1.0

@@ -49,12 +49,14 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
     blocks_cached: int = 0  # number of blocks with cached KV that no sequence references
     blocks_quarantined: int = 0  # number of blocks to which an unfinished pull may still write
     # Number of open leases. For a lease, this worker computes or holds blocks for another worker.
-    # The engine sets the number of leases that it has begun. The worker's I/O process replaces this
-    # number by the number of all open leases.
+    # The engine counts only the leases that it has begun, and the worker's I/O process then sets
+    # the number of all open leases.
     num_leases: int = 0
     num_pulls: int = 0  # number of sequences that wait for KV from a peer or a tier
     step: int = 0
-    tokens_wasted: int = 0  # number of token slots in the sequences' blocks that have no token
+    # Number of tokens for which the sequences' blocks have room but no KV. A sequence of 20 tokens
+    # with two blocks of 16 tokens adds 12.
+    tokens_wasted: int = 0
     # Largest number of sequences that may run or pull at the same time. 0: not reported.
     num_running_slots: int = 0
     # Largest number of prefill tokens in a step that also decodes. 0: not reported.
@@ -96,8 +98,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
         """Returns how many blocks more than the free ones `num_sequences` new sequences need. The
         sequences need `num_blocks` blocks together.
 
-        Example: 100 blocks with 40 free ones give 60, and 30 blocks give -10. If there are several
-        pools, the largest of their results is returned. If no pool is known, the result is 0.
+        Example: if 40 blocks are free, sequences that need 100 blocks give 60, and sequences that
+        need 30 blocks give -10. If there are several pools, the largest of their results is
+        returned. If no pool is known, the result is 0.
         """
         if not self.groups:
             free = self.blocks_total - self.blocks_used

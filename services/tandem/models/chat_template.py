@@ -48,11 +48,11 @@ from tandem.errors import BadRequest, ConfigError
 from tandem.models.files import first_line, naming
 from tandem.models.tokenizer_settings import is_token, read_tokenizer_settings
 
-RENDER_S_MAX = 5.0  # maximum time to render a chat; typical chats take milliseconds
+RENDER_S_MAX = 5.0  # maximum seconds to render one chat; typical chats take milliseconds
 # Maximum size of the result of a product or power. The size is the number of bits of a number, or
 # the number of elements of a string or list.
 _RESULT_SIZE_MAX = 1 << 20
-# A template that receives data of an unexpected type raises ordinary Python errors.
+# Errors that a template raises if the messages contain data of a type that it does not expect.
 _PYTHON_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 _ERRORS = (jinja2.TemplateError, MemoryError, RuntimeError, *_PYTHON_ERRORS)
 _SPECIAL_TOKENS = tuple(
@@ -172,7 +172,8 @@ class _TemplateTraits(NamedTuple):
     takes_parts: Mapping[str, bool]  # role -> True if the template renders content that is a list
     shows_calls: bool  # True: the template renders tool calls of earlier answers.
     shows_results: bool  # True: the template renders the results of tool calls.
-    # True: a message with several tool calls is split into messages with one call each.
+    # True: the template renders at most one tool call of a message, so a message with several calls
+    # is split into messages with one call each.
     takes_one_call: bool
     # True: call ids may have any form. False: nine letters and digits, as Mistral requires.
     takes_all_ids: bool
@@ -386,8 +387,8 @@ class ChatTemplate:
             text = self._render_probe(role, "probedone")
             takes_text[role] = "probedone" in text
             parts = self._render_probe(role, _PROBED_PARTS)
-            # A template that does not know lists as content prints the Python list, such as
-            # [{'type': 'text', 'text': 'probedone'}]. A quote before "probedone" shows this.
+            # A template that does not support a list as content prints the Python list, such as
+            # [{'type': 'text', 'text': 'probedone'}]. Then there is a quote before "probedone".
             are_shown = all(p["text"] in parts for p in _PROBED_PARTS)
             takes_parts[role] = are_shown and not any(q + "probedone" in parts for q in "'\"")
         traits = _TemplateTraits(

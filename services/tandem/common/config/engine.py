@@ -177,9 +177,9 @@ class EngineConfig(EngineOptions):
 
     model: ModelName
     model_revision: ModelRevision = ""
-    # A token is forced if a grammar allows no other one at this position. After a sampled token, up
-    # to this many forced tokens are appended in the same step. With more, the next step would take
-    # longer and delay other sequences. The setting does not change which tokens are generated.
+    # A token is forced if a grammar allows no other token at its position. After a sampled token,
+    # up to this many forced tokens are appended in the same step. With more, the next step would
+    # take longer and delay other sequences. The setting does not change which tokens are generated.
     forced_max: Constant[int] = 16
     # True: the engine's reports of stored blocks include the blocks' token ids, which KV events
     # need.

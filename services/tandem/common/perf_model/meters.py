@@ -109,8 +109,8 @@ class LinearMeter:
                 line[j] = _KEEP * line[j] + weight * x * y
 
     def _solve(self) -> tuple[float, ...]:
-        """Returns the best coefficients of which none is negative. Tries all subsets of the
-        coefficients (there are few), and sets the coefficients outside the subset to 0."""
+        """Returns the coefficients with the best fit among those without a negative one. Tries each
+        subset of the coefficients (there are few), with the other coefficients set to 0."""
         a = [line.copy() for line in self._a]
         b = self._b.copy()
         for i in range(self._size):
@@ -127,8 +127,8 @@ class LinearMeter:
                 x = [0.0] * self._size
                 for i, value in zip(kept, solved, strict=True):
                     x[i] = value
-                # smallest loss with the coefficients in `kept`, minus a constant that all subsets
-                # share
+                # The smallest loss that is possible with the coefficients in `kept`. A constant
+                # that is the same for all subsets is left out.
                 loss = -_dot(b, x)
                 if loss < lowest:
                     best = tuple(x)

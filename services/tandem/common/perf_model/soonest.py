@@ -67,8 +67,8 @@ class Producer(msgspec.Struct, frozen=True):
     rate: PrefillRate
     step_tokens: int
     wait_s: float
-    # The peer has the prompt's first `num_blocks` blocks `there_s` seconds after it has begun. Then
-    # it computes the others.
+    # `there_s` seconds after its begin, the peer has the prompt's first `num_blocks` blocks. Then
+    # it computes the other blocks.
     num_blocks: int = 0
     there_s: float = 0.0
     block_s: float = 0.0  # seconds to pull a block from the peer
@@ -105,7 +105,9 @@ class LoadChoice(msgspec.Struct, frozen=True):
     pulls: bool
     there_s: float  # seconds until all blocks before `end` are in the pool
     seconds: float  # seconds until the whole prompt is computed
-    cost_s: float  # `seconds` plus the seconds that other sequences wait, with safety margins
+    # `seconds`, plus the seconds that other sequences wait, with a margin for uncertain choices.
+    # The choice with the lowest cost is made.
+    cost_s: float
 
     @property
     def loads(self) -> bool:

@@ -50,7 +50,7 @@ from tandem.common.perf_model.rates import (
 # Steps are planned for this fraction of the target time. Predictions are means, so about half of
 # the steps take longer than predicted.
 _MARGIN = 0.9
-_DECODE_SHARE = 1.5  # a step may always take this multiple of the predicted decode time
+_DECODE_SHARE = 1.5  # a mixed step may always take 1.5 times the predicted decode time
 # The number of tokens in a mixed step is rounded down to a multiple of this, so that kernels have
 # full tiles and few different shapes.
 _ROWS = 16
@@ -66,10 +66,10 @@ _SLOWER = 1.5
 _CHANGE_AFTER = 4  # number of slow mixed steps in a row after which the machine counts as slower
 # In the reported prefill rate, at least this fraction of a mixed step's time counts as prefill.
 _PREFILL_SHARE_MIN = 0.1
-# Factor on the weight of all earlier mixed steps when a new one is observed. With 0.8, `a` depends
-# mainly on the last 5 mixed steps.
+# With each new mixed step, the weight of the earlier ones is multiplied by this. With 0.8, `a`
+# depends mainly on the last 5 mixed steps.
 _COST_KEEP = 0.8
-_OUTLIER = 3.0  # a longer time of a chunk counts as this multiple of the predicted time
+_OUTLIER = 3.0  # the time of a chunk counts as at most 3 times the predicted time
 _DECODE_CONTEXT_S = DEFAULT_PREFILL.token_context_s
 
 
@@ -97,7 +97,8 @@ class StepTimeModel:
         """`itl_target_s` is the target time between two tokens; 0 means no limit."""
         self._target_s = itl_target_s
         guess = msgspec.structs.astuple(DEFAULT_PREFILL)
-        # Cost of prefill in large chunks, fitted to the steps without decode. It plans chunks.
+        # Cost of prefill in large chunks, fitted to the steps without decode. The sizes of chunks
+        # are computed from it.
         self._prefill = LinearMeter(guess)
         # Cost of prefill that the worker reports, fitted to all steps with prefill.
         self._reported = LinearMeter(guess)

@@ -33,7 +33,7 @@ def quietly(main: Callable[[], int | None]) -> None:
     try:
         status = main()
     except KeyboardInterrupt:
-        sys.stderr.write("\n")  # a new line, because the terminal has printed ^C
+        sys.stderr.write("\n")  # ends the line on which the terminal has printed ^C
         status = _INTERRUPTED
     sys.exit(status)
 

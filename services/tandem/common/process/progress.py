@@ -74,7 +74,7 @@ class Waiting:
         self._tasks: dict[str, TaskID] = {}
         self._lock = threading.RLock()
         self._is_on = self._is_over = False
-        self._num_hiding = 0  # number of open `hidden` contexts
+        self._num_hiding = 0  # number of `with` statements of `hidden` that are running now
         self._timer = threading.Timer(SHOWN_AFTER_S, self._start)
         self._timer.daemon = True
         self.show(*steps)

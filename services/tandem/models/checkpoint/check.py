@@ -25,7 +25,7 @@ from tandem.models.gguf.names import gguf_names
 # ignored, because the frequencies are computed from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
-# Error messages call the config of a GGUF file "its header", and that of safetensors "config.json".
+# Name of a GGUF file's config in error messages, in place of "config.json".
 _IN_GGUF = "its header"
 
 

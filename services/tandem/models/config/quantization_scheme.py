@@ -28,10 +28,10 @@ class Scheme:
     # Number of consecutive inputs of a row that share a scale. 0: all inputs of a row, or all
     # weights of the matrix, share a scale.
     group_size: int = 0
-    # A scale per block: (128, 128) means that 128 outputs times 128 inputs share a scale. None:
-    # scales are not per block.
+    # (outputs, inputs) of a block of weights that share a scale, such as (128, 128). None: scales
+    # are not per block.
     block: tuple[int, int] | None = None
-    # Number that is added to each stored zero point: 1 for files that store each zero point minus
+    # Number that is added to each stored zero point. It is 1 if files store each zero point minus
     # 1.
     zero_offset: int = 0
     # Only for the coding "packed". True: zero points are stored. False: all zero points are the

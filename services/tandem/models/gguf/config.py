@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _SPECIAL = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
-# general.architecture -> the equivalent Hugging Face class and model_type. GGUF files of Mistral
-# models have the architecture llama, because both compute the same.
+# general.architecture -> (Hugging Face class, model_type). GGUF files of Mistral models have the
+# architecture llama, because a Mistral model is computed as a Llama model is.
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
@@ -37,9 +37,9 @@ ARCHITECTURES = {
     "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
 }
 _GEMMAS = ("gemma2", "gemma3")
-# Number of layers of Gemma 2 27B and Gemma 3 27B, by which a file of these models is recognized.
-# Their scale of attention scores is computed from hidden size / number of heads, that of all other
-# models from the head size.
+# Numbers of layers by which files of Gemma 2 27B and Gemma 3 27B are recognized. Only in these two
+# Gemma models, the scale of attention scores is computed from hidden size / number of heads. Others
+# compute it from the head size.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 # Values of general.architecture whose models may have experts. With experts, llama means Mixtral.
 _WITH_EXPERTS = ("llama", "qwen3moe", "gpt-oss", "deepseek2")

@@ -40,7 +40,7 @@ _STRING = 8
 _ARRAY = 9
 # GGUF number of a type -> format character of the type in Python's struct module.
 _SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_SIZE_BYTES = 8  # size of the length that precedes each string
+_SIZE_BYTES = 8  # each string is preceded by its length, a number of 8 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class _Scan:
             return (
                 self._skip_strings(num_items) if self._skips_strings else self._strings(num_items)
             )
-        # raises ValueError for nested arrays, which no model has
+        # This call raises ValueError for an array of arrays, which no model has.
         return self._numbers(kind, num_items)
 
     def _numbers(self, kind: int, num: int) -> list[Any]:

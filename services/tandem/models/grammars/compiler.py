@@ -17,11 +17,10 @@ from tokenizers import Tokenizer
 from tandem.errors import BadRequest
 from tandem.models.folder import ModelFolder
 
-# These limits bound the memory of a grammar and the time for a mask.
-# - Memory: all sequences with one grammar share a lexer, which takes at most about 40 MB.
-# - Time: a mask takes up to 10 ms, and would take up to 0.5 s with llguidance's defaults. The time
-#   grows with the square of the number of items in one row of the parser.
-# Each optional property of a JSON object needs four items in a row, so an object may have 200.
+# With these limits, a grammar takes at most about 40 MB, for the lexer that all sequences with the
+# grammar share. A mask takes up to 10 ms; with llguidance's default limits it takes up to 500 ms.
+# The time for a mask grows with the square of `max_items_in_row`. Each optional property of a JSON
+# object needs four items in a row, so an object may have 800 / 4 = 200 optional properties.
 _LIMITS = LLParserLimits(
     max_items_in_row=800,
     step_max_items=5_000,
@@ -35,9 +34,9 @@ _LIMITS = LLParserLimits(
 _SPECIAL = b"\xff"
 # llguidance writes the special token 7 as b"\xff[7]" in a byte string.
 _SPECIAL_TOKEN = re.compile(rb"\xff\[(\d+)\]")
-# A forced text is a text that is the only one that the grammar allows next. To find the next token,
-# at most this many bytes from the start of a forced text are tokenized. llguidance would tokenize
-# the whole text for each token, and hold the GIL meanwhile.
+# A text is forced if the grammar allows no other text next. To find the next token, at most this
+# many bytes from the start of the forced text are tokenized. llguidance would tokenize the whole
+# forced text for each token, and hold the GIL meanwhile.
 _FORCED_BYTES_MAX = 256
 
 
@@ -64,8 +63,8 @@ class GrammarCompiler:
         matcher = LLMatcher(self._vocabulary(), text, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise BadRequest(matcher.get_error())
-        # The call computes the text with which every completion must begin. The matcher caches the
-        # text, so copies of the matcher need not compute it again.
+        # The call computes the text with which every completion must begin. The matcher and its
+        # copies keep the text, so no sequence computes it again.
         matcher.compute_ff_bytes()
         return matcher
 

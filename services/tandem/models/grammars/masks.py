@@ -55,7 +55,7 @@ GRAMMAR_BYTES_MAX = 1 << 20  # maximum sum of the sizes of the cached grammars' 
 # seconds.
 LONG_TEXT_BYTES = 16 << 10
 MASK_WAIT_S = 0.02  # longest time that a step waits for masks, counted from the start of the step
-SLOW_MASK_S = 0.002  # A mask that takes more CPU time counts as slow. Usual masks take 0.0001 s.
+SLOW_MASK_S = 0.002  # CPU seconds; a mask that takes longer is slow. Usual masks take 0.0001 s.
 # Maximum time in each step that the engine's thread spends on the search for forced tokens.
 FORCED_SEARCH_S = 0.005
 SKIPS_MAX = 10
@@ -69,7 +69,7 @@ Mask = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class _Compiled:
-    matcher: Future[LLMatcher]  # result: a matcher in the grammar's initial state
+    matcher: Future[LLMatcher]  # matcher in the grammar's initial state, which sequences copy
     # Held while a thread uses the lexer, which all matchers of the grammar share.
     lock: threading.Lock = field(default_factory=threading.Lock)
     # True: a matcher failed, so the shared lexer may be invalid. The grammar is compiled again for
@@ -279,7 +279,7 @@ class GrammarMasks:
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
         self._num_bytes = 0
         self._awaited: list[GrammarMatcher] = []
-        self.search_s = 0.0  # time spent on forced tokens since the last step began
+        self.search_s = 0.0  # seconds spent on the search for forced tokens in the current step
 
     def matcher(self, text: str, token_ids: list[int]) -> GrammarMatcher | None:
         """Returns a matcher for a completion that has the tokens `token_ids` so far and must match

@@ -33,9 +33,8 @@ EXPANDED_DEPTH_MAX = 250
 # in the schema, and once for all references to it.
 VISITS_MAX = 200_000
 # Neither the sum nor the least common multiple of all `multipleOf` divisors in a schema may exceed
-# this. The compiler creates a state for each remainder, for example 7 states for `multipleOf: 7`.
-# At the limit this takes at most 0.2 s. Zeros at the end of a divisor cost nothing: 700 counts as
-# 7.
+# this. The compiler creates a state for each remainder, for example 7 states for `multipleOf: 7`,
+# in at most 0.2 s. Zeros at the end of a divisor need no states, so 700 counts as 7.
 DIVISORS_MAX = 100_000
 # White space between JSON tokens. It is limited because a small model might never stop writing it.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
@@ -69,8 +68,8 @@ def grammar_text(wanted: StructuredOutput) -> str:
     form = _form_text(wanted)
     if not wanted.head:
         return form
-    # llguidance returns schemas and regular expressions as a JSON list of one grammar, others as
-    # Lark.
+    # llguidance's text for a schema or a regular expression is a JSON list with one grammar. For
+    # all other kinds, the text is a Lark grammar.
     is_list = wanted.kind in ("json_object", "json_schema", "regex")
     [grammar] = json.loads(form)["grammars"] if is_list else [{"lark_grammar": form}]
     return json.dumps({"grammars": [{"lark_grammar": wanted.head}, {**grammar, "name": "form"}]})
@@ -184,7 +183,7 @@ def _divisor(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 1
     try:
-        # The compiler also reads the value as a float, and larger integers overflow.
+        # The compiler reads the value as a float. Larger integers would overflow there.
         number = float(value)
     except OverflowError:
         return 1

@@ -34,7 +34,7 @@ _CONFIG_BYTES_MAX = 1 << 20
 _DIGEST_BYTES = 16
 _CHUNK_BYTES = 1 << 20
 _DTYPES = ("F32", "F16", "BF16")
-# Fields that do not affect results, whatever their value.
+# Fields whose values do not affect results.
 _NEUTRAL = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -66,7 +66,7 @@ _READ = {
 # Accepted values of `init_lora_weights`. Methods that are not listed change the base model's
 # weights.
 _INITIALIZED = (True, False, None, "gaussian", "eva", "orthogonal")
-_PREFIX = "base_model.model."  # prefix of tensor names in the file
+_PREFIX = "base_model.model."  # prefix of all tensor names in an adapter's weights file
 _TYPES: Mapping[str, tuple[type | tuple[type, ...], str]] = {
     "rank_pattern": (dict, "an object of names and ranks"),
     "alpha_pattern": (dict, "an object of names and numbers"),

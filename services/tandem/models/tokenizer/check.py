@@ -26,7 +26,7 @@ TEXTS_S = 5.0
 _DEADLINE_S = 300.0
 _AROUND_MAX = 64  # maximum number of tokens, such as bos, that the rules add to an empty text
 _TOKENS_PER_BYTE_MAX = 16
-# Maximum number of characters per token, on average, in the decoded text of a test's tokens.
+# Maximum length of the decoded text of a test's tokens, in characters per token.
 _CHARACTERS_PER_TOKEN_MAX = 4096
 _GROWTH_MAX = 64  # largest factor by which all replacement rules together may lengthen a text
 # Length of the test texts that detect expressions with exponential time. On a text with this many

@@ -91,7 +91,8 @@ class _WindowText:
         self._window.append(token_id)
         text = self._window_text()
         if len(self._window) == 1 and not text:
-            # The first token has no text if it is a space, which the decoder drops at the start.
+            # A first token without text is a space, which the decoder drops at the start of a text.
+            # It becomes the context.
             self._num_context = 1
             return ""
         num_pending = len(self._window) - self._num_context

@@ -35,7 +35,8 @@ from tandem.models.gguf.tokenizer import pre_tokenizer
 from tandem.models.tokenizer.tokenizer import BYTE_OF_LETTER
 from tandem.models.tokenizer_settings import read_tokenizer_settings
 
-# Part of the cache key. It must be incremented with every change to the output of a conversion.
+# Part of the key of cached folders. It must be incremented with each change of this module that
+# changes the written files.
 _VERSION = 1
 # Maximum length of a token in bytes. The longest tokens of published models have 128 bytes.
 _TOKEN_BYTES_MAX = 1024

@@ -10,7 +10,9 @@ from tandem.ops.simulator.workers.task import Task
 from tandem.ops.simulator.workers.worker import SimulatedWorker
 from tandem.router.admission.calibration import Promise
 
-MIGRATIONS_MAX = 2  # equals the limit in services/tandem/router/request/migration_budget.py
+# A request is lost when it would have to migrate once more. A router has the same limit: it ends a
+# request that has lost three workers (LOSSES_MAX in router/request/migration_budget.py).
+MIGRATIONS_MAX = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -26,8 +28,8 @@ class Request:
     lease: Task | None = None
     # Ids of the prefill workers that were not tried yet, best first.
     candidates: list[str] = field(default_factory=list)
-    # (worker id, number of prompt tokens that the worker has cached) for each worker from which
-    # blocks may be pulled.
+    # Workers from which blocks may be pulled: (worker id, number of prompt tokens that the worker
+    # has cached).
     holders: list[tuple[str, int]] = field(default_factory=list)
     refused: frozenset[str] = frozenset()
     num_migrations: int = 0

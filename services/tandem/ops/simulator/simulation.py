@@ -64,7 +64,7 @@ class Simulation:
             )
             for worker_id, role in scenario.roles.items()
         }
-        # Counters of requests and tokens, which the autoscaler reads as it reads those of a router.
+        # The autoscaler computes the demand from these counters of requests and tokens.
         self.meter = DemandMeter()
         self._calibration = Calibration()
         self.view = View(scenario, self.clock, list(self.workers.values()))

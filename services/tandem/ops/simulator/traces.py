@@ -66,7 +66,7 @@ def read_trace(path: Path) -> list[Arrival]:
 
 def spread_bursts(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
     """Spreads requests that arrive at the same time over the interval until the next arrivals, at
-    random times. Their order stays.
+    random times. The order of the requests does not change.
 
     In Mooncake's traces, for example, about 10 requests arrive together every 3 s.
     """

@@ -34,7 +34,7 @@ class _Known:
     worker: SimulatedWorker
     load: WorkerLoad
     rates: WorkerRates  # rates that the worker reported, corrected by the observed speed
-    # Seconds from the worker's report until the loads from tiers end that ran at that time.
+    # Seconds from the worker's report to the end of the loads from tiers that were running then.
     load_queue_s: float = 0.0
     # (time, prefill work) of each request that the router has sent since the worker made its
     # report.

@@ -134,7 +134,8 @@ class PackedGroups:
             torch.stack((self.data & 15, self.data >> 4), -1, out=wide.view(*self.data.shape, 2))
         else:
             wide.copy_(self.data)
-        if self.group_of_input is None:  # `wide` gets the shape [out, groups, inputs of a group].
+        # Without `group_of_input`, `wide` is viewed as [out, groups, inputs of a group].
+        if self.group_of_input is None:
             wide = wide.view(*self.scales.shape, -1)
         if self.zeros is not None:
             wide -= self._per_input(self.zeros)

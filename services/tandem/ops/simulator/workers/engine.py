@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 from tandem.common.perf_model.rates import WorkerRates
 
 Job = TypeVar("Job")
-_EPSILON = 1e-9  # tolerance for rounding errors, as a number of steps
+_EPSILON = 1e-9  # numbers of steps that differ by less than this count as equal
 
 
 class SimulatedEngine(Generic[Job]):

@@ -34,8 +34,8 @@ class Task:
     tokens_left: int | None = None
     # True: the prompt is part of a session, so a later prompt will probably extend it.
     returns: bool = False
-    # True: the worker has decided to compute the task's blocks, because a load from tiers would be
-    # slower.
+    # True: when the worker last tried to start the task, computing the blocks was faster than
+    # loading them from tiers.
     is_compute_chosen: bool = False
     # The load of the task's blocks from tiers, running or done. None: no block is loaded.
     load: TierRead | None = None
