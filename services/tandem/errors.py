@@ -37,7 +37,7 @@
       ScaleAway             503  UNAVAILABLE          the scaler (controller or Kubernetes) is away
       WorkerLost            503  UNAVAILABLE          the worker ended, hung or is unreachable
         WorkerLeft          503  UNAVAILABLE          the worker left in order, as announced
-        LeaseLost           503  UNAVAILABLE          pulled blocks are invalid: no release
+        LeaseLost           503  UNAVAILABLE          the pulled blocks of a lease are invalid
           ProducerSilent    503  UNAVAILABLE          no heartbeat, or the engine made no step
           BlockMismatch     503  UNAVAILABLE          a pulled block has a wrong checksum
       DeadlineExceeded      504  DEADLINE_EXCEEDED
@@ -76,7 +76,7 @@ class TandemError(Exception):
 
     def __init_subclass__(cls, *, code: str, http: int = 0, grpc: str = "") -> None:
         """Registers the subclass under its `code`. If the HTTP status or the gRPC code is omitted,
-        the base class's one is used."""
+        the one of the base class is used."""
         cls.code, _BY_CODE[code] = code, cls
         cls.http_status, cls.grpc_code = http or cls.http_status, grpc or cls.grpc_code
 

@@ -411,8 +411,8 @@ class LLM:
         return self._tokenizer.token_bytes(token_id).decode(errors="replace")
 
     def _read_defaults(self) -> Mapping[str, float]:
-        """Returns the sampling defaults from the model's `generation_config.json`, or {} if they
-        are switched off."""
+        """Returns the sampling defaults from the model's `generation_config.json`, or {} if the
+        defaults are switched off."""
         if self._answer_config.generation_config == "none":
             return {}
         file = self._folder.path / "generation_config.json"
@@ -516,8 +516,8 @@ class _Completion:
     def take(
         self, news: NewTokens, read: "Callable[[int, TokenLogprobs], dict[int, Logprob]]"
     ) -> None:
-        """Adds new tokens to the output. If they contain a stop string, the completion ends,
-        although the engine may still compute the sequence."""
+        """Adds new tokens to the output. If the text of the tokens completes a stop string, the
+        completion ends at once, although the engine may still compute the sequence for a moment."""
         output = self.output
         if self.spec.embed:
             output.finish_reason = news.finish_reason or None
@@ -714,7 +714,7 @@ class _EngineThread:
             self._calls.put(partial(self._begin, spec))
 
     def remove(self, sequence_id: str) -> None:
-        """Ends a sequence, if it has not ended yet. The sequence's listener is not called any
+        """Ends a sequence that has not ended yet. The listener of the sequence is not called any
         more."""
         if self._listeners.pop(sequence_id, None) is not None:
             self._calls.put(lambda engine: engine.remove(sequence_id))

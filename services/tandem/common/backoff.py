@@ -19,7 +19,7 @@ def doubling_at_random(first_s: float, longest_s: float) -> wait_base:
 
 
 class Backoff:
-    """The delays of one retry loop. `wait` is the rule that gives them."""
+    """The delays of one retry loop. The rule `wait` computes the delays."""
 
     def __init__(self, wait: wait_base) -> None:
         self._wait = wait

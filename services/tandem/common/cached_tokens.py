@@ -1,5 +1,5 @@
-"""Counts of a prompt's cached tokens, by where their KV was found: plain data, encoded by
-msgspec."""
+"""Counts of a prompt's cached tokens, by the place where the KV of the tokens was found. Plain
+data, encoded by msgspec."""
 
 from __future__ import annotations
 

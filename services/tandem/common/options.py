@@ -4,9 +4,10 @@
         block_size: Positive = 16
         \"\"\"Number of tokens in a KV block.\"\"\"
 
-An option is written once, as a field: its type has the allowed values, its docstring is the help
-text. The values are checked whenever an object is made. `docs/reference/options.md` and the chart's
-options are generated from the same fields (`make options`).
+An option is written once, as a field. The field's type defines the allowed values, and the field's
+docstring is the help text. The values are checked whenever an object is made.
+`docs/reference/options.md` and the chart's options are generated from the same fields (`make
+options`).
 """
 
 import math

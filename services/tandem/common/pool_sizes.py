@@ -1,4 +1,4 @@
-"""The pools and the sizes that may be requested for them."""
+"""Checks the pool sizes of scale requests."""
 
 from tandem.common.config.cluster import SIZED_POOLS, Pool
 from tandem.errors import BadRequest

@@ -1,11 +1,11 @@
-"""A worker's load. One type serves all places, from the engine that measures the load to the
-router's placement. Does no I/O.
+"""A worker's load, by which routers place requests. The engine, the worker, Redis and the routers
+use one type. Does no I/O.
 
 1. The engine counts its sequences and blocks.
 2. The worker's I/O process sets `queue_max`, `num_leases` and `step`.
 3. The load goes to a record in Redis (net/store/registry.py) and in messages to routers
    (net/rpc/convert.py).
-4. A router adds the work that it has sent to the worker since (router/workers/known_worker.py).
+4. A router adds the work that it sent to the worker later (router/workers/known_worker.py).
 
 A model without sliding-window attention has one KV pool, and `blocks_*` are the counts of this
 pool. Otherwise each group of layers has its own pool, and `blocks_*` are sums over the pools. A sum
@@ -34,8 +34,8 @@ class GroupLoad(msgspec.Struct, frozen=True):
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_seats"}):
-    """A worker's load after a step of its engine. The order of the fields is the order in the
-    record."""
+    """A worker's load after a step of the engine. The order of the fields is part of the format of
+    the worker's record."""
 
     num_running: int = 0  # number of running sequences, without those that `num_leases` counts
     num_waiting: int = 0  # number of sequences in the worker's queue
@@ -67,7 +67,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
 
     def queue_s(self, rates: WorkerRates) -> float:
         """Returns the seconds until the queued tokens are computed. If the worker does not report
-        this time, it is estimated with `rates`."""
+        this time, the result is estimated with `rates`."""
         return queue_seconds(rates, self.queued_tokens) if self.queued_s is None else self.queued_s
 
     @property

@@ -187,9 +187,9 @@ class _TemplateTraits(NamedTuple):
         return [given for message in messages for given in self.given(message)]
 
     def given(self, message: _Message) -> list[dict[str, Any]]:
-        """Returns the messages that the template receives for one message. They are two if the
-        template needs the tool calls in a message of their own, otherwise one. Keys whose value is
-        null are left out unless the template expects null."""
+        """Returns the messages that the template receives for one message. The result has two
+        messages if the template needs the tool calls in a separate message, otherwise one. Keys
+        whose value is null are left out unless the template expects null."""
         role = message["role"]
         content = message.get("content")
         takes_parts = self.takes_parts.get(role, False)

@@ -20,7 +20,7 @@ from tandem.common.kv_tiers import DISK, KV_TIERS
 
 
 class PrefillRate(msgspec.Struct, frozen=True):
-    """The cost of prefill in seconds. The defaults are those of a small model on a CPU."""
+    """The cost of prefill in seconds. The default values are typical of a small model on a CPU."""
 
     step_s: float = 5e-3
     token_s: float = 1e-3
@@ -46,7 +46,7 @@ class PrefillRate(msgspec.Struct, frozen=True):
 
 
 class DecodeRate(msgspec.Struct, frozen=True):
-    """The cost of a decode step in seconds. A step computes one token for each of its sequences."""
+    """The cost of a decode step in seconds. A decode step computes one token for each sequence."""
 
     step_s: float = 1e-2
     sequence_s: float = 1e-3
@@ -68,7 +68,7 @@ class PairRate(msgspec.Struct, frozen=True):
 
     @property
     def is_measured(self) -> bool:
-        """True if the rate differs from the default for its transport."""
+        """True if the rate was measured: it differs from the default rate of the transport."""
         guess = default_pair(self.transport)
         return (self.latency_s, self.bytes_per_s) != (guess.latency_s, guess.bytes_per_s)
 

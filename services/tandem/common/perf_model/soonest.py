@@ -76,7 +76,8 @@ class Producer(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A prompt, and the worker that would compute its missing part."""
+    """A prompt whose missing blocks must be obtained, and the speed and queue of the worker that
+    needs them."""
 
     num_tokens: int
     block_size: int
@@ -146,7 +147,8 @@ def choose_soonest(
 def produced_s(prompt: Prompt, producer: Producer, held: int) -> float:
     """Returns the seconds until all blocks from `held` on have been pulled from the producer.
 
-    Instead of computing the first `held` blocks, the producer may pull them from this worker.
+    The producer may pull the first `held` blocks from this worker instead of computing these
+    blocks.
     """
 
     def compute_s(first: int) -> float:

@@ -161,7 +161,8 @@ class StepTimeModel:
             self._mean_context = decode[1] / decode[0]
 
     def chunk_max(self, work: StepWork, context: int) -> int | None:
-        """Returns the largest next chunk, in tokens, of a step that already has `work`.
+        """Returns the largest number of tokens of a prompt that may be added, as one chunk, to a
+        step that already has `work`.
 
         The chunk follows `context` other tokens of its prompt. None means that only the scheduler's
         budget limits the chunk.

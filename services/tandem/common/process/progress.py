@@ -93,7 +93,7 @@ class Waiting:
             self._is_on = False
 
     def show(self, *steps: ProgressRow) -> None:
-        """Sets the rows. A row keeps its bar while its name stays the same."""
+        """Sets the rows. A row with the same name as before keeps its bar and its elapsed time."""
         with self._lock:
             steps = steps[:_STEPS_MAX]
             for name in self._tasks.keys() - {step.name for step in steps}:

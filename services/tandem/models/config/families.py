@@ -1,4 +1,5 @@
-"""The table of supported architectures, keyed by their name in config.json.
+"""The table of supported architectures. A key of the table is the name of an architecture in
+config.json.
 
 A row states the properties that all models of an architecture share, and defaults for the keys that
 config.json may leave out. model.py and layers.py read the other properties from config.json.

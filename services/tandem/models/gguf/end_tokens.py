@@ -1,9 +1,9 @@
 """Finds the tokens of a GGUF model that end an answer.
 
-End tokens are those that the file names, and others that this module recognizes by their text.
-Recognition by text is needed because converters name only one end token: they name `<eos>` for an
-instruction-tuned Gemma, whose turns end with `<end_of_turn>`. Texts and exceptions are llama.cpp's
-(special_eog_ids in https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp).
+The file names some end tokens. This module recognizes further end tokens by their text, because
+converters name only one: for an instruction-tuned Gemma they name `<eos>`, although a turn ends
+with `<end_of_turn>`. Texts and exceptions are llama.cpp's (special_eog_ids in
+https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Reads the keys of a GGUF file and the locations of its tensors, in one pass.
 
-The gguf package's reader trusts the counts and lengths in a file, so a wrong one can make it run
-for hours or exhaust memory. It also keeps four numpy views of each string, which takes a gigabyte
-for a large vocabulary. This reader checks each count against the size of the file, which limits
-the time and memory of a read. A file consists of:
+The reader in the package gguf trusts the counts and lengths in a file, so a wrong count can make
+the reader run for hours or exhaust memory. That reader also keeps four numpy views of each string,
+which take a gigabyte for a large vocabulary. The reader of this module checks each count against
+the size of the file, so the time and memory of a read are limited. A file consists of:
 
     magic, version, num_tensors, num_keys | keys and values | tensor infos | padding | tensor data
 

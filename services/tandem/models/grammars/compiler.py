@@ -1,7 +1,8 @@
 """Compiles grammar texts for a model's vocabulary, within limits.
 
-llguidance limits its memory and work by counts instead of time, so a grammar fails on every machine
-or on none. A compiled grammar is a matcher in its initial state, which each sequence copies.
+The limits of llguidance are counts of items and states, not times. So a grammar that is too large
+fails on every machine, fast or slow. A compiled grammar is a matcher in its initial state, which
+each sequence copies.
 """
 
 import re

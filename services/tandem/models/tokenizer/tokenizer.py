@@ -198,8 +198,8 @@ class Tokenizer:
 
     def encode_part(self, window: RenderedText, start: int, stop: int) -> list[int] | None:
         """Encodes `window` and returns the ids of the tokens in `window.text[start:stop]`; None if
-        a token crosses `start` or `stop`. A token that is added at an end of the text, such as bos
-        at its start, is included if `start` or `stop` is at that end."""
+        a token crosses `start` or `stop`. Tokens that are added at the start of the text, such as
+        bos, are included if `start` is 0, and those at the end if `stop` is the end of the text."""
         encoding = self._encode_rendered(window)
         ids: list[int] = encoding.ids
         first = 0
@@ -244,7 +244,8 @@ class Tokenizer:
 
     @property
     def nonce(self) -> str:
-        """The nonce to pass to further tokenizers of this folder. It must be kept from clients."""
+        """The nonce to pass to further tokenizers of this folder. Clients must not learn the
+        nonce."""
         return self._control_strings.nonce
 
     def added_token_id(self, string: str) -> int | None:

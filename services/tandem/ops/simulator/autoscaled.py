@@ -1,7 +1,7 @@
 """Runs the autoscaler in the simulator, and resizes the simulated pools as it decides.
 
-Every `interval_s` the autoscaler's policy gets an observation: a router's counters, and the
-workers' loads as that router knows them, which are a little old. An added worker is ready after a
+Every `interval_s` seconds, the autoscaler's policy gets an observation: a router's counters, and
+the router's view of the workers' loads, which is a little old. An added worker is ready after a
 cold start.
 """
 

@@ -1,8 +1,8 @@
 """Reads and transforms request traces: Mooncake's JSONL and Azure's CSV.
 
-As in Mooncake's traces, a block of a prompt is an integer: two prompts with the same integers have
-the same text. A copy of a trace gets another `salt`, so that its prompts differ from those of the
-original. All randomness comes from a seed.
+As in Mooncake's traces, an integer stands for the text of a block: two prompts that begin with the
+same integers begin with the same text. A copy of a trace gets another `salt`, so the copied prompts
+differ from the original ones. All randomness comes from a seed.
 """
 
 import csv

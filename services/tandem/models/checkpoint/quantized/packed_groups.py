@@ -3,8 +3,8 @@
     weight = (number - zero) * scale + min
 
 Each weight is stored as an integer, the number. A group of inputs shares a scale, and optionally a
-zero point and a minimum. Scales are converted to 16 bits only if that changes none of them, so each
-weight equals the checkpoint's.
+zero point and a minimum. Scales are converted to 16 bits only if all scales stay exactly the same.
+So each weight is equal to the weight in the checkpoint.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class RunReport(msgspec.Struct, frozen=True):
 
 
 def summarize(simulation: Simulation, policy: str, load: float) -> RunReport:
-    """Returns the results of a simulation that has run. `policy` and `load` are only copied into
-    the report."""
+    """Returns the results of a simulation that has run. `policy` and `load` are copied into the
+    report."""
     requests = simulation.requests
     served = [r for r in requests if r.ended_s]
     good = [r for r in served if is_good(r, simulation.scenario.slo)]

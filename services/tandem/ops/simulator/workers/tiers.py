@@ -1,5 +1,5 @@
-"""The KV tiers of a simulated worker: host memory, disk and object store. They contain no data, but
-use the engine's slot tables, policies and measured rates (`engine/tiers`).
+"""The KV tiers of a simulated worker: host memory, disk and object store. The simulated tiers
+contain no data, but use the engine's slot tables, policies and measured rates (`engine/tiers`).
 
 When a worker has prefilled, loaded or pulled blocks, it writes them to each tier whose policy
 accepts them. This takes no time. If loading is the fastest way to get the blocks of the next task,

@@ -42,8 +42,8 @@ from tandem.ops.simulator.workers.tiers import TierRead, WorkerTiers
 
 
 class Listener(Protocol):
-    """Receives the events of a worker's tasks. The worker calls these methods, and they may call
-    the worker's methods."""
+    """Receives the events of a worker's tasks. The worker calls the methods of the listener, which
+    may call methods of the worker."""
 
     def reserved(self, worker: SimulatedWorker, task: Task) -> None: ...
     def prefilled(self, worker: SimulatedWorker, task: Task) -> None: ...
@@ -182,8 +182,8 @@ class SimulatedWorker:
         self._listener.load_changed(self)
 
     def set_speed(self, speed: float) -> None:
-        """Sets the speed of the engine. 1 is full speed; it is less if other workers use the same
-        cores."""
+        """Sets the speed of the engine. 1 is full speed. The speed is lower if other workers use
+        the same cores."""
         self.engine.advance(self._clock.now_s)
         self.engine.speed = speed
         self._plan_wake()
@@ -479,8 +479,8 @@ class SharedCores:
     """A machine whose workers share its cores. A worker has one thread.
 
     `cores` is the throughput of all workers together, in units of the throughput of one worker that
-    runs alone. It need not be an integer, because workers also share the memory bandwidth. With
-    cores = 3 and 4 busy workers, each worker runs at 3/4 of its speed.
+    runs alone. `cores` need not be an integer, because workers also share the memory bandwidth.
+    With cores = 3 and 4 busy workers, each worker runs at 3/4 of its speed.
     """
 
     def __init__(self, cores: float) -> None:
