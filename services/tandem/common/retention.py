@@ -15,8 +15,8 @@ class Retention(msgspec.Struct, frozen=True):
 
     # True: the prompt is likely to be sent again, so its KV is copied to tiers at the first use.
     returns: bool = False
-    # Number of seconds after the request's end in which the request's blocks are pinned: they are
-    # evicted only if no other block can be. 0: they are not pinned.
+    # Number of seconds after the request's end in which the request's blocks are pinned. Pinned
+    # blocks are evicted only if no other block can be evicted. 0: the blocks are not pinned.
     pin_s: float = 0.0
     # Weight of the request's tenant. Of the blocks that can be pinned, a tenant with weight 200 may
     # pin twice as many as one with weight 100.

@@ -119,7 +119,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     presence_penalty: float = 0.0  # subtracted from the logits of tokens that are in the completion
-    # The logit of a token that is n times in the completion is reduced by n times this.
+    # If a token occurs n times in the completion, n * frequency_penalty is subtracted from its
+    # logit.
     frequency_penalty: float = 0.0
     # Positive logits of tokens in the prompt or the completion are divided by this, and negative
     # ones are multiplied by it.

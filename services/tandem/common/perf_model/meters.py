@@ -8,11 +8,11 @@ shared machine:
 - An outlier, such as a step that the machine's scheduler interrupted, has a smaller weight.
 - `_CHANGE_AFTER` outliers in a row on the same side mean a change. Older data is then dropped.
 - No coefficient is negative.
-- Each fit is drawn slightly to the previous one, and the first fit to the default.
+- Each fit is drawn slightly towards the previous fit, and the first fit towards the default.
 
-The last measure matters if the observations cannot separate two coefficients. For example, if all
-steps have 512 tokens, they show only the sum step_s + 512 * token_s. The fit then keeps the
-previous ratio of step_s to token_s.
+The fourth measure matters if the observations cannot separate two coefficients. For example, if all
+steps have 512 tokens, the observations determine only the sum step_s + 512 * token_s. The fit then
+keeps the previous ratio of step_s to token_s.
 """
 
 import math

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 _SOFTMAX = (0, 1)
 _SIGMOID = 2
 # (number of layers, number of experts) -> (number of expert groups, number of groups chosen for
-# each token). These are the values of the published DeepSeek V2 and V3, for files of older
-# converters, which lack the keys of the expert groups.
+# each token). The entries are DeepSeek V2 and V3. They are needed because older GGUF files of these
+# models do not store the numbers of groups.
 _GROUPS = {(60, 160): (8, 3), (61, 256): (8, 4)}
 
 
