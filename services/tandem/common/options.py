@@ -4,9 +4,10 @@
         block_size: Positive = 16
         \"\"\"Number of tokens in a KV block.\"\"\"
 
-An option is written once, as a field: its type has the allowed values, its docstring is the help
-text. The values are checked whenever an object is made. `docs/reference/options.md` and the chart's
-options are generated from the same fields (`make options`).
+An option is written once, as a field. The field's type defines the allowed values, and the field's
+docstring is the help text. The values are checked whenever an object is made.
+`docs/reference/options.md` and the chart's options are generated from the same fields (`make
+options`).
 """
 
 import math
@@ -33,8 +34,8 @@ from tandem.errors import ConfigError
 T = TypeVar("T")
 
 _OPTIONS = Group("Options", sort_key=0)
-# The results of `arguments` and `_limits` for each class. They are kept, because they take 10 ms
-# and 1 ms. (functools.cache cannot have a class as an argument for mypy.)
+# Caches of `arguments` and `_limits`: class of settings -> result. Without them, each object of a
+# class would cost 10 ms. (functools.cache does not take classes as arguments, for mypy.)
 _arguments: dict[type[Any], tuple[Argument, ...]] = {}
 _limits_of: dict[type[Any], dict[str, tuple[tuple[str, ...], "Bounds"]]] = {}
 
@@ -50,7 +51,7 @@ class Bounds:
 
     def fault(self, value: Any) -> str:
         """Returns the condition that the value violates; "" if it violates no condition."""
-        # comparisons are written so that NaN fails
+        # NaN is refused, because `not value >= least` is true for NaN.
         if self.least is not None and not value >= self.least:
             return f"be at least {self.least}"
         if self.above is not None and not value > self.above:
