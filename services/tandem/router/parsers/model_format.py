@@ -139,7 +139,7 @@ class ModelFormat:
         if wanted is None:
             return {}
         switch = self._switch()
-        return {switch: wanted} if switch else {}  # {}: the template cannot switch reasoning
+        return {switch: wanted} if switch else {}
 
     def _effort(self, effort: str | None) -> dict[str, Any]:
         if effort is None:
