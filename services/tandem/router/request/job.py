@@ -67,8 +67,8 @@ from tandem.router.request.request import ClientRequest
 if TYPE_CHECKING:
     from tandem.net.store.registry import KvCompatibility
 
-# A worker receives 98% of the remaining time as its deadline for the first token. The other 2% are
-# a reserve for steps that take longer than predicted.
+# Fraction of the time left until the TTFT limit that a worker gets for the first token. Example: if
+# 10 s are left, the worker refuses the job if the first token would take more than 9.8 s.
 WORKER_SHARE = 0.98
 # Shortest time in seconds that a worker gets for the first token. The value is not 0, because
 # workers read 0 as no limit.

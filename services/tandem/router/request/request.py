@@ -113,7 +113,6 @@ class ClientRequest:
 
     def _is_not_for_beams(self) -> str:
         """Returns a set field that beam search does not support; "" if there is none."""
-        """
         sampling = self.sampling
         chat = self.prompt
         form = self.structured_output
