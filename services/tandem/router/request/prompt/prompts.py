@@ -5,12 +5,12 @@ The length of a prompt determines how it is prepared:
   message to a process is needed, and tokenizing releases the GIL.
 - longer prompt: A process tokenizes and hashes it. Hashing many blocks holds the GIL, so a thread
   would delay the event loop.
-- very long text, of which all tokens are needed: Its tokens are first counted piece by piece
-  (`pieces.py`), and it is refused with ContextTooLong if it certainly does not fit. Otherwise a
-  process tokenizes and hashes it.
+- very long text, of which all tokens are needed: The tokens are first counted piece by piece
+  (`pieces.py`). If the text certainly does not fit, it is refused with ContextTooLong. Otherwise a
+  process tokenizes and hashes the text.
 - very long text, of which only the last tokens are needed (truncation): Only the end is tokenized,
   piece by piece. A text that cannot be cut into pieces is tokenized whole, in a separate process,
-  so that it delays no other prompt.
+  so that the text delays no other prompt.
 
 The processes load the tokenizer and nothing else. Tenants take turns at the threads and processes
 (`fair_executor.py`). Each piece is a separate job, so a client that leaves occupies at most one
