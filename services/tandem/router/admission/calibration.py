@@ -20,7 +20,8 @@ from tandem.router.admission.predict import MARGIN
 # The calibration uses only requests whose predicted TTFT is at least this fraction of their limit.
 LEARNED_SHARE_MIN = 0.3
 _LATE = 0.1  # weight of the newest ratio measured / predicted in the mean
-_FACTORS = (0.5, 8.0)  # ratios measured / predicted outside this range are moved to its nearer end
+# Smallest and largest ratio measured / predicted. A ratio of 10, for example, counts as 8.
+_FACTORS = (0.5, 8.0)
 # 99% of a normal distribution lies below mean + 2.33 standard deviations.
 _SPREADS = 2.33
 _MARGINS = (0.4, 0.85)

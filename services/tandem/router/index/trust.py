@@ -35,7 +35,8 @@ Alarm = Literal["hits", "audit", "silent"]
 RENEWAL_S = 20.0
 # `HitWatch` keeps a worker's latest requests with about this many predicted cached tokens in total.
 WINDOW_TOKENS = 8192
-EVIDENCE_TOKENS = 1024  # no alarm if those requests have fewer predicted cached tokens in total
+# No alarm is raised while a worker's latest requests have fewer predicted cached tokens in total.
+EVIDENCE_TOKENS = 1024
 REQUESTS_MIN = 4
 HIT_RATIO_MIN = 0.5  # an alarm is raised if cached tokens / predicted cached tokens is lower
 

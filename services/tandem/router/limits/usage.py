@@ -65,7 +65,7 @@ class UsageMeter:
         self._metrics = metrics
         self._pending: dict[Row, list[int]] = {}
         self._batch: Mapping[Row, Sequence[int]] = {}
-        self._number = 1  # number of the batch in flight; without one, of the next batch
+        self._number = 1  # number of the batch that is sent now, or next if none is sent now
         self._flushing = asyncio.Lock()
         self._is_away = False
 

@@ -99,7 +99,10 @@ class Window:
 
 
 def window_of(flat: Iterable[int]) -> Window:
-    """Returns the window that `flat` has written. A bucket that occurs twice is summed."""
+    """Returns the window of the list [bucket, requests, tokens, bucket, requests, tokens, ...].
+
+    If a bucket occurs more than once, its counts are added.
+    """
     window = Window()
     numbers = iter(flat)
     for bucket, requests, tokens in zip(numbers, numbers, numbers, strict=True):

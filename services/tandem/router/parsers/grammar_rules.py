@@ -54,9 +54,9 @@ class GrammarRules:
         return name
 
     def text(self, text: str, name: str = "", number: str = "") -> str:
-        """Returns the grammar's terms for a text.
+        """Returns the grammar's notation for a fixed text: quoted strings and ids of added tokens.
 
-        `%s` in the text is replaced by `name`, and `%d` by the term `number`.
+        In the text, `%s` stands for `name`, and `%d` for the grammar's notation `number`.
         """
         terms = []
         pattern = "|".join(["%d", *map(re.escape, sorted(self.terminals, key=len, reverse=True))])

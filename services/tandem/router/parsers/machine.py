@@ -97,8 +97,8 @@ class Rules:
     # True: the model writes each parameter's value on lines of its own, so the line breaks before
     # and after the value are removed.
     trims_lines: bool = False
-    # Terminals, such as <tool_call>, that may begin a call even within reasoning. If no call of a
-    # known function follows such a terminal, it is part of the reasoning.
+    # Terminals, such as <tool_call>, that may begin a call even within reasoning. A terminal that
+    # no call of a known function follows is part of the reasoning.
     call_marks: frozenset[str] = frozenset()
 
 
@@ -114,7 +114,8 @@ class AnswerParser:
         self._pending = ""
         # White space at the end of content or reasoning. It is returned if more text follows.
         self._space = ""
-        # Text that looks like the start of a call. It becomes content or reasoning if it is none.
+        # Text that looks like the start of a call. If no call follows, this text becomes content or
+        # reasoning.
         self._raw = ""
         # True: one of `Rules.call_marks` has occurred within reasoning, but it is not yet known
         # whether a call follows.

@@ -261,7 +261,8 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
             tiers.append(
                 TierReach(depth, _load_s(rates, tier, depth - in_pool) / (depth - in_pool))
             )
-    # No tier has more blocks than the block pool, or the block pool has the whole prompt.
+    # Nothing is loaded if no tier has more blocks of the prompt than the block pool, or if the
+    # block pool has the whole prompt (`cached_tokens` has then subtracted the last token).
     if not tiers or held < in_pool * work.block_size:
         return Reuse(held)
     choice = choose_soonest(

@@ -32,7 +32,8 @@ class Roster:
         self.second_weight = 1.0
         self.num_with_tiers = 0  # number of workers that load blocks from a tier
         self.num_unmeasured = 0  # number of workers that have not measured their rates yet
-        # KV compatibility key -> number of workers. There is one key except during an upgrade.
+        # KV compatibility key -> number of workers with this key. Except during an upgrade, all
+        # workers have the same key.
         self.compatibility_keys: Counter[bytes] = Counter()
         self._pools: dict[str, list[str]] = {}
         # role -> [number of usable workers, sum of the usable workers' `prefill_share`]

@@ -364,7 +364,7 @@ class Dispatcher:
                                 pulled.prefill_worker_id, attempt.worker_id, pulled.blocks_pulled
                             )
                 # `is_committed` says that the worker has all KV of the prompt. Workers of older
-                # versions do not send this field. There the second token shows the same.
+                # versions do not send this field, but their second token shows the same.
                 if update.is_committed or len(progress.output_token_ids) + len(token_ids) > 1:
                     job.may_fork.set()
                 if update.workers_lost > attempt.num_lost:
@@ -403,8 +403,9 @@ class Dispatcher:
         """Returns a placement; None while no decode worker is usable.
 
         Raises Overloaded or QueueFull if all workers have refused the job because of their load.
-        Raises NeverFits or AdapterUnavailable if a worker refused a new job for good. A job that
-        has run before waits instead (None), because a worker that can run the job may come back.
+        Raises NeverFits or AdapterUnavailable if a worker refused a new job for good. For a job
+        that a worker accepted before, the result is None instead, so that the job waits: a worker
+        that can run the job may come back.
         """
         routing = job.routing
         refused = frozenset(routing.refused)

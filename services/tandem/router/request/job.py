@@ -215,8 +215,8 @@ class Progress:
     embedding: list[float] = field(default_factory=list)
     # number of prompt tokens whose KV was cached when the first token was generated
     cached_tokens: int = 0
-    # How many of cached_tokens came from each tier. None: the worker has no tiers besides the KV
-    # pool.
+    # How many of cached_tokens came from each tier. None: the worker that generated the first token
+    # has no tiers besides the KV pool.
     cached_by_tier: CachedTokens | None = None
     timings: pb.SequenceTimings = field(default_factory=pb.SequenceTimings)
     # Numbers of the submissions to workers that have generated output tokens.

@@ -29,7 +29,7 @@ class Attempt:
         self.worker_id = worker_id
         self.failure: TandemError | None = None
         self.is_finished = False  # True: the worker has sent the finish reason "stop" or "length"
-        self.is_draining = False  # True: the worker drains; its running sequences continue
+        self.is_draining = False  # True: the worker drains; the running sequences continue there
         # Number of prefill workers lost during this attempt, as last reported by the decode worker.
         self.num_lost = 0
         self._number = number

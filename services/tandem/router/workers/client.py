@@ -181,7 +181,7 @@ class WorkerClient:
             if self.is_draining:
                 self._go_down("it has left", WorkerLeft)
         finally:
-            # This comes first, so that no attempt is added during the clean-up.
+            # Mark the stream as down first, so that no request is submitted during the clean-up.
             self._go_down("its stream broke")
             writer.cancel()
             call.cancel()

@@ -42,7 +42,7 @@ class Seen:
     is_connected: bool = True
     silent_s: float = 0.0
     stuck_s: float = 0.0
-    num_left: tuple[int, int] = (0, 0)  # (unfinished sequences, leases) that delay a drain's end
+    num_left: tuple[int, int] = (0, 0)  # of a draining worker: (unfinished sequences, leases)
     why_down: str = ""  # why the router's stream to the worker last ended; "": it never ended
     clock_ahead_s: float = 0.0
 

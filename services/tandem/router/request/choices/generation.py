@@ -69,7 +69,7 @@ class Generation:
         self._reservation = reservation
         self._first = record.jobs[0]
         self._num_open = num_choices
-        self._num_generated = 0  # generated tokens, including those of discarded beams
+        self._num_generated = 0  # number of generated tokens, discarded beams included
         self._num_reasoning = 0  # reasoning tokens of the choices that have ended
         self._deadline = deadline
 
