@@ -20,15 +20,15 @@ from prometheus_client import Counter, Histogram
 from tandem.common.kv_tiers import KV_TIERS
 
 STEP_S = 5.0
-SAMPLES_MAX = 180  # 15 minutes
+SAMPLES_MAX = 180  # number of samples in 15 minutes
 _WELL = ("stop", "length")
 _NO_ERRORS = (*_WELL, "cancelled")
 _KV_TIERS = tuple(tier.name for tier in KV_TIERS)
 _TIERS = (*_KV_TIERS, "peer")
-# The columns of a sample. A column named `..._share` is between 0 and 1. The value None means that
-# nothing was measured, or that no worker has the tier.
+# The columns of a sample. A column named `..._share` is a fraction, 0 to 1. A value is None if it
+# cannot be measured, such as a TTFT without requests or the use of a tier that no worker has.
 COLUMNS = (
-    "at",  # seconds since the epoch
+    "at",  # time of the sample, in seconds since 1970
     *("requests_per_s", "errors_per_s", "cancelled_per_s", "running", "waiting"),
     *("ttft_p50_ms", "ttft_p95_ms", "itl_p50_ms", "itl_p95_ms", "tokens_per_s"),
     *("cached_share", "cached_device_per_s", *(f"cached_{tier}_per_s" for tier in _TIERS)),
@@ -47,7 +47,8 @@ class WorkerSums:
     blocks_cached: int = 0
     num_pulls: int = 0
     num_leases: int = 0
-    held_shares: Mapping[str, float] = field(default_factory=dict)  # tier -> used fraction, 0 to 1
+    # name of a KV tier -> used fraction of the tier's capacity, 0 to 1
+    held_shares: Mapping[str, float] = field(default_factory=dict)
 
 
 class History:
@@ -61,7 +62,7 @@ class History:
         self.num_taken = 0
 
     def take(self, now: float, sums: WorkerSums) -> None:
-        """Takes a sample. `now` is in seconds since the epoch."""
+        """Takes a sample. `now` is in seconds since 1970."""
         read = self._read()
         elapsed_s = STEP_S if self._before_at is None else max(0.001, now - self._before_at)
         self._samples.append(self._sample(now, elapsed_s, self._before, read, sums))
@@ -131,7 +132,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class _Buckets:
-    """A histogram: the buckets' upper bounds, and the number of observations up to each bound."""
+    """A Prometheus histogram. `counts` is the number of observations at or below each bound."""
 
     bounds: Sequence[float]
     counts: Sequence[float]
@@ -139,8 +140,8 @@ class _Buckets:
     def quantile_ms(self, before: _Buckets, share: float) -> float | None:
         """Returns a quantile of the observations since `before`; None without observations.
 
-        If the quantile lies in the last bucket, which has no upper bound, the result is the lower
-        bound of that bucket.
+        The result is in ms. If the quantile lies in the last bucket, which has no upper bound, the
+        result is the last bucket's lower bound.
         """
         counts = [count - was for count, was in zip(self.counts, before.counts, strict=True)]
         if not counts[-1]:

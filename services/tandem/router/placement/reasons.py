@@ -14,17 +14,19 @@ from tandem.router.placement.costs import Work, cached_tokens
 
 Reason = Literal["prefix", "load_over_prefix", "load"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
-# A client sends this header to request a description of the placement, which the response then has
-# in a header of the same name.
+# If a request has this header, the response describes the request's placement in a header of the
+# same name.
 PLACEMENT_HEADER = "x-tandem-placement"
-TIMING_HEADER = "x-tandem-timing"  # requests the times of the stages in the header `server-timing`
+# If a request has this header, the response lists the times of the request's stages (such as queue
+# and prefill) in the header `server-timing`.
+TIMING_HEADER = "x-tandem-timing"
 _NO = ("", "0", "false", "no", "off")
 
 
 def reason_of(work: Work, placement: Placement, matches: Mapping[str, int]) -> Reason:
     """Returns why the request got this placement.
 
-    `matches` must be the argument that `choose` was called with.
+    `matches` must be the argument `matches` with which `choose` made the placement.
     """
     reused = work.num_tokens - placement.tokens_missing
     holders = placement.prefix_holders
@@ -34,5 +36,5 @@ def reason_of(work: Work, placement: Placement, matches: Mapping[str, int]) -> R
 
 
 def asks(value: str | None) -> bool:
-    """Returns whether a request header is on: it was sent, with a value other than "0" or "no"."""
+    """Returns whether a request header was sent with a value other than "0" or "no"."""
     return value is not None and value.strip().lower() not in _NO

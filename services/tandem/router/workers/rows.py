@@ -1,6 +1,6 @@
 """Makes a row for each known worker, alive or not, and a headline of the problems. Does no I/O.
 
-Operators see the rows and the headline. A worker is known if one of these holds:
+Operators see the rows and the headline. A worker is known if one of these is true:
 - It has a record in Redis, or had a record recently.
 - It loads its model and has written a notice.
 - It has an agent, which keeps the worker's process running (`tandem up`).
@@ -16,16 +16,15 @@ from tandem.net.store.registry import WorkerRecord
 from tandem.router.workers.loading import LoadingNow
 from tandem.router.workers.troubles import Trouble, blames_peers, clock_of_router, trouble_of
 
-_PROBLEMS_MAX = 2  # largest number of problems named in the headline
+_PROBLEMS_MAX = 2  # the headline names at most this many problems
 
 RowState = (
     Literal["ready", "starting", "loading", "draining", "restarting", "silent", "hung"]
     | Literal["not connected", "incompatible", "failed", "stopped", "lost"]
 )
 _IS_WELL = {"ready", "draining"}  # draining is no problem, because an operator requested it
-# If a loading worker reads no weights for _STALLS_S seconds, its row says so. After _STALLED_S
-# seconds, the worker has the trouble "stalled". A short pause is normal, because the worker also
-# imports Python modules.
+# If a loading worker reads no weights for 8 s, the worker's row says so. After 30 s, the worker has
+# the trouble "stalled". A short pause is normal, because the worker also imports Python modules.
 _STALLS_S, _STALLED_S = 8.0, 30.0
 
 
@@ -43,8 +42,8 @@ class Seen:
     is_connected: bool = True
     silent_s: float = 0.0
     stuck_s: float = 0.0
-    num_left: tuple[int, int] = (0, 0)  # number of unfinished sequences and of leases
-    why_down: str = ""  # reason why the worker's stream is down
+    num_left: tuple[int, int] = (0, 0)  # of a draining worker: (unfinished sequences, leases)
+    why_down: str = ""  # why the router's stream to the worker last ended; "": it never ended
     clock_ahead_s: float = 0.0
 
 
@@ -53,17 +52,17 @@ class Gone:
     """A worker whose record has gone. `has_left` is True if the worker ended in order."""
 
     record: WorkerRecord
-    at: float  # seconds since the Unix epoch when the record was found missing
+    at: float  # time in seconds since 1970 at which the router found that the record is missing
     has_left: bool
-    silent_s: float = 0.0  # seconds without a write before the record expired
+    silent_s: float = 0.0  # seconds for which the worker had not written its record before `at`
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
     """A worker as operators see it.
 
-    A `trouble` is a fault of a worker that runs, such as a full disk. Only a ready or loading
-    worker can have one.
+    `trouble` is a fault of a ready or loading worker, such as a full disk. `state` tells whether
+    the worker runs at all.
     """
 
     worker_id: str
@@ -94,9 +93,9 @@ def worker_rows(
 ) -> list[WorkerRow]:
     """Returns the rows, sorted by pool and id.
 
-    `pools` has the state of each pool by the pool's name. If a pool controller exists, the state of
-    a pool also lists the agents of its workers. `loading` has the notices of workers that load
-    their model, by worker id.
+    - `pools` maps each pool's name to its state. If a pool controller exists, the state also lists
+      the agents of the pool's workers.
+    - `loading` maps worker ids to the notices of workers that load their model.
     """
     agents = {
         agent["id"]: (pool, agent)
@@ -115,7 +114,7 @@ def worker_rows(
         if agent.get("state") in ("restarting", "lost"):
             rows.append(_of_agent(worker_id, pool, agent, now))
         elif worker.silent_s and agent.get("pid", 0) not in (0, worker.record.pid):
-            # The agent has started another process. The record was written by the previous one.
+            # The agent has started a new process. The record is still that of the old process.
             progress = (loading or {}).get(worker_id)
             rows.append(_without_record(worker_id, pool, agent, progress, None, now))
         else:
@@ -158,8 +157,8 @@ def problems_of(
     for pool, state in pools.items():
         wanted = state.get("wanted", state.get("replicas"))
         running = state.get("running", state.get("registered", 0))
-        # Agents report a process later than it begins to serve, so ready workers count as running,
-        # too. At least one router runs, because this router does.
+        # A process may serve before its agent reports it. So the number of running processes is at
+        # least the number of ready workers, and at least 1 router runs: this router.
         running = max(running, state.get("ready", 0), int(pool == "router"))
         if wanted is not None and running < wanted and not problems:
             why = f": {state['waits_why']}" if "waits_why" in state else ""
@@ -181,8 +180,8 @@ def headline(problems: list[str], pools: Mapping[str, Mapping[str, Any]]) -> str
 def _row_problems(rows: list[WorkerRow]) -> list[str]:
     """Returns a phrase for each faulty worker, and one for each silent host.
 
-    Workers with the same state and note share one phrase. A host counts as silent if it has several
-    workers and all of them are silent or lost.
+    Workers with the same state and note share one phrase. A host is silent if several workers run
+    there, and all these workers are silent or lost. No phrase is made for workers of a silent host.
     """
     hosts: dict[str, list[WorkerRow]] = {}
     for row in rows:
@@ -262,7 +261,7 @@ def _without_record(
     row = _of_agent(worker_id, pool, agent, now)
     if row.state != "loading":
         return row
-    if last and agent.get("since", 0.0) < last.at:  # the agent's process wrote the lost record
+    if last and agent.get("since", 0.0) < last.at:  # the record that is gone was of this process
         if last.has_left:
             return WorkerRow(worker_id, pool, "draining", "its process ends")
         silence = _silence(last.silent_s + max(0.0, now - last.at), agent)
@@ -278,7 +277,7 @@ def _without_record(
 
 
 def _of_agent(worker_id: str, pool: str, agent: Mapping[str, Any], now: float) -> WorkerRow:
-    """Returns the row of a worker from what its agent knows."""
+    """Returns the row of a worker of which only the agent's report is known."""
     match agent.get("state"):
         case "restarting":
             ended = f"attempt {agent.get('starts', 0) + 1}, {ending(agent)}".removesuffix(", ")

@@ -13,7 +13,7 @@ Trouble = Literal["", "clock", "disk", "unreachable", "tier", "stalled"]
 
 CLOCK_OFF_S = 5.0
 _DISK_FULL_SHARE = 0.02
-_DISK_FULL_BYTES = 1 << 30  # a disk with more free bytes never counts as full
+_DISK_FULL_BYTES = 1 << 30  # a disk with at least this many free bytes is not full
 
 
 def trouble_of(
@@ -21,9 +21,10 @@ def trouble_of(
 ) -> tuple[Trouble, str]:
     """Returns the trouble of a ready worker and a note for operators; ("", "") if it has none.
 
-    `blaming` are the records of live workers whose unreachable peers are at fault (`blames_peers`).
-    `clock_ahead_s` is the worker's clock minus this router's clock. If this router's own clock is
-    wrong, the caller has corrected the difference.
+    - `clock_ahead_s` is the worker's clock minus this router's clock, in seconds. The caller has
+      corrected an error of the router's own clock.
+    - `blaming` has the records of live workers that report unreachable peers and are not at fault
+      themselves (`blames_peers`).
     """
     if abs(clock_ahead_s) > CLOCK_OFF_S:
         way = "ahead" if clock_ahead_s > 0 else "behind"
@@ -67,10 +68,11 @@ def _others(number: int) -> str:
 
 
 def clock_of_router(ahead_s: Sequence[float]) -> float:
-    """Returns the median of the workers' clock differences to this router, if it is large.
+    """Returns by how many seconds this router's clock is probably behind the right time.
 
-    A large median means that this router's clock is wrong. Returns 0 if the median is small or if
-    there are fewer than three workers.
+    `ahead_s` has each worker's clock minus this router's clock. If most of these differences are
+    large, the router's clock is wrong, and the result is their median. Otherwise, or with fewer
+    than three workers, the result is 0.
     """
     common_s = median(ahead_s) if len(ahead_s) > 2 else 0.0
     return common_s if abs(common_s) > CLOCK_OFF_S else 0.0
