@@ -133,7 +133,7 @@ class Member(msgspec.Struct, frozen=True):
     state: MemberState = "pending"
     pid: int = 0
     num_starts: int = 0  # number of restarts after the process ended
-    # last log line of the previous process, which has ended; empty: none has ended
+    # what the previous process logged about its failure (process.last_error); empty: nothing
     last_line: str = ""
     # how the previous process ended, such as `exit status 1`; empty: none has ended
     ending: str = ""

@@ -99,8 +99,9 @@ class Agent:
         os.eventfd_write(self._wake_fd, 1)
 
     def status(self) -> tuple[str, MemberState, int, int, str, str, bool]:
-        """Returns the report of this agent: (agent name, state, pid, number of restarts, last log
-        line and ending of the process that ended, whether the process is stopped)."""
+        """Returns the report of this agent: (agent name, state, pid, number of restarts, what
+        the process that ended logged about its failure and how it ended, whether the process is
+        stopped)."""
         name = self._member.agent_name
         last = (self._last_line, self._ending)
         return name, self._state, self._pid, self._num_starts, *last, self._is_stopped
@@ -160,7 +161,7 @@ class Agent:
                 self._report("running", running.pid)
         self._is_stopped = False
         self._ending = running.ending(oom_kills)
-        self._last_line = process.last_line(running.log_path)
+        self._last_line = process.last_error(running.log_path, time.time())
         running.close()
         log.warning(
             "%s ended (%s); its log is %s",
