@@ -78,8 +78,8 @@ class ToldBlocks:
     parent would take the block for the first one of a prompt. So a block is published only if it is
     the first one or subscribers know its parent.
 
-    For example, every layer of a model has a window. Then a parent may be removed before the blocks
-    after it are stored, and those blocks are not published.
+    Subscribers may not know a parent if all layers of the model have an attention window. The
+    parent may then be removed before the block after it is stored. That block is not published.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -115,7 +115,7 @@ class ToldBlocks:
             yield self._event(run)
 
     def _event(self, run: list[StoredBlock]) -> BlockStored:
-        adapter = run[0].adapter  # all blocks of a chain have the same adapter
+        adapter = run[0].adapter  # the blocks of a run are of one chain, which has one adapter
         return BlockStored(
             [block.block_hash for block in run],
             run[0].parent_hash if run[0].index else None,

@@ -5,15 +5,16 @@
 
 Running sequences continue or are migrated by routers; open leases end as usual.
 
-Changes of roles cannot cause a deadlock, in which workers wait for each other in a circle
-(docs/transfer.md). Only a decode worker A waits for another worker B while A holds blocks, and B
-was a prefill worker when the wait began. If B waits for a worker C later, B has joined the decode
-pool after A. So in A, B, C and so on, each worker has joined the decode pool after the one before,
-and the last one cannot wait for A.
+Changes of roles cannot cause a deadlock, that is, workers that wait for each other in a circle
+(docs/transfer.md). A worker that holds blocks and waits for another worker is a decode worker, and
+the other one is a prefill worker when the wait begins. Suppose that decode worker A waits for
+prefill worker B. Then B moves to the decode pool and waits for prefill worker C, and so on. In this
+row each worker joined the decode pool later than the one before. So none of them can have begun to
+wait for A, which was a decode worker all the time.
 
-A worker is lent while it is not in the pool of its configured role. After a crash, the next process
-of the worker starts in the same pool. The loan ends when the role changes back or the worker shuts
-down in order.
+A worker is lent while it is in another pool than the one of its configured role. If a lent worker
+crashes, its next process starts in the pool to which the worker was lent. The loan ends when the
+worker moves back, or when it shuts down without a crash.
 """
 
 import asyncio
@@ -54,12 +55,12 @@ class RoleChange:
 
     @property
     def loan(self) -> str:
-        """The role in which the next process of this worker starts; "" for the configured role."""
+        """The role in which the next process of this worker starts; "": the configured role."""
         return "" if self.role == self._own or self._ends_in_order else self.role
 
     def end_loan(self) -> None:
-        """Ends the loan, because the worker ends in order. The next process of this worker starts
-        in the configured role.
+        """Makes the next process of this worker start in the configured role. The worker calls this
+        when it shuts down without a crash.
         """
         self._ends_in_order = True
 

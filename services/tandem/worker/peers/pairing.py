@@ -63,7 +63,7 @@ class Pairing:
         self._compatibility = compatibility
         self._calls = PeerCalls(config.cluster.cluster_id, config.cluster.token, config.tls_dir)
         self._host = host_identity(config.transfer.nixl_tcp)
-        # reasons of _OF_THE_NETWORK for which a warning was already logged
+        # reasons in `_OF_THE_NETWORK` about which a warning was already logged for some pair
         self._warned: set[str] = set()
 
     async def make(self, worker_id: str, epoch: str, address: str) -> Peer:

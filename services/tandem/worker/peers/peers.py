@@ -37,7 +37,8 @@ _RETRY_S = 5.0
 # An incompatible peer is retried rarely, because neither process can change. A restarted worker is
 # a new peer, which is connected without this delay.
 _RETRY_INCOMPATIBLE_S = 300.0
-# The pause before a pair is measured again. It doubles after each measurement, up to the maximum.
+# seconds until a pair with a doubtful transport is measured again: 30, 60, 120 and so on, doubled
+# by each measurement up to _AGAIN_MAX_S
 _AGAIN_MIN_S = 30.0
 _AGAIN_MAX_S = 600.0
 
@@ -49,7 +50,7 @@ class _Entry:
     failed_at: float = 0.0
     retry_s: float = _RETRY_S
     failure: str = ""  # the last error; the same error again is logged only at level DEBUG
-    # time when the registry or a request last named the peer
+    # time when the peer was last found in the registry or needed by a request
     seen_at: float = field(default_factory=time.monotonic)
     measured_at: float = field(default_factory=time.monotonic)
     again_s: float = field(default_factory=lambda: _AGAIN_MIN_S)

@@ -91,10 +91,10 @@ class PrefillService:
     def leave(self, serves_holds: Callable[[], bool]) -> None:
         """Accepts no more prompts and refuses the prompts that the engine has not begun.
 
-        The consumers of refused prompts use another worker. Holds are still accepted while
-        `serves_holds` returns True, because a worker that takes over a sequence from this worker
-        pulls the sequence's blocks. Later holds are refused, because requests for a popular prefix
-        would prolong the drain.
+        The consumers of refused prompts use another worker. As long as `serves_holds` returns True,
+        holds are still accepted, so that workers that take over sequences from this worker can pull
+        the blocks of these sequences. After that, holds are refused, because requests for a popular
+        prefix would prolong the drain.
         """
         self._draining = True
         self._serves_holds = serves_holds
