@@ -17,7 +17,7 @@ from tandem.net.rpc.certificates import CertificateFiles
 
 log = logging.getLogger(__name__)
 
-_SHUTDOWN_S = 5.0  # seconds that the client has to close TLS properly, before the connection is cut
+_SHUTDOWN_S = 5.0  # seconds for the end of TLS; a client that does not answer by then is cut
 
 
 class TlsHandshake(asyncio.Protocol):

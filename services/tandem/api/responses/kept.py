@@ -19,10 +19,11 @@ import msgspec
 
 from tandem.errors import PreviousResponseNotFound, ResponseNotFound
 
-# expected mean size of a response. All responses together may have `num_max` times this size.
+# All kept responses together may have `num_max` times this many bytes. A single response may be
+# larger.
 _BYTES_EACH = 64 << 10
-# The limit for all responses together is at least this size, so that the largest possible response
-# fits.
+# The limit for all kept responses together is at least this many bytes, so that the largest
+# possible response fits even if `num_max` is 1.
 _BYTES_MIN = 32 << 20
 
 
