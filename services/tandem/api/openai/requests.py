@@ -93,9 +93,9 @@ def _refuse_content(value: object) -> None:
         raise PydanticCustomError("unsupported", "it is not supported; leave it out or send null")
 
 
-# Type of fields of a message that Tandem does not support, such as audio. They must be null or
-# empty. They are not refused altogether, because clients send back OpenAI's answers, which have
-# them.
+# Type of a message's field that Tandem does not support, such as `audio`. A null or empty value is
+# accepted, because OpenAI's answers contain these fields, and clients send answers back as part of
+# the conversation.
 _Unsupported = Annotated[None, BeforeValidator(_refuse_content)]
 
 

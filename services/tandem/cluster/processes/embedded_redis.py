@@ -25,8 +25,8 @@ from tandem.errors import ConfigError
 from tandem.net.store.client import wait_until_answers
 from tandem.net.store.roles import rules
 
-# Linux gives ports from 32768 on to clients. The server's port is below, so no client takes it
-# while the server is down, and a restart finds it free.
+# Linux uses the ports from 32768 on for outgoing connections. The server gets a lower port, which
+# no outgoing connection can use while the server restarts.
 _PORTS = range(20_000, 32_768)
 _START_ATTEMPTS = 5
 _LOG_TAIL_BYTES = 2000

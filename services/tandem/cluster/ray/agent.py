@@ -58,7 +58,8 @@ BACKOFF_FIRST_S = 0.25
 BACKOFF_MAX_S = 30.0
 _CHECK_INTERVAL_S = 2.0
 _STOPPED = {True: "is stopped, as by SIGSTOP", False: "goes on"}
-HEALTHY_AFTER_S = 60.0  # a process that ran for this long resets its back-off
+# if a process ran for this many seconds, its restarts begin again with the shortest pause
+HEALTHY_AFTER_S = 60.0
 
 
 class Agent:
@@ -69,7 +70,7 @@ class Agent:
         configure_logging(member.agent_name)
         if spec.on_nodes:
             folder = os.environ.get(RUN_FOLDER_VARIABLE, spec.run_folder)
-            # the processes of this node have their records in this folder
+            # The records of this node's processes are written to this folder.
             own_files.make_folder(Path(folder))
             spec = msgspec.structs.replace(spec, run_folder=folder)
         elif member.host:
@@ -83,11 +84,12 @@ class Agent:
         self._command = spec.pools[member.pool].filled(member)
         if spec.on_nodes:
             self._command = [expand(word, os.environ) for word in self._command]
-        self._wake_fd = os.eventfd(0)  # readable once `drain` was called
+        self._wake_fd = os.eventfd(0)  # becomes readable when `drain` is called
         self._state: MemberState = "pending"
         self._pid = 0
         self._num_starts = 0  # number of restarts; the first start does not count
-        # True if an earlier agent has already started the process.
+        # True: the process was started before, perhaps by an earlier agent. The next start is a
+        # restart.
         self._was_started = member.state != "pending"
         self._last_line = ""
         self._ending = ""
@@ -100,7 +102,8 @@ class Agent:
 
     def status(self) -> tuple[str, MemberState, int, int, str, str, bool]:
         """Returns the report of this agent: (agent name, state, pid, number of restarts, last log
-        line and ending of the process that ended, whether the process is stopped)."""
+        line of the previous process, how the previous process ended, whether the process is
+        stopped)."""
         name = self._member.agent_name
         last = (self._last_line, self._ending)
         return name, self._state, self._pid, self._num_starts, *last, self._is_stopped
@@ -207,9 +210,10 @@ class Agent:
         self._report_ended()
 
     def _report_ended(self) -> None:
-        """Reports that the process has ended. If the node is about to end, reports "draining"
-        instead of "gone": the controller would remove a "gone" agent, and Ray could use its
-        resources for another process on this node."""
+        """Reports that the process has ended: "gone", or "draining" if the node is about to end.
+        For a "gone" member the controller would remove the agent, and Ray could use the resources
+        of the agent for another process on the ending node.
+        """
         self._report("draining" if self._node_is_ending() else "gone", 0)
 
     def _report(self, state: MemberState, pid: int) -> None:

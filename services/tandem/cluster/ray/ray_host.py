@@ -66,7 +66,7 @@ class RayHost:
         self._ends = EndWatch()
         self._ended = False
         self._redis_lost = False
-        self._host_before = ""  # host of the head that last held the lease
+        self._host_before = ""  # host of the latest head that this host has seen
 
     @property
     def is_up(self) -> bool:

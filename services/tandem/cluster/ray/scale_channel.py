@@ -82,9 +82,10 @@ class ScaleChannel:
         self.is_superseded = True
 
     def _run(self) -> None:
-        # Requests that were taken from Redis, but not handled yet. If the next write shows that
-        # another head has taken over, they are pushed back for its controller. Old ones are dropped
-        # then, because that controller may have handled newer requests already.
+        # Requests that were taken from Redis, but not handled yet. They are handled after the next
+        # write, which shows whether this controller is still the newest. If it is not, the requests
+        # are put back for the new controller. Requests that were taken more than LEASE_S ago are
+        # dropped instead, because the new controller may have handled newer ones already.
         taken: list[bytes | str] = []
         taken_at = 0.0
         while taken or not self.is_superseded:
