@@ -129,9 +129,9 @@ class ExternalProcessor:
             yield _refusal(error, exchange.request)
         finally:
             accounts.close()
-            # `release` is called only with --picker-stays, when the picker sees the response.
-            # Without it, the request counts as load of the picked workers until they report a load
-            # that includes the request.
+            # Only with --picker-stays does the picker see the end of the response. Without
+            # --picker-stays, the request counts as load of the picked workers until the workers
+            # report a load that includes the request.
             if exchange.pick is not None and self._config.gateway.picker_stays:
                 self._picker.release(exchange.pick, has_token=False)
 

@@ -110,8 +110,9 @@ def _cut(connection: _Connection) -> bool:
     """Shuts a connection down. gRPC sees this as a disconnect of the client and closes the file
     descriptor. Returns False if the connection no longer exists."""
     try:
-        # gRPC may close the file descriptor at any time, and the operating system may give its
-        # number to another file. So a duplicate is used, and its peer is compared.
+        # gRPC may close the file descriptor at any time, and the operating system may then reuse
+        # the number for another connection. So the descriptor is duplicated first, and then the
+        # peer of the duplicate is checked.
         with socket.socket(fileno=os.dup(connection.file)) as sock:
             if sock.getpeername() != connection.peer:
                 return False

@@ -2,9 +2,9 @@
 
 A connection has `header_deadline_s` for the handshake. After the handshake, the HTTP protocol takes
 over the connection. The connection is closed if the handshake is late or fails (for example because
-the client speaks plain HTTP), or if there are too many connections. It counts in the connection
-limits from the moment it is accepted. If the certificate's file changes, later handshakes use the
-new certificate.
+the client speaks plain HTTP), or if there are too many connections. The connection counts in the
+connection limits from the moment it is accepted. If the certificate's file changes, later
+handshakes use the new certificate.
 """
 
 import asyncio

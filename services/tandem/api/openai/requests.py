@@ -258,7 +258,7 @@ def prompt_kind(prompt: object) -> str | None:
 
 
 # A prompt is a text, a list of token ids, or a list of prompts. `prompt_kind` tells pydantic which
-# one the client sent. Without it, an error would list the problems with all three types.
+# of the three the client sent. Otherwise an error would list problems with all three types.
 TextPrompt = Annotated[str, Tag("str")]
 TokenIdsPrompt = Annotated[list[int], Tag("list[int]")]
 OnePrompt = Annotated[TextPrompt | TokenIdsPrompt, Discriminator(prompt_kind)]

@@ -4,10 +4,10 @@
 is kept until a client deletes it, until it is evicted, or until the router ends.
 
 Responses are kept in memory, separately in each router replica. A tenant cannot see the responses
-of another tenant. If there are too many responses, the router evicts the oldest response of the
-tenant that has the most responses. If they have too many bytes, it evicts the oldest response of
-the tenant that has the most bytes. So a tenant with many responses cannot evict those of a tenant
-with few.
+of another tenant. If the number of responses is too large, the router evicts the oldest response
+of the tenant that has the most responses. If the total size is too large, the router evicts the
+oldest response of the tenant that has the most bytes. So the responses of a tenant with few
+responses stay.
 """
 
 from collections import OrderedDict

@@ -6,15 +6,16 @@
   draining     the process got SIGTERM; SIGKILL at the deadline   gone
   gone         the process has ended for good
 
-A new agent adopts its process if that already runs, and starts it otherwise. `drain` makes a
-running process drain. If the process is not wanted any more when the agent starts, it is drained or
-not started.
+A new agent takes over its process if the process already runs; otherwise the agent starts the
+process. `drain` makes a running process drain. A process that is not wanted any more when its agent
+starts is drained, or not started.
 
 With several hosts, a router first receives LEAVE_SIGNAL. It then reports to its clients that it
 leaves, and is drained `leave_notice_s` later.
 
-A Ray node that is about to end is marked (leave_node.py). Its agents then drain their processes and
-start none. The agents remain until the node ends, so that Ray places nothing else on the node.
+A Ray node that is about to end is marked (leave_node.py). The agents of the node then drain their
+processes and start none. The agents remain until the node ends, so that Ray places nothing else on
+the node.
 
 The process is not a child of the agent: it continues if the agent, the raylet or all of Ray ends,
 and a restarted agent finds it by its record. The controller's file says whether the process should

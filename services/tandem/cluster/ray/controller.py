@@ -206,8 +206,8 @@ class PoolController:
         self._waits = waits
 
     def _write(self, new: Owned) -> bool:
-        """Writes the new state; if that succeeds, it becomes the current state. Returns False
-        otherwise."""
+        """Writes the new state to Redis and to the file. Returns False, and keeps the current
+        state, if that fails."""
         encoded = msgspec.json.encode(new)
         if encoded == self._written:
             return True
@@ -252,7 +252,7 @@ class PoolController:
         )(Agent)
         agent = actor.options(name=member.agent_name, get_if_exists=True).remote(self._spec, member)
         self._agents[member.agent_name] = agent
-        # If the agent existed before, it does not report its state again without a request.
+        # If the agent existed before, it has no reason to report. So its state is requested.
         if member.pid or member.leaves:
             threading.Thread(target=self._request_status, args=(agent,), daemon=True).start()
 

@@ -82,10 +82,11 @@ class ScaleChannel:
         self.is_superseded = True
 
     def _run(self) -> None:
-        # Requests that were taken from Redis, but not handled yet. They are handled after the next
-        # write, which shows whether this controller is still the newest. If it is not, the requests
-        # are put back for the new controller. Requests that were taken more than LEASE_S ago are
-        # dropped instead, because the new controller may have handled newer ones already.
+        # Requests that were taken from Redis, but not handled yet. The next write shows whether the
+        # controller of another head has taken over. If not, the requests are handled. If so, they
+        # are put back into Redis for the other controller. Requests that were taken more than
+        # LEASE_S ago are dropped instead, because the other controller may have handled newer ones
+        # already.
         taken: list[bytes | str] = []
         taken_at = 0.0
         while taken or not self.is_superseded:
@@ -116,7 +117,7 @@ class ScaleChannel:
         return taken if isinstance(taken, list) else ()
 
     def _take(self, bodies: Sequence[bytes | str]) -> None:
-        """Merges requests, oldest first, and passes the sizes to `on_sizes`."""
+        """Merges requests, of which the newest size of each pool counts, and calls `on_sizes`."""
         sizes: dict[Pool, int] = {}
         for body in bodies:
             try:

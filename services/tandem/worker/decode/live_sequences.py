@@ -53,8 +53,8 @@ class DecodeSequences:
     def find(self, stream: RouterStream, request_id: str) -> str:
         """Returns the sequence id of a request's latest attempt on a router's stream.
 
-        For example, it is "r7#2" for the second attempt of request "r7". It is "" if the stream has
-        no sequence of the request.
+        For example, the id is "r7#2" for the second attempt of request "r7". Returns "" if the
+        stream has no sequence of the request.
         """
         if not request_id:
             return ""

@@ -22,7 +22,7 @@ decode worker with queue 0, compute 0.10 and two running sequences counts as 0.3
 candidate is chosen. The decode worker is chosen only if it is clearly faster, because it should
 stay free to decode.
 
-A decode worker with tiers can also load blocks from a tier. Its engine makes that choice first
+A decode worker with tiers can also load blocks from a tier. The engine makes that choice first
 (perf_model/soonest.py). This module then plans the prefill of the tokens that are still missing.
 """
 
@@ -33,9 +33,9 @@ from tandem.common.perf_model.predict import ASK_S, Expected, Holder, expect, is
 from tandem.common.perf_model.rates import PairRate, WorkerRates, default_pair
 from tandem.common.perf_model.soonest import Producer
 
-# The router names the candidates in an order that spreads the load over them. Its first candidate
-# is tried first unless the fastest candidate is clearly faster. For example, a first candidate with
-# 0.105 s is tried before a fastest one with 0.100 s, because 0.105 <= NEAR_BEST * 0.100.
+# The order in which the router names the candidates spreads the load over them. So the first of
+# them is also tried first, unless another one is clearly faster. For example, a first candidate
+# with 0.105 s is tried before another one with 0.100 s, because 0.105 <= NEAR_BEST * 0.100.
 NEAR_BEST = 1.1
 _UNMEASURED = default_pair("nixl")
 

@@ -32,7 +32,9 @@ class RouterStream:
         # For each submitted sequence that is missing in `_load`: the number of the engine command
         # that added the sequence.
         self._submits: deque[int] = deque()
-        self._num_submits = 0  # number of submitted sequences that are included in `_load`
+        # Number of this router's sequences that `_load` includes. With this number, the router can
+        # add the sequences that it submitted later.
+        self._num_submits = 0
         self._changed = asyncio.Event()
         self._draining = draining
         self._closed = False

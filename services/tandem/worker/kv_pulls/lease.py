@@ -34,8 +34,8 @@ from tandem.worker.kv_pulls.puller import Puller
 from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.rates import Rates
 
-# Shortest time limit for the first token that is sent to a producer. It is sent if the deadline has
-# passed, because 0 would mean that there is no deadline.
+# If the deadline of the first token has passed, this time limit in seconds is sent to the producer,
+# because 0 would mean that there is no deadline.
 _FIRST_TOKEN_MIN_S = 1e-3
 
 
@@ -47,8 +47,8 @@ class PullStats:
     # number of the prompt's first blocks that were not pulled, because this worker had cached them
     num_skipped: int = 0
     num_bytes: int = 0
-    queue_s: float = 0.0  # time in the producer's queue
-    # part of `queue_s` spent waiting for blocks that other sequences computed
+    queue_s: float = 0.0  # seconds that the sequence waited in the producer's queue
+    # the part of `queue_s` in which the sequence waited for blocks that other sequences computed
     shared_wait_s: float = 0.0
     pull_s: float = 0.0  # sum of the durations of all pulls, which may overlap
     began_at: float = 0.0  # start of the first pull

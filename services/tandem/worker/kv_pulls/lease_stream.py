@@ -124,7 +124,7 @@ class LeaseStream:
     async def _read(self) -> pb.PrefillEvent:
         self._heard_at = self._now()
         try:
-            # asyncio.wait_for is not used, because it can swallow a cancellation in Python 3.11.
+            # In Python 3.11, asyncio.wait_for could swallow a cancellation.
             async with asyncio.timeout(self._silence_s) as self._reading:
                 event: pb.PrefillEvent = await self._call.read()
         except TimeoutError:
@@ -157,8 +157,8 @@ def is_producer_gone(error: BaseException | None) -> bool:
     while causes:
         cause = causes.pop()
         if cause is None or id(cause) in seen:
-            # This error was visited before. An error can be its own cause: it is raised from an
-            # exception group that contains it.
+            # This error was visited before: an error can be raised from an exception group that
+            # contains the same error.
             continue
         seen.add(id(cause))
         if isinstance(cause, grpc.aio.AioRpcError):

@@ -1,16 +1,13 @@
-"""Moves a worker to the other pool and back, without a restart. Its model and cache stay.
+"""Moves a worker to the other pool and back, without a restart. The worker keeps its model and
+cache.
 
     decode  --> out of placement --> no sequence waits for a prefill worker --> prefill
     prefill --> accepts no more prompts ------------------------------------> decode
 
-Running sequences continue or are migrated by routers; open leases end as usual.
+Running sequences continue on this worker, or routers migrate them. Open leases end as usual.
 
-Changes of roles cannot cause a deadlock, that is, workers that wait for each other in a circle
-(docs/transfer.md). A worker that holds blocks and waits for another worker is a decode worker, and
-the other one is a prefill worker when the wait begins. Suppose that decode worker A waits for
-prefill worker B. Then B moves to the decode pool and waits for prefill worker C, and so on. In this
-row each worker joined the decode pool later than the one before. So none of them can have begun to
-wait for A, which was a decode worker all the time.
+Workers never wait for each other in a circle, even if their roles change. docs/transfer.md explains
+why (section "No cycle of waits").
 
 A worker is lent while it is in another pool than the one of its configured role. If a lent worker
 crashes, its next process starts in the pool to which the worker was lent. The loan ends when the

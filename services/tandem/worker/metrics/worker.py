@@ -140,7 +140,7 @@ class WorkerMetrics(MetricSet):
     def __init__(self, *, worker_id: str, role: str) -> None:
         self._stats = EngineStats()  # statistics of the newest step
         self._damage = TierDamage()
-        # current role, which may change; it is added to the samples at each scrape
+        # current role, which may change; each sample gets the role as a label at the scrape
         self.role = role
         self._labels = {"worker": worker_id}
         self._registry = CollectorRegistry()

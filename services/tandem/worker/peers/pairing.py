@@ -108,7 +108,7 @@ class Pairing:
         self.use(peer, choose_transport(wanted, by_nixl, by_grpc, how))
 
     def use(self, peer: Peer, choice: TransportChoice) -> None:
-        """Sets the pair's transport and logs a change of it."""
+        """Sets the pair's transport, and logs if the transport has changed."""
         previous = (peer.transport, peer.reason)
         peer.transport = choice.transport
         peer.reason = choice.reason

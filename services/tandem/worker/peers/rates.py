@@ -1,7 +1,7 @@
 """The engine's own rates and the measured transfer rate from each peer.
 
-Step reports and pulls update these rates. They are used for the deadlines of pulls and the choice
-of a prefill worker. They are also in the worker's record, so that other processes can use them.
+Step reports and pulls update the rates. The deadlines of pulls and the choice of a prefill worker
+depend on the rates. The worker's record contains the rates for other processes.
 
 Transfer rates are kept for each peer and transport. The worker's record has the rate of the
 transport in use. This module does not wait and reads no clock.
@@ -139,8 +139,8 @@ class Rates:
     def pull_deadline_s(self, worker_id: str, num_bytes: int) -> float:
         """Returns the deadline of a pull in seconds.
 
-        It is about 1 s plus 20 times the expected duration. The configured deadline is the maximum,
-        and applies also if no rate was measured.
+        The deadline is about 1 s plus 20 times the expected duration, and at most the configured
+        `pull_deadline_s`. If no rate was measured, the result is `pull_deadline_s`.
         """
         rate = self.pair(worker_id)
         if rate is None:
@@ -158,8 +158,8 @@ def hang_timeout_s(turn_s_max: float, heartbeat_timeout_s: float) -> float:
     counts as hung.
 
     The result is 4 * `turn_s_max`, but at least `HANG_FLOOR_S` and at most `heartbeat_timeout_s`.
-    For example, it is 8 s if the longest step takes 2 s. If `turn_s_max` is 0, which means that
-    nothing was measured, the result is `heartbeat_timeout_s`.
+    For example, the result is 8 s if the longest step takes 2 s. If no step was measured
+    (`turn_s_max` is 0), the result is `heartbeat_timeout_s`.
     """
     if turn_s_max <= 0:
         return heartbeat_timeout_s
