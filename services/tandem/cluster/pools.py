@@ -61,7 +61,7 @@ class PoolCommand(msgspec.Struct, frozen=True):
     # port name -> port number. Only the pool's first process on a host gets these ports. The system
     # chooses the ports of further processes on the host.
     ports: dict[str, int] = {}
-    pinned: bool = False  # True if each process is pinned to a core
+    pinned: bool = False  # True: each process is pinned to a core. False: it may use all cores.
     # cuda: each process needs a GPU. auto: each process uses a GPU if the host has one.
     device: Literal["cpu", "auto", "cuda"] = "cpu"
     # only with `on_nodes`: the Ray resources that one process of the pool takes, such as {"CPU": 4}
@@ -109,7 +109,7 @@ class ClusterSpec(msgspec.Struct, frozen=True):
     host_id: str = ""
     labels: dict[str, str] = {}
     number: int = 0  # fencing number of the Ray head (head_lease.py); 0: no machine can join
-    host_before: str = ""  # host of the previous head, whose lease expired
+    host_before: str = ""  # host on which the previous head ran, until that head lost the lease
     selectors: dict[Pool, dict[str, str]] = {}  # pool -> labels that a host of the pool must have
     on_nodes: bool = False
     requests_nodes: bool = False  # True: request missing nodes from Ray's autoscaler
@@ -141,7 +141,7 @@ class Member(msgspec.Struct, frozen=True):
     # how the member's previous process ended, such as `exit status 1`; empty: unknown, or the first
     # process still runs
     ending: str = ""
-    is_stopped: bool = False  # True if the process is stopped, for example by SIGSTOP
+    is_stopped: bool = False  # True: a signal such as SIGSTOP has stopped the process
     since: float = 0.0  # Unix time when the agent first reported `state` and `pid`
     host: str = ""
     # True: the process gets the ports in `PoolCommand.ports`. False: the system chooses its ports.

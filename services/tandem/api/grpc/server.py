@@ -30,7 +30,8 @@ METADATA_BYTES_MAX = 16 << 10
 IDLE_S = 300.0
 # maximum number of concurrent calls on one connection; clients queue further calls
 STREAMS_MAX = 1024
-PING_STRIKES_MAX = 2  # number of too frequent pings after which a connection is closed
+# a connection is closed after this many pings that came too soon after another
+PING_STRIKES_MAX = 2
 _CUT_INTERVAL_S = 0.1
 # After this many seconds a connection accepts no new calls, and the client opens a new connection.
 AGE_S = 1800.0
@@ -76,7 +77,8 @@ class GrpcServer:
             interceptors=[FailureInterceptor()],
             options=[
                 *((k, v) for k, v in SERVER_OPTIONS if k != "grpc.max_receive_message_length"),
-                # Limits of each connection. Limits that the HTTP server also has are equal there.
+                # Limits of each connection. The HTTP server has some of these limits with the same
+                # values.
                 ("grpc.max_receive_message_length", config.body_bytes_max),
                 ("grpc.max_metadata_size", METADATA_BYTES_MAX),
                 ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),

@@ -43,7 +43,7 @@ class Owned(msgspec.Struct):
         return any(m.agent_name == agent_name and not m.leaves for m in self.members)
 
     def was_started(self, agent_name: str) -> bool:
-        """Says whether this agent's process was already started or adopted once."""
+        """Says whether the agent's process was started before, by this agent or an earlier one."""
         return any(m.agent_name == agent_name and m.state != "pending" for m in self.members)
 
     def write(self, run_folder: Path) -> None:

@@ -218,7 +218,7 @@ def start_head(temp_dir: Path, node: RayNode | None = None) -> tuple[str, dict[s
 
         def start_ray_processes(self) -> None:
             super().start_ray_processes()
-            # Ray itself gives up after 30 s, which a busy machine may need.
+            # Ray itself would give up after 30 s, but a busy machine may need longer.
             _wait_until_registered(self)
 
     node = node or RayNode()

@@ -128,8 +128,8 @@ class ScaleChannel:
             self._on_sizes(sizes)
 
     def _write(self) -> bool:
-        """Writes the heartbeat, and the state if there is one. Returns False if there is a later
-        head."""
+        """Writes the heartbeat, and the state if there is one. Returns False if another head with a
+        higher fencing number has taken over."""
         self._num_beats += 1
         beat = ControllerBeat(os.getpid(), self._num_beats, self._number)
         values: dict[str, bytes | str] = {CONTROLLER_KEY: msgspec.json.encode(beat)}

@@ -64,7 +64,8 @@ class PrefillPlanner:
         # Each local prefill that `load` does not include yet: (number of the engine command that
         # starts the prefill, predicted seconds).
         self._begun_locally: deque[tuple[int, float]] = deque()
-        self._failed: dict[str, tuple[str, str, float]] = {}  # worker id -> (epoch, reason, time)
+        # worker id -> (epoch of the worker, reason and time of its last lost lease)
+        self._failed: dict[str, tuple[str, str, float]] = {}
         self.load = WorkerLoad()
 
     def update(self, records: Iterable[WorkerRecord]) -> None:

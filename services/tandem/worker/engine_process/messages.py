@@ -292,7 +292,7 @@ class ChainKept(msgspec.Struct, frozen=True, tag=True):
 
 class Integrity(msgspec.Struct, frozen=True, tag=True):
     request_id: int
-    message: str  # empty if all pools are consistent
+    message: str  # what is inconsistent in a pool; empty: nothing
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
@@ -310,7 +310,7 @@ class WeightsProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 TransferReply = PullsSettled | transfer.Renewed | transfer.Broken
-Event = Report | BlocksFinal | TransferReply  # messages that answer no command
+Event = Report | BlocksFinal | TransferReply  # messages that are sent without a request
 Answer = (
     transfer.PeerConnected
     | BlockData

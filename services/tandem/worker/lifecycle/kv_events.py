@@ -35,7 +35,7 @@ from tandem.models.source import resolve
 log = logging.getLogger(__name__)
 
 _MEDIUM = "GPU"  # subscribers expect this name for the KV pool, even if the pool is on a CPU
-_QUEUE_MAX = 10_000  # batches queued for one slow subscriber
+_QUEUE_MAX = 10_000  # at most this many batches wait for one slow subscriber
 _KEPT_BYTES_MAX = 64 << 20  # largest total size of the batches kept for replays
 _REPLAY_DEADLINE_S = 5.0  # time limit in seconds for one message to a subscriber that does not read
 _END = (-1).to_bytes(8, "big", signed=True)

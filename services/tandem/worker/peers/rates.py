@@ -40,7 +40,7 @@ class Rates:
         self._deadline_s_max = config.transfer.pull_deadline_s
         self._delay_s = config.transfer.delay_s
         self._slow_link = SlowLink(config.transfer.bytes_per_s)
-        # (peer's worker id, transport) -> meter
+        # (peer's worker id, transport) -> meter of the speed of pulls
         self._meters: dict[tuple[str, str], PairMeter] = {}
         self._failures: Counter[tuple[str, str]] = Counter()
         # peer's worker id -> (transport in use, reason why this transport is not the best one)

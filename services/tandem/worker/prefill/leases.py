@@ -43,7 +43,7 @@ class Lease:
     events: asyncio.Queue[object] = field(default_factory=asyncio.Queue)
     block_ids: list[int] = field(default_factory=list)  # blocks that were announced to the consumer
     is_ahead: bool = False
-    # plan by which the prompt's first blocks are pulled from a holder after admission
+    # plan for pulling the prompt's first blocks from a holder after admission; None: no pull
     plan: PrefixPlan | None = None
     prefix: asyncio.Task[None] | None = None  # the task that carries out `plan`
 

@@ -72,7 +72,8 @@ class PrefillService:
             parts.metrics.kv_bytes_served.inc,
             block_bytes=parts.rates.worker.block_bytes,
         )
-        self._transits: dict[str, Transit] = {}  # keyed by the address of a connection
+        # address of a consumer's connection -> delays of the messages on it
+        self._transits: dict[str, Transit] = {}
         self._tick = 0
         self._draining = False
         self._serves_holds: Callable[[], bool] = lambda: True
