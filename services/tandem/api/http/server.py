@@ -225,8 +225,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_phases = 0  # number of phases entered so far
         self._watched_phase = -1  # `_num_phases` in the phase for which the timer was set
         self._timer: asyncio.TimerHandle | None = None
-        # Bytes of the header that is arriving, at most `header_bytes_max`. In a body, this counts
-        # the chunk extensions and trailer fields, with the same limit.
+        # In the phase `header`: bytes of the header so far, at most `header_bytes_max`. In the
+        # phase `body`: bytes of chunk extensions and trailer fields so far, with the same limit.
         self._header_bytes = 0
         self._is_refused = False
         self._lingers = False

@@ -117,7 +117,8 @@ class DecodeSequence:
     reserved: asyncio.Future[Reserved] | None = None
     prefilling: asyncio.Task[None] | None = None
     may_prefill_remotely: bool = True  # False: this worker computes the missing tokens itself
-    remote_prefill: asyncio.Timeout | None = None  # timeout of the lease that is open now
+    # ends the lease that is open now; None: no lease is open
+    remote_prefill: asyncio.Timeout | None = None
     # plan for pulling the prompt's first blocks from a holder before local prefill; None: no pull
     prefix: PrefixPlan | None = None
     num_lost: int = 0  # prefill workers lost while they prefilled this sequence

@@ -2,7 +2,7 @@
 
 setting        chosen transport
 nixl or grpc   the one that is set
-auto           NIXL if its reads work and are not slower than gRPC;
+auto           NIXL if NIXL reads work and are not clearly slower than gRPC (`SLOWER`);
                otherwise gRPC, with a warning that names the remedy
 """
 
