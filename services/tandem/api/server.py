@@ -339,8 +339,8 @@ class Router:
             self._memory.rebase()
         log.info("model %s is loaded", self.generator.served_name)
         jobs = [self._watch_readiness()]
-        # `check` starts a process that tokenizes long prompts. Long prompts are rare over gRPC, so
-        # with `--api grpc` the process starts only when needed, which saves memory.
+        # `check` starts a process that tokenizes long prompts. With `--api grpc` long prompts are
+        # rare, so the process starts only when the first long prompt arrives, which saves memory.
         if self._config.api != "grpc":
             jobs.append(model.preparer.check())
         await asyncio.gather(*jobs)

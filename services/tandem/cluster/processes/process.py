@@ -165,7 +165,7 @@ def log_path(run_folder: Path, process_id: str) -> Path:
 
 def child_environment(environment: Mapping[str, str], pool: Pool | None = None) -> dict[str, str]:
     """Copies the environment for a process of a pool, without Ray's settings and the operator's API
-    key. Ray made these settings for the agent, so they must not reach the agent's process.
+    key. Ray's settings are meant for the agent only.
 
     REDIS_URL_VARIABLE is set to the Redis URL for this kind of process, router or worker. The
     variables with the URLs for other kinds are removed. If `pool` is None, all URLs are kept,
