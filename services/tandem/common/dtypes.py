@@ -35,7 +35,7 @@ class RotatedKey(NamedTuple):
     then the rotated key in `dtype`."""
 
     dim: int
-    dtype: str  # dtype of the key's numbers: a key of DTYPE_BYTES
+    dtype: str  # dtype of the rotated key's elements; one of the names in DTYPE_BYTES
 
 
 def compute_dtype(config: EngineOptions, *, has_bfloat16: bool) -> str:

@@ -126,7 +126,7 @@ class _Launch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stops all processes in order, within 5 s."""
+        """Stops Ray's head, then the other processes, and Redis last, within 5 s in total."""
         with Waiting(ProgressRow("processes", "end")):
             if self._listening is not None:
                 self._listening.close()

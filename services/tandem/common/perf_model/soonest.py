@@ -67,7 +67,7 @@ class Producer(msgspec.Struct, frozen=True):
     rate: PrefillRate
     step_tokens: int
     wait_s: float
-    # `there_s` seconds after its begin, the peer has the prompt's first `num_blocks` blocks. Then
+    # The peer has the prompt's first `num_blocks` blocks `there_s` seconds after it has begun. Then
     # it computes the other blocks.
     num_blocks: int = 0
     there_s: float = 0.0

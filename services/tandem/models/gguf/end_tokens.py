@@ -1,9 +1,9 @@
 """Finds the tokens of a GGUF model that end an answer.
 
-The file names some end tokens. This module recognizes further end tokens by their text, because
-converters name only one: for an instruction-tuned Gemma they name `<eos>`, although a turn ends
-with `<end_of_turn>`. Texts and exceptions are llama.cpp's (special_eog_ids in
-https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp).
+A GGUF file often names only one of them: for an instruction-tuned Gemma it names `<eos>`, although
+a turn ends with `<end_of_turn>`. So this module also recognizes end tokens by their text. The list
+of texts, and the rules for when such a token does not end an answer, are those of llama.cpp
+(special_eog_ids in https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp).
 """
 
 from __future__ import annotations

@@ -128,9 +128,10 @@ class AdmissionController:
         return has_capacity(self._view.snapshots(), queued_max_s=self._queued_max_s())
 
     def _queued_max_s(self) -> float:
-        """Returns the longest prefill queue, in seconds, of a worker with capacity.
+        """Returns the limit of a prefill queue in seconds: a worker with a longer queue has no
+        capacity.
 
-        The result is at most half of the queue length at which requests are refused. So, as the
+        The limit is at most half of the queue length at which requests are refused. So, as the
         load grows, requests begin to wait in the tenants' queues before any request is refused.
         """
         if not self._limit.base_s:
