@@ -26,8 +26,8 @@ Kind = Literal["changes", "refusals"]
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """The sender of a call. `key_id` and `tenant` belong to the API key whose id the call gave. In a
-    refused call they are only claimed: the call may have given a wrong secret."""
+    """The sender of a call. `key_id` and `tenant` belong to the API key whose id the call gave. If
+    the call was refused, they are only claimed: the call may have given a wrong secret."""
 
     address: str
     key_id: str = ""
