@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-# The oldest C library that all wheels work with, glibc 2.31, is the one of Debian 11 and Ubuntu 20.04.
+# All wheels work with glibc 2.31, the C library of Debian 11 and Ubuntu 20.04.
 PLATFORMS = ("x86_64-manylinux_2_31", "aarch64-manylinux_2_31")
 ENVIRONMENTS = "python_full_version < '3.15' and sys_platform == 'linux'"
 OF_TORCH = re.compile(r"(torch|triton|nvidia-.+|cuda-.+)==")
@@ -68,8 +68,8 @@ def compiled(name: str) -> list[str]:
 
 
 def why_not_installable(name: str, python: str, platform: str) -> str:
-    """Returns what uv says if a package of the lock has no wheel for this Python and platform, and ""
-    otherwise."""
+    """Returns uv's error if a package of the lock has no wheel for this Python and platform, and
+    an empty text otherwise."""
     command = ["uv", "pip", "install", "--dry-run", "--quiet", "--only-binary", ":all:"]
     command += ["--no-deps", "--require-hashes", "--python-version", python]
     with tempfile.TemporaryDirectory() as empty:
