@@ -5,10 +5,10 @@ machine before it changes anything, and ends with one line that says what to do 
 missing. It needs only the standard library.
 
 uv installs the packages if it is installed, and pip otherwise. The compiler works meanwhile,
-because the CPU kernels need no package. A package of the lock must have one of the lock's hashes. torch is
-not in the lock, because its build depends on the machine: without a GPU it is the CPU build, if an
-index that has it can be reached. The environment variable TORCH_INDEX names such an index by its
-URL; without the variable, pip's configuration and uv's knowledge of torch's own index count.
+because the CPU kernels need no package. A package of the lock must have one of the lock's hashes.
+torch is not in the lock, because its build depends on the machine: without a GPU it is the CPU
+build, if an index that has it is reached. Such an index is one of pip's configuration, torch's own,
+whose address uv knows, or the one whose URL is in the environment variable TORCH_INDEX.
 """
 
 from __future__ import annotations
@@ -213,25 +213,29 @@ class _Install:
 
     def _install_torch(self, planned: list[tuple[str, str]] | None) -> None:
         """`planned` has the packages that pip would install, as `_planned_torch` returns them."""
-        index = os.environ.get("TORCH_INDEX")
         if self._uv:
             try:
-                _uv_torch(self._uv, backend="auto", index=index)
+                _uv_torch(self._uv, backend="auto")
                 return
             except _Failed as error:
-                self._say(f"uv cannot install torch ({error}); pip installs it")
+                self._say(
+                    f"uv finds no build of torch for this machine ({error}); pip looks for one"
+                )
             planned = _planned_torch()
         cuda = [url for name, url in planned or [] if name.startswith(("nvidia-", "cuda-"))]
+        if planned and not cuda:
+            _pip("-c", "constraints.txt", *_torch_index(), "torch")
+            return
         if cuda and not has_gpu():
             if not self._uv and _install_torch_for_cpu():
                 return
             check_disk(ROOT, CUDA_BYTES)
             check_temporary(CUDA_TEMPORARY_BYTES)
             self._say(
-                f"torch comes with {_gigabytes(cuda)} of CUDA libraries, which this machine cannot "
-                "use, because no index of CPU builds can be reached; TORCH_INDEX=URL names one"
+                f"downloading {_gigabytes(cuda)} of CUDA libraries, which this machine cannot use, "
+                "because no index with torch's CPU build is reached; TORCH_INDEX=URL names one"
             )
-        _pip("-c", "constraints.txt", *(["--extra-index-url", index] if index else []), "torch")
+        self._install("-c", "constraints.txt", *_torch_index(), "torch")
 
     def _install(self, *what: str, environment: dict[str, str] | None = None) -> None:
         if self._uv:
@@ -274,8 +278,14 @@ def _torch_version() -> str:
     return next(line for line in lines if line.startswith("torch==")).removeprefix("torch==")
 
 
-def _uv_torch(uv: str, *, backend: str, index: str | None = None) -> None:
-    """Installs torch from torch's own index, or from the index with the URL `index`. Raises
+def _torch_index() -> list[str]:
+    """Returns the options of pip and uv for the index that TORCH_INDEX names."""
+    index = os.environ.get("TORCH_INDEX")
+    return ["--extra-index-url", index] if index else []
+
+
+def _uv_torch(uv: str, *, backend: str) -> None:
+    """Installs torch from torch's own index, or else from the one of TORCH_INDEX. Raises
     _Failed."""
     command = [
         uv,
@@ -288,8 +298,9 @@ def _uv_torch(uv: str, *, backend: str, index: str | None = None) -> None:
         "constraints.txt",
         "torch",
     ]
-    if index:
-        command += ["--index", index, "--index-strategy", "unsafe-best-match"]
+    if index := _torch_index():
+        # An index of builds of torch also has some other packages, often in old versions.
+        command += [*index, "--index-strategy", "unsafe-best-match"]
     else:
         command += ["--torch-backend", backend]
     # An index that cannot be reached is given up at once.
@@ -311,10 +322,9 @@ def _install_torch_for_cpu() -> bool:
 def _planned_torch() -> list[tuple[str, str]]:
     """Returns the name and the URL of each package that pip would install for torch; [] if pip
     fails, because the installation then says why."""
-    index = os.environ.get("TORCH_INDEX")
     command = [PYTHON, "-m", "pip", "--disable-pip-version-check", "-qq", "install", "--dry-run"]
     command += ["--report", "-", "-c", "constraints.txt"]
-    command += [*(["--extra-index-url", index] if index else []), "torch"]
+    command += [*_torch_index(), "torch"]
     try:
         report = json.loads(_run(command))
     except (_Failed, ValueError):
