@@ -81,7 +81,7 @@ structure: $(DEV) ## print packages, layers, arrows and cycles, found in the imp
 
 .PHONY: lock
 lock: $(DEV) ## write the hashes of what constraints.txt names into deploy/locks/
-	@$(call TOOL,uv,uv) && PATH="$$PWD/$(TOOLS):$$PATH" $(BIN)/python deploy/locks/generate.py
+	@PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python deploy/locks/generate.py
 
 .PHONY: sbom
 sbom: $(DEV) ## write sbom.json: what is installed here, as CycloneDX

@@ -361,14 +361,16 @@ def _pip(*what: str, environment: dict[str, str] | None = None) -> None:
 
 
 def _run(command: list[str | Path], environment: dict[str, str] | None = None) -> str:
-    """Returns the command's output. Raises _Failed with its first line that reports an error."""
+    """Returns the command's output. Raises _Failed with the line of its output that reports the
+    error."""
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return done.stdout
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    first = next((line for line in lines if line.lower().startswith("error")), None)
-    said = first or (lines[-1] if lines else f"exit status {done.returncode}")
-    raise _Failed(said.partition(":")[2].strip() if first else said)
+    errors = [line.partition(":")[2].strip() for line in lines if line.lower().startswith("error:")]
+    is_traceback = errors[:1] == ["Exception:"]
+    last = lines[-1] if lines else f"exit status {done.returncode}"
+    raise _Failed(last if is_traceback or not errors else errors[0])
 
 
 def _succeeds(command: list[str | Path]) -> bool:

@@ -1,6 +1,6 @@
 """Writes runtime.txt and dev.txt: the versions in constraints.txt with the hashes of their files.
 
-    .venv/bin/python deploy/locks/generate.py            # make lock; needs uv
+    .venv/bin/python deploy/locks/generate.py            # make lock
     .venv/bin/python deploy/locks/generate.py --check    # only checks that wheels exist
 
 The locks are for Linux on x86-64 and arm64 and for Python 3.11 to 3.14. Every package of a lock has
