@@ -174,7 +174,6 @@ class _Install:
         self._uv = shutil.which("uv")
 
     def run(self) -> None:
-        self._make_environment()
         by = "uv" if self._uv else "pip"
         self._stage(
             f"1 of 3: downloading and unpacking packages with {by}, {EXPECTED[self._kind]}; "
@@ -183,8 +182,9 @@ class _Install:
         environment = dict(os.environ)
         if self._kind == "dev":
             environment["TANDEM_NATIVE"] = "all"  # tests compare the instruction sets
-        compiling = subprocess.Popen([PYTHON, "kernels/native_build.py"], env=environment)
+        compiling = subprocess.Popen([sys.executable, "kernels/native_build.py"], env=environment)
         try:
+            self._make_environment()
             self._install_packages()
             self._stage("2 of 3: waiting for the compiler, at most a minute")
             if compiling.wait():
