@@ -64,19 +64,18 @@ def check_machine(kind: str) -> None:
     """Raises InstallError if something is missing. Creates the cache folder and nothing else."""
     check_python(sys.version_info[:2])
     check_system(sys.platform, platform.machine(), glibc_version())
+    is_new = not any(VENV.glob("installed-*"))
+    if is_new:
+        check_disk(ROOT, VENV_BYTES[kind])
+    check_temporary(TEMPORARY_BYTES if is_new and not shutil.which("uv") else 0)
     sys.path.insert(0, str(ROOT / "kernels"))
     import native_build
 
+    check_cache(native_build.cache_root())
     try:
         native_build.check()
     except native_build.BuildError as error:
         raise InstallError(str(error)) from None
-    check_cache(native_build.cache_root())
-    is_installed = any(VENV.glob("installed-*"))
-    if not is_installed:
-        check_disk(ROOT, VENV_BYTES[kind])
-        if not shutil.which("uv"):
-            check_temporary(TEMPORARY_BYTES)
 
 
 def check_python(version: tuple[int, ...]) -> None:
