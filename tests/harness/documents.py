@@ -140,6 +140,9 @@ def check(command: Command) -> None:
             _check_pytest(arguments)
         case ["pip", *arguments] | ["python", "-m", "pip", *arguments]:
             _check_pip(arguments)
+        case ["uvx", "--constraints", file, "--from", _, "tandem", *arguments]:
+            assert (ROOT / file).exists()
+            _check_tandem(arguments)
         case ["python", "-m", "venv", folder]:
             assert any(folder in c.text for c in commands() if c != command), "nothing uses it"
         case [pip, *arguments] if pip.endswith("/bin/pip"):

@@ -469,6 +469,16 @@ def run() -> None:
         sys.exit(2)
     except TandemError as error:
         sys.exit(f"tandem: {printable(error.message, keep=chr(10))}")
+    except OSError as error:
+        from tandem.models.files import DISK_FULL
+
+        if error.errno not in DISK_FULL:
+            raise
+        sys.exit(
+            f"tandem: a disk is full ({error}); free some space, or name folders on another disk "
+            "in the variables TMPDIR, XDG_STATE_HOME and TANDEM_CACHE_DIR. `tandem doctor` names "
+            "the full disk"
+        )
 
 
 def _named(words: list[str]) -> str:

@@ -61,7 +61,12 @@ class RunLogs:
             self._lock = _locked(kept)
             self.folder.symlink_to(kept)
         except OSError as error:
-            log.warning("logs go with this run, for they cannot be kept: %s", error)
+            log.warning(
+                "the logs of this run are deleted when it ends, because the folder %s cannot be "
+                "written (%s); name another folder in the variable XDG_STATE_HOME",
+                kept.parent,
+                error.strerror,
+            )
             return
         self.folder = kept
         _drop_old(kept.parent)

@@ -107,6 +107,11 @@ _PATTERNS = {
 }
 
 
+def write_tokenizer_json(tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes tokenizer.json to `folder`. Raises OSError, unlike `Tokenizer.save`."""
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+
+
 def write_tokenizer(metadata: GgufMetadata, folder: Path) -> None:
     """Writes tokenizer.json and tokenizer_config.json to `folder`. Raises UnsupportedModel naming a
     tokenizer or pre-tokenizer that is not supported."""
@@ -131,7 +136,7 @@ def write_tokenizer(metadata: GgufMetadata, folder: Path) -> None:
         bos_token="bos", eos_token="eos", unk_token="unknown", pad_token="padding"
     )
     _add_boundaries(tokenizer, metadata, pre=pre, tokens=tokens)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_tokenizer_json(tokenizer, folder)
     tokenizer_config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

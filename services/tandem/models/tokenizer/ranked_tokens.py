@@ -31,7 +31,7 @@ from tandem.errors import ConfigError, UnsupportedModel
 from tandem.models.config.fields import size
 from tandem.models.files import naming, read_json, read_json_if_any
 from tandem.models.gguf.convert import CONVERSION_FILE, cache_root, keep_conversion, write_json
-from tandem.models.gguf.tokenizer import pre_tokenizer
+from tandem.models.gguf.tokenizer import pre_tokenizer, write_tokenizer_json
 from tandem.models.tokenizer.tokenizer import BYTE_OF_LETTER
 from tandem.models.tokenizer_settings import read_tokenizer_settings
 
@@ -149,7 +149,7 @@ def with_tokenizer_json(folder: Path, file: Path, *, cache_dir: Path | None = No
         settings = read_tokenizer_settings(folder / "tokenizer_config.json")
         with naming(file):
             tokens = _tekken(file) if file.suffix == ".json" else _tiktoken(settings, file)
-            _build(tokens).save(str(made / "tokenizer.json"))
+            write_tokenizer_json(_build(tokens), made)
         _write_settings(folder, made, file, settings, tokens)
         conversion = {"name": folder.name, "source": str(folder.resolve()), "version": _VERSION}
         write_json(made / CONVERSION_FILE, conversion)
