@@ -102,6 +102,7 @@ class _Launch:
         self._options = options
         self._screen = screen
         self._model = model
+        self._started_at = time.time()
         self._token = secrets.token_urlsafe(32)
         self._run = Run(f"local-{secrets.token_hex(6)}", self._token)
         authority = Authority(self._run.cluster_id)
@@ -143,7 +144,8 @@ class _Launch:
         with self._screen.bars():
             model, readiness = self._start_all()
         command_to_join = self._open_join_port() if self._listening else ""
-        self._run.logs.announce(Addresses(self._options.http_url, self._options.admin_url))
+        urls = (self._options.http_url, self._options.admin_url)
+        self._run.logs.announce(Addresses(*urls, pid=os.getpid(), started_at=self._started_at))
         logs = str(self._run.logs.folder)
         self._screen.show_ready(
             model.name, readiness.members, readiness.transports, logs, command_to_join

@@ -3,9 +3,10 @@
 import ipaddress
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from cyclopts import Group, Parameter
 
@@ -17,7 +18,7 @@ from tandem.common.config.answers import AnswerConfig
 from tandem.common.config.autoscale import AutoscaleConfig, AutoscaleMode
 from tandem.common.config.cluster import Pool
 from tandem.common.config.engine import EngineOptions
-from tandem.common.config.groups import ModelName, ModelRevision
+from tandem.common.config.groups import MEASUREMENT, ModelName, ModelRevision, ServedModelName
 from tandem.common.config.router import AdmissionOptions
 from tandem.common.config.tls import Kind, PublicTls
 from tandem.common.config.transfer import TransferConfig
@@ -47,8 +48,24 @@ _PublicPort = Annotated[int, Bounds(least=1, most=65535)]
 class LaunchOptions(Options):
     """`tandem up` starts a whole cluster on this machine; Ctrl-C stops all of it."""
 
+    USAGE: ClassVar[str] = "Usage: tandem up [MODEL] [OPTIONS]"
+    SHORT_HELP: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "Model": ("--model", "--served-model-name", "--lora", "--max-model-len"),
+        "Workers": ("--prefill", "--decode", "--autoscale", "--device", "--threads", "--listen"),
+        "Speed and memory": (
+            "--dtype",
+            "--kv-memory",
+            "--kv-dtype",
+            "--kv-host-memory",
+            "--max-num-seqs",
+        ),
+        "Access": ("--host", "--port", "--admin-port", "--api-key-file"),
+        "Options": ("--config",),
+    }
+
     model: Annotated[ModelName, Parameter(group=_CLUSTER)] = "smollm2"
     model_revision: Annotated[ModelRevision, Parameter(group=_CLUSTER)] = ""
+    served_model_name: Annotated[ServedModelName, Parameter(group=_CLUSTER)] = ""
     num_prefill: Annotated[PoolSize, Parameter(name="--prefill")] = 1
     """Number of prefill workers; :LABEL=VALUE,... lets them run only on hosts with these labels."""
     num_decode: Annotated[PoolSize, Parameter(name="--decode")] = 1
@@ -65,6 +82,8 @@ class LaunchOptions(Options):
     """Port of the gRPC API, which a process of its own serves."""
     no_grpc: Switch = False
     """Start no gRPC API."""
+    api_key_file: Text = ""
+    """File with a key that every request needs. Default: the key in TANDEM_API_KEY."""
     redis_url: Annotated[Text, Parameter(name="--redis")] = ""
     """URL of a Redis to use. Default: one of its own."""
     listen: Annotated[Text, Parameter(metavar="IP")] = ""
@@ -75,7 +94,7 @@ class LaunchOptions(Options):
     """File with the secret of machines that join. Default: a new one."""
     labels: Labels = ()
     """What this machine has, such as gpu=H100: pools can ask for it."""
-    no_cluster_tls: Switch = False
+    no_cluster_tls: Annotated[Switch, Parameter(group=MEASUREMENT)] = False
     """Calls between routers and workers go in clear text, to measure what encryption costs."""
     parent_pid: Annotated[PositiveOrNone, Parameter(name="--die-with-parent", metavar="PID")] = None
     """Process whose end stops the cluster, too. 0: none."""
