@@ -16,6 +16,8 @@ So a man in the middle learns no secret.
 
 import msgspec
 
+from tandem.net.security.keys import KeyRecord
+
 TOKEN_BYTES_MIN = 16
 
 
@@ -39,3 +41,4 @@ class JoinReply(msgspec.Struct, frozen=True):
     may_lead: bool  # True if a joined host may become Ray's head
     # address of the machine of `tandem up`; a joiner replaces it in `options`
     first_address: str = ""
+    api_key: KeyRecord | None = None  # record of the key of `--api-key-file`

@@ -16,7 +16,7 @@ from tandem.cluster.pools import ClusterSpec, PoolCommand
 from tandem.common.config.admin import AdminOptions
 from tandem.common.config.answers import AnswerConfig
 from tandem.common.config.autoscale import AutoscaleConfig, AutoscaleMode
-from tandem.common.config.cluster import Pool
+from tandem.common.config.cluster import API_KEY_VARIABLE, Pool
 from tandem.common.config.engine import EngineOptions
 from tandem.common.config.groups import MEASUREMENT, ModelName, ModelRevision, ServedModelName
 from tandem.common.config.router import AdmissionOptions
@@ -123,13 +123,16 @@ class LaunchOptions(Options):
             raise ConfigError("a pool has labels, which choose among machines: --listen is needed")
         if self.listen and self.no_cluster_tls:
             raise ConfigError("--no-cluster-tls and --listen: calls between machines are encrypted")
+        if self.api_key_file and self.admission.keys_file:
+            raise ConfigError("--api-key-file and --keys-file cannot be given together")
         # A new Redis has no API keys. An existing one may have some, which is not checked here.
-        has_keys = self.admission.keys_file or self.redis_url
+        has_keys = self.api_key_file or self.admission.keys_file or self.redis_url
+        has_keys = has_keys or os.environ.get(API_KEY_VARIABLE)
         outer = [host for host in (self.host, self.admin.host) if not is_loopback(host)]
         if outer and not (has_keys or self.admission.allow_anonymous):
             raise ConfigError(
                 f"anyone who reaches {outer[0]} could use the cluster, which has no API keys; "
-                "name --keys-file, or say --allow-anonymous"
+                "set --api-key-file or TANDEM_API_KEY, or say --allow-anonymous"
             )
         # Building the autoscaler's settings raises ConfigError if they are invalid.
         assert self.autoscaler is not None
@@ -290,6 +293,8 @@ def _router(
     options: LaunchOptions, model: Path, run_folder: Path, *, api: Literal["http", "grpc"]
 ) -> PoolCommand:
     command = [sys.executable, "-m", "tandem.router", "--model", str(model)]
+    if options.served_model_name:
+        command += ["--served-model-name", options.served_model_name]
     command += ["--router-id", "{id}", "--host", options.host, "--api", api]
     command += ["--http-port", "{http_port}"]
     command += ["--grpc-port", "{grpc_port}"] if api == "grpc" else []
