@@ -12,6 +12,7 @@ from typing import Annotated, Literal, NoReturn
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
+from tandem.common.options import TIME, one_line
 from tandem.common.printable import printable
 from tandem.common.process.garbage import without_collection
 from tandem.errors import TandemError
@@ -197,7 +198,7 @@ def scale(
     /,
     *sizes: Annotated[str, Parameter(show=False)],
     url: _Url = "",
-    deadline: Annotated[float, Parameter(help="Seconds to wait for the sizes.")] = 60.0,
+    deadline: Annotated[float, TIME, Parameter(help="Longest wait for the sizes.")] = 60.0,
 ) -> None:
     """Set pool sizes, such as prefill=2 decode=1, and wait until they are reached."""
     from tandem.cluster.operate import scale_pools
@@ -227,7 +228,7 @@ def drain(
     /,
     *,
     url: _Url = "",
-    deadline: Annotated[float, Parameter(help="Seconds for the requests it holds.")] = 30.0,
+    deadline: Annotated[float, TIME, Parameter(help="Time for the requests it holds.")] = 30.0,
     force: Annotated[
         bool, Parameter(help="Drain it even if it is the last decode worker.")
     ] = False,
@@ -551,8 +552,6 @@ def run() -> None:
                 sys.exit(start(*words[length:]))
         app(exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        from tandem.common.options import one_line
-
         print(f"{_named(words)}: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
     except TandemError as error:

@@ -156,7 +156,7 @@ def parse_key(text: str) -> tuple[str, str]:
     if prefix == KEY_PREFIX and key_id and secret:
         return key_id, secret
     if not text:
-        raise Unauthenticated("the API key is empty")
+        raise Unauthenticated("an empty API key is not one of this cluster's")
     return f"own{_digest(text)[: 2 * _ID_BYTES]}", text
 
 
