@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 from cyclopts import App, Argument, ArgumentCollection, CycloptsError
 from cyclopts.config import Env, Yaml
 
-from tandem.common.options import arguments, make_app, parse_app
+from tandem.common.options import make_app, parse_app
 from tandem.common.printable import printable
 from tandem.errors import ConfigError
 
@@ -37,11 +37,13 @@ _KUBERNETES = re.compile(r"(tcp|udp|sctp)://\S+")
 
 @dataclass(frozen=True, slots=True)
 class Sourced(Generic[T]):
-    """Settings, and the source of each option: "command line", the name of a variable, or the path
-    of the file. Options at their defaults have no source."""
+    """Settings, and where they come from."""
 
     settings: T
+    # option -> "command line", the name of a variable, or the path of the file; options at their
+    # defaults have no source
     sources: Mapping[str, str]
+    variables: frozenset[str]  # names of the variables that can set options
 
 
 def read_from_sources(made: type[T], program: str, argv: Sequence[str]) -> Sourced[T]:
@@ -52,23 +54,20 @@ def read_from_sources(made: type[T], program: str, argv: Sequence[str]) -> Sourc
     except ConfigError as error:
         print(f"{program}: {printable(error.message)}", file=sys.stderr)
         raise SystemExit(2) from None
-    for variable in _variables(made):
+    for variable in found.variables:
         os.environ.pop(variable, None)
     return found
 
 
 def parse_from_sources(made: type[T], program: str, argv: Sequence[str]) -> Sourced[T]:
     """Returns the settings. Raises ConfigError, or SystemExit after --help."""
-    for variable in _variables(made):
-        if _KUBERNETES.fullmatch(value := os.environ.get(variable, "")):
-            del os.environ[variable]
-            service = variable.removesuffix("_PORT").lower().replace("_", "-")
-            print(
-                f"{program}: {variable}={printable(value)} is ignored: Kubernetes sets it for the "
-                f"Service {service}, and it is no option",
-                file=sys.stderr,
-            )
+    variables: set[str] = set()
     sources: dict[str, str] = {}
+
+    def list_variables(_: App, __: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        variables.update(_variable(name) for each in arguments for name in each.names)
+        for variable in sorted(variables & os.environ.keys()):
+            _drop_if_of_kubernetes(variable, program)
 
     def record(_: App, __: tuple[str, ...], arguments: ArgumentCollection) -> None:
         for argument in arguments:
@@ -80,8 +79,22 @@ def parse_from_sources(made: type[T], program: str, argv: Sequence[str]) -> Sour
                 sources[argument.name] = named.get(token.source) or token.source
 
     app = make_app(made, program, has_file=True)
-    app.config = (Env(_PREFIX, command=False, show=False), _read_file, record)
-    return Sourced(parse_app(app, argv), sources)
+    variable = Env(_PREFIX, command=False, show=False)
+    app.config = (list_variables, variable, _read_file, record)
+    return Sourced(parse_app(app, argv), sources, frozenset(variables))
+
+
+def _drop_if_of_kubernetes(variable: str, program: str) -> None:
+    """Removes a variable that Kubernetes has set, and prints a note."""
+    value = os.environ[variable]
+    if _KUBERNETES.fullmatch(value):
+        del os.environ[variable]
+        service = variable.removesuffix("_PORT").lower().replace("_", "-")
+        print(
+            f"{program}: {variable}={printable(value)} is ignored: Kubernetes sets it for the "
+            f"Service {service}, and it is no option",
+            file=sys.stderr,
+        )
 
 
 class _File(Yaml):
@@ -116,15 +129,6 @@ def _read_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollectio
             file(app, commands, arguments)
         except FileNotFoundError:
             raise CycloptsError(msg=f"--config: there is no file {token.value}") from None
-
-
-def _variables(made: type[Any]) -> list[str]:
-    """Returns the names of the variables that set options of the class."""
-    names = ["--config"]
-    for argument in arguments(made):
-        if argument.parse:
-            names += argument.names
-    return [_variable(name) for name in names]
 
 
 def _variable(name: str) -> str:

@@ -242,8 +242,12 @@ class _App(App):
     # title of a group -> names of the options in it, if the help shows only some options
     short_help: Mapping[str, tuple[str, ...]] | None = None
 
-    def assemble_argument_collection(self, **more: Any) -> ArgumentCollection:
-        found = super().assemble_argument_collection(**more)
+    def assemble_argument_collection(
+        self, *, parse_docstring: bool = False, **more: Any
+    ) -> ArgumentCollection:
+        found = super().assemble_argument_collection(parse_docstring=parse_docstring, **more)
+        if not parse_docstring:  # a command line is read, which needs no help texts
+            return found
         for argument in found:
             _set(argument, help=" ".join((argument.parameter.help or "").split()))
         if self.short_help is None:
