@@ -7,11 +7,12 @@ setup.py takes the objects from the cache and links them. The Makefile runs this
 downloads packages, so that an install does not wait for the compiler.
 
 The kernels exist once for each instruction set, and a set takes half a minute to compile. Wheels
-and images have all sets. An editable install has the best one for this processor. The environment
-variable TANDEM_NATIVE names others: `all`, or names separated by commas.
+and images have the kernels for all sets. An editable install has those for the best set of this
+processor. The environment variable TANDEM_NATIVE chooses other sets: `all`, or names separated by
+commas.
 
-An object is kept under a hash of all that decides its bytes: the source, the headers, the flags and
-the compiler.
+The cache finds an object by a hash of everything that determines its bytes: the source, the
+headers, the flags and the compiler.
 """
 
 import atexit
@@ -35,8 +36,8 @@ _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-Wno-psabi"),
     # Debug information would be most of the binary and a quarter of the compile time.
     "-g0",
-    # GCC 14 to 16 do not fuse multiply and add in loops with one AVX2 sum, but do in loops with
-    # two. The result of a row would depend on the batch.
+    # Without this option, GCC 14 to 16 would fuse multiply and add in loops with two AVX2 sums, but
+    # not in loops with one sum. The result of a row would then depend on the batch.
     "--param=avoid-fma-max-bits=0",
 )
 _KEPT = 60  # number of objects that the cache keeps; the oldest ones are removed
@@ -86,7 +87,7 @@ def compile_objects(sets: Sequence[str]) -> list[Path]:
     folder = _cache_folder()
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         made = threads.map(
-            # The sets are first, because they take the longest.
+            # The kernels of instruction sets come first, because they take longest to compile.
             lambda name: _object(name, sets, compiler, identity.hexdigest(), folder),
             (*sets, *_COMMON),
         )

@@ -38,7 +38,7 @@ class QuerySpan:
     # (a, b) under a KV budget: in layers without a window, a query attends to the first a and the
     # last b keys of its context. None: a query attends to all keys.
     visible: tuple[int, int] | None = None
-    shares: BlockShares | None = None  # sums the softmax weights per block; None: no sums needed
+    shares: BlockShares | None = None  # adds up the softmax weights per block; None: not needed
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,8 +87,8 @@ class InvariantPagedAttention:
         out: torch.Tensor,
     ) -> None:
         """Writes the attention output for queries [B, heads, D], one token per sequence, to `out`.
-        The heads that share a KV head of a sequence are one row tile; more than 16 heads are
-        several."""
+        The heads that share a KV head of a sequence form one row tile, or several if there are more
+        than 16 heads."""
         head_dim = queries.shape[-1]
         rows = _padded_rows(queries.reshape(-1, self._group_size, head_dim))
         if self._tiles_per_query > 1:

@@ -35,7 +35,7 @@ _FORMATS: dict[str, tuple[RowFormat, RowFormat]] = {
     "int8": (kv_int8, kv_int8),
     "fp8_e4m3": (kv_fp8, kv_fp8),
     "k8v4": (kv_int8, kv_int4),
-    "int4": (kv_int4, kv_int4),  # Int4KvPool uses kv_int4_keys for K instead
+    "int4": (kv_int4, kv_int4),  # for K, Int4KvPool replaces kv_int4 by kv_int4_keys
 }
 
 
@@ -143,7 +143,7 @@ class KvPool:
         self, layer: int, token_rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         """Stores keys and values, each [T, heads, D] of any dtype. `token_rows` is the result of
-        the method of this name."""
+        the method `token_rows`."""
         rows = token_rows + 2 * layer * self.block_size
         self._tokens.index_put_((rows,), keys.to(self.dtype))
         self._tokens.index_put_((rows + self.block_size,), values.to(self.dtype))
@@ -155,8 +155,8 @@ class KvPool:
         return torch.stack((runs, runs + 1)).flatten()
 
     def gather(self, layer: int, block_rows: torch.Tensor, num_seqs: int) -> torch.Tensor:
-        """Copies the K and V of blocks to one tensor [2, B, heads, M * block_size, D].
-        `block_rows` is the result of the method of this name."""
+        """Copies the K and V of blocks to one tensor [2, B, heads, M * block_size, D]. `block_rows`
+        is the result of the method `block_rows`."""
         runs = torch.index_select(self._runs, 0, block_rows + 2 * layer)
         return runs.view(2, num_seqs, self.num_kv_heads, -1, self.head_dim)
 

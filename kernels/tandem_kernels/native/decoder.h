@@ -86,7 +86,8 @@ struct Matrix {
     Gating gating;  // activation, for gates and ups
     // The further outputs of a quantized matrix, if they have another kind or order; else null.
     const Matrix* rest;
-    // [in], quantized weights: order[i] is the input whose weights are at position i; null: i.
+    // [in], quantized weights: order[i] is the input whose weights are at position i.
+    // null: the inputs are in their own order.
     const int32_t* order;
 };
 

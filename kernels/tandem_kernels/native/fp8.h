@@ -58,7 +58,8 @@ inline size_t expanded_floats(const Mlp& mlp) {
     return most;
 }
 
-// Returns the largest size of this buffer that a product of the model needs; 0 without fp8 weights.
+// Returns the size in floats of a buffer for expanded panels that is large enough for all products
+// of the model; 0 without fp8 weights.
 inline size_t expanded_floats(const Model& model) {
     size_t most = is_fp8(model.output.kind) ? expanded_floats(model.output.in) : 0;
     for (int i = 0; i < model.num_layers; ++i) {

@@ -28,8 +28,8 @@ inline Floats gated(Floats gate, Floats up, const Gating& gating) {
 }
 
 #ifdef TANDEM_PAIRS
-// Computes the same with 14 bits of precision, which is enough if the result is rounded to bf16.
-// This is faster, because exp has fewer terms and there is no division.
+// Computes activation(gate) * up with 14 bits of precision, which is enough if the result is
+// rounded to bf16. This is faster, because exp has fewer terms and there is no division.
 inline Floats gated_for_bf16(Floats gate, Floats up, const Gating& gating) {
     clamp_gate(gate, up, gating);
     const __m512 power = (__m512)(gate_power(gate, gating) * -1.44269504088896341f);

@@ -18,28 +18,30 @@ class Kind(IntEnum):
     I8_I4 = 4  # KV: int8 keys, 4-bit values
     I4 = 5  # KV: 4-bit keys and values
     F8 = 6  # KV: e4m3
-    # KV of latent attention: int8 latents and fp32 rotated keys (in I8_BF16: bf16 rotated keys)
+    # For KV of latent attention: int8 latents and rotated keys, which are fp32 in I8_F32 and bf16
+    # in I8_BF16.
     I8_F32 = 7
     I8_BF16 = 15
-    Q8_0 = 8  # from here on, kinds of weights in which a group of inputs shares a scale
+    Q8_0 = 8  # this and the next kinds are for weights in which a group of inputs shares a scale
     Q4_0 = 9
     Q4_1 = 10
     Q5_0 = 11
     Q5_1 = 12
     Q6 = 13
     MXFP4 = 14  # E2M1 numbers with power-of-2 scales
-    Q4_Z32 = 19  # 4-bit numbers, with a zero point per group of 32 inputs (in Q4_Z64: 64)
+    Q4_Z32 = 19  # 4-bit numbers; 32 inputs share a zero point (in Q4_Z64: 64)
     Q4_Z64 = 20
     F8_F32 = 16  # e4m3 weights with scales; a product first converts them to fp32
-    F8_BF16 = 17  # the same; a product first rounds them to bf16 and then multiplies in fp32
-    F8_PAIRS = 18  # the same; a product first converts them to BF16_PAIRS
+    # Weights are e4m3 with scales. A product rounds them to bf16 and then multiplies in fp32.
+    F8_BF16 = 17
+    F8_PAIRS = 18  # e4m3 weights with scales; a product first converts them to BF16_PAIRS
 
 
 class Stage(IntEnum):
     """A stage of a step. It ends when all threads have finished it."""
 
     EMBED = 0
-    NORM = 1  # includes the choice of experts
+    NORM = 1  # the norm of a layer, and the choice of experts
     QKV = 2
     PLACE = 3  # head norms, RoPE, and storing K and V in the pool
     ATTENTION = 4

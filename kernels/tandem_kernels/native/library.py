@@ -249,7 +249,7 @@ class Library:
 
     def packed_kind(self, kind: Kind, wanted: str | None = None) -> Kind:
         """Returns the kind to which weights of `kind` are packed for the instruction set `wanted`.
-        If `wanted` is None, this is the best instruction set of the processor."""
+        If `wanted` is None, uses the best instruction set of the processor."""
         return Kind(self._library.tandem_packed_kind(wanted.encode() if wanted else None, kind))
 
     def pack(

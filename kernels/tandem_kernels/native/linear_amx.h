@@ -139,7 +139,7 @@ struct IntoGated {
 // and two panels are kept in a buffer.
 struct Steps {
     int first, end, of;
-    float* sums;  // this buffer
+    float* sums;  // buffer that keeps the sums from one range to the next
 
     bool begins() const { return first == 0; }
     bool ends() const { return end == of; }

@@ -92,7 +92,7 @@ def attend(
                 k_scales = tl.load(k_scales_at)
                 v_scales = tl.load(v_scales_at)
             scores = scores * (k_scales.to(tl.float32) * unit(kv.dtype))[None, :]
-        if CAP > 0.0:  # tanh(x) is 2 sigmoid(2 x) - 1
+        if CAP > 0.0:  # computes tanh(x) as 2 sigmoid(2 x) - 1
             scores = 2.0 * CAP * tl.sigmoid(scores * (scale * 2.0 / CAP)) - CAP
         if MASKED:
             is_seen = (keys[None, :] <= last_keys[:, None]) & is_key[None, :]
@@ -114,7 +114,7 @@ def weigh(scores, scale, accumulator, sums, maxima, WINDOW: tl.constexpr):
     accumulator, and the sums and maxima updated with these scores."""
     new_maxima = tl.maximum(maxima, tl.max(scores, 1) * scale)
     base = new_maxima
-    if WINDOW:  # a row may not have attended to any key yet; avoids NaN
+    if WINDOW:  # avoids NaN if a row has not attended to any key yet
         base = tl.where(base == float("-inf"), 0.0, base)
     weights = tl.exp2(scores * scale - base[:, None])  # rounds once, as a fused multiply-add
     shrink = tl.exp2(maxima - base)

@@ -23,7 +23,8 @@ from tandem_kernels.triton.tuning import device_name, next_power_of_2, num_multi
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 _SPLITS_MAX = 64
-_TILE_PER_WARP_MAX = 4096  # elements of a key tile per warp; with twice as many, registers spill
+# Largest number of elements of a key tile per warp; with twice as many, registers spill.
+_TILE_PER_WARP_MAX = 4096
 
 
 def decode_attention(

@@ -111,7 +111,8 @@ def _rotate_and_store_latents(
         latent = tl.load(kv + token * stride_kv + ranks, mask=is_rank, other=0.0).to(tl.float32)
         latent = latent * tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps)
         weights = tl.load(norm + ranks, mask=is_rank, other=0.0).to(tl.float32)
-        # With weights of the same dtype, the torch code rounds before it multiplies by them.
+        # If the norm's weights have the dtype of the latents, the torch code rounds before it
+        # multiplies by the weights. This kernel must give the same result.
         if norm.dtype.element_ty == dtype:
             latent = latent.to(dtype).to(tl.float32)
         latent = (latent * weights).to(dtype)

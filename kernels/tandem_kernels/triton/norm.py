@@ -75,7 +75,8 @@ def _add_rms_norm(
     factor = tl.rsqrt(tl.sum(values * values, 0) / HIDDEN + eps)
     weights = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
     normed = values * factor
-    # With weights of the same dtype as x, the torch code rounds before it multiplies by them.
+    # If the weights have the dtype of x, the torch code rounds `normed` before it multiplies by the
+    # weights. This kernel must give the same result.
     if weight.dtype.element_ty == dtype:
         normed = normed.to(dtype).to(tl.float32)
     tl.store(out + row * HIDDEN + columns, (normed * weights).to(dtype), mask=is_column)

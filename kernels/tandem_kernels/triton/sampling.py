@@ -217,9 +217,9 @@ def _measure_levels(logits, vocab, largest, temperature, min_p, levels, TILE: tl
 
 @triton.jit
 def _find(row_of, levels, counts, masses, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr):
-    """Finds a threshold. If BY_COUNT, it is the largest key that more than `target` tokens reach or
-    exceed: with `target` 49, the key of the 50th token. Otherwise it is the largest key for which
-    these tokens have a total weight of more than `target`.
+    """Finds a threshold: the largest key for which more than `target` tokens have this key or a
+    larger one. With `target` 49, this is the key of the 50th token. If BY_COUNT is false, the total
+    weight of these tokens must be more than `target`, instead of their number.
 
     Returns (key, number of tokens above the key, total weight of these tokens, number of listed
     tokens). All tokens with the key are listed (`_list_keys`). The number or total weight of all

@@ -34,7 +34,7 @@ from tandem.errors import AdapterUnavailable, TandemError
 log = logging.getLogger(__name__)
 
 READ_DEADLINE_S = 120.0  # the process ends if it takes longer to read an adapter
-FAILED_S = 30.0  # time after a failed read during which sequences with the adapter are refused
+FAILED_S = 30.0  # seconds after a failed read for which sequences with the adapter are refused
 
 
 class AdapterRunner(Protocol):
@@ -82,7 +82,7 @@ class AdapterSlots:
 
     @property
     def failed(self) -> list[str]:
-        """Digests of adapters whose last read failed less than FAILED_S ago."""
+        """Digests of adapters whose last read failed less than FAILED_S seconds ago."""
         self._forget_failed()
         return list(self._failed)
 

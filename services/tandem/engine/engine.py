@@ -167,9 +167,10 @@ class Engine:
     def commit(self, sequence_id: str, first_token_id: int, sums: Iterable[float] = ()) -> None:
         """Starts to decode a WAITING_FOR_REMOTE_KV sequence, whose KV is complete and trusted.
 
-        `first_token_id` and `sums` come from the producer's `Prefilled` event. `sums` has the
-        attention sum of each block. The client already has the first token, so this engine does not
-        report the token. If the token ends the sequence, the engine reports the end.
+        `first_token_id` and `sums` come from the producer's `Prefilled` event. `sums` has the sum
+        of attention weights of each block, if the KV budget keeps heavy hitters. The client already
+        has the first token, so this engine does not report the token. If the token ends the
+        sequence, the engine reports the end.
         """
         sequence = self._sequences.awaiting_all(sequence_id)
         sequence.advance(sequence.num_missing_tokens)
@@ -186,10 +187,10 @@ class Engine:
         `num_blocks` blocks, cached or pulled, is complete and trusted. This engine computes the
         tokens after them.
 
-        The pull may still write to `unsafe_blocks`, which come after these blocks. The unsafe
-        blocks are quarantined, and the sequence gets other blocks instead. Raises QueueFull if
-        there are not enough other blocks, and InternalError if the arguments contradict the
-        sequence's block table. After an error the sequence is removed.
+        The pull may still write to `unsafe_blocks`, which come after the first `num_blocks` blocks.
+        The unsafe blocks are quarantined, and the sequence gets other blocks instead. Raises
+        QueueFull if there are not enough other blocks, and InternalError if the arguments
+        contradict the sequence's block table. After an error the sequence is removed.
         """
         sequence = self._sequences.awaiting(sequence_id)
         if sequence.mode is Mode.WAITING_FOR_REMOTE_KV:
@@ -219,9 +220,9 @@ class Engine:
     def hold_prefix(
         self, sequence_id: str, block_hashes: list[bytes], first_wanted_block: int = 0
     ) -> None:
-        """Keeps blocks in the pool for a peer, until `remove`: the longest cached prefix of the
-        chain `block_hashes`. The next report lists the ids of these blocks from index
-        `first_wanted_block` on."""
+        """Keeps blocks in the pool for a peer, until `remove`: all blocks of the longest cached
+        prefix of the chain `block_hashes`. The next report lists the ids of the kept blocks from
+        index `first_wanted_block` on."""
         self._check_chain(sequence_id)
         self._peer_blocks.hold_prefix(sequence_id, block_hashes, first_wanted_block)
 
@@ -421,8 +422,9 @@ class Engine:
         self._grammars.wait(wait_until)
         sampler.skip_late()
         sampled = sampler.run(self._runner, logits)
-        # Blocks freed below may be given to a peer's KV, so the device must have finished this step
-        # before. If tokens were sampled, it has: sampling waits until the tokens are on the host.
+        # Blocks that are freed below may be filled with a peer's KV, so the device must have
+        # finished this step. Sampling waits for the device. If no token was sampled, this code
+        # waits.
         if logits.is_cuda and not sampled:
             torch.cuda.current_stream(logits.device).synchronize()
         if not is_awaited:

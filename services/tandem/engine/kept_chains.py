@@ -2,7 +2,7 @@
 are pinned when a sequence ends or a router requests it, until a given time (cache/pool/pins.py).
 
 In the KV pools only cached blocks can be pinned. In a tier all blocks of the chain are pinned, even
-blocks that the tier does not have yet, because copies of these blocks may be on their way.
+those that are not in the tier yet, because they may be about to be written to it.
 """
 
 import time

@@ -22,7 +22,8 @@ def measure_load(
 ) -> WorkerLoad:
     """Returns the load of an engine, as it is sent to the routers.
 
-    Each sequence is counted in one of four numbers:
+    Each sequence, and each held or imported chain of blocks (peer_blocks.py), is counted in one of
+    four numbers:
 
         num_running    RUNNING sequences, except those that this engine prefills for a peer
         num_waiting    WAITING sequences

@@ -43,14 +43,16 @@ class LogitEdits:
         self._bad_tokens = tuple(w[0] for w in spec.sampling.bad_words_token_ids if len(w) == 1)
         self._bad_runs = [w for w in spec.sampling.bad_words_token_ids if len(w) > 1]
         self._output: list[int] = []
-        self._places: dict[int, int] = {}  # index of each edited token id in the arrays below
+        # By token id: index of each edited token in the arrays below.
+        self._places: dict[int, int] = {}
         self._ids = np.zeros(_CAPACITY_MIN, np.int32)
         self._bias, self._scales, self._penalties = (
             np.full(_CAPACITY_MIN, value, np.float32) for value in (0.0, 1.0, 0.0)
         )
         self._counts: dict[int, int] = {}  # number of occurrences of each token id in the output
         for token_id, bias in (spec.sampling.logit_bias or {}).items():
-            # `_place` may replace the array `_bias`, so its call is a statement of its own.
+            # Calls `_place` in a statement of its own, because `_place` may replace the array
+            # `_bias`.
             place = self._place(token_id)
             self._bias[place] = bias
         if spec.sampling.repetition_penalty != 1.0:

@@ -21,14 +21,15 @@ from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.report import PendingReport
 from tandem.errors import InternalError
 
-# Parent hash of the first block of a chain. A peer does not send the real hash, and none is needed.
+# Used as the parent hash of a chain's first block. A peer does not send the real parent hash, and
+# none is needed.
 _ROOT_UNKNOWN = b""
 
 
 @dataclass(slots=True)
 class PeerChain:
-    """The blocks of a held or imported chain. The first `num_cached_blocks` blocks have KV. The
-    others, in an imported chain, are filled by a pull."""
+    """The blocks of a held or imported chain. The first `num_cached_blocks` blocks have KV. In an
+    imported chain, a pull fills the other blocks."""
 
     tables: BlockTables
     block_hashes: list[bytes]  # one hash for each block of the tables
@@ -79,10 +80,9 @@ class PeerBlocks:
         self._pending.held(sequence_id, chain.tables, depth, first_wanted_block)
 
     def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> None:
-        """References the longest cached prefix of the chain, and reserves FREE blocks for the rest
-        of the chain. If there are too few FREE blocks, the end of the chain is left out. In a model
-        with windows, none is reserved in this case.
-        """
+        """References the longest cached prefix of the chain, and reserves FREE blocks for its other
+        blocks. If there are too few FREE blocks, the end of the chain is left out. In a model with
+        windows, no block is reserved then."""
         depth = self._kv.match(block_hashes)
         room = self._kv.room_for_import(block_hashes, depth)
         chain = self._take(sequence_id, block_hashes[:room], depth, is_imported=True)

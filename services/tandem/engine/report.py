@@ -31,7 +31,7 @@ class PendingReport:
 
     @property
     def has_events(self) -> bool:
-        """True if there is an event that must be reported even if no token is to be computed."""
+        """True if an event must be reported now, even if the engine has no token to compute."""
         report = self._report
         ended = bool(report.new_tokens or report.prefilled or report.held or report.failed)
         return self.starts_a_transfer or ended
@@ -46,7 +46,8 @@ class PendingReport:
         )
         awaits = sequence.status is Status.WAITING_FOR_KV
         if awaits:
-            # If the model has windows, the tables do not reach beyond the prefix yet.
+            # If the model has windows, a sequence that awaits its prefix has only the blocks of the
+            # prefix. Otherwise `prefix` is 0.
             prefix = sequence.num_prefix_blocks * self._layout.has_windows
             self.reserved(
                 sequence.sequence_id,
@@ -57,7 +58,7 @@ class PendingReport:
                 cached=sequence.cached or NONE_CACHED,
             )
         # If the model has windows, a sequence that awaits its prefix may have to release its blocks
-        # and start again. So its cached blocks are not final yet.
+        # and start again. So the blocks that it reuses are not final yet.
         if sequence.mode is Mode.PREFILL_ONLY and not (awaits and self._layout.has_windows):
             self.final_blocks(sequence)
 

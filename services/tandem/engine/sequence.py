@@ -71,16 +71,16 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
-    """How a sequence starts: the blocks that it reuses, and the position at which it continues."""
+    """How a sequence starts: the blocks that it reuses, and the token from which it continues."""
 
     num_cached_blocks: int
     num_computed_tokens: int
-    # Number of tokens after which computation continues when all awaited KV has arrived. In the
-    # mode PREFILL_ONLY the consumer continues there. In a model with windows, this position
-    # determines which blocks are needed.
+    # Number of tokens that have KV once all awaited KV has arrived. This engine (PREFILL_ONLY: the
+    # consumer) continues after these tokens. In a model with windows, this number determines which
+    # blocks are needed.
     resume: int
-    # Ids of the blocks, one per KV group, that are copied into the first block that only this
-    # sequence writes. Empty: nothing is copied.
+    # Ids of blocks to copy from, one for each KV group. They are copied into the first block that
+    # only this sequence writes. Empty: nothing is copied.
     sources: tuple[int, ...]
     is_fork: bool
 
@@ -104,10 +104,10 @@ class Loading:
     end: int = 0  # number of leading blocks that have KV when the load ends; 0: no load
     # True: the sequence computes its first missing blocks during the load. False: it only waits.
     computes: bool = False
-    num_spared: int = 0  # expected number of blocks that are computed during the load
+    num_spared: int = 0  # number of blocks that the sequence is expected to compute during the load
     # True: the blocks after `end` may come from a peer. False: this engine computes them.
     awaits: bool = True
-    loaded: range = range(0)  # indices of loaded blocks, if blocks before them are still missing
+    loaded: range = range(0)  # indices of loaded blocks; empty once all blocks before them have KV
 
     def take(self, first: int, end: int) -> None:
         """Records that the load has ended and has filled the blocks first..end - 1."""
@@ -116,8 +116,8 @@ class Loading:
         self.loaded = range(first, end)
 
     def skip(self, num_blocks: int) -> int:
-        """Returns the number of leading blocks that have KV, given that `num_blocks` are computed.
-        Loaded blocks count if they directly follow the computed blocks."""
+        """Returns the number of leading blocks that have KV once the first `num_blocks` blocks are
+        computed. Loaded blocks that directly follow the computed blocks count too."""
         if self.loaded and num_blocks >= self.loaded.start:
             num_blocks = max(num_blocks, self.loaded.stop)
             self.loaded = range(0)
@@ -136,8 +136,8 @@ class Sequence:
     block_size: int
     chain_root: bytes
     block_hashes: list[bytes]  # one hash for each full block of token_ids
-    # PREFILL_ONLY: number of leading blocks that are not to be reported, because the consumer does
-    # not want them or they were reported already.
+    # PREFILL_ONLY: number of leading blocks that need no report, because the consumer does not want
+    # them or they were reported already.
     num_reported_blocks: int
     next_in_transfer: int  # PREFILL_ONLY: index of the next block to report, in transfer order
     # LOCAL, PREFILL_ONLY: number of leading blocks to pull from a peer if they are not cached.
@@ -145,10 +145,11 @@ class Sequence:
     status: Status = Status.WAITING
     tables: BlockTables = field(default_factory=BlockTables)
     num_computed_tokens: int = 0  # number of leading tokens whose KV is in the sequence's blocks
-    num_prefill_tokens: int = 0  # number of tokens at admission; decode starts after these tokens
+    num_prefill_tokens: int = 0  # number of tokens at admission; the tokens after these are decoded
     num_stored_blocks: int = 0  # number of leading blocks that are cached in the pool
-    num_used_blocks: int = 0  # number of leading blocks that `take_used` has returned already
-    cached: CachedTokens | None = None  # tokens reused at the first admission; None: not admitted
+    num_used_blocks: int = 0  # number of leading blocks that `take_used` has reported so far
+    # Tokens reused at the first admission; None: not admitted yet.
+    cached: CachedTokens | None = None
     loading: Loading = field(default_factory=Loading)  # the load from a tier below the pool
     # Models with windows: number of leading blocks whose full-attention KV was in the pool or a
     # tier at admission. The windows' KV for these blocks may have been missing.
@@ -162,16 +163,17 @@ class Sequence:
     # WAITING: time at which the sequence began to wait for blocks that another sequence computes
     # (early_reuse.py). 0: the sequence does not wait for such blocks.
     shared_since: float = 0.0
-    shared_wait_s: float = 0.0  # total time of such waits that have ended
+    # Total seconds of earlier waits for such blocks, without the current wait.
+    shared_wait_s: float = 0.0
     is_forked: bool = False  # True: admitted as a fork, so only the last token is missing
-    # PREFILL_ONLY: predicted seconds that the consumer still needs, after the last computed token,
-    # to pull the KV computed so far.
+    # PREFILL_ONLY: predicted time in seconds from the end of the last chunk until the consumer has
+    # pulled all KV computed so far.
     pull_lag_s: float = 0.0
     edits: LogitEdits | None = None  # edits of the next token's logits; None: no edits
-    # Log probabilities of the prompt's tokens, as far as they are computed and not yet reported.
+    # Log probabilities of the prompt's tokens that were computed and not yet reported.
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    # Embedding of the prompt. Empty if none is requested, before it is computed and after its
-    # report.
+    # Embedding of the prompt. Empty if none is requested, before it is computed, and after it was
+    # reported.
     embedding: list[float] = field(default_factory=list)
 
     @classmethod
@@ -245,8 +247,8 @@ class Sequence:
 
     @property
     def num_next_tokens(self) -> int:
-        """Largest number of tokens that the next chunk may have. A chunk must end before a block
-        that is already loaded, and where a KV budget evicts blocks."""
+        """Largest number of tokens that the next chunk may have. A chunk ends where loaded blocks
+        begin, and at each point at which a KV budget evicts blocks."""
         if hitters := self.tables.hitters:
             return min(
                 self.num_missing_tokens, hitters.num_until_eviction(self.num_computed_tokens)
@@ -334,8 +336,8 @@ class Sequence:
 
     @property
     def missing_span(self) -> tuple[int, int]:
-        """The tokens that this engine must still prefill: (their number, number of tokens before
-        them in the sequence). Before admission this is an estimate."""
+        """The tokens that this engine must still prefill, as (number of these tokens, number of
+        tokens before them in the sequence). Before admission this is an estimate."""
         awaits_prefix = (
             self.status is Status.WAITING_FOR_KV and self.mode is not Mode.WAITING_FOR_REMOTE_KV
         )
@@ -381,8 +383,8 @@ class Sequence:
         return new
 
     def reusable_part(self, num_blocks: int) -> tuple[bytes, list[int]]:
-        """Returns what is needed to find a cached block whose first tokens the sequence can copy:
-        the hash of the parent, block `num_blocks` - 1, and the sequence's tokens after the parent.
+        """Returns (hash of block `num_blocks` - 1, the sequence's tokens after this block). With
+        these, a cached block is found whose first tokens the sequence can copy.
 
         The last token of the sequence is left out, because it must be computed.
         """
@@ -496,8 +498,7 @@ class Sequence:
                 self.num_computed_tokens = reached * self.block_size
 
     def store_full_blocks(self, kv: KvCache) -> None:
-        """Caches the blocks that became full. Releases blocks whose tokens are before the window of
-        all further tokens.
+        """Caches the blocks that became full. Also releases the blocks that no later token sees.
 
         If the pool already has a block with the same hash, that block takes the place of the
         sequence's own block.
@@ -531,8 +532,8 @@ class Sequence:
         self.num_prefix_blocks = 0
 
     def _countable(self, cached: CachedTokens) -> CachedTokens:
-        """Returns `cached` without the output tokens, because reports count cached prompt tokens.
-        For a PREFILL_ONLY sequence all tokens count."""
+        """Returns `cached` without output tokens, because reports count only the prompt's cached
+        tokens. For a PREFILL_ONLY sequence all tokens count."""
         counts_output = self.mode is Mode.PREFILL_ONLY
         return cached.first(self.num_tokens if counts_output else self.spec.num_prompt_tokens)
 

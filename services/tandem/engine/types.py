@@ -46,21 +46,23 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     token_ids: list[int]
     num_prompt_tokens: int
     mode: Mode
-    # The result of `SamplingParams.resolved`. `max_tokens` counts all output tokens, also those
-    # that `token_ids` already has. A token in `stop_token_ids` ends the sequence as its last token.
-    # With `prompt_logprobs` the whole prompt is computed, because cached blocks have no logits.
+    # The request's sampling parameters in the form for an engine (`SamplingParams.resolved`).
+    # `max_tokens` limits all output tokens, including those that `token_ids` already has. A token
+    # in `stop_token_ids` ends the sequence as its last token. With `prompt_logprobs` the whole
+    # prompt is computed, because cached blocks have no logits.
     sampling: SamplingParams
     cache_salt: bytes = b""
     adapter: Adapter | None = None  # the LoRA adapter; None: the base model alone
-    # WAITING_FOR_REMOTE_KV: smallest number of missing tokens for which the sequence waits for a
-    # peer. Fewer missing tokens are prefilled by this engine.
+    # WAITING_FOR_REMOTE_KV: the sequence waits for a peer if at least this number of tokens is
+    # missing. Otherwise this engine prefills the missing tokens.
     remote_prefill_min_tokens: int = 0
     first_wanted_block: int = 0  # PREFILL_ONLY: index of the first block that the consumer needs
     # True: the hidden state of the prompt's last token is reported with the first token.
     embed: bool = False
     grammar: str = ""  # grammar of the completion, in the format of llguidance; empty: any text
-    # Id of a sequence on this engine of which this sequence becomes a fork (sequence.py), if that
-    # sequence has the KV of all of this sequence's tokens but the last. Empty: none.
+    # Id of another sequence on this engine, of which this sequence becomes a fork (sequence.py).
+    # The other sequence must have the KV of all tokens of this sequence but the last; if it has
+    # not, there is no fork. Empty: none.
     fork_of: str = ""
     # LOCAL, PREFILL_ONLY: number of leading blocks to pull from a peer if they are not cached.
     prefix_blocks: int = 0
@@ -86,7 +88,8 @@ class SequenceSpec(msgspec.Struct, frozen=True):
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Natural log probabilities of a token and of the most likely tokens at its position.
 
-    They are computed from the model's logits before temperature, filters and edits.
+    All log probabilities are computed from the model's logits, before temperature, filters and
+    edits.
     """
 
     logprob: float
@@ -118,7 +121,7 @@ class FinalBlocks(msgspec.Struct, frozen=True):
     peer can pull them."""
 
     sequence_id: str
-    first_block: int  # number of the first of these blocks in transfer order (transfer_order.py)
+    first_block: int  # position of the first of these blocks in transfer order (transfer_order.py)
     block_ids: list[int]
 
 
@@ -134,7 +137,8 @@ class Prefilled(msgspec.Struct, frozen=True):
     logprobs: TokenLogprobs | None = None  # log probabilities for `first_token_id`
     prompt_logprobs: list[TokenLogprobs] = []  # one item per prompt token after the first
     embedding: list[float] = []  # embedding of the prompt, if the spec has `embed`
-    # attention sum of each block, if the spec has a KV budget that keeps heavy hitters
+    # By block: sum of the attention weights that it received. Empty unless the spec has a KV budget
+    # that keeps heavy hitters.
     block_sums: list[float] = []
 
     @property
@@ -155,7 +159,7 @@ class NewTokens(msgspec.Struct, frozen=True):
 
     sequence_id: str
     token_ids: list[int]
-    finish_reason: str = ""  # "", "stop" or "length"
+    finish_reason: str = ""  # "": the sequence has not ended; "stop" or "length": why it ended
     cached: CachedTokens = NONE_CACHED  # tokens of the prompt whose KV was reused
     num_preemptions: int = 0
     logprobs: list[TokenLogprobs] = []  # one item for each of `token_ids`, if requested
@@ -196,7 +200,8 @@ class TierStats(msgspec.Struct, frozen=True):
     blocks_held: int
     blocks_written: int
     blocks_loaded: int
-    blocks_bad: int  # copies that could not be read, or not be recovered when the tier started
+    # Number of copies that could not be read, or not be recovered when the tier started.
+    blocks_bad: int
     write_failures: int
     block_s: float = 0.0  # seconds to load a block; 0: not measured
 
@@ -206,15 +211,15 @@ class PinStats(msgspec.Struct, frozen=True):
 
     place: str  # "device" for the KV pools, or the name of the tier
     blocks: int  # number of blocks that are pinned now
-    fates: dict[str, int] = {}  # number of blocks since the start by outcome of their pins (`Fate`)
+    fates: dict[str, int] = {}  # number of blocks since the start, by the `Fate` of their pins
 
 
 class EngineStats(msgspec.Struct, frozen=True):
     """State of an engine for the metrics of its worker. Routers get the `WorkerLoad` only."""
 
     blocks_free: int = 0
-    blocks_leaving: int = 0  # blocks without a sequence that a tier still reads or writes
-    blocks_dropped: int = 0  # blocks evicted without a copy in a tier, since the start
+    blocks_leaving: int = 0  # blocks that no sequence uses, but that a tier still reads or writes
+    blocks_dropped: int = 0  # blocks that were evicted without a copy in a tier, since the start
     adapters: AdapterStats = AdapterStats()
     tiers: list[TierStats] = []
     load_queue_s: float = 0.0  # expected seconds until the current loads from tiers have ended
@@ -253,10 +258,12 @@ class StepReport(msgspec.Struct):
     step: int = 0
     step_ms: float = 0.0
     num_prefill_tokens: int = 0
-    # number of (prefill token, token before it) pairs, a measure of the attention work
+    # Sum, over the prefilled tokens, of the number of tokens before each in its sequence. It
+    # measures the attention work: 3 tokens after 10 others give 10 + 11 + 12 = 33.
     num_prefill_context_tokens: int = 0
     num_decode_tokens: int = 0
-    num_decode_context_tokens: int = 0  # the same for the decoded tokens
+    # Sum over the decoded tokens of the number of tokens before each.
+    num_decode_context_tokens: int = 0
     admitted: list[Admitted] = []
     reserved: list[Reserved] = []
     final_blocks: list[FinalBlocks] = []
@@ -266,8 +273,8 @@ class StepReport(msgspec.Struct):
     failed: list[Failed] = []
     stored: list[StoredBlock] = []  # parents before children
     removed: list[bytes] = []  # children before parents
-    # Models with windows: the changes to publish as KV events instead of `stored` and `removed`.
-    # There, `stored` and `removed` list a block without the blocks before it in the sequence.
+    # Models with windows: the changes to publish as KV events. `stored` and `removed` are not
+    # published there, because they list a block without the blocks before it in the sequence.
     chains: BlockChanges | None = None
     tiers: list[TierBlocks] = []  # the tiers whose blocks changed
     load: WorkerLoad = WorkerLoad()

@@ -1,9 +1,9 @@
 """Reads a model's JSON files, and converts errors in a model's files into one-line messages that
 name the file.
 
-A model's file may contain anything: a list where the code that reads it expects an object raises a
-TypeError, for example. The context manager `naming` converts such errors to a message that names
-the file.
+The files of a model may have any content. For example, the code that reads a field raises a
+TypeError if the file has a list where the code expects an object. The context manager `naming`
+converts such errors to a message that names the file.
 """
 
 import json

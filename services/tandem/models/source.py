@@ -42,7 +42,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.tiktoken", "*.model"]
 _HUB_FILES_IGNORED = [
     "consolidated*",
     "original/*",
-]  # These files are copies of the same weights in another format.
+]  # These patterns match second copies of the weights, in another format.
 _INDEX_FILE = "model.safetensors.index.json"
 _EDGE_BYTES = 1 << 20  # number of bytes hashed at the start and at the end of each weight file
 

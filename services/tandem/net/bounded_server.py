@@ -5,13 +5,14 @@ header and the body. The server then calls the application, writes the answer wi
 DEADLINE_S, and closes the connection.
 
 If a connection limit is reached, the server closes an open connection to make room for a new one.
-It closes the oldest connection with an incomplete request from one address:
-- the address of the new connection, if that address has PER_ADDRESS_MAX connections;
-- the address with the most connections, if the server has CONNECTIONS_MAX connections.
+From one address, it closes the oldest connection whose request is incomplete:
+- If the address of the new connection has PER_ADDRESS_MAX connections, from this address.
+- If the server has CONNECTIONS_MAX connections, from the address with the most connections.
 
-So an address that opens many silent connections loses its own ones first. A connection younger than
-_MATURE_S is closed only if its address has more connections than the address of the new connection
-will have. Otherwise the new connection waits until the open one is older.
+So an address that opens many silent connections loses these connections first. A connection that is
+younger than _MATURE_S may still send its request. Such a connection is closed only if its address
+has more connections than the address of the new connection will have. Otherwise the new connection
+waits.
 
 One thread with an event loop reads all connections, and CALLS_AT_ONCE threads run the application.
 A silent connection holds no thread and costs only a few kilobytes.
@@ -43,24 +44,26 @@ WsgiApp = Callable[[dict[str, Any], Any], Iterable[bytes]]
 CONNECTIONS_MAX = 256
 PER_ADDRESS_MAX = 64
 CALLS_AT_ONCE = 2
-# Time limit for receiving a request, counted from the start of the connection. Sending the response
-# has a limit of the same length.
+# Seconds in which a request must arrive, from the start of the connection. Sending the response
+# must also take at most this many seconds.
 DEADLINE_S = 10.0
-# A younger connection is usually not closed to make room for another one, because its request may
-# still be on the way.
+# A connection younger than this many seconds is usually not closed to make room for another one,
+# because the request may still be on the way.
 _MATURE_S = 0.25
-_WAITING_MAX = 256  # maximum number of accepted connections that wait for room
+_WAITING_MAX = 256  # maximum number of connections that wait because a connection limit is reached
 _WAIT_S = 3.0
-_CHECK_INTERVAL_S = 0.05  # interval at which a waiting connection checks for room
+_CHECK_INTERVAL_S = 0.05  # how often a waiting connection checks whether it can be served
 _HEADER_BYTES_MAX = 16 << 10
 _BODY_BYTES_MAX = 64 << 10
 _READ_BYTES = 16 << 10
 _BACKLOG = 128
-_ACCEPT_PAUSE_S = 0.5  # pause after an accept failed, for example without a free file descriptor
+# Pause after the server could not accept a connection, for example because the process has too many
+# open files.
+_ACCEPT_PAUSE_S = 0.5
 _CLOSE_MAX_S = 5.0
-# After the answer the server keeps the connection open for this time. If it closed a connection
-# with unread bytes at once, the kernel would reset the connection, and the client might lose the
-# answer.
+# Seconds for which the server keeps a connection open after the answer, to read remaining bytes of
+# the request. If the server closed a connection with unread bytes, the kernel would reset the
+# connection, and the client might lose the answer.
 _LINGER_S = 1.0
 
 
@@ -84,8 +87,8 @@ class BoundedServer:
         name: str,
         context: ssl.SSLContext | None = None,
     ) -> None:
-        """Binds the port and starts to serve. `name` is the name of the thread. With a `context`
-        the port uses TLS. Raises OSError if the port cannot be bound."""
+        """Binds the port and starts to serve. `name` is the name of the server's thread. If
+        `context` is given, the port uses TLS. Raises OSError if the port cannot be bound."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
@@ -102,7 +105,7 @@ class BoundedServer:
         self._thread.start()
 
     def close(self) -> None:
-        with suppress(RuntimeError):  # the event loop is already closed
+        with suppress(RuntimeError):  # raised if the event loop is already closed
             self._loop.call_soon_threadsafe(self._accepting.cancel)
         self._thread.join(_CLOSE_MAX_S)
 
@@ -153,8 +156,9 @@ class BoundedServer:
         connection.task.add_done_callback(partial(self._forget, connection))
 
     def _make_room(self, address: str) -> bool:
-        """Returns True if a connection of this address can be accepted now. If a limit is reached,
-        the method closes an older connection first; if it cannot close one, it returns False."""
+        """Returns True if a new connection of this address can be served now. If a connection limit
+        is reached, the method closes another connection. It returns False if no connection may be
+        closed."""
         if self._num_of[address] >= PER_ADDRESS_MAX:
             fullest = address
         elif len(self._open) >= CONNECTIONS_MAX:
@@ -238,8 +242,8 @@ _Answer = tuple[int, list[tuple[str, str]], bytes]
 async def _read_call(
     http: h11.Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> tuple[h11.Request, bytes]:
-    """Reads one request. Raises RemoteProtocolError for a malformed request, OSError, and EOFError
-    if the client sends no request."""
+    """Reads one request and returns it with the body. Raises RemoteProtocolError for a malformed
+    request, EOFError if the client sends no request, and OSError."""
     request: h11.Request | None = None
     body = b""
     while True:

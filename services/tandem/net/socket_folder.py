@@ -1,6 +1,6 @@
-"""Folders for Unix sockets. On Linux, the full path of a socket may have at most 107 bytes.
+"""Creates folders for Unix sockets. On Linux, the full path of a socket may have at most 107 bytes.
 
-If the path of TMPDIR is too long for that, a folder in /tmp is used instead.
+If TMPDIR has too long a path, a folder in /tmp is used instead.
 """
 
 import os
@@ -10,7 +10,8 @@ from pathlib import Path
 from tandem.errors import ConfigError
 
 _PATH_BYTES_MAX = 107  # `sun_path` has 108 bytes including the final zero
-# length reserved for paths within the folder, such as /ray-abcdefgh/plasma_store
+# Number of bytes reserved for the path of a socket within the folder, such as
+# /ray-abcdefgh/plasma_store.
 _BELOW_BYTES_MAX = 32
 _SHORT = Path("/tmp")
 

@@ -2,16 +2,16 @@
 the tree.
 
 Audits and metrics use this module; requests do not. Each Redis call reads at most `CALL_ENTRIES`
-entries, so it delays look-ups by one or two milliseconds.
+entries, so the call delays look-ups by one or two milliseconds.
 
-A worker's latest changes may not have reached the tree when an audit reads it. So if a range of
-buckets differs, it is compared several times ("looks"), with pauses in which a working publisher
-publishes all its changes. Only a difference found in every look counts. Two special cases must not
-count:
+When an audit reads the tree, the tree may lack a worker's latest changes. So a range of buckets
+that differs is compared several times. Each comparison is called a look. In the pauses between
+looks, a working publisher publishes all its changes. So only a difference that every look has found
+counts. Two special cases are handled:
 
-- A block is evicted and stored repeatedly. So, from the second look on, a block counts as held only
-  if the worker holds it both before and after the tree is read.
-- The worker's log in the tree began between two looks. Then the looks are counted from 1 again.
+- A block may be evicted and stored again between looks. So, from the second look on, a block counts
+  as missing in the tree only if the worker holds the block before and after the tree is read.
+- The worker's log may appear or disappear between two looks. Then looks are counted from 1 again.
 """
 
 from __future__ import annotations
@@ -25,28 +25,25 @@ from tandem.net.store.client import Client
 from tandem.prefix_index.entries import NUM_BUCKETS, split_entries
 from tandem.prefix_index.redis import RedisIndex, lua_script
 
-# largest number of entries that one Redis call reads, in about 1 ms of Redis's time
+# Largest number of entries that one Redis call reads. Redis is busy with the call for about 1 ms.
 CALL_ENTRIES = 2048
-_RANGE_ENTRIES = 32_768  # number of entries that one comparison covers
+_RANGE_ENTRIES = 32_768  # number of entries in a range of buckets that is compared at once
 
-# held(first, end) returns the entries of the blocks that a worker holds, for the buckets from
-# `first` up to `end`, `end` excluded.
+# Function (first, end) that returns the entries of the blocks that a worker holds, in the buckets
+# first, ..., end - 1.
 Held = Callable[[int, int], Awaitable[set[bytes]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Numbers of blocks that differ between a worker and the tree.
+    """The result of an audit of one worker: numbers of blocks."""
 
-    The worker holds `missing` blocks that are not in the tree. The tree has `stale` blocks that the
-    worker does not hold.
-    """
-
-    num_checked: int = 0  # number of blocks that the worker holds or the tree has for the worker
-    missing: int = 0
-    stale: int = 0
+    # Number of compared blocks: the worker holds the block, or the tree lists the worker for it.
+    num_checked: int = 0
+    missing: int = 0  # number of blocks that the worker holds but that the tree does not list
+    stale: int = 0  # number of blocks that the tree lists but that the worker does not hold
     in_tree: bool = True  # True: the worker has a log in the tree
-    error: str = ""  # the reason why nothing could be compared; empty: no error
+    error: str = ""  # why the blocks could not be compared; empty if they were compared
 
     @property
     def any(self) -> bool:
@@ -65,12 +62,13 @@ class Differences:
 @dataclass(frozen=True, slots=True)
 class TreeWorker:
     num_blocks: int
-    silent_s: int  # seconds since the worker's last publication; at most 1 for a working publisher
+    # Seconds since the worker last published a batch. A working publisher publishes every second.
+    silent_s: int
 
 
 @dataclass(frozen=True, slots=True)
 class TreeStats:
-    """The sizes of all shards of the tree together. `num_bytes` is an estimate from a sample of
+    """The total size of all shards of the tree. `num_bytes` is estimated from a sample of
     buckets."""
 
     num_entries: int
@@ -80,15 +78,13 @@ class TreeStats:
 
 
 class TreeInspector:
-    """Audits and measures one cluster's tree. Redis errors propagate."""
+    """Audits and measures the prefix tree of one cluster. Redis errors propagate."""
 
     def __init__(
         self, redis: Client, index: RedisIndex, *, looks: int = 3, pause_s: float = 1.0
     ) -> None:
-        """An audit compares each range of buckets up to `looks` times, with pauses of `pause_s`
-        seconds.
-
-        Only a difference that all of these comparisons find is counted.
+        """A difference counts only if `looks` comparisons in a row find it. Comparisons are
+        `pause_s` seconds apart.
         """
         self.looks = looks
         self.pause_s = pause_s
@@ -98,14 +94,16 @@ class TreeInspector:
         self._stats = lua_script("stats")
 
     async def audit(self, worker_id: str, held: Held, *, sample: int | None = None) -> Differences:
-        """Compares all entries of a worker with the blocks that it holds. With `sample`, compares
-        only about this many entries, from a random bucket on.
+        """Compares the tree's entries of a worker with the blocks that the worker holds.
 
-        Each bucket counts as one more entry of the sample. Errors of `held` propagate.
+        Without `sample`, compares all entries. With `sample`, compares whole buckets from a random
+        one on, until the number of entries plus the number of buckets is about `sample`. Errors of
+        `held` propagate.
         """
         first = 0 if sample is None else random.randrange(NUM_BUCKETS)
         found = Differences()
-        # The sample continues at bucket 0 after the last bucket, so a small tree is compared whole.
+        # After the last bucket, the sample continues at bucket 0. So a sample that is larger than
+        # the tree compares all buckets.
         for at, end in ((first, NUM_BUCKETS), (0, first)):
             while at < end and (sample is None or sample > 0):
                 part, stopped = await self._compare(
@@ -136,16 +134,16 @@ class TreeInspector:
     async def _compare(
         self, worker_id: str, held: Held, first: int, end: int, entries: int
     ) -> tuple[Differences, int]:
-        """Compares the buckets from `first` up to `end`, without `end`. Stops when about `entries`
-        entries were read.
+        """Compares the buckets first, ..., end - 1. Stops before `end` after about `entries`
+        entries.
 
-        Returns the differences that every look found, and the bucket at which the next comparison
-        starts.
+        Returns the differences that every look found, and the number of the first bucket that was
+        not compared.
         """
         missing = set[bytes]()
         stale = set[bytes]()
-        # `was_there`: whether the last look found the worker's log in the tree. `num_looks`: number
-        # of consecutive looks with this result.
+        # `was_there` says whether the latest look found a log of the worker in the tree.
+        # `num_looks` is the number of looks in a row with this result.
         num_looks, was_there = 0, True
         for look in range(2 * self.looks):
             before = None
@@ -153,8 +151,8 @@ class TreeInspector:
                 await asyncio.sleep(self.pause_s)
                 before = await held(first, end)
             said = await self._read(worker_id, first, end, entries)
-            # Later looks read the same buckets to the end, even if the buckets have grown, so they
-            # need no limit on the number of entries.
+            # The first look has determined `end`. Later looks read all buckets before `end`, even
+            # if the buckets have more entries by then. So the limit is now practically infinite.
             entries = NUM_BUCKETS + (1 << 30)
             claimed, end = said or (set(), end)
             after = await held(first, end)
@@ -166,7 +164,8 @@ class TreeInspector:
             stale = surplus & stale if num_looks > 1 else surplus
             if num_looks == self.looks or (said and not missing and not stale):
                 break
-        # no difference was left, or the looks disagreed whether there is a log
+        # The loop ended early because no difference was left, or the log kept appearing and
+        # disappearing.
         if num_looks < self.looks:
             missing = set()
             stale = set()
@@ -175,11 +174,10 @@ class TreeInspector:
     async def _read(
         self, worker_id: str, at: int, end: int, budget: int
     ) -> tuple[set[bytes], int] | None:
-        """Reads the worker's entries in the buckets from `at` on. Returns the entries and the
-        bucket after the last one read.
+        """Reads the worker's entries in the buckets at, ..., end - 1, but stops after about
+        `budget` entries. Returns the entries and the number of the first bucket that was not read.
 
-        Stops at `end`, or after about `budget` entries. Returns None if the worker has no log in
-        the tree.
+        Returns None if the worker has no log in the tree.
         """
         found = await self._index.find(worker_id)
         if found is None:

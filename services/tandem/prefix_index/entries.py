@@ -1,14 +1,13 @@
-"""The entry of a block in the prefix tree: the first ten bytes of the block's hash. Two bytes
-select a bucket, and the other eight are a field in the bucket."""
+"""The entry of a block in the prefix tree is the first ten bytes of the block's hash. The first two
+bytes are the number of a bucket, and the other eight bytes are a field in the bucket."""
 
-# number of buckets; the first two bytes of a hash are the number of its bucket
-NUM_BUCKETS = 1 << 16
-ENTRY_BYTES = 10  # number of bytes of a hash that the tree keeps
+NUM_BUCKETS = 1 << 16  # one bucket for each value of a hash's first two bytes
+ENTRY_BYTES = 10  # number of bytes of a block's hash that the tree keeps
 
 
 def bucket_start(bucket: int) -> bytes:
-    """Returns the first two bytes of all hashes in a bucket, which are the lower bound of these
-    hashes. Returns b"" for `NUM_BUCKETS`, the number after the last bucket."""
+    """Returns the two bytes with which all hashes in a bucket begin. Returns b"" for the number
+    `NUM_BUCKETS`, which is one more than the last bucket's number."""
     return bucket.to_bytes(2, "big") if bucket < NUM_BUCKETS else b""
 
 

@@ -8,21 +8,23 @@ worker's tiers.
     decode-0#store   the blocks that decode-0 knows to be in the object store
     #store           the object store for all workers; not in the tree, see `with_shared_tiers`
 
-Each holder has its own slot and log in the tree. A tier holds whole prefixes, as a block pool does.
-So a holder of a block also holds all earlier blocks of the prefix (prefix-closed). A holder's depth
-is the number of leading blocks of a prompt that it has, and a worker's depth is the largest depth
-among its holders. A program without support for tiers sees a tier as an unknown worker.
+Each holder has its own slot and log in the tree. Block pools and tiers hold whole prefixes: a
+holder of a block also holds all earlier blocks of the prefix (prefix-closed). A holder's depth for
+a prompt is the number of the prompt's leading blocks that the holder has. A worker's depth is the
+largest depth of the worker's holders. A program without support for tiers sees a tier as an unknown
+worker.
 """
 
 from collections.abc import Mapping
 
 from tandem.common.kv_tiers import SHARED_TIERS
 
-MARK = "#"  # separates the worker id from the tier; worker ids do not contain it
+MARK = "#"  # separates the worker id and the tier in a holder name; not allowed in worker ids
 
 
 def holder_of(worker_id: str, tier: str) -> str:
-    """Returns the holder name of a worker's tier. An empty `tier` means the worker's block pool."""
+    """Returns the holder name of a worker's tier, or of the worker's block pool if `tier` is
+    empty."""
     return f"{worker_id}{MARK}{tier}" if tier else worker_id
 
 
@@ -32,18 +34,17 @@ def worker_of(holder: str) -> str:
 
 
 def source_of(worker_id: str, tier: str) -> str:
-    """Returns the name of the holder from which a worker can load the blocks of a tier:
-    "decode-0#disk" for decode-0 and its disk, but "#store" for every worker and the object
-    store."""
+    """Returns the name of the holder from which a worker can load the blocks of a tier. For the
+    tier "disk" of decode-0, this is "decode-0#disk". For the tier "store", which all workers share,
+    it is "#store"."""
     return MARK + tier if tier in SHARED_TIERS else holder_of(worker_id, tier)
 
 
 def with_shared_tiers(matches: Mapping[str, int]) -> dict[str, int]:
-    """Adds a holder for each tier that all workers share, such as "#store", to the result of a
-    look-up.
+    """Returns the result of a look-up with a holder added for each tier that all workers share.
 
-    If one worker knows that a block is in the object store, the block is there for all workers. So
-    the depth of "#store" is the largest depth among "decode-0#store", "decode-1#store" and so on.
+    For example, {"decode-0#store": 3, "decode-1#store": 5} also gets "#store": 5. If one worker
+    knows that a block is in the object store, all workers can load the block from there.
     """
     found = dict(matches)
     for tier in SHARED_TIERS:

@@ -1,10 +1,10 @@
 """A prefix tree in this process's memory, for the simulator and for tests.
 
-Each worker has a slot, which is the number of a bit. For each block, the tree stores an integer
-whose bits are the workers that hold the block. So a look-up costs the same for one worker and for a
-thousand. Like lua/match.lua, the look-up probes the prompt's blocks in growing steps (1, 2, 4, ...)
-and then searches between two probes. The bits of a dropped worker stay until `sweep` has cleared
-them. Only then can another worker use the slot.
+Each worker has a slot, which is the number of a bit. For each block, the tree stores an integer,
+the mask. Bit 3 of the mask is set if the worker in slot 3 holds the block. So a look-up costs the
+same for one worker and for a thousand. Like lua/match.lua, the look-up probes the prompt's blocks
+in growing steps (1, 2, 4, ...) and then searches between two probes. After a worker is dropped, its
+slot cannot be used until `sweep` has cleared the slot's bit in all masks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,19 +23,19 @@ class _Log:
 class MemoryIndex:
     """A `PrefixIndex` in memory.
 
-    Unless `closed` is False, `match` relies on workers that hold whole prefixes: a later block of a
-    prompt never has more holders than an earlier block.
+    With `closed` True, `match` requires that a worker that holds a block also holds all earlier
+    blocks of the prefix.
     """
 
     def __init__(self) -> None:
         self._logs: dict[str, _Log] = {}
-        # block hash -> mask of the slots that hold it, dropped slots included
+        # block hash -> mask of the slots whose workers hold the block, and perhaps of dropped slots
         self._holders: dict[bytes, int] = {}
-        self._worker_ids: list[str] = []  # worker id by slot
+        self._worker_ids: list[str] = []  # item N is the id of the worker in slot N
         self._free_slots: list[int] = []
         self._live = 0  # mask of the slots in use
-        self._dropped = 0  # mask of the dropped slots that await a sweep
-        self._sweeping = 0  # mask of the dropped slots that the current sweep clears
+        self._dropped = 0  # mask of the dropped slots whose bits are not yet swept
+        self._sweeping = 0  # mask of the dropped slots whose bits the current sweep clears
         self._unswept: Iterator[bytes] = iter(())
 
     async def reset(self, worker_id: str, epoch: str) -> None:
@@ -138,10 +138,10 @@ class MemoryIndex:
     def _narrow(
         self, hashes: Sequence[bytes], mask: int, low: int, high: int, depths: dict[str, int]
     ) -> None:
-        """Finds the depths of the workers in `mask` by binary search, and adds them to `depths`.
+        """Finds the depth of each worker in `mask` by binary search, and adds it to `depths`.
 
-        Each of these workers holds the prompt's first `low` blocks, but not the first `high`
-        blocks.
+        The depth is the number of the prompt's leading blocks that the worker holds. For all
+        workers in `mask`, it is at least `low` and less than `high`.
         """
         while mask and low:
             if high - low == 1:
@@ -169,7 +169,8 @@ _ZERO_IS_FALSE = bytes.maketrans(b"0", b"\0")
 
 
 def _flags(mask: int) -> bytes:
-    """Returns one byte, 0 or 1, for each bit of `mask`. The lowest bit is first.
+    """Returns one byte for each bit of `mask`, the lowest bit first. The byte is 0 if the bit is 0,
+    and not 0 if the bit is 1.
 
     The function uses no Python loop, so it is fast even for 1,000 workers.
     """

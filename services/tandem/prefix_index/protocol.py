@@ -1,18 +1,20 @@
 """The global prefix tree, which records the workers that hold each KV block.
 
-Only a worker knows for certain which blocks it holds; the tree may be a little out of date. So a
-match is a hint, and the worker checks whether it still has the blocks.
+Only a worker knows for certain which blocks it holds. The tree may be a little out of date. So a
+match is a hint, and the worker checks whether it still holds the blocks.
 
-The parent of a block is the block before it in the prompt. Each worker publishes its stored and
-removed blocks as a log of numbered batches, in which parents are stored before their children. A
-batch changes nothing if its number is not the next one, or if its epoch is not that of the worker's
-log in the tree. The worker then starts a log under a new epoch (`reset`) and publishes all its
-blocks again. So the tree is prefix-closed: if it lists a worker for a block, it lists the worker
-for all earlier blocks of the prefix, too.
+Each worker publishes its stored and removed blocks as a log of numbered batches. A log has an
+epoch, which is a text that identifies the log. The tree rejects a batch if its number is not the
+next one, or if its epoch is not the epoch of the worker's log in the tree. The worker then starts a
+new log with a new epoch (`reset`) and publishes all held blocks again.
 
-If a model has sliding-window attention, workers free blocks outside the window. They then publish
-only the blocks after which a request can continue, and the tree is not prefix-closed. `match` looks
-for the last such block of the prompt.
+The parent of a block is the block before it in the prompt. Parents are stored before their
+children. So the tree is prefix-closed: if the tree lists a worker for a block, it also lists the
+worker for all earlier blocks of the prefix.
+
+If a model has sliding-window attention, workers free blocks outside the window. In this case,
+workers publish only those blocks after which a request can continue, and the tree is not
+prefix-closed. `match` looks for the last published block of the prompt.
 """
 
 from collections.abc import Sequence
@@ -20,7 +22,8 @@ from typing import Protocol
 
 
 class PrefixIndex(Protocol):
-    """Interface of a prefix tree. All implementations pass tests/unit/prefix_index/."""
+    """The interface of a prefix tree. All implementations pass the same tests
+    (tests/unit/prefix_index/)."""
 
     async def reset(self, worker_id: str, epoch: str) -> None:
         """Drops the worker's blocks and starts a new log under `epoch`, at sequence number 0."""
@@ -34,32 +37,31 @@ class PrefixIndex(Protocol):
         removed: Sequence[bytes],
     ) -> bool:
         """Applies one batch of a worker's log: adds the worker to the `stored` blocks, then removes
-        it from the `removed` blocks.
+        the worker from the `removed` blocks.
 
-        In `stored`, parents precede children; in `removed`, children precede parents. Returns
-        False, and changes nothing, if the sequence number is not the next one or the epoch is not
-        the log's.
+        In `stored`, parents precede children. In `removed`, children precede parents. Returns
+        False, and changes nothing, if the sequence number is not the next one, or if `epoch` is not
+        the epoch of the worker's log.
         """
 
     async def match(self, block_hashes: Sequence[bytes], *, closed: bool = True) -> dict[str, int]:
-        """Returns, by worker, the number of leading blocks of a prompt that the worker need not
+        """Returns worker id -> number of leading blocks of a prompt that the worker need not
         compute.
 
-        Workers without such blocks, and workers without a log, are left out. The call takes one
-        round trip. `closed` must be False for a model with sliding-window attention. An entry then
-        says only that a request can continue after the block, and not that the worker holds the
-        blocks before it.
+        A worker with the number 0 or without a log is left out. The call takes one round trip.
+        `closed` must be False for a model with sliding-window attention, because the tree is then
+        not prefix-closed: a worker that is listed for a block may not hold the blocks before it.
         """
 
     async def forget(self, worker_id: str) -> None:
-        """Drops a worker, so that `match` leaves it out until its next `reset`."""
+        """Drops a worker. `match` leaves the worker out until `reset` is called for the worker."""
 
     async def num_blocks(self, worker_id: str) -> int:
         """Returns the number of blocks for which the tree lists the worker."""
 
     async def sweep(self, limit: int) -> bool:
-        """Removes dropped workers from the next `limit` entries of the tree. When all entries are
-        swept, the workers' slots can be used again.
+        """Removes dropped workers from the next `limit` entries of the tree. When calls have
+        reached all entries, other workers can use the slots of the dropped workers.
 
         Returns False if nothing is left to sweep.
         """

@@ -1,22 +1,25 @@
 """Publishes the blocks that one worker holds to the prefix tree.
 
-One asyncio task does this. It is in one of two states:
+An asyncio task publishes the blocks. The task is in one of two states:
 
-    behind    The tree may have no log of the current epoch. `reset` starts a log under a new epoch,
-              and all held blocks are published again.
-    in step   Changes since the last batch are published every `interval_s`. Without changes, an
-              empty batch is sent every `heartbeat_s`. The empty batch keeps the worker's slot and
-              detects that the tree was lost.
+    state     what the task does
+    behind    It starts a new log (`reset`), because the tree may have no log of the worker. All
+              held blocks must then be published again. The next state is `in step`.
+    in step   It publishes the changes since the last batch every `interval_s`. Without changes, it
+              sends an empty batch every `heartbeat_s`. Empty batches keep the worker's slot, and
+              detect that the tree was lost.
 
 If a batch is rejected, or Redis fails or misses a deadline, the state changes from `in step` to
-`behind`. The delay between retries grows and is partly random. `add` only changes dicts in memory,
-so a slow, stopped or empty Redis never delays the engine, and no event is lost. Waiting changes
-that cancel each other are dropped. So the number of waiting changes is never larger than the number
-of blocks that the worker and the tree have. In a batch, parents are stored before children, and
-then children are removed before parents.
+`behind`. The delay between retries grows and is partly random.
 
-An epoch is `PROCESS_EPOCH:COUNTER`, and the counter grows with each new log. The worker's record
-has the epoch too (`WorkerRecord.epoch`), which shows that the record and the log belong together.
+`add` only changes dicts in memory, so a slow, stopped or empty Redis never delays the engine, and
+no change is lost. If a block is stored and removed again before the next batch, neither change is
+published. So at most one change waits for each block. In a batch, parents are stored before
+children, and then children are removed before parents.
+
+The epoch of a log is `PROCESS_EPOCH:COUNTER`. The counter grows with each new log. The worker's
+record in Redis has the same epoch (`WorkerRecord.epoch`), which shows that the record and the log
+belong together.
 """
 
 import asyncio
@@ -38,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PublisherConfig:
-    interval_s: float = 0.03  # pause between two batches while changes wait
+    interval_s: float = 0.03  # pause between two batches if changes wait
     heartbeat_s: float = 1.0
     # Largest number of blocks in a batch. Redis runs one call at a time, so a larger batch would
     # delay look-ups for longer.
@@ -46,14 +49,15 @@ class PublisherConfig:
     deadline_s: float = 2.0  # deadline of each Redis call
     backoff_min_s: float = 0.1
     backoff_max_s: float = 2.0
-    # number of entries swept with each heartbeat, in about 1 ms of Redis's time
+    # Number of entries of the tree that this publisher sweeps every `heartbeat_s`. Redis is busy
+    # with a sweep for about 1 ms.
     sweep_entries: int = 2048
 
 
 class Publisher:
     """Publishes one worker's log on one event loop.
 
-    The caller calls `start` first, then `add` for each report, and `aclose` last.
+    The caller calls `start` first, then `add` for each report of the engine, and `aclose` last.
     """
 
     def __init__(
@@ -71,17 +75,17 @@ class Publisher:
         self._process_epoch = process_epoch
         self._on_epoch = on_epoch
         self._config = config or PublisherConfig()
-        # A delay can be as short as half of its nominal value. So twice the minimum keeps every
-        # delay at `backoff_min_s` or more.
+        # A random delay can be half as long as its nominal value. So the nominal delays begin at
+        # twice `backoff_min_s`.
         self._backoff = Backoff(
             doubling_at_random(2 * self._config.backoff_min_s, self._config.backoff_max_s)
         )
         self.num_logs = 0  # number of logs that this publisher has started
         self._next_number = 0
         self._in_step = False
-        # Ordered sets of block hashes. `_held` has the blocks that the worker holds, parents before
-        # children. `_to_store` and `_to_remove` are the changes that the tree does not have yet, so
-        # the tree has the blocks `_held`, minus `_to_store`, plus `_to_remove`.
+        # Ordered sets of block hashes, parents before children in `_held` and `_to_store`. `_held`
+        # has the blocks that the worker holds. `_to_store` has the held blocks that were not
+        # published yet. `_to_remove` has published blocks that the worker no longer holds.
         self._held: dict[bytes, None] = {}
         self._to_store: dict[bytes, None] = {}
         self._to_remove: dict[bytes, None] = {}
@@ -97,10 +101,8 @@ class Publisher:
 
     @property
     def lag(self) -> int:
-        """Number of changes that the tree does not have yet.
-
-        If the tree has no log of the current epoch, this is the number of blocks that the worker
-        holds.
+        """Number of stored and removed blocks that the tree does not know yet. In the state
+        `behind`, this is the number of blocks that the worker holds.
         """
         if not self._in_step:
             return len(self._held)
@@ -108,7 +110,7 @@ class Publisher:
 
     @property
     def in_step(self) -> bool:
-        """True if the tree accepted the last batch and no change waits."""
+        """True if the tree has applied the last batch and no change waits."""
         return self._in_step and not self.lag
 
     @property
@@ -121,9 +123,10 @@ class Publisher:
         self._task.add_done_callback(_log_failure)
 
     def add(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """Takes one report of the engine: blocks that were stored, then blocks that were removed.
+        """Adds one report of the engine to the changes that the next batches publish. The blocks
+        `removed` were removed after the blocks `stored` were stored.
 
-        In `stored`, parents precede children; in `removed`, children precede parents.
+        In `stored`, parents precede children. In `removed`, children precede parents.
         """
         for block_hash in stored:
             if block_hash in self._held:
@@ -145,7 +148,8 @@ class Publisher:
             self._changed.set()
 
     async def aclose(self) -> None:
-        """Stops publishing. The tree forgets the worker at once if Redis answers in time."""
+        """Stops publishing. Then drops the worker from the tree, if Redis answers in time.
+        Otherwise a later sweep drops the worker."""
         if self._task is not None:
             await cancel(self._task)
             self._task = None
@@ -170,13 +174,13 @@ class Publisher:
                     failures += 1
                     logger.warning("the prefix tree lost step with epoch %s", self.epoch)
             except (*UNREACHABLE, TandemError) as error:
-                # It is unknown whether Redis has applied the call, so a new log is started.
+                # Redis may or may not have applied the call. So a new log is started.
                 self._in_step = False
                 failures += 1
                 if failures == 1:
                     logger.warning("the prefix tree is out of reach: %r", error)
             except Exception:
-                # This is a bug. To start a new log is better than to stop publishing.
+                # After a bug, starting a new log is better than to stop publishing.
                 self._in_step = False
                 failures += 1
                 logger.exception("publishing to the prefix tree broke")
@@ -196,12 +200,13 @@ class Publisher:
 
     async def _publish_batch(self) -> bool:
         """Publishes one batch, which is empty if no change waits. Returns whether the tree applied
-        it.
+        the batch.
 
-        If there are more changes than a batch can have, stored blocks come before removed ones.
+        If more changes wait than fit into a batch, the batch first takes all stored blocks that
+        fit.
         """
-        # The blocks of the batch leave the sets of waiting changes, so that `add` cannot cancel a
-        # change that is being sent.
+        # The changes of the batch are no longer waiting changes. So if a block of the batch is
+        # removed during the call, `add` records a new change.
         stored = _take(self._to_store, self._config.batch_blocks)
         removed = _take(self._to_remove, self._config.batch_blocks - len(stored))
         self._num_in_flight = len(stored) + len(removed)

@@ -1,17 +1,21 @@
 """The prefix tree in Redis: Lua scripts (lua/*.lua) over shards of 65,536 buckets, each a HASH.
 
-Each shard has up to 31 workers. A worker has a slot in one shard: the number of a bit, from 0 to
-30. The entry of a block in a shard is a mask of the slots whose workers hold the block. For
-example, if the workers in slots 0 and 3 hold it, the entry is 1 + 8 = 9. Each shard of a cluster
-(SHARD is 0, 1, ...) has these keys, which share one hash slot of Redis Cluster:
+Each shard has up to 31 workers. A worker has a slot in one shard, which is the number of a bit,
+from 0 to 30. A shard stores a mask for each block: the bits of the slots whose workers hold the
+block. For example, if the workers in slots 0 and 3 hold a block, the mask is 1 + 8 = 9. A slot is
+dropped when its worker is forgotten. The slot's bit is then still set in masks until a sweep has
+cleared it.
+
+Each shard of a cluster (SHARD is 0, 1, ...) has these keys, which share one hash slot of Redis
+Cluster:
 
     {tandem:CLUSTER:SHARD}:prefix          HASH, the shard's state:
-        live        mask of slots in use; a worker is forgotten at once when its bit is cleared here
-        dirty       mask of dropped slots whose bits are not swept yet
-        sweeping    mask of slots that the current sweep clears
+        live        mask of slots in use; clearing a slot's bit here drops the slot
+        dirty       mask of dropped slots that the next sweep will clear
+        sweeping    mask of dropped slots that the current sweep clears
         cursor      next bucket of the current sweep
         entries     number of blocks in the buckets
-        swept       number of entries from which a sweep removed a dropped slot's bit
+        swept       number of masks in which sweeps have cleared bits so far
         next        1 if a worker found this shard full, so that the next shard exists
         slot:ID     slot of the worker with this id
       and for each slot N in use:
@@ -21,14 +25,14 @@ example, if the workers in slots 0 and 3 hold it, the entry is 1 + 8 = 9. Each s
         seen:N      time of the worker's last publication, in seconds of Redis's clock
         blocks:N    number of blocks that the worker holds
     {tandem:CLUSTER:SHARD}:prefix:b:XX     HASH, the bucket of the hashes that begin with bytes XX:
-        bytes 2 to 9 of the block hash -> mask. Up to 30 million blocks in a shard, the buckets are
-        small enough for Redis's compact encoding (listpack).
+        bytes 2 to 9 of the block hash -> mask. If a shard has at most 30 million blocks, buckets
+        are small enough for Redis's compact encoding (listpack).
 
 The server must not evict keys (`maxmemory-policy noeviction`), because a lost bucket would leave
 blocks in the tree without their parents, and `match` relies on the parents. Clients find shards by
-following `next` from shard 0. A look-up queries all known shards in one pipeline. If it discovers
-another shard, the next look-up queries that shard, too. Errors of redis-py propagate. Redis 6.2 or
-later is required.
+following `next` from shard 0. A look-up queries all known shards in one pipeline. If a look-up
+discovers another shard, the next look-up also queries that shard. Errors of redis-py propagate.
+Redis 6.2 or later is required.
 """
 
 import asyncio
@@ -43,21 +47,21 @@ from tandem.net.store.script import Script
 _LUA = Path(__file__).parent / "lua"
 _SHARDS_MAX = 64
 SILENT_S = 60
-# Maximum number of simultaneous look-ups, each of which needs a connection. Redis runs one call at
-# a time, so more connections would not help.
+# Maximum number of simultaneous look-ups of this process. Each look-up needs a connection. Redis
+# runs one call at a time, so more connections would not help.
 LOOKUPS_AT_ONCE_MAX = 8
 
 
 class RedisIndex:
-    """A client of a cluster's prefix tree. Any number of clients may use the same tree."""
+    """A client of a cluster's prefix tree in Redis. Any number of clients may use the same tree."""
 
     def __init__(self, redis: Client, cluster_id: str, *, silent_s: int = SILENT_S) -> None:
         """`sweep` drops a worker that has published nothing for more than `silent_s` seconds."""
         self._redis = redis
         self._cluster_id = cluster_id
         self._silent_s = silent_s
-        self._num_shards = 1  # number of shards that this client knows to exist
-        self._shard_of: dict[str, int] = {}  # worker id -> shard of its log
+        self._num_shards = 1  # number of shards that this client knows
+        self._shard_of: dict[str, int] = {}  # worker id -> shard that has the worker's log
         self._turns = asyncio.Semaphore(LOOKUPS_AT_ONCE_MAX)
         self._match = lua_script("match")
         self._publish = lua_script("publish")
@@ -65,10 +69,10 @@ class RedisIndex:
         self._sweep = lua_script("drop", "sweep")
 
     async def open(self) -> None:
-        """Opens connections, loads the look-up's script and finds all shards.
+        """Opens connections, loads the script for look-ups and finds all shards.
 
-        Without this call, the first look-ups do this. They are slower, and they may miss workers in
-        shards that are not known yet.
+        Without this call, the first look-ups are slower, and miss workers in shards that this
+        client does not know yet.
         """
         await warm(self._redis, LOOKUPS_AT_ONCE_MAX)
         await self._match.load(self._redis)
@@ -116,7 +120,7 @@ class RedisIndex:
 
     async def match(self, block_hashes: Sequence[bytes], *, closed: bool = True) -> dict[str, int]:
         chain = b"".join(block_hashes)
-        async with self._turns:  # to wait for another look-up is faster than to open a connection
+        async with self._turns:  # waiting is faster than opening another connection
             replies = await self._match.on_each(self._redis, self._keys(), chain, int(closed))
         self._learn(replies[-1][0])
         return {
@@ -154,13 +158,13 @@ class RedisIndex:
         return [self.key(shard) for shard in range(self._num_shards)]
 
     def _learn(self, more: int) -> None:
-        """Adds the next shard to the known shards if `more` is 1. `more` must be from the reply of
-        the last known shard."""
+        """Adds the next shard to the known shards if `more` is 1. `more` is the field `next` in the
+        reply of the last known shard."""
         if more and self._num_shards < _SHARDS_MAX:
             self._num_shards += 1
 
     async def find(self, worker_id: str) -> tuple[int, int] | None:
-        """Returns the (shard, slot) of the worker; None if the worker has no log in the tree."""
+        """Returns the (shard, slot) of the worker, or None if the worker has no log in the tree."""
         for shard in range(_SHARDS_MAX):
             slot, more = await self._hmget(shard, f"slot:{worker_id}", "next")
             if slot is not None:

@@ -3,12 +3,13 @@
 A transport connects this worker to one peer and reads blocks from the peer's pool into the local
 pool. A peer never writes a worker's memory.
 
-    created --connect--> connected --pull, pull, ...--> connected --close--> closed
-`connect` may be called again, and measures the speed of reads from the peer each time.
+The caller calls `connect` first, then `pull` any number of times, and `close` last. `connect` may
+be called again at any time before `close`, and measures the speed of reads from the peer each time.
 
-A pull belongs to a live lease. It either puts every byte in place before its deadline or raises a
-TandemError (errors.py). After an error, the contents of the local blocks are undefined. A transport
-never writes a block that was given to another sequence since the pull began.
+A pull needs a live lease, which makes the peer keep the blocks. The pull either puts every byte in
+place before the deadline or raises a TandemError (errors.py). After an error, the contents of the
+local blocks are undefined. If a local block is given to another sequence during a pull, the
+transport does not write the block any more.
 """
 
 from collections.abc import Sequence
@@ -17,14 +18,14 @@ from typing import Protocol
 
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 
-PROBE_BYTES = 4 << 20  # Size in bytes of the largest reads that measure the speed between workers
+# Bytes of the largest read with which a transport measures the speed of reads from a peer.
+PROBE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPull:
-    """A read of the peer's blocks `producer_block_ids` into this worker's `local_block_ids`.
-
-    Blocks at the same index belong together. The local blocks belong to `sequence_id`.
+    """A read of blocks of the peer: `producer_block_ids[i]` is read into this worker's block
+    `local_block_ids[i]`. The sequence `sequence_id` holds the local blocks.
     """
 
     lease_id: str
@@ -42,7 +43,7 @@ class Transport(Protocol):
         """The name of the transport in workers' records and metrics: "nixl" or "grpc"."""
 
     async def connect(self, offer: pb.ConnectResponse) -> list[tuple[int, float]]:
-        """Connects to the peer and measures reads from it; returns (bytes, seconds) of each read.
+        """Connects to the peer and measures a few reads. Returns (bytes, seconds) of each read.
 
         May be called again. Raises TandemError if the peer cannot be read.
         """

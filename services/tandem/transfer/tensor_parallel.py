@@ -1,15 +1,19 @@
 """Computes the byte ranges that one tensor-parallel rank reads from a producer.
 
-The degree is a worker's number of tensor-parallel ranks. Producer and consumer may have different
-degrees. Heads are the outermost axis of a block, and each head's bytes cover all layers. So the
-heads that a consumer rank needs from a producer rank's block are one contiguous byte range.
+The degree of a worker is the number of tensor-parallel ranks. Producer and consumer may have
+different degrees. Heads are the outermost axis of a block, so the bytes of a head in all layers are
+contiguous. So a consumer rank reads one contiguous byte range from a block of a producer rank.
 
-In this example, a block of the whole model has 4 heads. Each row shows which rank has which heads:
-    heads               [ head 0 | head 1 | head 2 | head 3 ]
-    producer, degree 2  [ rank 0          | rank 1          ]
-    consumer, degree 4  [ rank 0 | rank 1 | rank 2 | rank 3 ]   rank 2 reads half of producer rank 1
-    consumer, degree 1  [ rank 0                            ]   rank 0 reads producer ranks 0 and 1
-    producer, degree 8  [ 0   1  | 2   3  | 4   5  | 6   7  ]   two ranks have the same head
+In this example, the model has 4 KV heads. Each row shows which heads the ranks of a worker have:
+
+    KV heads             [ head 0 | head 1 | head 2 | head 3 ]
+    producer, degree 2   [ rank 0          | rank 1          ]
+    consumer, degree 4   [ rank 0 | rank 1 | rank 2 | rank 3 ]
+
+The consumer's rank 2 needs head 2, so it reads the first half of blocks of the producer's rank 1. A
+consumer of degree 1 would read all bytes of both producer ranks. With degree 8, two ranks would
+have the same head: ranks 0 and 1 would both have head 0.
+
 This module does no I/O. It computes offsets into pools, not addresses.
 """
 
@@ -19,8 +23,7 @@ from dataclasses import dataclass, replace
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.errors import Incompatible
 
-# The block layouts of the whole model must agree in these fields on both workers. The number of
-# blocks may differ.
+# Fields of `ParallelLayout.whole` that must be equal on producer and consumer.
 _EQUAL = ("num_kv_heads", "num_layers", "block_size", "head_dim", "dtype", "has_values", "rotated")
 
 
@@ -42,11 +45,11 @@ class BlockPairs:
 class ParallelLayout:
     """The KV layout of one worker's tensor-parallel ranks.
 
-    `whole` is the layout of a block with all KV heads of the model. The number of blocks in it is
-    that of each rank's pool. With H heads and degree T, rank r has H/T heads from head r*H//T on.
-    For example, with 8 heads and degree 4, rank 1 has the heads 2 and 3. If T is larger than H,
-    each rank has one head, and T/H ranks have the same head. The constructor raises Incompatible if
-    neither H nor T divides the other.
+    `whole` is the layout that the pool of a worker with a single rank would have. The pool of each
+    rank has the same number of blocks, but only some of the heads. For example, with 8 KV heads and
+    degree 4, rank 1 has the heads 2 and 3. With 4 KV heads and degree 8, each rank has one head,
+    and ranks 2 and 3 both have head 1. The constructor raises Incompatible if neither the number of
+    heads nor the degree divides the other.
     """
 
     whole: BlockLayout
@@ -63,7 +66,7 @@ class ParallelLayout:
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that have the same heads."""
+        """Number of ranks that have the same heads; 1 if every rank has different heads."""
         return max(1, self.degree // self.whole.num_kv_heads)
 
     @property
@@ -81,9 +84,8 @@ class ParallelLayout:
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """A byte range that is contiguous in the producer's pool and in the local pool.
-
-    Each offset is counted from the start of the rank's pool.
+    """Bytes to read that are contiguous both in the pool of a producer rank and in the pool of the
+    local rank. An offset is counted from the start of the pool.
     """
 
     producer_offset: int
@@ -93,7 +95,7 @@ class ShardPart:
 
 @dataclass(frozen=True, slots=True)
 class RankRead:
-    """The byte ranges to read from one producer rank, in block order."""
+    """The byte ranges to read from one producer rank, in the order of the blocks."""
 
     producer_rank: int
     parts: tuple[ShardPart, ...]
@@ -105,8 +107,8 @@ def descriptors(
     """Returns the byte ranges that `local_rank` reads from the producer's ranks to fill `blocks`.
 
     The reads use as few producer ranks as possible. If several producer ranks have the same heads,
-    the consumer ranks are spread over them. Raises Incompatible if the layouts differ in more than
-    the degree and the number of blocks. The message names every difference.
+    different consumer ranks read from different ones. Raises Incompatible if the two layouts differ
+    in more than the degree and the number of blocks. The message names every difference.
     """
     _check_alike(producer.whole, local.whole)
     wanted = local.heads(local_rank)

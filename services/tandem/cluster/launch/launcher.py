@@ -157,13 +157,8 @@ class _Launch:
         urls = (self._options.http_url, self._options.admin_url)
         self._run.logs.announce(Addresses(*urls, pid=os.getpid(), started_at=self._started_at))
         logs = str(self._run.logs.folder)
-        self._screen.show_ready(
-            self._options.served_model_name or model.name,
-            readiness.members,
-            readiness.transports,
-            logs,
-            command_to_join,
-        )
+        name = self._options.served_model_name or model.name
+        self._screen.show_ready(name, readiness.members, logs, command_to_join)
 
     def _start_all(self) -> tuple[ModelFolder, Readiness]:
         began = time.monotonic()

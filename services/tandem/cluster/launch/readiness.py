@@ -1,8 +1,9 @@
 """Waits until a starting cluster can take requests, and reports how long each part took.
 
-A cluster is ready when the routers answer and every worker's record says ready. The start fails if
-a process ends before that (the error has the end of its log), or if there is no progress for too
-long.
+A cluster is ready when the routers answer and every worker's record says ready. The workers connect
+with each other afterwards; until then, decode workers prefill prompts themselves. The start fails
+if a process ends before the cluster is ready (the error has the end of the process's log), or if
+there is no progress for too long.
 """
 
 import ssl
@@ -28,9 +29,6 @@ from tandem.net.store.registry import LoadingNotice, WorkerRecord
 _DEADLINE_S = 300.0  # limit without progress; loading weights of a large model counts as progress
 _INTERVAL_S = 0.05
 _REPLY_DEADLINE_S = 2.0
-# This is short, because a decode worker can serve without connections to prefill workers: it then
-# prefills prompts itself.
-_PAIRS_DEADLINE_S = 5.0
 
 
 @dataclass(slots=True)
@@ -39,8 +37,6 @@ class Readiness:
     cluster_id: str
     redis_url: str = field(repr=False)
     screen: LaunchScreen
-    # decode worker id -> transports of its connections to prefill workers
-    transports: dict[str, str] = field(default_factory=dict)
     members: list[Member] = field(default_factory=list)
     _waiting: dict[str, tuple[Member, DetachedProcess, float]] = field(default_factory=dict)
 
@@ -74,7 +70,6 @@ class Readiness:
                         + ", ".join(self._waiting)
                     )
                 time.sleep(_INTERVAL_S)
-            self._wait_for_pairs(redis)
 
     def _steps(self, loaded: int, to_load: int) -> list[ProgressRow]:
         """Builds the progress rows: how many processes are ready, and how many bytes of weights are
@@ -89,23 +84,6 @@ class Readiness:
             progress = f"{loaded / to_load:.0%} of {to_load / 1e9:.3g} GB"
             steps.append(ProgressRow("weights", progress, loaded, to_load))
         return steps
-
-    def _wait_for_pairs(self, redis: SyncClient) -> None:
-        """Waits at most _PAIRS_DEADLINE_S until all decode workers are connected with all prefill
-        workers."""
-        began = time.monotonic()
-        self.screen.wait_for(ProgressRow("pairs", "decode workers connect prefill workers"))
-        producers = {m.member_id for m in self.members if m.pool == "prefill"}
-        consumers = {m.member_id for m in self.members if m.pool == "decode"}
-        while producers and consumers and time.monotonic() - began < _PAIRS_DEADLINE_S:
-            records = [self._record(member_id, redis) for member_id in consumers]
-            self.transports = {
-                r.worker_id: " ".join(set(r.transports.values())) for r in records if r
-            }
-            if all(r is not None and producers <= set(r.transports) for r in records):
-                self.screen.done("pairs", time.monotonic() - began)
-                return
-            time.sleep(_INTERVAL_S)
 
     def _is_ready(self, member_id: str, redis: SyncClient) -> bool:
         member = self._waiting[member_id][0]

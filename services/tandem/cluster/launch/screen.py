@@ -60,12 +60,10 @@ class LaunchScreen:
         self,
         model: str,
         members: Sequence[Member],
-        transports: dict[str, str],
         logs: str,
         command_to_join: str = "",
     ) -> None:
-        """Prints the summary; `transports` maps worker ids to transports, as far as they are
-        known."""
+        """Prints the summary."""
         print_ = self._console.print
         url = escape(self._options.http_url)
         print_(f"\n[bold green]ready[/] after {time.monotonic() - self._started:.1f} s")
@@ -80,7 +78,7 @@ class LaunchScreen:
         print_(f"  admin  [bold]{admin}/[/]  (live page, /metrics; `tandem status`)")
         print_(f"         [bold]{admin_grpc}[/]  (gRPC, tandem.v1.Cluster)")
         print_(f"  logs   {escape(logs)}\n")
-        print_(self._workers(members, transports))
+        print_(self._workers(members))
         print_()
         print_(self._times())
         print_("\ntry it:")
@@ -95,15 +93,14 @@ class LaunchScreen:
             print_(f"  {command_to_join}", markup=False)
         print_("\nRay is starting; scaling and restarts follow. Ctrl-C stops all of it.")
 
-    def _workers(self, members: Sequence[Member], transports: dict[str, str]) -> Table:
-        table = Table("worker", "role", "transport", "core", box=None, pad_edge=False)
+    def _workers(self, members: Sequence[Member]) -> Table:
+        table = Table("worker", "role", "core", box=None, pad_edge=False)
         if any(member.gpu is not None for member in members):
             table.add_column("GPU")
         for member in members:
             core = "any" if member.core is None else str(member.core)
-            transport = transports.get(member.member_id, "-")
             gpu = [] if member.gpu is None else [str(member.gpu)]
-            table.add_row(member.member_id, member.pool, transport, core, *gpu)
+            table.add_row(member.member_id, member.pool, core, *gpu)
         return table
 
     def _times(self) -> Table:

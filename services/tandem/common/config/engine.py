@@ -179,9 +179,10 @@ class EngineConfig(EngineOptions):
 
     model: ModelName
     model_revision: ModelRevision = ""
-    # At some positions a grammar allows only one token. Up to this many consecutive tokens of this
-    # kind are computed together; more would delay the other sequences. 0: one token at a time. The
-    # setting does not change any token.
+    # A token is forced if a grammar allows no other token at its position. After a sampled token,
+    # up to this many forced tokens are appended in the same step. With more, the next step would
+    # take longer and delay other sequences. The setting does not change which tokens are generated.
     forced_max: Constant[int] = 16
-    # True: reports of stored blocks include token ids, for KV events.
+    # True: the engine's reports of stored blocks include the blocks' token ids, which KV events
+    # need.
     report_block_tokens: Constant[bool] = False

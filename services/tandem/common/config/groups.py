@@ -9,8 +9,9 @@ from cyclopts import Group, Parameter
 
 from tandem.common.options import Text
 
-# Groups of options, in the order of help texts. Options in PROCESS depend on where a process runs;
-# those in MEASUREMENT are not for operators. Help texts show the latter only with TANDEM_DEV=1.
+# Groups of options, in the order in which help texts show them. PROCESS has the options that depend
+# on where a process runs. MEASUREMENT has options that only tests and measurements need.
+# Help texts show MEASUREMENT only if the variable TANDEM_DEV is set.
 PROCESS = Group("Process", sort_key=1)
 REQUESTS = Group("Requests", sort_key=2)
 HTTP = Group("HTTP", sort_key=3)

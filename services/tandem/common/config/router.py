@@ -156,8 +156,8 @@ class RouterOptions(AdmissionOptions):
     """Name of the router."""
     tls_dir: TlsDir = ""
     tls: PublicTls = field(default_factory=PublicTls)
-    # Pool -> Kubernetes object (RESOURCE/NAME) in this pod's namespace. The scale of the object is
-    # the size of the pool.
+    # Pool -> Kubernetes object in this pod's namespace, such as statefulsets/NAME. The number of
+    # replicas of the object is the size of the pool.
     scale_objects: Annotated[
         Mapping[str, str],
         Own,
@@ -196,7 +196,7 @@ class RouterOptions(AdmissionOptions):
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     gateway: GatewayOptions = field(default_factory=GatewayOptions)
     body_bytes_max: Constant[Positive] = 4 << 20
-    # Largest number of requests that wait for an empty pool. This is also the largest number of
+    # Largest number of requests that wait because a pool has no worker. The same number limits the
     # requests that wait for their tenant's turn.
     hold_requests_max: Constant[Positive] = 256
     request_deadline_s: Constant[float] = 600.0
@@ -220,8 +220,8 @@ class RouterOptions(AdmissionOptions):
     def has_leaking_port(self) -> bool:
         """True if clients reach this process only over gRPC.
 
-        gRPC's core never frees the tables of some compressed headers (HPACK), so the memory of the
-        process grows. The process may then have to restart.
+        The gRPC library never frees the tables of some compressed headers (HPACK), so the memory of
+        such a process grows until it must restart.
         """
         return self.api == "grpc" or bool(self.gateway.endpoint_picker)
 

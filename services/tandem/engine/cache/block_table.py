@@ -43,17 +43,18 @@ class BlockTables:
     """The block tables of one sequence or chain: `ids[g][i]` is the id, in the pool of group g, of
     the block with index i.
 
-    The entries from `kept[g]` to `firsts[g]` - 1 of group g are NULL_BLOCK. No kernel reads them.
+    In group g, the entries with indices `kept[g]` to `firsts[g]` - 1 are NULL_BLOCK. No kernel
+    reads them. In the example with a KV budget above, `kept[g]` is 1 and `firsts[g]` is 3.
     """
 
     ids: list[list[int]] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
-    # The layout in which the sequence's KV budget is a window (`KvLayout.under`). None: no such
-    # budget.
+    # Set if the sequence has a KV budget that works like a sliding window: the layout with this
+    # window (`KvLayout.under`).
     budget: KvLayout | None = None
-    # Set if the KV budget keeps heavy hitters. The table then has only the kept blocks, without
-    # gaps, so an entry's position is not the block's index.
+    # Set if the sequence has a KV budget that keeps heavy hitters. The table then lists the kept
+    # blocks without gaps, so a block's position in the table is not its index in the sequence.
     hitters: HeavyHitters | None = None
 
     def __bool__(self) -> bool:
@@ -61,8 +62,8 @@ class BlockTables:
 
     @property
     def num_evicted_tokens(self) -> int:
-        """Number of computed tokens whose blocks were evicted by heavy hitters. The tables do not
-        have these blocks any more."""
+        """Number of computed tokens whose KV was evicted under a budget with heavy hitters. The
+        tables do not list the blocks of these tokens any more."""
         return 0 if self.hitters is None else self.hitters.num_evicted_tokens
 
     def num_full(self, num_computed: int) -> int:
@@ -77,8 +78,8 @@ class BlockTables:
             self.hitters.evict(self.ids[0], num_computed)
 
     def block_sums(self, num_computed: int) -> list[float]:
-        """Returns the attention sum of each block, which a peer needs to continue the sequence.
-        Returns an empty list without heavy hitters."""
+        """Returns the sum of attention weights of each block. A peer needs the sums to continue the
+        sequence. Returns an empty list without heavy hitters."""
         if self.hitters is None:
             return []
         sums: list[float] = self.hitters.sums(num_computed - self.num_evicted_tokens).tolist()
@@ -106,11 +107,11 @@ def check_own(sequence_id: str, own: Collection[int], unsafe: Collection[int]) -
 
 
 def check_trusted(sequence_id: str, num_blocks: int, num_stored: int, num_held: int) -> None:
-    """Checks a report that the first `num_blocks` of a sequence's `num_held` blocks have correct
-    KV.
+    """Checks a report after a pull, which says that the first `num_blocks` of a sequence's
+    `num_held` blocks have correct KV.
 
     Raises InternalError if `num_blocks` is larger than `num_held`, or smaller than the number of
-    stored blocks. Stored blocks had their KV before the pull that is reported.
+    stored blocks. Stored blocks had their KV before the pull.
     """
     if not num_stored <= num_blocks <= num_held:
         raise InternalError(

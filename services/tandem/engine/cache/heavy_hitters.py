@@ -1,8 +1,9 @@
 """The blocks that a sequence keeps under a KV budget with heavy hitters.
 
-Once the budget is used up, the blocks with the smallest sums of attention weights are evicted after
-every 64 tokens. The first blocks (the sinks) and the most recent blocks are never evicted. In this
-example the budget is 512 tokens with 16 sinks, and a block has 16 tokens. The numbers are blocks:
+Heavy hitters are the blocks that received the most attention. Once the budget is used up, the
+blocks with the smallest sums of attention weights are evicted after every 64 tokens. The first
+blocks (the sinks) and the most recent blocks are never evicted. In this example the budget is 512
+tokens with 16 sinks, and a block has 16 tokens. The numbers are blocks:
 
     before an eviction   [ 1 sink | 18 others        | 13 recent ]
     after the eviction   [ 1 sink | 14 heavy hitters | 13 recent | 4 free for the next 64 tokens ]
@@ -28,7 +29,8 @@ from tandem.errors import InternalError
 
 Sums = npt.NDArray[np.float32]
 
-_BORDER_TOKENS = 64  # tokens between two eviction points; rounded up to whole blocks
+# Number of tokens between two eviction points, before it is rounded up to whole blocks.
+_BORDER_TOKENS = 64
 
 
 class HeavyHitters:
@@ -39,9 +41,10 @@ class HeavyHitters:
         self._tokens = budget.tokens
         self._size = block_size
         self._border = border_tokens(block_size)
-        self._num_sinks = -(-budget.sinks // block_size)  # number of sink blocks
+        self._num_sinks = -(-budget.sinks // block_size)  # number of blocks with sinks
         others = budget.tokens - self._num_sinks * block_size - self._border
-        self._num_recent = others // 2 // block_size  # number of recent blocks that are kept
+        # Number of most recent blocks that are never evicted.
+        self._num_recent = others // 2 // block_size
         # Number of computed tokens at the first eviction point.
         self._first = budget.tokens // self._border * self._border
         self._sums: Sums = np.zeros(0, np.float32)
@@ -111,7 +114,7 @@ def border_tokens(block_size: int) -> int:
 
 
 def least_tokens(sinks: int, block_size: int) -> int:
-    """Returns the smallest allowed budget in tokens: the sinks, and three times the distance
-    between eviction points, for new tokens, recent blocks and heavy hitters. With 16 sinks and
+    """Returns the smallest allowed budget in tokens: room for the sinks, and 64 tokens each for new
+    tokens, recent blocks and heavy hitters (all rounded up to whole blocks). With 16 sinks and
     blocks of 16 tokens it is 16 + 3 * 64 = 208."""
     return -(-sinks // block_size) * block_size + 3 * border_tokens(block_size)

@@ -30,8 +30,9 @@ from tandem.engine.cache.pool.window_pool import WindowPool
 from tandem.engine.cache.resumable_depths import ResumableChains, ResumableDepths
 from tandem.engine.types import BlockChanges, StoredBlock
 
-# `hot_prefixes` lists at most this many hashes per distinct block. Chains that share a prefix
-# repeat its hashes, so without a limit the list could be much longer than the number of blocks.
+# `hot_prefixes` stops after it has listed this many hashes for each of its `blocks_max` blocks.
+# Chains with a common prefix all list the hashes of this prefix, so without a limit the lists could
+# have many more hashes than there are blocks.
 _LISTED_PER_BLOCK_MAX = 16
 
 
@@ -49,8 +50,8 @@ class KvCache:
         self._depths = ResumableDepths(layout) if layout.has_windows else None
         has_chains = report_tokens and layout.has_windows and layout.groups[0].window is None
         self._chains = ResumableChains() if has_chains else None
-        # The changes of `_chains` in the last `take_events`. None: there were none, or they were
-        # taken.
+        # The changes that the next `take_chain_changes` returns: those of the last `take_events`.
+        # None: there were no changes, or they were returned already.
         self._chain_changes: BlockChanges | None = None
         self.has_windows = layout.has_windows
 
@@ -67,8 +68,8 @@ class KvCache:
         )
 
     def match(self, block_hashes: Sequence[bytes]) -> int:
-        """Returns how many leading blocks of a chain of block hashes a request can reuse.
-        References no block."""
+        """Returns how many leading blocks a request with these block hashes can reuse. References
+        no block."""
         depth = len(block_hashes)
         for group, pool in zip(self.layout.groups, self.pools, strict=True):
             if group.window is None:
@@ -79,11 +80,11 @@ class KvCache:
         return self.pools[group].find(block_hash) is not None
 
     def find_partial_block(self, parent_hash: bytes, token_ids: Sequence[int]) -> BlockPart | None:
-        """Returns the cached block that shares the most first tokens with `token_ids`, and the
-        number of these tokens.
+        """Returns the cached block that has the longest common start with `token_ids`, and the
+        number of common tokens.
 
-        Only blocks that follow the block `parent_hash` are considered. Returns None if none of them
-        starts with the first of `token_ids`. References no block.
+        Considers only blocks that follow the block `parent_hash`. Returns None if none of them
+        starts with `token_ids[0]`. References no block.
         """
         for num_tokens, block_hash in self.pools[0].children.closest(parent_hash, token_ids):
             found = [pool.find(block_hash) for pool in self.pools]
@@ -108,14 +109,15 @@ class KvCache:
 
         Returns None, and changes nothing, if there is not enough room.
 
-        - The tables cover a sequence of `num_tokens` tokens that resumes after `resume` tokens.
-          With a window they start at the first block that the next token sees, and cover at least a
-          decode step. With a KV budget no cached block is referenced.
-        - `loaded` is the number of leading blocks that have KV after a load from tiers; 0: no load.
-          Those of these blocks that are cached already are referenced.
-        - `sources` has one block for each group, which is to be copied into the group's first
-          allocated block. It stays referenced until `end_copies`. A group whose table starts after
-          this position ignores it.
+        - `num_tokens`, `resume`: the sequence has `num_tokens` tokens and resumes after the first
+          `resume` of them. In a group with a window, the table starts at the first block that the
+          next token sees, and has at least the blocks for a decode step.
+        - `budget`: with a KV budget, no cached block is referenced.
+        - `loaded`: number of leading blocks that a load from tiers will provide; 0: no load. If
+          some of these blocks are cached already, the tables reference them.
+        - `sources`: one block for each group, which the engine will copy into the group's first
+          allocated block. The sources stay referenced until `end_copies`. A group needs no copy,
+          and ignores its source, if its table starts after the block at index `depth`.
         """
         if not self.can_reserve(
             block_hashes,
@@ -192,8 +194,8 @@ class KvCache:
         ]
 
     def want_copies(self, block_hashes: Sequence[bytes]) -> None:
-        """Lets tiers copy the blocks of windows that a request needs to resume at the end of this
-        chain, or one block before the end."""
+        """Lets tiers copy the blocks of windows that a request needs to resume after this chain of
+        block hashes, or one block earlier."""
         resume = (len(block_hashes) - 1) * self.layout.block_size
         for group, pool in zip(self.layout.groups, self.pools, strict=True):
             if block_hashes and isinstance(pool, WindowPool):
@@ -207,8 +209,8 @@ class KvCache:
     def _copied(
         self, sources: Sequence[int], spans: Sequence[tuple[int, int, int]], depth: int
     ) -> list[int | None]:
-        """Returns the block to copy in each group. None for a group whose table starts after index
-        `depth`, where the copy would be."""
+        """Returns the block to copy in each group. The copy becomes the block at index `depth`.
+        None: the group's table starts after this index, so no copy is needed."""
         if not sources:
             return [None] * len(spans)
         pairs = zip(sources, spans, strict=True)
@@ -226,7 +228,8 @@ class KvCache:
         """Returns how many leading blocks of a chain can be reserved without an eviction, if the
         first `depth` blocks are cached.
 
-        With windows the result is either the length of the chain or `depth`.
+        With windows, the result is the length of the chain if there is room for all of it, and
+        `depth` otherwise.
         """
         num_blocks = len(block_hashes)
         num_tokens = num_blocks * self.layout.block_size
@@ -267,7 +270,8 @@ class KvCache:
                 if isinstance(pool, WindowPool):
                     pool.release_out_of_window(passed)
                 else:
-                    pool.release(passed)  # a budget's blocks have no hashes, so they become FREE
+                    # Under a KV budget, blocks have no hashes, so they become FREE.
+                    pool.release(passed)
                 ids[max(first, kept) : end] = [NULL_BLOCK] * len(passed)
                 tables.firsts[number] = end
 
@@ -288,15 +292,16 @@ class KvCache:
 
         If the pool already has an equal block, the table gets that block instead of its own.
         `block_tokens(i)` returns the token ids of block i, if known. `adapter` is only used in
-        events. `resumable` has the depths at which later requests are expected to resume; tiers may
-        copy the blocks that windows need there.
+        events. `resumable` lists the depths at which later requests are expected to resume. Tiers
+        may copy the blocks that windows need at these depths.
         """
         for group, pool, ids, held in zip(
             self.layout.groups, self.pools, tables.ids, tables.firsts, strict=True
         ):
             for i in range(max(first, held), last):
                 if pool.find(block_hashes[i]) == ids[i]:
-                    continue  # cached before the load; the load filled the blocks around it
+                    # The block was cached before the load, which filled only missing blocks.
+                    continue
                 ids[i] = pool.store(
                     ids[i],
                     parent_id=ids[i - 1] if i and group.window is None else None,
@@ -397,8 +402,8 @@ class KvCache:
         return resumable
 
     def take_chain_changes(self) -> BlockChanges | None:
-        """Returns how the blocks in the chains of resumable blocks changed in the last
-        `take_events` (`ResumableChains`).
+        """Returns how the set `ResumableChains` changed in the last `take_events`: the resumable
+        blocks and all blocks before them in their chains.
 
         Returns None without windows, without `report_tokens`, or if no group has full attention.
         """
@@ -432,14 +437,15 @@ class KvCache:
 
 
 def _most_kept(budget: KvBudget | None, num_tokens: int) -> int:
-    """Returns the largest number of tokens whose KV a sequence of `num_tokens` tokens keeps at one
-    time."""
+    """Returns how many tokens of a sequence of `num_tokens` tokens have KV in the pool at one time,
+    at most."""
     return min(num_tokens, budget.tokens) if budget and budget.keeps_hitters else num_tokens
 
 
 def _spans(layout: KvLayout, num_tokens: int, resume: int) -> list[tuple[int, int, int]]:
-    """Returns (kept, first, end) for each group. The group's table has the blocks `first` to `end`
-    - 1 and the first `kept` blocks, which every token sees under a KV budget."""
+    """Returns (kept, first, end) for each group. The group's table has blocks for the indices 0 to
+    `kept` - 1 and `first` to `end` - 1. The first `kept` blocks are sinks, which every token sees
+    under a KV budget; without a budget `kept` is 0."""
     num_blocks = layout.blocks_of(num_tokens)
     spans = []
     for group in layout.groups:
@@ -458,7 +464,8 @@ def _hot_prefixes(pool: BlockPool, blocks_max: int) -> list[list[bytes]]:
     to keep this limit.
     """
     chains: list[list[bytes]] = []
-    # ids of the blocks listed so far; the parents of a listed block are listed too
+    # Ids of the blocks in `chains`. If a block is in this set, all blocks before it in its chain
+    # are too.
     taken: set[int] = set()
     num_listed = 0
     for leaf in pool.leaves():

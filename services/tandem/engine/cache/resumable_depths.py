@@ -8,18 +8,19 @@ A block is resumable if two conditions hold:
 - Each group with a window has the block and those before it that the next token sees.
 
 For the second condition, each block of a window's pool has a count: how many consecutive blocks
-that end with this block are in the pool. Counts go up to the length of the window, and only a block
-with this count is resumable. Removing a block lowers the counts of the blocks after it. An example
-with a window of 3 blocks, in which c and d are not resumable once b is removed:
+that end with this block are in the pool. A count is at most the length of the window in blocks, and
+a block is resumable only if its count is this maximum. Removing a block lowers the counts of the
+blocks after it. In this example with a window of 3 blocks, c and d are not resumable once b is
+removed:
 
               all present     b is removed
     blocks    a b c d e f     a . c d e f
     counts    3 3 3 3 3 3     3   1 2 3 3
 
-The first block of a chain needs no block before it, so its count is that of a full window.
+The first block of a chain needs no block before it, so its count is the maximum.
 
-The counts follow the events of the pools. They may miss a block after which a request could resume,
-but they never include a wrong one.
+The counts follow the events of the pools. A block that is reported as resumable always is. But a
+block may be resumable without being reported.
 """
 
 from __future__ import annotations
@@ -86,13 +87,14 @@ class ResumableChains:
     """The resumable blocks and all blocks before them in their chains. The group with full
     attention has all of these blocks.
 
-    KV events list these blocks, because a subscriber needs the parents of each block too. Each
-    block has a use count: one if it is resumable itself, plus one for each of its children in this
-    set.
+    KV events list these blocks, because a subscriber needs the parents of each block too. A block
+    leaves this set when its use count is 0. The use count is the number of the block's children in
+    this set, plus 1 if the block itself is resumable.
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[bytes, StoredBlock] = {}  # blocks of the group with full attention
+        # By hash: blocks of the group with full attention.
+        self._blocks: dict[bytes, StoredBlock] = {}
         self._num_uses: Counter[bytes] = Counter()
 
     def update(self, full: Events, resumable: Events) -> BlockChanges:

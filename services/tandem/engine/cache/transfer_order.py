@@ -2,8 +2,8 @@
 consumer number the blocks in this order.
 
 Blocks are ordered by their index in the chain, and blocks with the same index by KV group. In a
-group with a window, or under a KV budget, only the blocks are transferred that the peer's first
-token sees. The table shows the numbers of the blocks for a model with two groups, if the peer
+group with a window, or under a KV budget, only those blocks are transferred that the peer's first
+token sees. This table shows the number of each block, for a model with two groups and a peer that
 continues after 4 blocks:
 
     index in the chain    0  1  2  3

@@ -64,8 +64,8 @@ def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: 
 
 
 def why_not_triton(device: torch.device, numerics: str) -> str:
-    """Returns the reason why the Triton kernels cannot run on this device with these numerics. The
-    result is empty if they can."""
+    """Returns why the Triton kernels cannot run on this device with these numerics, or an empty
+    string if the kernels can run."""
     if numerics == "invariant":
         return "the invariant numerics are torch's and the native kernels'"
     if importlib.util.find_spec("triton") is None:
@@ -78,7 +78,7 @@ def why_not_triton(device: torch.device, numerics: str) -> str:
 
 
 def _why_no_launcher() -> str:
-    """Returns the reason why Triton cannot compile C code; empty if it can.
+    """Returns why Triton cannot compile C code, or an empty string if it can.
 
     At the first launch of a kernel, Triton compiles a C function that launches the kernel, and
     raises an exception if there is no C compiler. This function looks for a compiler in the same

@@ -1,20 +1,24 @@
 """Computes the order and the scales of the key channels for an int4 KV pool, once for each model.
 A channel is one element of a head. tandem_kernels/kv_int4_keys.py quantizes keys with them.
 
-The model runs on a sample text in fp32. For each layer, KV head and channel, two root mean squares
-are measured: k, of the rotated keys, and q, of the rotated queries that attend to these keys.
+The model runs on a sample text in fp32. For each layer, KV head and channel, this gives two
+numbers: k is the root mean square of the rotated keys, and q is the root mean square of the rotated
+queries that attend to these keys.
 
-    importance   k * q; the most important quarter of a head's channels comes first in the order
-    scale        k^0.75 * q^-0.25, rounded to a power of 2^(1/4); then multiplied by 1.5 for the
-                 first quarter of the channels
+    result of a channel   formula
+    importance            k * q. The most important quarter of a head's channels comes first in the
+                          order.
+    scale                 k^0.75 * q^-0.25, rounded to a power of 2^(1/4). The scales of the first
+                          quarter of the channels are then multiplied by 1.5.
 
 The order and the scales are read from `FILE` in the model's folder, or else from a cache on this
-machine. If neither has them, they are computed and written to the cache.
+machine. If neither place has a file, both are computed and written to the cache.
 
 All workers of a model must use the same order and scales. The name of the KV data type includes a
-digest of both, so workers with different digests do not exchange blocks. Two kinds of processors
-compute slightly different k and q. Rounding hides this difference in almost all cases. If it does
-not, the cached file of one worker must be copied into the model's folder of all workers.
+digest of the order and the scales, so workers with different digests do not exchange blocks. Two
+kinds of processors compute slightly different k and q. Rounding almost always removes the
+difference. If the digests differ nevertheless, the cached file of one worker must be copied into
+the model's folder on all workers.
 """
 
 from __future__ import annotations
@@ -45,19 +49,19 @@ from tandem_kernels.kv_cache import make_pool
 from tandem_kernels.kv_int4_keys import KeyChannels
 
 FILE = "kv_calibration.safetensors"
-_VERSION = 1  # number in the cached file's name, increased when the calibration changes
+_VERSION = 1  # part of the cached file's name; increased when the calibration method changes
 _TOKENS = 1024
 _CHUNK = 256
 _BLOCK_SIZE = 16
 _FIRST_QUARTER = 1.5
-# Smallest root mean square of a channel, relative to the largest one of the same head. With this
-# bound, a channel of zeros has a scale above 0.
+# Lower bound of a channel's root mean square: this fraction of the largest root mean square in the
+# same head. Smaller values are raised to the bound, so that a channel of zeros has a scale above 0.
 _LEAST = 1e-3
 
 
 def key_channels(folder: ModelFolder) -> KeyChannels:
-    """Returns the channel order and the scales of a model, from a file or by calibration. Raises
-    ConfigError if the file does not match the model."""
+    """Returns the channel order and the scales of a model. Reads a file that has both, or computes
+    both if there is no file. Raises ConfigError if the file does not match the model."""
     config = folder.config
     if config.head_dim % 16:
         raise ConfigError(
@@ -68,7 +72,7 @@ def key_channels(folder: ModelFolder) -> KeyChannels:
         if file.is_file():
             return _read(file, config)
     channels = calibrate(folder)
-    with suppress(OSError):  # if this fails, the next worker computes the channels again
+    with suppress(OSError):  # without the cached file, the next worker calibrates again
         _write(channels, cached)
     return channels
 

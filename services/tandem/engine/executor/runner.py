@@ -53,27 +53,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Largest number of tokens of a step for which the native kernels compute a bfloat16 model on arm64.
-# Such a step mostly reads weights, and the native kernels do so faster than torch. Steps with more
-# tokens use torch, which multiplies bfloat16 in hardware. On x86 the native kernels do so as well,
-# and compute all steps.
+# On a processor where only torch multiplies bfloat16 in hardware (arm64), the native kernels
+# compute steps of a bfloat16 model with at most this many tokens, and torch computes larger steps.
+# A small step spends most of the time reading weights, which the native kernels do faster.
 _NATIVE_TOKENS_MAX = 16
-# Instruction sets that share their fp32 code with another set. Both compute the same bits.
+# Instruction set -> the instruction set with the same fp32 code. Both sets compute the same bits.
 _FP32_AS = {"amx": "avx512", "avx512_bf16": "avx512"}
 
 
 class LoadedAdapter(NamedTuple):
-    """A LoRA adapter in the forms that the decoders read."""
+    """A LoRA adapter in the form of each decoder that the runner may use."""
 
     weights: LoraWeights
-    packed: PackedLora | None  # the form for the C++ decoder; None if that decoder is not used
+    packed: PackedLora | None  # the form for the C++ decoder; None: the runner has no C++ decoder
 
 
 class ModelRunner:
     """Runs the steps of one model. After `allocate`, one thread at a time may call `forward`."""
 
-    # The memory of the pools of all KV groups, one after the other: uint8 [bytes of all pools]. Set
-    # by `allocate`.
+    # The memory of all KV pools, one pool after the other: uint8 [bytes of all pools]. `allocate`
+    # creates it.
     kv: torch.Tensor
     pools: list[KvPool]  # one pool for each KV group
 
@@ -85,9 +84,9 @@ class ModelRunner:
         pool_fd: int | None = None,
         on_progress: OnProgress = ignore_progress,
     ) -> None:
-        """Loads the weights and calls `on_progress` meanwhile. `pool_fd` is the file descriptor of
-        a memfd in which the pools are allocated if the device is a CPU, so that another process can
-        map the pools too.
+        """Loads the weights, and calls `on_progress` during the load. If the device is a CPU, the
+        pools are allocated in the memfd with the file descriptor `pool_fd`, so that another process
+        can map the pools, too.
 
         Raises ConfigError for settings that this machine or model does not support, and
         UnsupportedModel for a checkpoint that does not match its config.
@@ -107,12 +106,12 @@ class ModelRunner:
         kernels = choose_kernels(config, self.device, model)
         int8 = config.weights == "int8"
         keeps = keeps_quantized(config, folder, kernels)
-        # Most kernels dequantize quantized weights before they multiply, so all of them compute the
-        # same bits. Only the native kernels for integer formats multiply the quantized numbers
-        # directly, and compute other bits.
+        # Kernels that dequantize weights before a product all compute the same bits. The native
+        # kernels for integer formats multiply the quantized numbers directly, so they compute
+        # other bits.
         has_own_bits = keeps and kernels == "native" and not folder.config.is_fp8
-        # `dtype_name` includes the name of each choice that changes the bits of KV. Workers with
-        # different names do not exchange blocks.
+        # `dtype_name` has a suffix, such as "+int8", for each choice that changes the bits of KV.
+        # Workers with different `dtype_name` do not exchange blocks.
         form = "+int8" * int8 + "+blocks" * has_own_bits
         self.dtype_name = dtype_name + form + "+long-rope" * model.is_long
         self._dtype = _DTYPES[dtype_name]
@@ -139,7 +138,7 @@ class ModelRunner:
         self._large: NativeDecoder | TorchSteps | TritonSteps
         self._triton: TritonSteps | None = None
         if kernels == "triton":
-            # The import is here because Triton is not installed on every machine.
+            # Imported here because Triton is not installed on every machine.
             from tandem.engine.executor.triton.steps import TritonSteps
 
             self._small = self._large = self._triton = TritonSteps(
@@ -152,7 +151,8 @@ class ModelRunner:
             self._small = self._large = native = NativeDecoder(
                 model, weights, num_threads=config.num_threads, int8=int8
             )
-            if config.numerics == "invariant":  # the bits depend on the instruction set
+            # With invariant numerics, the bits still depend on the instruction set.
+            if config.numerics == "invariant":
                 name = native.instructions or ""
                 self.numerics_name = f"invariant-{_FP32_AS.get(name, name)}"
             widens = dtype_name == "bfloat16" and not native.multiplies_bf16
@@ -163,7 +163,7 @@ class ModelRunner:
 
     @property
     def native(self) -> NativeDecoder | None:
-        """The C++ decoder; None if the native kernels are not used."""
+        """The C++ decoder, or None if the native kernels are not used."""
         return self._small if isinstance(self._small, NativeDecoder) else None
 
     def layout(self, *num_blocks: int) -> KvLayout:
@@ -176,8 +176,11 @@ class ModelRunner:
         )
 
     def allocate(self, *num_blocks: int) -> None:
-        """Allocates the pools and fills them with zeros, because kernels also read elements to
-        which no KV was written. A mask hides these elements, but NaN or infinity would spread.
+        """Allocates the pools and fills them with zeros. `num_blocks` has the number of blocks of
+        each KV group's pool.
+
+        The zeros are needed because kernels also read elements to which no KV was written. A mask
+        gives these elements the weight 0, but 0 times NaN or infinity is NaN.
 
         Raises ConfigError if there is not enough memory.
         """
@@ -201,7 +204,7 @@ class ModelRunner:
         return self._static_kv.of_layers(list(group.layers), self.device)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copies the KV of one block for each (source id, target id, KV group).
+        """Copies blocks. Each item of `copies` is (source block id, target block id, KV group).
 
         The copies run after all earlier steps and before all later steps, also on a CUDA device.
         """
@@ -210,8 +213,8 @@ class ModelRunner:
             memory[target].copy_(memory[source])
 
     def load_adapter(self, adapter: Adapter) -> LoadedAdapter:
-        """Reads an adapter's files. The result is for `add_adapter`. May be called in any thread,
-        also during a step.
+        """Reads an adapter's files and returns the adapter for `add_adapter`. May be called in any
+        thread, also during a step.
 
         Raises ConfigError or AdapterUnavailable if the adapter cannot be used.
         """
@@ -256,27 +259,28 @@ class ModelRunner:
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
     ) -> list[int]:
-        """Samples one token for each row of the last step's logits, or only for `rows` if given.
-        Returns the token ids."""
+        """Samples one token for each row of the last step's logits and returns the token ids. If
+        `rows` is given, samples only for these rows."""
         return self._last.sample(logits, draws, rows)
 
     def logprobs(
         self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int
     ) -> Logprobs:
-        """Returns, for each of `rows` of the last step's logits, the log probabilities of one given
-        token and of the `num_top` most likely tokens."""
+        """Returns log probabilities computed from rows of the last step's logits. For the row
+        `rows[i]`, the result has the log probability of the token `token_ids[i]` and of the
+        `num_top` most likely tokens."""
         return self._last.logprobs(logits, rows, token_ids, num_top)
 
     def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
-        """Returns the hidden states after the final norm, each [hidden], from which the given rows
-        of the last step's logits were computed."""
+        """Returns a hidden state for each of the given rows of the last step's logits: the output
+        of the final norm from which the row was computed, [hidden]."""
         return self._last.final_hidden(rows)
 
 
 def _static_kv(folder: ModelFolder, kv_dtype: str) -> StaticKv | None:
     if kv_dtype == "int4":
-        # kv_calibration.py imports a tokenizer library, which need not be installed for GPU
-        # benchmarks. So the import is not at the top of this file.
+        # Imported here because kv_calibration.py imports a tokenizer library, which need not be
+        # installed for GPU benchmarks.
         from tandem.engine.executor.kv_calibration import key_channels
 
         return key_channels(folder)
@@ -299,11 +303,11 @@ def _choose_device(wanted: str) -> torch.device:
 
 
 def _tokens_per_step(device: torch.device) -> int:
-    """Returns the largest number of tokens in a step, unless the settings give another one.
+    """Returns the default for the largest number of tokens in a step.
 
-    On CUDA it is 16 tokens per multiprocessor, rounded down to a power of 2: 2,048 on an H100 with
-    132 multiprocessors. A product with 4,096 columns then has 512 tiles of 128 x 128, about four
-    for each multiprocessor.
+    On CUDA, this is 16 tokens per multiprocessor, rounded down to a power of 2. For example, an
+    H100 with 132 multiprocessors gets 2,048 tokens. A product with 4,096 columns then has 512 tiles
+    of 128 x 128, about four for each multiprocessor.
     """
     if device.type != "cuda":
         return STEP_TOKENS
@@ -312,8 +316,8 @@ def _tokens_per_step(device: torch.device) -> int:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Returns whether the hardware multiplies bfloat16. If it does not, bfloat16 is emulated, which
-    is slower than float32."""
+    """Returns whether the device multiplies bfloat16 in hardware. Without hardware support,
+    bfloat16 is emulated, which is slower than float32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return cpu_has_bfloat16()
@@ -322,11 +326,12 @@ def has_bfloat16(device: torch.device) -> bool:
 def _check_memory(
     config: EngineConfig, folder: ModelFolder, device: torch.device, *, dtype: str, kernels: str
 ) -> None:
-    """Raises ConfigError if the free memory of the machine or of the GPU is less than these
-    settings need."""
+    """Raises ConfigError if these settings need more memory than is free on the machine or the
+    GPU."""
     needs = []
     memory = read_memory()
-    # --kv-host-memory is compared with the free host memory, everything else with the GPU's.
+    # On a GPU, --kv-host-memory must fit into the free host memory, and everything else into the
+    # free memory of the GPU.
     if device.type == "cuda":
         copies_bytes = config.kv_host_bytes
         needs = [(Need(f"--kv-host-memory {copies_bytes}", copies_bytes, 0), memory)]

@@ -5,12 +5,13 @@ The random number for token i of a sequence depends only on the seed and on i. S
 was migrated, preempted or prefilled on another worker continues with the same tokens. Log
 probabilities are computed from the model's logits before logit edits.
 
-A step has a chunk of tokens of each sequence. The logits of the step have these rows:
+A step has a chunk of tokens of each sequence. The number of rows of logits for a chunk depends on
+the chunk:
 
     chunk                                rows of logits
-    one token of a decoding sequence     1, for the next token
-    last chunk of a prompt               1, for the first token of the completion
-    earlier chunk of a prompt            none
+    one token of a decoding sequence     1, from which the next token is sampled
+    last chunk of a prompt               1, from which the first completion token is sampled
+    earlier chunk of a prompt            0
     chunk of a prompt whose log          one for each token of the chunk; the row of token i has the
       probabilities are requested          log probability of token i + 1
 """
@@ -38,8 +39,8 @@ class Sampled(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """A request for the log probability of a token, computed from row `row` of the logits. The
-    `num_top` most likely tokens of this row are reported too."""
+    """A request for the log probability of a token and of the `num_top` most likely tokens, all
+    computed from row `row` of the logits."""
 
     row: int
     token_id: int
@@ -61,11 +62,11 @@ def next_draw(sequence: Sequence) -> Draw:
 
 
 class StepSampler:
-    """Samples the tokens of one step. Knows which row of the step's logits belongs to which
-    sequence. Must be created before the step runs, because the step advances the sequences."""
+    """Samples the tokens of one step. Must be created before the step runs, because the step
+    changes `num_computed_tokens` of the sequences."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
-        # the sequences whose next token is sampled, each with the number of its row of logits
+        # The sequences whose next token is sampled, each with the row of logits for this token.
         self._drawn: list[tuple[Sequence, int]] = []
         self._prompts: list[tuple[Sequence, _Wanted]] = []
         num_rows = 0
@@ -82,7 +83,7 @@ class StepSampler:
 
     @property
     def grammars(self) -> list[GrammarMatcher]:
-        """The grammar matchers of the sequences whose next token is sampled."""
+        """The grammar matchers of the sequences whose next token is sampled in this step."""
         return [s.grammar for s, _ in self._drawn if s.grammar is not None]
 
     def skip_late(self) -> None:
@@ -130,8 +131,8 @@ class StepSampler:
 
 
 def _prompt_tokens(chunk: Chunk, first_row: int) -> Iterable[tuple[Sequence, _Wanted]]:
-    """Yields the prompt tokens whose log probabilities follow from the chunk's logits. Tokens whose
-    log probability is already known are left out."""
+    """Yields a request for each prompt token whose log probability can be computed from the chunk's
+    logits. Tokens whose log probability is already stored in the sequence are left out."""
     sequence = chunk.sequence
     num_top = sequence.spec.sampling.prompt_logprobs
     assert num_top is not None

@@ -26,8 +26,8 @@ class SequenceSlice(NamedTuple):
 
     token_ids: list[int]  # the `num_tokens` token ids that this step computes
     context_len: int  # number of the sequence's tokens in the KV pool after this step
-    # The sequence's block ids in the first KV group's pool, for at least `context_len` tokens. The
-    # entries for tokens before the window, or hidden by `visible`, are ignored.
+    # Ids of the sequence's blocks in the first KV group's pool, for at least `context_len` tokens.
+    # The step ignores entries whose tokens are before the window or hidden by `visible`.
     block_table: list[int]
     # True: the last token's logits are needed. False for all chunks of a prompt but the last.
     wants_logits: bool
@@ -35,13 +35,13 @@ class SequenceSlice(NamedTuple):
     wants_hidden: bool = False  # True: the last token's hidden state is needed
     other_tables: Sequence[list[int]] = ()  # block tables of the other KV groups
     adapter: str = ""  # digest of the LoRA adapter; empty for the base model
-    # The keys that each token sees in layers without a sliding window; None: all keys.
+    # Which keys each token sees in layers without a sliding window. None: all keys.
     visible: VisibleKeys | None = None
-    # Number of the sequence's evicted tokens. They count in the positions of later tokens, but not
-    # in `context_len`.
+    # Number of earlier tokens whose KV was evicted (heavy_hitters.py). For example, after 300
+    # tokens of which 64 were evicted, `context_len` is 236, and the next token has position 300.
     num_evicted: int = 0
-    # The sum of attention weights of each block, fp32 [blocks]; None without heavy hitters. The
-    # step adds its attention weights in place.
+    # Sum of the attention weights that each block got in all steps, fp32 [blocks]. The step adds
+    # its own weights in place. None unless the KV budget keeps heavy hitters.
     block_sums: Sums | None = None
 
     @property

@@ -11,8 +11,8 @@ from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.types import Mode, SequenceSpec
 from tandem.errors import BadRequest, ContextTooLong, NeverFits
 
-# Largest bias, penalty or temperature: far above any logit, and small enough that sums stay finite
-# in fp32.
+# Largest allowed bias, penalty or temperature. It is far above any logit, and a logit changed by it
+# stays finite in fp32.
 _EDIT_MAX = 1e6
 _REPETITION_PENALTY_MIN = 1e-6  # a logit divided by this value stays finite
 # Smallest and largest allowed value of each sampling parameter.
@@ -46,7 +46,7 @@ def check_spec(
             param="prompt",
         )
     if min(spec.token_ids) < 0 or max(spec.token_ids) >= vocab_size:
-        # Even a prompt of text can have such ids, if the tokenizer has tokens for which the model
+        # A prompt of text can have unknown ids too, if the tokenizer has tokens for which the model
         # has no embedding.
         raise BadRequest(
             f"token ids are from {min(spec.token_ids)} to {max(spec.token_ids)}; the model has "
@@ -85,7 +85,8 @@ def _check_numbers(sampling: SamplingParams) -> None:
 
 
 def _check_number(name: str, value: float, least: float, largest: float) -> None:
-    if not least <= value <= largest:  # true for NaN too
+    # NaN is refused too, because each comparison with NaN is false.
+    if not least <= value <= largest:
         raise BadRequest(
             f"{name} is {value:g}; it must be from {least:g} to {largest:g}", param=name
         )

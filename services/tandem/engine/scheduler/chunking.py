@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from tandem.common.perf_model.rates import PrefillRate
 
-# Chunks shrink only near the prompt's end, when at most this many times the step's token budget is
-# missing.
+# Chunks shrink only near the prompt's end. With a budget of 512 tokens for each step, this is when
+# at most 4 * 512 = 2,048 tokens are not computed yet.
 _SHAPED_BUDGETS = 4
 _LAST_MIN = 16
 
@@ -34,9 +34,9 @@ class Link:
     """
 
     latency_s: float
-    token_s: float  # seconds per token for all layers
-    # For each window: (index of the first token whose KV is pulled, seconds per token for the
-    # window's layers). `token_s` includes these seconds.
+    token_s: float  # seconds to pull the KV of one token, for all layers together
+    # One pair for each sliding window: (index of the first token whose KV is pulled for the
+    # window's layers, seconds per token for these layers). `token_s` includes these seconds.
     windows: tuple[tuple[int, float], ...] = ()
 
     def pull_s(self, num_tokens: int, context: int) -> float:
@@ -79,10 +79,11 @@ def tail_chunk(num_missing: int, *, tokens_left: int, budget: int) -> int:
 
 
 def lag_after(num_tokens: int, context: int, lag_s: float, rate: PrefillRate, link: Link) -> float:
-    """Returns for how many seconds pulls continue after a chunk of `num_tokens` tokens is computed.
+    """Returns the lag once a chunk of `num_tokens` tokens is computed: the seconds for which the
+    consumer then continues to pull.
 
-    `lag_s` is the same number at the start of the chunk. For example, with a lag of 2 s, a chunk
-    that takes 3 s to compute and 1 s to pull leaves a lag of 1 s.
+    `lag_s` is the lag at the start of the chunk. For example, with a lag of 2 s, a chunk that takes
+    3 s to compute and 1 s to pull leaves a lag of 1 s.
     """
     computed_s = rate.seconds(num_tokens, context, num_tokens)
     return max(0.0, lag_s - computed_s) + link.pull_s(num_tokens, context)
@@ -110,8 +111,8 @@ def _plans(num_missing: int, budget: int, rate: PrefillRate, link: Link) -> Iter
 
 
 def _shaped(num_missing: int, last: int, budget: int, rate: PrefillRate, link: Link) -> list[int]:
-    """Returns a plan whose last chunk has `last` tokens. Each earlier chunk is as large as the link
-    can pull while the chunk after it is computed. The plan is made from the end."""
+    """Returns a plan whose last chunk has `last` tokens. The plan is made from the end: each
+    earlier chunk has as many tokens as can be pulled while the next chunk is computed."""
     sizes = [last]
     while (left := num_missing - sum(sizes)) > 0:
         hidden_s = max(0.0, rate.step_s + sizes[-1] * rate.token_s - link.latency_s)

@@ -1,13 +1,13 @@
 """Finds sequences whose first token would be late, before any of their tokens is computed.
 
 - `check` runs when a sequence arrives. It predicts the time to compute all queued prompts and the
-  new one. Such a long prediction may be wrong, so `check` refuses only sequences that would be late
-  even if this engine were `RATES_OFF` times as fast as predicted. A sequence that finds the engine
-  idle is never refused, because refusing it would help no other sequence.
+  new one. A prediction over many prompts may be wrong, so `check` refuses only sequences that would
+  be late even if this engine were `RATES_OFF` times as fast as predicted. A sequence that finds the
+  engine idle is never refused, because refusing it would help no other sequence.
 - `find_late` runs while sequences wait. It predicts when each sequence would have its first token
-  if it were computed next, and refuses those that would be late even then. This is precise, because
-  the prediction covers little more than the sequence's own prompt. It enforces the deadlines if
-  several routers independently sent too many requests.
+  if it were computed next, and refuses those that would be late even then. This prediction is
+  precise, because it covers little more than the sequence's own prompt. So `find_late` enforces the
+  deadlines even if several routers independently sent too many requests.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -22,8 +22,8 @@ from tandem.errors import Overloaded
 class Deadlines:
     """Checks the deadlines of an engine's sequences (`SequenceSpec.first_token_by`).
 
-    `rates` returns the prefill rates in steps that also decode the sequences that decode now. It
-    returns None before any rates are measured.
+    `rates` returns how fast this engine computes prompts in steps that also decode its current
+    sequences, or None before this was measured.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Deadlines:
         clock: Callable[[], float],
     ) -> None:
         self._rates = rates
-        # returns whether `rates` would return rates, without computing them
+        # Returns False while `rates` would return None. Cheaper than `rates`.
         self._has_rates = has_rates
         self.clock = clock
 

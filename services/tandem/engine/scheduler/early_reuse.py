@@ -1,13 +1,13 @@
-"""Early reuse: a sequence waits while another sequence computes, loads or pulls the blocks that
-both start with. Then it reuses these blocks.
+"""Early reuse: a waiting sequence is not admitted while another sequence computes, loads or pulls
+blocks of a prefix that both have. Then the waiting sequence reuses these blocks.
 
     WAITING --the blocks are in the pool--> admitted; reuses the blocks
             `--the other sequence has ended, or the wait was too long--> admitted; computes them
 
-A sequence waits only for sequences that hold their blocks: RUNNING, LOADING or awaiting KV from a
-peer. A waiting sequence holds no blocks, so no cycle of waits is possible on one worker. A cycle
-over two workers is excluded by an exception: a sequence that prefills for a peer does not wait for
-a sequence that awaits KV from a peer.
+No cycle of waits is possible on one worker. A sequence waits only for sequences that hold blocks
+(RUNNING, LOADING or awaiting KV from a peer), and a waiting sequence holds none. A cycle over two
+workers, which prefill for each other, is not possible either: a sequence that prefills for a peer
+does not wait for a sequence that awaits KV from a peer.
 """
 
 import time
@@ -23,8 +23,8 @@ from tandem.engine.types import Mode
 class EarlyReuse:
     def __init__(self, kv: KvCache, wait_max_s: float) -> None:
         """`wait_max_s` is the longest time for which a sequence waits for blocks that other
-        sequences compute or pull. 0 disables these waits, but not the wait for blocks that another
-        sequence loads."""
+        sequences compute or pull; 0: it never waits for them. The wait for blocks that another
+        sequence loads has no limit here."""
         self._kv = kv
         self.wait_max_s = wait_max_s
         self.clock = time.monotonic
@@ -37,8 +37,8 @@ class EarlyReuse:
         awaiting: Iterable[Sequence],
         loading: Iterable[Sequence],
     ) -> bool:
-        """Returns whether a waiting sequence should wait because another sequence will provide the
-        first block that it is missing."""
+        """Returns whether a waiting sequence should wait longer, because another sequence will
+        provide the first block that the waiting sequence is missing."""
         if self._awaits_load(sequence, loading):
             return True
         if not self.wait_max_s:
@@ -80,9 +80,9 @@ def find_parent(sequence: Sequence, running: Iterable[Sequence], depth: int) -> 
 
 
 def _computes_next_of(other: Sequence, hashes: list[bytes]) -> bool:
-    """Returns whether the next block that `other` stores is in the chain `hashes`. If so, both
-    chains also have all earlier blocks in common, because a block's hash covers the blocks before
-    it."""
+    """Returns whether the next block that `other` stores is one of the blocks `hashes`. Then all
+    blocks before it are common to both sequences too, because a block's hash covers the blocks
+    before it."""
     first = other.num_stored_blocks
     theirs = other.block_hashes
     return first < min(len(hashes), len(theirs)) and hashes[first] == theirs[first]
@@ -92,8 +92,8 @@ def _pulls_most_of(other: Sequence, hashes: list[bytes]) -> bool:
     """Returns whether it pays to wait for the blocks that `other` pulls.
 
     All blocks of a pull become usable at the same time, when the last one has arrived. So waiting
-    pays only if the common blocks of both chains are at least half of the blocks that the longer
-    chain is missing.
+    pays only if at least half of the missing blocks are common to both sequences. If one sequence
+    is missing 10 blocks and the other 12, at least 6 must be common.
     """
     if not _computes_next_of(other, hashes):
         return False
@@ -102,7 +102,8 @@ def _pulls_most_of(other: Sequence, hashes: list[bytes]) -> bool:
 
 
 def _num_to_come(other: Sequence, hashes: list[bytes]) -> int:
-    """Returns the number of common blocks of both chains that `other` has not stored yet."""
+    """Returns how many leading blocks `hashes` and `other` have in common, without those that
+    `other` has stored already."""
     pairs = zip(other.block_hashes, hashes, strict=False)
     return (
         sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) - other.num_stored_blocks

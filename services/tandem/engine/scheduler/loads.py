@@ -3,13 +3,13 @@ during the load.
 
 perf_model/soonest.py predicts which way to get the blocks is the fastest: to load, pull or compute
 them. It uses the measured rates, the queues of the tiers and of this engine, and the blocks that
-peers offer. A sequence that computes during its load gets the tokens of each step that other
-sequences leave, in whole blocks. How far it should compute is decided anew in each step, by the
-progress of the load.
+peers offer. A sequence may compute its first missing blocks during the load, which starts from the
+last block. In each step it gets the part of the token budget that other sequences leave, rounded
+down to whole blocks. How far it computes is decided anew in each step, by the progress of the load.
 
-With windows, a load brings the blocks that a sequence needs to resume at one depth, and this engine
-computes the tokens after that depth. The sequence computes nothing during the load, and awaits no
-peer's KV after it, because at another depth the windows would need other blocks.
+With sliding windows, a load brings the blocks that a sequence needs to resume at one depth. At any
+other depth it would need other blocks of the windows. So the sequence computes nothing during the
+load and pulls nothing from a peer afterwards: this engine computes all tokens after that depth.
 """
 
 from collections.abc import Iterable
@@ -29,12 +29,13 @@ from tandem.engine.tiers.jobs import Load
 from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
 
-# A load is given up, and its blocks are computed, if all of these are true:
-# - a tier has read for more than _PATIENCE_S seconds, and more than _PATIENCE_S seconds are left;
-# - a block takes more than _LATE times as long as expected;
+# The engine gives up a load and computes the load's blocks if all of these are true:
+# - the current tier has read for more than _PATIENCE_S seconds, and its other reads are expected to
+#   take more than _PATIENCE_S seconds;
+# - one read takes more than _LATE times as long as expected;
 # - computing is expected to be faster.
-# The second condition is for loads that are slower than computing but were chosen because computing
-# delays other sequences.
+# Without the second condition, the engine would also give up loads that are as slow as expected.
+# They were chosen although computing is faster, because computing would delay other sequences.
 _PATIENCE_S = 2.0
 _LATE = 4.0
 
@@ -51,7 +52,7 @@ class Loads:
     def plan(
         self, sequence: Sequence, start: SequenceStart, *, queued_tokens: int, num_delayed: int
     ) -> Loading:
-        """Decides what is loaded for a sequence that is about to be admitted.
+        """Decides which blocks are loaded for a sequence that is about to be admitted.
 
         `queued_tokens` tokens of other prompts are computed before this prompt. `num_delayed` other
         sequences are delayed while this sequence computes.
@@ -74,16 +75,15 @@ class Loads:
         return loading
 
     def start_after_load(self, sequence: Sequence, num_cached_blocks: int) -> SequenceStart:
-        """Returns the admission of a sequence with a load: the sequence resumes after the loaded
-        blocks."""
+        """Returns how a sequence with a load is admitted: it resumes after the loaded blocks."""
         start = sequence.plan(num_cached_blocks)
         return replace(start, resume=sequence.loading.end * sequence.block_size)
 
     def _fits(self, sequence: Sequence, start: SequenceStart, loading: Loading) -> bool:
         """Returns whether the pools have room for the blocks of a load.
 
-        Without the load, the sequence would resume at a smaller depth, where windows need other
-        blocks. Room was found only for those blocks.
+        The caller has found room only for a start without the load. Then the sequence would resume
+        at a smaller depth, where windows need other blocks.
         """
         return self._kv.can_reserve(
             sequence.reusable_hashes,
@@ -166,8 +166,8 @@ class Loads:
             self._tiers.use(used, keep=asked.returns, priority=asked.priority)
 
     def take(self, load: Load, sequence: Sequence) -> bool:
-        """Records in the sequence which blocks a load that ended has filled. Returns False if these
-        blocks are useless, because a block that windows need could not be loaded."""
+        """Records which blocks of the sequence an ended load has filled. Returns False if the
+        blocks are useless: with windows, a sequence needs all blocks of its load."""
         if not self._kv.has_windows:
             sequence.take_loaded(load.blocks, load.first_block, load.num_read_by_tier)
             return True
@@ -176,7 +176,7 @@ class Loads:
         if load.is_whole:
             num_held = end - sum(by_tier.values())
             # If all groups have a window, no token needs the blocks before the windows. They count
-            # as loaded.
+            # as loaded, so that the counts add up to `end` blocks.
             if self._kv.layout.groups[0].window is not None:
                 by_tier[next(iter(by_tier))] += num_held
                 num_held = 0
@@ -223,7 +223,7 @@ class Loads:
         left_s = part_s * num_left
         is_late = part_s > _LATE * load.expected_s[load.tier]
         if rate is None or not is_late or min(read_s, left_s) <= _PATIENCE_S:
-            # too early to tell: the first block of a tier may take much longer than the next ones
+            # Too early to give up. A tier's first block may take much longer than the next ones.
             return False
         start = sequence.num_stored_blocks
         size = sequence.block_size
@@ -265,7 +265,8 @@ def is_awaited(index: int, block_hashes: list[bytes], loading: Iterable[Sequence
 def _may_compute(sequence: Sequence, num_blocks: int) -> bool:
     """Returns whether a sequence may compute blocks while its first `num_blocks` blocks are loaded.
 
-    It may not if it must wait for a peer's KV after the load, because this wait may be long.
+    Returns False if the sequence must wait for a peer's KV after the load, because this wait may be
+    long.
     """
     if sequence.mode is Mode.WAITING_FOR_REMOTE_KV and sequence.spec.producer is None:
         missing = sequence.num_tokens - num_blocks * sequence.block_size

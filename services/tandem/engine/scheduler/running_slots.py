@@ -14,7 +14,7 @@ longer than predicted: 99 of 100 steps should be within the limit.
 from tandem.common.perf_model.rates import DecodeRate
 
 RUNNING_SLOTS_SHARE = 0.5
-# A step with prompt chunks is planned to take at most this share of the ITL limit.
+# A step with prompt chunks is planned to take at most this fraction of the ITL limit.
 STEP_SHARE = 0.75
 _ROUNDING = 1e-9
 

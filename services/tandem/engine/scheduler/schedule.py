@@ -12,13 +12,14 @@ from tandem.engine.sequence import Sequence
 
 
 class Chunk(NamedTuple):
-    """The tokens of one sequence that a step computes: the next `num_tokens` of those without
-    KV."""
+    """The tokens of one sequence that a step computes: the first `num_tokens` tokens whose KV is
+    missing."""
 
     sequence: Sequence
     num_tokens: int
-    samples: bool  # True: the chunk has all missing tokens, so the next token is sampled
-    all_logits: bool  # True: log probabilities of the prompt need the logits of all tokens
+    # True: the chunk ends with the sequence's last token, so the next token is sampled.
+    samples: bool
+    all_logits: bool  # True: the logits of all tokens in the chunk are needed
 
     @property
     def slice(self) -> SequenceSlice:
@@ -83,8 +84,8 @@ class Schedule:
             self.work.prefill_contexts += contexts
 
     def evict(self) -> None:
-        """For each sequence with heavy hitters that has reached an eviction point, evicts the
-        blocks with the least attention."""
+        """For each sequence whose KV budget keeps heavy hitters, evicts the blocks with the least
+        attention if the sequence has reached an eviction point."""
         for sequence, *_ in self.chunks:
             if sequence.tables.hitters is not None:
                 sequence.tables.evict(sequence.num_computed_tokens)

@@ -10,15 +10,17 @@ others run. A LOADING sequence holds all its blocks, like a sequence that awaits
 tokens left, the sequence may compute its first blocks during the load (loads.py).
 
 Blocks: a sequence is admitted only if every block that its tokens need can be reserved. Until then
-it holds no block. In a KV group with a window, a start reserves only the blocks of a decode step.
-The other blocks of a chunk are allocated when the chunk is planned, and released when it is
-computed. A decoding sequence allocates one more block when its last one is full.
+it holds no block. In a KV group with a window, an admission reserves only the blocks that a decode
+step needs. The further blocks that a chunk of the prompt needs are allocated when the chunk is
+planned, and released when the chunk is computed. A decoding sequence allocates one more block when
+its last block is full.
 
 Preemption: if the pool has no block, the youngest running sequence is preempted. It releases its
 blocks, waits again in its place by age, and is computed again. A sequence is never preempted while
 it is LOADING or WAITING_FOR_KV, because reads write to its blocks. A PREFILL_ONLY sequence is never
 preempted, because a consumer relies on its blocks. A sequence that awaited only its prefix
-(`prefix_blocks`) can be preempted once it runs. After that it does not wait for its prefix again.
+(`prefix_blocks`) can be preempted once it runs. After a preemption it does not wait for its prefix
+again.
 
 Two sequences cannot preempt each other for ever. No sequence takes blocks from an older one: if
 there is no younger sequence, it preempts itself. Waiting sequences are admitted oldest first. An
@@ -48,8 +50,8 @@ from tandem.engine.tiers.tiers import Tiers
 from tandem.engine.types import Mode
 from tandem.errors import Overloaded
 
-# Maximum number of tokens in a step whose logits are needed for log probabilities of prompts. The
-# logits of one token have 0.6 MB with a vocabulary of 150,000 tokens.
+# Maximum number of prompt tokens in a step whose logits are needed, because a request wants their
+# log probabilities. The logits of one token have 0.6 MB with a vocabulary of 150,000 tokens.
 PROMPT_LOGITS_MAX = 128
 
 _arrival = attrgetter("arrival")
@@ -92,8 +94,8 @@ class Scheduler:
         insort(self.waiting, sequence, key=_arrival)
 
     def start(self, sequence: Sequence) -> None:
-        """Makes a sequence RUNNING. The sequence must have its blocks. It does not wait for a
-        peer's KV any more."""
+        """Makes a sequence RUNNING, so that it does not wait for a peer's KV any more. The sequence
+        must have its blocks."""
         self.withdraw(sequence)
         sequence.stop_awaiting_kv()
         sequence.status = Status.RUNNING
@@ -102,8 +104,8 @@ class Scheduler:
     def start_local(self, sequence: Sequence) -> None:
         """Lets this engine compute a sequence that waited in vain for a peer's KV.
 
-        With windows or a KV budget the sequence is queued again, because it has only the blocks for
-        the KV of the peer.
+        With windows or a KV budget the sequence is queued again. It holds only the blocks that the
+        peer's KV would have filled, and computing needs others.
         """
         if self._kv.is_windowed(sequence.tables):
             self.restart_local(sequence)
@@ -114,7 +116,8 @@ class Scheduler:
         """Releases the blocks of a sequence that awaited KV, and queues it so that this engine
         computes all of it.
 
-        Blocks that were pulled for a window at one depth are of no use at another depth.
+        It keeps no block that was pulled: the blocks of a window that are needed to resume at one
+        depth are of no use at another depth.
         """
         self.withdraw(sequence)
         self._kv.release(sequence.release_tables(), unsafe_blocks)
@@ -151,16 +154,16 @@ class Scheduler:
         self.deadlines.check(sequence, before)
 
     def find_late(self) -> list[tuple[Sequence, Overloaded]]:
-        """Returns the sequences whose first token would be late and that have no computed token
-        yet, each with the error for its client."""
+        """Returns each sequence whose first token would be late, with the error for its client.
+        Leaves out sequences of which a step has computed tokens."""
         return list(self.deadlines.find_late([*self.running, *self.waiting]))
 
     def returnable(self, sequence_ids: Collection[str]) -> list[Sequence]:
-        """Returns those of the given sequences that may be returned, so that another worker can
-        compute them. They wait and hold no blocks. The oldest comes first.
+        """Returns those of the given sequences that another worker may compute instead, the oldest
+        first. They wait and hold no blocks.
 
-        Sequences that wait for a grammar, or for blocks that other sequences provide, are left out.
-        On another worker they would wait too, or more of their tokens would have to be computed.
+        Sequences that wait for a grammar or for blocks are left out. Another worker would wait for
+        the grammar too, or would have to compute the blocks that are about to be available here.
         """
         return [
             s
@@ -327,8 +330,8 @@ class Scheduler:
         depth = self._kv.match(hashes := sequence.reusable_hashes)
         parent = find_parent(sequence, self.running, depth)
         part = self._kv.find_partial_block(*sequence.reusable_part(depth))
-        # Tries with the partly matching block first, and then without it: the pool may have to
-        # evict this block to have room.
+        # Tries to start with a copy of the partly matching block first, and then without it. The
+        # pool may have to evict this block to have room.
         for each in (part, None):
             start = sequence.plan(depth, parent, each)
             if self._kv.can_reserve(
@@ -343,13 +346,14 @@ class Scheduler:
         return None
 
     def _has_slot(self, sequence: Sequence, schedule: Schedule) -> bool:
-        """Returns whether a sequence can be admitted besides the sequences that are admitted
+        """Returns whether a sequence can be admitted in addition to those that are admitted
         already.
 
-        A sequence that will decode here needs a running slot. It also needs a place in each step
-        besides all admitted sequences. Otherwise sequences that await KV could fill every step once
-        their KV has arrived, and no prompt would be computed. A PREFILL_ONLY sequence does not wait
-        for sequences that await KV, because two workers may prefill for each other.
+        A sequence that will decode here needs a running slot, and the number of admitted sequences
+        must stay within `max_num_seqs`. Sequences that await KV count too. Otherwise they could
+        fill every step once their KV has arrived, and no prompt would be computed. A PREFILL_ONLY
+        sequence does not wait for sequences that await KV, because two workers may prefill for each
+        other.
         """
         if sequence.mode is not Mode.PREFILL_ONLY:
             admitted = (*self.running, *self.awaiting, *self.loading)
@@ -373,8 +377,8 @@ class Scheduler:
         )
 
     def _prefill_rates(self) -> WorkerRates | None:
-        """Returns the prefill rates in steps that also decode the current sequences; None before
-        rates are measured."""
+        """Returns how fast this engine computes prompts in steps that also decode its current
+        sequences. Returns None before this was measured."""
         rates = self._step_time.rates(self._unmeasured)
         num_decoding = sum(s.in_decode for s in self.running)
         return beside_decode(rates, self.chunk_tokens, num_decoding) if rates.measured else None
@@ -384,8 +388,8 @@ class Scheduler:
 
     @property
     def chunk_tokens(self) -> int:
-        """Largest number of prompt tokens that fit into a step besides the sequences that decode
-        now, for the first chunk of a prompt."""
+        """Largest number of tokens for the first chunk of a prompt, in a step that also decodes the
+        current sequences."""
         decoding = [s for s in self.running if s.in_decode]
         contexts = sum(s.num_computed_tokens for s in decoding)
         work = StepWork(decode_tokens=len(decoding), decode_contexts=contexts)
@@ -393,7 +397,7 @@ class Scheduler:
 
     def _tokens_left(self, schedule: Schedule, context: int) -> int:
         """Returns the largest number of tokens that a further chunk of this step may have.
-        `context` is the number of tokens before the chunk in its sequence."""
+        `context` is the number of tokens that the chunk's sequence has before the chunk."""
         tokens_left = self._max_tokens_per_step - schedule.work.num_tokens
         in_time = self._step_time.chunk_max(schedule.work, context)
         return max(0, tokens_left if in_time is None else min(tokens_left, in_time))
@@ -411,15 +415,16 @@ class Scheduler:
         num_tokens = min(num_tokens, sequence.num_next_tokens)
         if sequence.needs_mask_first:
             num_tokens = min(num_tokens, sequence.num_missing_tokens - 1)
-        # A window's pool may have room for only a part of the chunk, while other sequences hold
-        # blocks for their own chunks.
+        # Shortens the chunk if the pool of a window has too few blocks, because other sequences
+        # hold blocks for their own chunks.
         end = self._kv.extend(sequence.tables, sequence.num_computed_tokens + num_tokens)
         if end > sequence.num_computed_tokens:
             schedule.add(sequence, end - sequence.num_computed_tokens)
 
     def computed(self, chunk: Chunk) -> None:
-        """Updates `pull_lag_s` of a chunk's sequence: the time for which the consumer's pulls still
-        continue. Must be called before the chunk's tokens count as computed."""
+        """Updates `pull_lag_s` of a chunk's sequence: the seconds for which the consumer still
+        pulls once the chunk is computed. Must be called before the chunk's tokens count as
+        computed."""
         sequence = chunk.sequence
         link = self._link(sequence)
         rate = self._step_time.prefill_rate

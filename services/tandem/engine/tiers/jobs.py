@@ -1,10 +1,10 @@
 """The jobs of the tiers' threads: writes of blocks to a tier, and loads of a sequence's blocks from
 tiers.
 
-A job keeps its resources until the engine handles its end: the block of a write is not allocated
-again, and the slots of a load stay referenced. A job cannot be stopped in the middle of a block. A
-load that fails or is cancelled ends only when all copies that it has started to the device are
-done.
+A job keeps its resources until the engine has handled the end of the job: the block of a write is
+not allocated again, and the slots of a load stay referenced. A job cannot be stopped in the middle
+of a block. A load that fails or is cancelled ends only when all copies that it has started to the
+device are done.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from tandem.engine.tiers.storage import BadBlock, Bytes, Entry, Storage
 log = logging.getLogger(__name__)
 
 _AHEAD = 16  # maximum number of reads in flight for one load
-# Read errors that may be temporary: a busy device, or a storage path that is failing over. Such a
-# read is tried a second time, which costs little. Without the second try, the engine would have to
-# compute this block and all blocks before it, because a load reads from the last block to the
-# first.
+# Error numbers of reads that may be temporary: a busy device, or a storage path that is failing
+# over. After such an error, the read is tried once more. Otherwise the engine would have to compute
+# this block and all blocks before it, because a load reads from the last block to the first.
 _PASSING = frozenset({errno.EINTR, errno.EAGAIN, errno.EIO})
 
 
@@ -37,8 +36,9 @@ class Target:
 
     tier: int
     storage: Storage
-    # Slots on which the write holds a reference until it is settled. The block is written to the
-    # last one.
+    # The slots that this write references until it is settled. The block is written to the last
+    # slot. If an unreadable copy is replaced, the slots of the blocks before it in the chain come
+    # first.
     table: list[int]
     # True: an unreadable copy in the slot is replaced. False: the slot is empty.
     is_rewrite: bool
@@ -52,7 +52,7 @@ class Write:
     entry: Entry
     after: Event  # once the device has reached this event, the block is full
     targets: list[Target]
-    num_resets: int  # resets of the tiers before this write
+    num_resets: int  # how many times the tiers were reset before this write
     on_end: Callable[[Write, Target], object]
     group: int = 0  # the KV group of the block
 
@@ -113,7 +113,8 @@ def _call_all(calls: Iterable[Callable[[], None]]) -> None:
     for call in calls:
         try:
             call()
-        except BaseException as error:  # a panic in obstore is a BaseException, but no Exception
+        # A panic in obstore is a BaseException, but not an Exception.
+        except BaseException as error:
             errors.append(error)
     if errors:
         raise errors[0]
@@ -150,9 +151,9 @@ class LoadPart(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """Loads the missing blocks of one sequence from tiers, the last block first. Meanwhile the
-    engine may compute the first blocks: it takes their parts from the load (`take`), and the load
-    does not read them. A part is the read of one block.
+    """Loads the missing blocks of one sequence from tiers, the last block first. A part of a load
+    is the read of one block. Meanwhile the engine may compute the first blocks: it takes parts from
+    the load (`take`), and the load does not read them.
 
     A load of 10 parts, in the middle of its work:
 
@@ -167,16 +168,17 @@ class Load:
     """
 
     sequence_id: str
-    # hashes of the prompt's blocks, from the first block to the last one to load
+    # Hashes of the prompt's blocks, from the prompt's first block to the load's last block.
     chain: Sequence[bytes]
     parts: list[LoadPart]  # sorted by tier, the fastest first, and for each tier by chain index
-    # The slots that stay referenced until the load ends. The key is (tier, group).
+    # The slots that the load references until it ends, by (tier, group).
     tables: dict[tuple[int, int], list[int]]
-    # The average size of a part, divided by the sum of the block sizes of all KV groups. 1.0 if the
-    # model has one group.
+    # Average block size of the parts, as a fraction of the block sizes of all KV groups together.
+    # For example, with two groups whose blocks have 3 MB and 1 MB, a load of only the first group's
+    # blocks has a share of 0.75. With one group it is 1.0.
     share: float
-    # Number of first parts that the engine is expected to compute, so the load does not read ahead
-    # into them.
+    # Number of parts, from the first one on, that the engine is expected to compute. Reads that are
+    # started in advance leave out these parts.
     num_spared: int
 
     channels: Sequence[Sequence[Channel]]  # channels[group][tier]
@@ -185,27 +187,28 @@ class Load:
     on_end: Callable[[Load], object]
     continue_in: Callable[[int, Load], object]  # continues the load in the thread of the given tier
 
-    # These fields are set by the load, its thread and the engine.
+    # The fields from here on change during the load.
     num_taken: int = field(default=0, init=False)
-    # number of parts at the end that are loaded or being read
+    # Number of parts at the end of `parts` that are loaded or being read.
     num_begun: int = field(default=0, init=False)
-    num_read: int = field(default=0, init=False)  # number of parts at the end that are loaded
+    # Number of parts at the end of `parts` that are loaded.
+    num_read: int = field(default=0, init=False)
     failed: LoadPart | None = field(default=None, init=False)
-    # True: the sequence is gone, so the load starts no more reads.
+    # True: the load was cancelled, so it starts no more reads.
     is_cancelled: bool = field(default=False, init=False)
-    # for each tier, the index in `parts` after the tier's last part
+    # For each tier, 1 + the index in `parts` of the tier's last part.
     ends: dict[int, int] = field(init=False)
     tier: int = field(init=False)  # the tier from which the load reads now
     # `clock` time at which the load was submitted to the current tier's thread
     submitted_at: float = field(init=False)
-    # `clock` time at which the last block from the current tier was loaded; 0: none yet
+    # `clock` time at which the load got its latest block from the current tier; 0: none yet.
     progress_at: float = field(default=0.0, init=False)
-    # for each tier, the seconds spent on its reads
+    # By tier: seconds that the load spent on reads from this tier.
     seconds: dict[int, float] = field(default_factory=dict, init=False)
-    # for each tier, the expected seconds per part
+    # By tier: seconds that one part was expected to take at the start of the load.
     expected_s: dict[int, float] = field(default_factory=dict, init=False)
-    # (time at which the reads of the current tier started, number of parts loaded before that,
-    # index of the tier's first part). None before the reads start.
+    # When the reads of the current tier started: (time, number of parts loaded before, index of the
+    # tier's first part). None before the reads start.
     _since: tuple[float, int, int] | None = field(default=None, init=False)
     # Copies in flight: the event at the end of each copy, in the order in which the copies started.
     _copies_in_flight: deque[Event] = field(default_factory=deque, init=False)
@@ -232,14 +235,14 @@ class Load:
 
     @property
     def num_free(self) -> int:
-        """Number of first parts that the load has not begun to read. The engine has taken some of
-        them, or may take them."""
+        """Number of parts, from the first one on, that the load has not begun to read. The engine
+        has taken some of these parts, or may take them."""
         return len(self.parts) - self.num_begun
 
     def take(self, num_parts: int) -> int:
-        """Lets the engine compute the first `num_parts` parts instead of the load, except those
-        that the load has begun to read. Returns the total number of parts that the engine has
-        taken."""
+        """Gives the first `num_parts` parts to the engine, which computes their blocks. Parts that
+        the load has begun to read are not given. Returns the total number of parts that the engine
+        has taken."""
         with self._lock:
             self.num_taken = max(self.num_taken, min(num_parts, self.num_free))
             return self.num_taken
@@ -273,7 +276,7 @@ class Load:
 
     @property
     def unsafe_parts(self) -> list[LoadPart]:
-        """The parts whose blocks the load may write before it ends."""
+        """The parts whose blocks the load may still write."""
         return self.parts[self.num_taken :]
 
     @property
@@ -293,7 +296,7 @@ class Load:
         first = next(i for i, part in enumerate(self.parts) if part.tier == self.tier)
         self._since = self.clock(), self.num_read, first
         begun: deque[Callable[[Bytes], None]] = deque()
-        num_ahead = self.num_begun  # number of parts at the end whose reads were started
+        num_ahead = self.num_begun  # number of parts at the end of `parts` whose reads were started
         while (part := self._begin(first)) is not None:
             wanted = len(self.parts) - max(self.num_spared, self.num_taken, first)
             wanted = max(self.num_begun, min(wanted, self.num_begun + _AHEAD))

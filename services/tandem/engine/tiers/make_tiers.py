@@ -32,13 +32,13 @@ CHAIN_TOKENS = 8192  # a typical length of a conversation or a document
 
 @dataclass(frozen=True, slots=True)
 class TierInputs:
-    """What the functions need that create a tier's storages. `blocks`, `identities` and `seals`
-    have one item for each KV group."""
+    """Arguments of the functions in `STORAGES`, which create the storages of a tier. `blocks`,
+    `identities` and `seals` have one item for each KV group."""
 
     config: EngineConfig
     layout: KvLayout
     blocks: Sequence[DeviceBlocks]  # the blocks of the KV pools
-    identities: Sequence[str]  # each names everything on which the group's KV depends
+    identities: Sequence[str]  # each text names everything on which the KV of one group depends
     seals: Sequence[Seal]
 
 
@@ -120,7 +120,7 @@ def _store_storages(inputs: TierInputs) -> list[Storage]:
     return [first, *others]
 
 
-# For each tier in KV_TIERS, the function that creates its storages, one for each KV group.
+# For each tier in KV_TIERS: the function that creates the tier's storages, one for each KV group.
 STORAGES: dict[str, Callable[[TierInputs], list[Storage]]] = {
     HOST: _host_storages,
     DISK: _disk_storages,
@@ -131,13 +131,13 @@ STORAGES: dict[str, Callable[[TierInputs], list[Storage]]] = {
 def _divide(
     option: str, given: int, layout: KvLayout, slots: Sequence[int], fixed: int = 0
 ) -> list[int]:
-    """Divides the bytes of a tier among the KV groups, after it has subtracted `fixed` bytes.
+    """Divides the `given` bytes of a tier, without `fixed` bytes of overhead, among the KV groups.
     `slots` has the bytes of one slot in each group.
 
-    Each group gets bytes in proportion to what it stores of a chain of `CHAIN_TOKENS` tokens. A
-    group without a window stores the whole chain. A group with a window stores the blocks for two
-    requests: one resumes after the prompt, the other after the end of the chain. Raises ConfigError
-    if a group would have no slot.
+    Each group gets bytes in proportion to the blocks that it stores for a chain of `CHAIN_TOKENS`
+    tokens. A group without a window stores the whole chain. A group with a window stores the blocks
+    for two requests: one resumes after the prompt, the other after the end of the chain. Raises
+    ConfigError if a group would have no slot.
     """
     chain = layout.blocks_of(CHAIN_TOKENS)
     needs = [

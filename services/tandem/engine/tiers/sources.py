@@ -42,8 +42,8 @@ class Sources:
         """Returns, for each tier, the depth to which a chain can be loaded from this tier and the
         faster ones, and the seconds per block.
 
-        Only tiers in `tiers` are used. The seconds are an average over the blocks after the first
-        `held` blocks, which the pool has. They are 0 if no load was measured.
+        Only tiers in `tiers` are used. The pool has the first `held` blocks; the seconds are an
+        average over the other blocks. They are 0 if no load was measured.
         """
         if not self._layout.has_windows:
             return [
@@ -63,11 +63,11 @@ class Sources:
     def find_parts(
         self, block_hashes: Sequence[bytes], wanted: Sequence[UnfilledBlock], tiers: Sequence[Tier]
     ) -> tuple[list[LoadPart], Tables]:
-        """Returns the parts of a load, sorted by tier with the fastest first, and the slots that
-        are now referenced for them.
+        """Returns the parts of a load (one read for each wanted block), the fastest tier first, and
+        the slots that are now referenced for these reads.
 
-        Each wanted block must be in a tier. A tier outside `tiers` provides only the blocks that no
-        tier in `tiers` has.
+        Each wanted block must be in a tier. A tier that is not in `tiers` provides only the blocks
+        that no tier in `tiers` has.
         """
         parts: list[LoadPart] = []
         tables: Tables = {}

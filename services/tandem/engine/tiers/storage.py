@@ -70,7 +70,8 @@ class Storage(Protocol):
         return []
 
     def forget(self) -> None:
-        """Empties all slots. Raises OSError. May do nothing if `entries` is always empty."""
+        """Empties all slots. A storage whose `entries` is always empty may do nothing. Raises
+        OSError."""
 
     def entries(self) -> list[tuple[int, Entry]]:
         """Returns the slots that held a block when the storage was opened."""

@@ -65,8 +65,8 @@ class TierGroup:
         return Target(self._tier, self.storage, table, is_rewrite)
 
     def settle(self, entry: Entry, target: Target, *, is_current: bool) -> None:
-        """Handles the end of a write. `is_current`: False if the tier was reset during the write.
-        The block is dropped then."""
+        """Handles the end of a write. If `is_current` is False, the tier was reset during the
+        write, and the block is dropped."""
         self._being_written.discard(entry.block_hash)
         is_new = target.is_written and is_current
         if is_new and not target.is_rewrite:
@@ -109,26 +109,27 @@ class TierGroup:
         return [name for slot in self.storage.take_lost() if (name := self.pool.hash_of(slot))]
 
     def follow_evictions(self) -> list[bytes]:
-        """Returns the hashes of the blocks evicted since the last call, without those whose copies
-        were bad. Records the evictions as events."""
+        """Returns the hashes of the blocks evicted since the last call, and records the evictions
+        as events. Leaves out blocks whose copies were unreadable."""
         removed = self.pool.take_removed()
         for block_hash in removed:
             self.events.remove(block_hash)
         return removed
 
     def _publish(self, entry: Entry) -> None:
-        # The exact index is not known. Readers only need to recognize the first block of a chain.
+        # The real index is not known here. Readers of the event only need to know whether it is 0,
+        # for the first block of a chain.
         index = int(entry.parent_hash != b"")
         self.events.store(StoredBlock(entry.parent_hash, entry.block_hash, index=index))
 
 
 class LoadRate:
-    """The measured rate of loads from a tier. With it the scheduler decides whether to load blocks
-    or to compute them.
+    """The measured rate of loads from a tier. The scheduler uses it to decide whether to load
+    blocks or to compute them.
 
-    If the rate seems too slow, loads are declined and not measured, so a wrong rate would never be
-    corrected. Therefore each declined load lowers the estimated seconds per block a little, until a
-    load is tried again.
+    While the measured rate is too slow, the scheduler declines loads. Then nothing is measured, and
+    a wrong rate would never be corrected. Therefore each declined load lowers the estimated seconds
+    per block a little, until a load is tried again.
     """
 
     def __init__(self) -> None:
@@ -158,7 +159,7 @@ class Tier:
             )
             for storage, group in zip(storages, layout.groups, strict=True)
         ]
-        self.rate = LoadRate()  # `block_s` is for one block of every KV group together
+        self.rate = LoadRate()  # `block_s` is the time for one block of each KV group together
         self.paused_until = 0.0  # no write starts before this time, in seconds of the tiers' clock
         self.num_written = 0
         self.num_loaded = 0
@@ -181,8 +182,8 @@ class Tier:
         return all(group.storage.is_ready for group in self.groups)
 
     def settle(self, group: int, entry: Entry, target: Target, *, is_current: bool) -> None:
-        """Handles the end of a write. `is_current`: False if the tier was reset during the write.
-        The block is dropped then."""
+        """Handles the end of a write. If `is_current` is False, the tier was reset during the
+        write, and the block is dropped."""
         self.num_written += target.is_written
         self.num_write_failures += not target.is_written
         self.groups[group].settle(entry, target, is_current=is_current)

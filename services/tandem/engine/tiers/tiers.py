@@ -38,7 +38,7 @@ from tandem.engine.types import TierBlocks, TierStats
 
 STALL_S = 2.0  # a load that gets no block for this many seconds is cancelled
 TURN_S = 8e-5  # seconds that a step of the engine spends on finished writes, or on new writes
-_CLOSE_S = 3.0  # seconds to write blocks without a copy when the engine closes
+_CLOSE_S = 3.0  # time limit in seconds for the last writes when the engine closes
 
 
 class Tiers:
@@ -74,10 +74,11 @@ class Tiers:
         self._starts_load = False  # True: this step starts a load
         # True: finished writes were handled after the last start of new writes.
         self._has_settled = False
-        # True: `write` was already put off for one load, so another load does not put it off again.
+        # True: new writes were already put off once, because a load started. They are not put off a
+        # second time.
         self._has_waited = False
-        # Uses that were not passed to the policies yet: (block hashes, whether to keep the blocks,
-        # priority).
+        # Uses of blocks that were not passed to the policies yet. Each item has (block hashes,
+        # whether to keep the blocks, priority).
         self._uses: list[tuple[Sequence[bytes], bool, int]] = []
         self.clock = time.monotonic
         self._writes = Writes(self._groups, tiers, self._writers, lambda: self.clock())
@@ -122,9 +123,9 @@ class Tiers:
         """Passes uses to the policies and starts new writes, for about `turn_s` seconds.
 
         Where possible, a step does only one of three things: it starts writes (here), handles
-        finished writes (in `settle`) or starts a load. The reason is the processor's caches, which
-        hold neither code nor data of these three after a step of the model. So the first block
-        takes many times as long as the next ones, for each of the three.
+        finished writes (in `settle`) or starts a load. After a step of the model, the processor's
+        caches hold neither code nor data for these tasks. So the first block of each task takes
+        many times as long as the next ones.
         """
         waits = self._settles or (self._starts_load and not self._has_waited)
         self._has_waited |= self._starts_load
@@ -158,7 +159,7 @@ class Tiers:
     def reach(self, block_hashes: Sequence[bytes], held: int = 0) -> list[TierReach]:
         """Returns, for each tier, how many leading blocks of a chain can be loaded from this tier
         and the faster ones, and the seconds per block. The seconds are an average over the blocks
-        after the first `held` blocks; 0: not measured."""
+        after the first `held` blocks, which the pool has. They are 0 if no load was measured."""
         return self._sources.reach(block_hashes, held, self._readable)
 
     def known_depth(self, block_hashes: Sequence[bytes]) -> int:
@@ -180,8 +181,8 @@ class Tiers:
         *,
         num_spared: int = 0,
     ) -> None:
-        """Starts a load of the `wanted` blocks of a chain. They are sorted by chain index within
-        each group, and each must be in a tier.
+        """Starts a load of the `wanted` blocks of a chain. The wanted blocks are sorted by chain
+        index within each group, and each must be in a tier.
 
         The engine is expected to compute the first `num_spared` of these blocks during the load
         (`Load.take`). `num_spared` must be 0 if there are several groups.
@@ -344,8 +345,8 @@ class Tiers:
         """Handles a block that could not be read. Marks the tier's copies of this block and of all
         earlier blocks in the chain as bad, except the copies that this load has read.
 
-        Damage often affects several blocks, and each bad block would end another load. Bad copies
-        are written again when their blocks are computed. If the tier is not ready, only the block
+        Damage often affects several blocks, and each unreadable block would end another load. A bad
+        copy is written again when its block is computed. If the tier is not ready, only the block
         that could not be read is marked, because the error says nothing about other blocks.
         """
         tier = self.tiers[failed.tier]

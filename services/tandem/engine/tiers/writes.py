@@ -25,7 +25,7 @@ from tandem.engine.tiers.storage import Entry
 from tandem.engine.tiers.tier import Tier, is_held
 
 HUNG_S = 2.0  # a tier with writes in flight hangs if none of them ends for this many seconds
-_PAUSE_S = 1.0  # seconds without new writes after a write failed; the disk may be full
+_PAUSE_S = 1.0  # seconds without new writes to a tier after a failed write; its disk may be full
 _WRITES_MAX = 64  # maximum number of writes in flight for one KV group
 
 
@@ -38,7 +38,7 @@ class PoolGroup:
     blocks: DeviceBlocks
     channels_out: list[Channel]  # channels of the writer threads, one per tier
     channels_in: list[Channel]  # channels of the reader threads, one per tier
-    # writes in flight, by the block's id in the pool
+    # Writes in flight, by the block's id in the pool.
     writes: dict[int, Write] = field(default_factory=dict)
     writes_max: int = field(init=False)
 
@@ -66,7 +66,8 @@ class WriteProgress:
     def __init__(self) -> None:
         self._num_begun = 0
         self._num_ended = 0
-        # the last time at which a write ended, or started while no other was in flight
+        # Time at which the last write ended, or at which a write started while no other was in
+        # flight.
         self._at = 0.0
 
     def begin(self, now: float) -> None:
@@ -120,8 +121,8 @@ class Writes:
         return any(g.wants_writes(hung) for g in self._groups) and bool(self._writable(hung))
 
     def start(self, until: float) -> None:
-        """Starts to write blocks that have no copy, one block of each group in turn. One job writes
-        all of them that have the same tier and group.
+        """Starts to write blocks that have no copy, one block of each group in turn. The writes of
+        one group to one tier run as one job.
 
         Continues until the time `until` of `time.perf_counter`, but starts at least one block.
         """

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tandem.models.gguf.metadata import GgufMetadata
 
 CACHE_DIR_VARIABLE = "TANDEM_CACHE_DIR"
-# name of the file in a converted folder that records the GGUF file's path
+# Each converted folder has a file of this name, which records the path of the GGUF file.
 CONVERSION_FILE = "tandem_conversion.json"
 
 # Part of the cache key. It must be incremented with every change to the output of a conversion.
@@ -174,11 +174,11 @@ def _convert(files: Sequence[Path], folder: Path) -> None:
 
     with naming(files[0]):
         stored, metadata, config, generation = _read(files)
-        # raises UnsupportedModel for a model that cannot be run
+        # This call raises UnsupportedModel if the model cannot be run.
         ModelConfig.from_hf(config, generation)
         tensors = [tensor for tensor in stored if tensor.name not in ROPE_TABLES]
         for tensor in tensors:
-            # raises UnsupportedModel for an unknown tensor
+            # This call raises UnsupportedModel if the tensor is unknown.
             hf_name(tensor.name, config["architectures"][0])
         write_json(folder / "config.json", config)
         write_json(folder / "generation_config.json", generation)

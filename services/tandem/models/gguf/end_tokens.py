@@ -1,9 +1,9 @@
 """Finds the tokens of a GGUF model that end an answer.
 
-End tokens are those that the file names, and others that this module recognizes by their text.
-Recognition by text is needed because converters name only one end token: they name `<eos>` for an
-instruction-tuned Gemma, whose turns end with `<end_of_turn>`. Texts and exceptions are llama.cpp's
-(special_eog_ids in https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp).
+The file names some end tokens. This module recognizes further end tokens by their text, because
+converters name only one: for an instruction-tuned Gemma they name `<eos>`, although a turn ends
+with `<end_of_turn>`. Texts and exceptions are llama.cpp's (special_eog_ids in
+https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp).
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ _ENDS = frozenset(
         *("<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|tool_response>"),
     )
 )
-# Texts of tokens that end an answer only if they are marked as control tokens. Ordinary text may
-# contain these: `</s>` is also an HTML tag, for which Gemma has a token.
+# Texts of tokens that end an answer only if the tokens are marked as control tokens. Ordinary text
+# may contain these texts: `</s>` is also an HTML tag, for which Gemma has a token.
 _ENDS_IF_CONTROL = frozenset(
     (
         *("</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~["),
-        # Code models write these tokens after the end of a file, before the next file or before
-        # padding.
+        # Code models write these tokens after the end of a source file.
         *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
         *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
     )

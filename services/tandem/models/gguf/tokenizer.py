@@ -27,8 +27,8 @@ from tandem.models.gguf.end_tokens import CONTROL, UNUSED, USER_DEFINED, token_t
 from tandem.models.gguf.metadata import GgufMetadata, special_key
 
 _SPACE = "▁"
-# Maximum length of a token of the vocabulary, in characters. The time to find the merges of a token
-# grows with the square of the length.
+# Maximum length of a token in the vocabulary, in characters. The time to find the merges of a token
+# grows with the square of the token's length.
 _PIECE_MAX = 1024
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -90,8 +90,8 @@ _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 _NFC_NAMES = ("qwen2", "deepseek-r1-qwen")
 _BEGINNING_WITH_BOS = (*_LLAMA3_NAMES, "tekken")
 _IGNORING_MERGES = (*_LLAMA3_NAMES, "tekken")
-# Value of tokenizer.ggml.pre -> patterns that split the text. Each pattern splits the pieces that
-# the previous pattern left.
+# Value of tokenizer.ggml.pre -> regular expressions that split a text before BPE. The first one
+# splits the text, and each following one splits the pieces further.
 _PATTERNS = {
     **dict.fromkeys(("gpt-2", "olmo"), (_GPT2,)),
     **dict.fromkeys(("smollm", "refact"), (r"\p{N}", _GPT2)),

@@ -3,10 +3,10 @@
 A rotation renames ID.log to ID.log.1, which replaces the previous ID.log.1, and creates a new
 ID.log.
 
-`tandem up` starts a process with a log file as standard output and error. The process started by
-`tandem up` rotates the file. Child processes of that process, such as the engine, detect the rename
-and open the new file. Each process replaces the file descriptors 1 and 2, so the output of native
-code also goes to the new file.
+`tandem up` starts each process with a log file as standard output and error. This process rotates
+the file. The child processes of this process, such as the engine, detect the rename and open the
+new file. Each process replaces the file descriptors 1 and 2, so the output of native code also goes
+to the new file.
 """
 
 import logging
@@ -21,21 +21,22 @@ from typing import Self
 
 from tandem.errors import BadRequest
 
-FILE_VARIABLE = "TANDEM_LOG_FILE"  # environment variable with the path of the process's log file
+# Name of the environment variable that has the path of the process's log file.
+FILE_VARIABLE = "TANDEM_LOG_FILE"
 BYTES_MAX = 32 << 20
 NO_FILE = "its log is no file of its own; on Kubernetes, `kubectl logs POD` prints a pod's"
-PIECE_BYTES_MAX = 256 << 10  # default of the maximum number of bytes that `read_piece` returns
+PIECE_BYTES_MAX = 256 << 10  # `read_piece` returns at most this many bytes by default
 
 
 def older(path: Path) -> Path:
-    """Returns the path to which the log at `path` is renamed by a rotation."""
+    """Returns the path that the log file at `path` gets when it is rotated."""
     return path.with_name(f"{path.name}.1")
 
 
 @dataclass(frozen=True, slots=True)
 class LogPosition:
-    """A position in a log: the inode of a file and an offset in that file. Inode 0 means the start
-    of the log."""
+    """A position in a log: the inode of one of the log's files and an offset in this file. Inode 0
+    means the start of the log."""
 
     inode: int = 0
     offset: int = 0
@@ -43,7 +44,7 @@ class LogPosition:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parses the text that `str` returns for a position. An empty text means the start of the
-        log. Raises BadRequest."""
+        log. Raises BadRequest for any other text."""
         if not text:
             return cls()
         if not (found := re.fullmatch(r"(\d{1,20})-(\d{1,18})", text, re.ASCII)):
@@ -58,18 +59,18 @@ class LogPosition:
 def read_piece(
     path: Path, after: LogPosition, bytes_max: int = PIECE_BYTES_MAX
 ) -> tuple[bytes, LogPosition]:
-    """Reads at most `bytes_max` bytes of a log from a position. Returns the bytes and the position
-    after them. The bytes are b"" if the log has no more yet. If the log has more than `bytes_max`,
-    the result ends with a complete line.
+    """Reads at most `bytes_max` bytes of a log from the position `after`. Returns the bytes and the
+    position for the next call. The bytes are b"" if the log has no more bytes yet. If the log has
+    more than `bytes_max` bytes, the result ends with a complete line.
 
-    A log has up to two files. If the position is in the renamed file, the calls read that file to
-    its end, and then the new file from its start. If the file of the position no longer exists, the
-    log is read from the start of the older file.
+    A log has up to two files. If the position is in the older file, repeated calls first read the
+    rest of the older file, and then the newer file. If the file of the position no longer exists,
+    the result begins with the start of the older file.
     """
     with ExitStack() as stack:
         opened: dict[int, BufferedReader] = {}
-        # The newer file is opened first. If a rotation renames it between the two steps, the second
-        # step finds it again, so no file is missed.
+        # The newer file is opened first. If a rotation renames the newer file before the older one
+        # is opened, the same file is opened twice, but no file is missed.
         for name in (path, older(path)):
             with suppress(FileNotFoundError):
                 file = stack.enter_context(name.open("rb"))
@@ -94,8 +95,8 @@ def read_piece(
 
 
 class LogFileHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Logs to standard error. If standard error is a log file, the handler rotates that file when
-    it is too large."""
+    """Logs to standard error. If standard error is a log file that has become too large, the
+    handler rotates the file."""
 
     def __init__(self, path: Path, bytes_max: int = BYTES_MAX) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ class LogFileHandler(logging.StreamHandler):  # type: ignore[type-arg]
         self._renames = os.getsid(0) == os.getpid()
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):  # On an error, such as a full disk, the old file stays in use.
+        with suppress(OSError):  # on an error, such as a full disk, the old file stays in use
             self._keep_small()
         super().emit(record)
 
@@ -120,8 +121,7 @@ class LogFileHandler(logging.StreamHandler):  # type: ignore[type-arg]
                 self._path.rename(older(self._path))
         file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         for descriptor in (1, 2):
-            # Only a descriptor of the old log file is replaced, not one of a pipe or of another
-            # file.
+            # A descriptor of a pipe or of another file is not replaced.
             if os.path.samestat(os.fstat(descriptor), ours):
                 os.dup2(file, descriptor)
         os.close(file)

@@ -30,7 +30,7 @@ from tandem.net.observability.log_file import FILE_VARIABLE, LogFileHandler
 
 LEVEL_VARIABLE = "TANDEM_LOG_LEVEL"
 FORMAT_VARIABLE = "TANDEM_LOG_FORMAT"
-STACKS_SIGNAL = signal.SIGUSR2  # The process that receives it writes the stacks of its threads.
+STACKS_SIGNAL = signal.SIGUSR2  # a process that gets this signal writes the stacks of all threads
 _JSON_NAMES = {"asctime": "time", "levelname": "level", "name": "logger", "exc_info": "exception"}
 
 
@@ -45,14 +45,15 @@ def configure_logging(process: str) -> None:
         raise ConfigError(f"{LEVEL_VARIABLE} is {level!r}; it must be a level, such as DEBUG")
     logging.basicConfig(handlers=[handler], level=level, force=True)
     faulthandler.enable(file=2)  # writes the stacks of all threads if native code crashes
-    # writes the stacks of all threads on STACKS_SIGNAL, to examine a process that hangs
+    # On STACKS_SIGNAL, writes the stacks of all threads, which shows where a process hangs.
     faulthandler.register(STACKS_SIGNAL, file=2)
     for noisy in ("httpx", "httpcore", "httpx2", "httpcore2", "asyncio", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 def about(sequence_id: str) -> dict[str, str]:
-    """Builds the `extra` of a log line about a sequence: the id of the sequence's request.
+    """Returns the argument `extra` for a log line about a sequence. It has the id of the sequence's
+    request.
 
     Sequence ids are `REQUEST#ATTEMPT` in decode workers and `REQUEST#LEASE` in prefill workers.
     """

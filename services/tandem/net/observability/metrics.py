@@ -1,7 +1,7 @@
-"""Lets a class declare Prometheus metrics as attributes. Routers and workers share the histogram
+"""Lets a class declare Prometheus metrics as attributes. Routers and workers use the same histogram
 buckets.
 
-Each instance of such a class registers metrics of its own:
+In this example, `Requests` declares a counter, and each instance of `Requests` has its own counter:
 
 class Requests(MetricSet):
     ended = counter("tandem_requests", "Requests by outcome", "outcome")
@@ -28,8 +28,8 @@ M = TypeVar("M", bound=MetricWrapperBase)
 
 @dataclass(frozen=True)
 class Declared(Generic[M]):
-    """The declaration of a metric in the class body of a MetricSet. In an instance of the
-    MetricSet, the attribute of the same name is the registered metric."""
+    """The declaration of a metric as an attribute of a MetricSet class. In an instance of the
+    class, the attribute is the registered metric."""
 
     kind: type[M]
     name: str
@@ -55,7 +55,8 @@ def gauge(name: str, text: str, *labels: str) -> Declared[Gauge]:
 
 
 def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Declared[Histogram]:
-    """Declares a histogram. `buckets` are upper bounds in the unit at the end of the name."""
+    """Declares a histogram. `buckets` has the upper bounds of the buckets. Their unit is at the end
+    of the metric's name, such as "_seconds"."""
     return Declared(Histogram, name, text, labels, {"buckets": buckets})
 
 
@@ -66,9 +67,8 @@ class MetricSet:
     def __init__(
         self, registry: CollectorRegistry, common: Mapping[str, str] | None = None
     ) -> None:
-        """`common` has names and values of labels that every metric gets. A metric without other
-        labels is ready to use: `common` values are already set, so callers need not call
-        `labels`."""
+        """`common` maps label names to values. Every metric gets these labels with these values, so
+        callers call `labels` only for a metric's other labels."""
         for name, declared in vars(type(self)).items():
             if isinstance(declared, Declared):
                 setattr(self, name, declared.register(registry, common or {}))
@@ -77,8 +77,7 @@ class MetricSet:
 def gauges(
     name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
 ) -> GaugeMetricFamily:
-    """Builds a family of gauges. Each row has the values of the labels and the value of the
-    gauge."""
+    """Builds a family of gauges. Each row is (values of the labels, value of the gauge)."""
     family = GaugeMetricFamily(name, text, labels=labels)
     for values, value in rows:
         family.add_metric(values, value)

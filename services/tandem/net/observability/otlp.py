@@ -1,10 +1,15 @@
 """Reads OpenTelemetry's environment variables: whether and how traces and metrics are sent over
 OTLP.
 
-OpenTelemetry calls traces and metrics signals. A signal is on if OTEL_EXPORTER_OTLP_ENDPOINT or the
-signal's own endpoint variable is set. OTEL_SDK_DISABLED=true turns both signals off.
-OTEL_TRACES_EXPORTER=none and OTEL_METRICS_EXPORTER=none turn one of them off. Source:
-OpenTelemetry's "Environment Variable Specification".
+OpenTelemetry calls traces a signal, and metrics another signal. A signal is on if
+OTEL_EXPORTER_OTLP_ENDPOINT or the signal's own endpoint variable is set.
+
+    variable                       effect
+    OTEL_SDK_DISABLED=true         traces and metrics are off
+    OTEL_TRACES_EXPORTER=none      traces are off
+    OTEL_METRICS_EXPORTER=none     metrics are off
+
+Source: OpenTelemetry's "Environment Variable Specification".
 """
 
 from __future__ import annotations
@@ -66,7 +71,8 @@ def needs_sdk(what: str) -> Iterator[None]:
 
 
 def close_within(shutdown: Callable[[], object]) -> None:
-    """Calls `shutdown`, which sends the remaining data, and returns after CLOSE_S at the latest."""
+    """Calls `shutdown`, which sends the remaining data. Returns after at most CLOSE_S seconds, even
+    if `shutdown` is still running."""
     closing = threading.Thread(target=shutdown, daemon=True)
     closing.start()
     closing.join(CLOSE_S)

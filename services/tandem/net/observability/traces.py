@@ -1,13 +1,14 @@
 """OpenTelemetry traces: one for each request across router, decode and prefill worker.
 
 Tracing is off unless OpenTelemetry's environment variables turn it on (otlp.py). While tracing is
-off, the SDK is not loaded, and every request has `NO_SPAN` with the API's no-op tracer. If tracing
-is on, OpenTelemetry's variables set protocol, headers, sampler, limits and names.
+off, the SDK is not loaded, and every request has the span `NO_SPAN`, which records nothing. If
+tracing is on, OpenTelemetry's variables set protocol, headers, sampler, limits and names.
 
 A process calls `begin` when it receives a request, `stage` when a stage of the request has ended,
-and `end` at the end of the request. The router sends the `headers` of its span (W3C Trace Context)
-to the decode worker with the request, so the decode worker's span becomes a child of the router's
-span. Each process does the same towards the next process. Times are `time.monotonic()` seconds.
+and `end` at the end of the request. When a process sends the request to another process, it also
+sends the `headers` of its span (W3C Trace Context). The span in the other process then becomes a
+child of this span: the decode worker's span is a child of the router's span. Times are
+`time.monotonic()` seconds.
 
 A thread sends the spans from a queue of limited size. If the collector is slow or missing, spans
 are lost, but requests are not delayed.
@@ -52,9 +53,9 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 class RequestSpan:
     """The span of a request in one process.
 
-    If `headers` are sent with the request to the next process, the span of that process becomes a
-    child of this span. `trace_id` has 32 hexadecimal digits. `headers` and `trace_id` are empty if
-    the request is not traced.
+    `headers` must be sent with the request to the next process, so that the span of the next
+    process becomes a child of this span. `trace_id` has 32 hexadecimal digits. `headers` and
+    `trace_id` are empty if the request is not traced.
     """
 
     def __init__(self, tracer: Tracer, span: Span) -> None:
@@ -69,8 +70,8 @@ class RequestSpan:
     def stage(
         self, name: str, began_s: float, ended_s: float, attributes: Attributes = _NONE
     ) -> None:
-        """Adds a span for a stage that has ended. A time of 0 means that the request did not reach
-        the stage; the method then does nothing."""
+        """Adds a span for a stage that has ended. Does nothing if one of the times is 0, which
+        means that the request did not reach the stage."""
         if not (began_s and ended_s and self.trace_id):
             return
         span = self._tracer.start_span(
@@ -100,7 +101,8 @@ class Tracing:
         self._tracer = provider.get_tracer("tandem") if provider is not None else NoOpTracer()
 
     def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> RequestSpan:
-        """Starts a span. If `headers` contain a trace context, the span becomes its child."""
+        """Starts a span. If `headers` has a trace context, the new span becomes a child of the span
+        in this context."""
         if self._provider is None:
             return NO_SPAN
         parent = _PROPAGATOR.extract(headers)
@@ -109,7 +111,7 @@ class Tracing:
         return RequestSpan(self._tracer, span)
 
     def close(self) -> None:
-        """Sends the remaining spans, and waits at most CLOSE_S seconds for that."""
+        """Sends the remaining spans. Returns after at most CLOSE_S seconds."""
         if self._provider is not None:
             close_within(self._provider.shutdown)
 
@@ -118,8 +120,8 @@ NO_TRACING = Tracing()
 
 
 def make_tracing(service: str, instance: str) -> Tracing:
-    """Creates the tracing that the environment variables ask for. Raises ConfigError if they turn
-    tracing on and the SDK is not installed.
+    """Creates the tracing of a process from the environment variables. Raises ConfigError if the
+    variables turn tracing on but the SDK is not installed.
 
     `service` and `instance` name the process (`make_resource`).
     """

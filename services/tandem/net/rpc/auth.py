@@ -1,10 +1,10 @@
 """Authenticates calls to a worker by the cluster's token, and authorizes them by the caller's kind
 of process (router or worker).
 
-Both checks run before a call's body is read, so that an unauthorized call costs at most one
-flow-control window of memory. gRPC reads the body of a stream only when the handler requests a
-message. A refused call is therefore passed to a stream handler that requests no message. This also
-works for calls that are not streams, because on the wire they are streams of one message.
+Both checks run before a call's body is read, so that an unauthorized call needs at most one
+flow-control window of memory. With a stream handler, gRPC reads the body only when the handler
+requests a message. So a refused call gets a stream handler that requests no message. This also
+works for calls that are not streams, because such a call is sent as a stream of one message.
 """
 
 import hmac
@@ -19,7 +19,8 @@ from tandem.common.config.tls import Kind, certificate_name
 _HEADER = "authorization"
 _REFUSAL = "the cluster's token is missing or wrong"
 _WRONG_KIND = "this call is not for the kind of process that the certificate names"
-_NAMES = "x509_subject_alternative_name"  # key of the peer's names in gRPC's authentication context
+# Key in gRPC's authentication context that has the names in the peer's certificate.
+_NAMES = "x509_subject_alternative_name"
 
 # Method of tandem.v1.Worker -> the kind of process that may call it. No process may call a method
 # that is missing here.
@@ -44,7 +45,7 @@ CALLERS: dict[str, Kind] = {
 
 
 def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """Builds the metadata that carries the cluster's token in calls between its processes."""
+    """Builds the gRPC metadata with the cluster's token. Calls between processes need it."""
     return ((_HEADER, f"Bearer {token}"),)
 
 
@@ -92,8 +93,9 @@ async def _refuse(_: Any, context: Any) -> None:
 
 
 def _checked(handler: Any, name: bytes) -> Any:
-    """Wraps a handler, so that it serves only peers whose certificate has this name. The result is
-    a stream handler, because a stream handler can check the peer before it reads the body."""
+    """Returns a handler that calls `handler` only for peers whose certificate has the name `name`.
+    The result is a stream handler, because a stream handler can check the peer before the body is
+    read."""
     serve = (
         handler.stream_stream or handler.unary_stream or handler.stream_unary or handler.unary_unary
     )

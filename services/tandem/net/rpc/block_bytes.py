@@ -1,9 +1,9 @@
 """Encodes and decodes the message BlockBytes without protobuf objects.
 
 Python's protobuf copies the bytes of a field whenever the field is set or read. This module copies
-the bytes once to encode a message, and not at all to decode one. BlockBytes has a single `bytes`
-field, so the encoded message is the field's tag, the length of the bytes, and the bytes. This is
-protobuf's format: a peer may use protobuf.
+the bytes once to encode a message, and not at all to decode a message. BlockBytes has a single
+`bytes` field, so an encoded message is the field's tag, the length of the bytes, and the bytes.
+This is the same format that protobuf writes and reads.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,11 +13,11 @@ import grpc.aio
 
 FETCH_BLOCKS = "/tandem.v1.Worker/FetchBlocks"
 PROBE = "/tandem.v1.Worker/Probe"
-_TAG = b"\x0a"  # protobuf's tag of field 1 with a length-delimited value
+_TAG = b"\x0a"  # protobuf's tag for field 1 with a value of variable length
 
 
 def encode(parts: Sequence[bytes | memoryview]) -> bytes:
-    """Encodes a message whose `data` is the concatenation of the parts."""
+    """Encodes a message. Its field `data` is the concatenation of `parts`."""
     length = sum(len(part) for part in parts)
     header = bytearray(_TAG)
     while length > 0x7F:
@@ -31,7 +31,7 @@ def decode(message: bytes) -> memoryview:
     """Returns the field `data` of a message, without a copy. Raises ValueError if the message is
     malformed."""
     if not message:
-        return memoryview(b"")  # an empty message: proto3 leaves out an empty field
+        return memoryview(b"")  # proto3 leaves out an empty field, so the message is empty, too
     if message[:1] != _TAG:
         raise ValueError("not a BlockBytes message")
     length = shift = 0

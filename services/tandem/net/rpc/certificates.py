@@ -1,7 +1,8 @@
 """A TLS certificate with its key and trusted root certificates, reloaded when the files change.
 
-The files are checked for each new connection; no task watches them. If the files do not match, for
-example a new certificate and the old key, the last valid certificate remains in use.
+For each new connection, the program checks whether the files have changed. If the files do not
+match each other, for example while only the certificate has been replaced and not yet the key, the
+last valid certificate remains in use.
 """
 
 import logging
@@ -17,8 +18,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The PEM texts of a certificate chain, its key and the trusted roots, all read at the same
-    time, and a TLS server context made from these texts."""
+    """The PEM texts of a certificate chain, of the private key and of the trusted roots, all read
+    at the same time, and a TLS server context made from these texts."""
 
     chain: bytes
     key: bytes = field(repr=False)
@@ -54,7 +55,8 @@ class CertificateFiles:
                 return self._certificate
             try:
                 read = self._read()
-                # If the files changed during the read, the next call reads them again.
+                # `stamp` is from before the read. If the files changed during the read, the next
+                # call sees other stamps and reads the files again.
                 if self._stamps() != stamp:
                     return self._certificate
                 self._certificate = read

@@ -1,5 +1,5 @@
-"""Helpers for closing gRPC channels: one converts the errors of calls that are still open, one
-closes a channel from code that cannot await."""
+"""Helpers for closing gRPC channels. One converts the errors of calls that are open when a channel
+is closed. The other closes a channel from code that cannot await."""
 
 import asyncio
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ from tandem.errors import TandemError
 
 @contextmanager
 def foreign_cancellation_raises(error: TandemError) -> Iterator[None]:
-    """Converts a CancelledError to `error`, unless the current task itself was cancelled.
+    """Converts a CancelledError to `error`, unless the current task was cancelled.
 
-    When a channel is closed, gRPC raises CancelledError in every task that awaits a call of the
-    channel.
+    When a channel is closed, gRPC raises CancelledError in each task that awaits a call of the
+    channel, although the task was not cancelled.
     """
     try:
         yield

@@ -1,8 +1,8 @@
 """Converts between structs and the messages of proto/tandem/v1/worker.proto, by field name.
 
-A field of a message gets the value of the struct's field with the same name. A struct inside a
-field is converted to the message of that field. In the other direction, a field that the message
-lacks gets the struct's default. The tables below list the few fields that need more than this.
+A field of a message gets the value of the struct's field with the same name. If the value is a
+struct, it is converted to a message, too. In the other direction, a struct's field that the message
+lacks gets the default of the struct. The dicts below list the few fields that need more than this.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ _MessageT = TypeVar("_MessageT", bound=Message)
 _StructT = TypeVar("_StructT", bound=msgspec.Struct)
 _Read = Callable[[Any], Any]
 
-# Class of a message that is a field of another message -> the class of its struct.
+# For messages inside other messages: class of the message -> class of the corresponding struct.
 _STRUCTS: Mapping[Any, type[msgspec.Struct]] = {
     pb.Adapter: Adapter,
     pb.CachedTokens: CachedTokens,
@@ -34,8 +34,8 @@ _STRUCTS: Mapping[Any, type[msgspec.Struct]] = {
     pb.Retention: Retention,
     pb.SequenceKvBudget: KvBudget,
 }
-# Field of a message -> attribute path in the struct, for fields whose value has another name in the
-# struct, or is in an inner struct.
+# Field of a message -> path of the value in the struct. Only fields whose value has another name in
+# the struct, or is in a struct inside the struct, are in this dict.
 _PLACES = {
     "Sampling.bad_words": "bad_words_token_ids",
     "SequenceInput.max_tokens": "sampling.max_tokens",
@@ -55,9 +55,9 @@ def _sampling_params(message: pb.SequenceInput) -> SamplingParams:
     )
 
 
-# Field of a message -> function that reads the field, for fields whose value is not copied
-# unchanged. For example, a repetition penalty of 0 comes from an older router that does not send
-# the field, and becomes 1.
+# Field of a message -> function that takes the message and returns the value for the struct. Only
+# fields whose value must be converted are in this dict. For example, an older router does not send
+# a repetition penalty. The message then has 0, and the struct gets 1.
 _READERS: Mapping[str, _Read] = {
     "SequenceInput.sampling": _sampling_params,
     "Sampling.repetition_penalty": lambda sampling: sampling.repetition_penalty or 1.0,
@@ -66,36 +66,37 @@ _READERS: Mapping[str, _Read] = {
 
 
 def to_message(kind: type[_MessageT], source: object, **fields: Any) -> _MessageT:
-    """Converts the struct `source` to a message of the class `kind`. `fields` replace the values of
-    single fields."""
+    """Converts the struct `source` to a message of the class `kind`. A field in `fields` gets the
+    value given there instead of the struct's value."""
     values_of = _writer(kind, type(source), tuple(fields))  # type: ignore[arg-type]
     return kind(**values_of(source), **fields)
 
 
 def to_struct(kind: type[_StructT], message: Message, **fields: Any) -> _StructT:
-    """Converts a message to a struct of the class `kind`. `fields` replace the values of single
-    fields. A field that the message lacks gets the struct's default."""
+    """Converts a message to a struct of the class `kind`. A field in `fields` gets the value given
+    there instead of the message's value. A field that the message lacks gets the struct's
+    default."""
     return kind(**{**to_fields(kind, message), **fields})
 
 
 def to_fields(kind: type[msgspec.Struct], message: Message) -> dict[str, Any]:
-    """Returns the values of a message for the fields of the struct `kind`, by name. Fields that the
+    """Returns field name -> value for the fields of the struct class `kind`. Fields that the
     message lacks are left out."""
     found: dict[str, Any] = _reader(kind, type(message))(message)  # type: ignore[arg-type]
     return found
 
 
 def retention_of(message: pb.SequenceInput | pb.KeepRequest) -> Retention:
-    """Returns the retention of a request's KV. Routers of older versions send none; the result is
-    then the default."""
+    """Returns the retention of a request's KV. Routers of older versions do not send the retention.
+    The result is then the default."""
     return to_struct(Retention, message.retention) if message.HasField("retention") else Retention()
 
 
 def cached_of(message: pb.Prefilled) -> CachedTokens:
-    """Returns the cached tokens of a prompt on its prefill worker, by tier.
+    """Returns how many tokens of a prompt each tier of the prefill worker had cached.
 
-    If the message has no numbers by tier, because the worker has no tiers or an older version, all
-    cached tokens count as cached in the worker's KV pool.
+    A worker without tiers, or with an older version, sends only the total number. The result then
+    has all cached tokens in the worker's KV pool.
     """
     if message.HasField("cached_by_tier"):
         return to_struct(CachedTokens, message.cached_by_tier)
@@ -111,8 +112,8 @@ _ABSENT = object()
 
 @cache
 def _writer(kind: Any, source: type, given: tuple[str, ...]) -> _Read:
-    """Returns a function that takes a struct of the class `source`, and returns the values for the
-    fields of the message `kind` by field name. Fields in `given` are left out."""
+    """Returns a function that takes a struct of the class `source`, and returns field name -> value
+    for the message class `kind`. Fields in `given` are left out."""
     fields = [field for field in kind.DESCRIPTOR.fields if field.name not in given]
     copied = {field.name: _place(field) for field in fields if _message_of(field) is None}
     made = {field.name: _write(field) for field in fields if field.name not in copied}
@@ -138,8 +139,8 @@ def _write(field: Any) -> _Read:
 
 @cache
 def _reader(kind: type[msgspec.Struct], message: Any) -> _Read:
-    """Returns a function that takes a message and returns values for the struct `kind`, by field
-    name. It reads only fields that both the message and the struct have."""
+    """Returns a function that takes a message, and returns field name -> value for the struct class
+    `kind`. The function reads only fields that both classes have."""
     named = {_place(field): field for field in message.DESCRIPTOR.fields}
     shared = {name: field for name, field in named.items() if name in kind.__struct_fields__}
     copied = {
@@ -161,7 +162,7 @@ def _read(field: Any) -> _Read:
     if kind is pb.TokenRun:
         return lambda message: [list(run.ids) for run in read(message)]
     if field.is_repeated and kind is None:
-        # In protobuf's description, a map is a repeated field of messages.
+        # A repeated field with a message type, but with kind None, is a map.
         copy = list if field.message_type is None else dict
         return lambda message: copy(read(message))
     if kind is not None:
@@ -175,11 +176,13 @@ def _read(field: Any) -> _Read:
 
 
 def _values(copied: Mapping[str, str], made: Mapping[str, _Read]) -> _Read:
-    """Returns a function that takes an object and returns some of its values, by name. `copied`
-    maps names to attribute paths, such as "max_tokens" to "sampling.max_tokens"; one attrgetter
-    reads these values. `made` maps names to functions that compute the other values from the
-    object."""
-    if len(copied) < 2:  # An attrgetter of a single path returns the value, not a tuple.
+    """Returns a function that takes an object and returns name -> value.
+
+    `copied` maps some names to attribute paths, such as "max_tokens" to "sampling.max_tokens".
+    `made` maps the other names to functions that compute the value from the object. A single
+    attrgetter reads all paths, because this is fast.
+    """
+    if len(copied) < 2:  # an attrgetter with one path returns the value itself and not a tuple
         made = {**{name: attrgetter(place) for name, place in copied.items()}, **made}
         copied = {}
     read_all: _Read = attrgetter(*copied.values()) if copied else lambda source: ()
@@ -195,8 +198,8 @@ def _values(copied: Mapping[str, str], made: Mapping[str, _Read]) -> _Read:
 
 
 def _message_of(field: Any) -> Any:
-    """Returns the class of the messages in a field. Returns None if the field has numbers, texts or
-    a map."""
+    """Returns the class of the message or messages in a field. Returns None if the field has
+    numbers, texts or a map."""
     kind = field.message_type
     return None if kind is None or kind.GetOptions().map_entry else getattr(pb, kind.name)
 

@@ -14,7 +14,7 @@ from tandem.errors import BadRequest, DeadlineExceeded, TandemError
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
     """Ends the call with the error's code and message. If a retry may help, the trailing metadata
-    says after how many seconds."""
+    has the number of seconds that the client should wait."""
     trailers: tuple[tuple[str, str], ...] = (("tandem-code", error.code), *error.headers.items())
     if error.retry_after_s is not None:
         after_s = error.retry_after_whole_s
@@ -25,11 +25,12 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError)
 
 
 class FailureInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """If a handler raises TandemError or TimeoutError, ends the call with that error's status.
-    Streaming handlers that are coroutines report errors themselves.
+    """If a handler raises TandemError or TimeoutError, ends the call with the status for the error.
+    A streaming handler that is a coroutine, and not an asynchronous generator, must call `abort`
+    itself.
 
-    The interceptor also parses the messages. gRPC itself would answer malformed bytes with UNKNOWN
-    and log a traceback before any of Tandem's code runs.
+    The interceptor also parses the messages. Otherwise gRPC would parse them, answer malformed
+    bytes with UNKNOWN and log a traceback.
     """
 
     async def intercept_service(
@@ -101,8 +102,8 @@ def _parsed(handler: Any, body: bytes, method: str) -> Any:
 
 
 def _lower_level(record: logging.LogRecord) -> bool:
-    """Lowers the level of log records about lost peers and malformed messages, because these are
-    not errors of the server."""
+    """A filter for log records. Sets the level of records about lost peers and malformed messages
+    to INFO, because the server has made no error."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, grpc.aio.InternalError | DecodeError):
         record.levelno = logging.INFO
@@ -112,7 +113,7 @@ def _lower_level(record: logging.LogRecord) -> bool:
 
 
 def quiet_peer_faults() -> None:
-    """Keeps gRPC from logging faults of peers as errors with a traceback. A fault is a malformed
-    message, or a disconnect in the middle of a message, which the interrupted call reports anyway.
-    The function may be called repeatedly."""
+    """Keeps gRPC from logging a traceback if a peer sends a malformed message or disconnects in the
+    middle of a message. The interrupted call reports such a fault anyway. The function may be
+    called repeatedly."""
     logging.getLogger("grpc._cython.cygrpc").addFilter(_lower_level)

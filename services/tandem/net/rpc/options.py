@@ -6,8 +6,8 @@ MESSAGE_BYTES_MAX = 64 << 20
 _PINGS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # This timeout detects a stopped process. Such a process answers no ping, although the kernel
-    # still acknowledges bytes for it.
+    # This timeout also detects a process that is stopped (SIGSTOP). Such a process answers no ping,
+    # although the kernel still acknowledges the bytes that it receives.
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -23,9 +23,9 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # By default, channels to the same address share their connections and the wait before the next
-    # attempt to connect. A new channel to a restarted worker must not inherit an old channel's
-    # wait.
+    # By default, channels to the same address share a connection. If a connection attempt fails,
+    # all of them wait before the next attempt. With this option, a new channel to a restarted
+    # worker connects at once, even if an old channel is still waiting.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 SERVER_OPTIONS: list[tuple[str, int]] = [

@@ -1,11 +1,11 @@
-"""Channels to the cluster's workers, and the port of their server, with mutual TLS if configured.
+"""Opens gRPC channels to the cluster's workers, and the port of a worker's gRPC server. Both use
+mutual TLS if it is configured.
 
-When the certificate files change, new calls use a new channel, and the old channel is closed after
-its last call has ended.
+When the certificate files change, new calls use a new channel. The old channel is closed after the
+last of the calls on it has ended.
 
-A client accepts only a certificate that names a worker of its own cluster. The client checks the
-certificate before it sends anything, so neither the cluster's token nor a prompt reaches another
-peer.
+A client accepts only a certificate that names a worker of the client's cluster. The client checks
+the certificate before it sends anything, so no other server gets the cluster's token or a prompt.
 """
 
 from collections.abc import Callable
@@ -22,12 +22,12 @@ from tandem.net.rpc.options import CHANNEL_OPTIONS
 
 
 class PeerCalls:
-    """Opens channels to workers. The caller must pass `metadata`, which has the cluster's token,
-    with each call."""
+    """Opens channels to workers. Each call on a channel must be made with `metadata`, which has the
+    cluster's token."""
 
     def __init__(self, cluster_id: str, token: str, tls_dir: str = "") -> None:
-        """Raises ConfigError if `tls_dir` has no usable certificate. Without `tls_dir` the channels
-        do not use TLS."""
+        """`tls_dir` is the folder with the certificate. If it is empty, the channels do not use
+        TLS. Raises ConfigError if the folder has no usable certificate."""
         self.metadata = token_metadata(token)
         self._worker_name = certificate_name("worker", cluster_id)
         self._files = CertificateFiles.in_folder(tls_dir) if tls_dir else None
@@ -40,8 +40,8 @@ class PeerCalls:
 
 
 class RenewedChannel:
-    """A channel whose new calls use the current certificate. The class has only those methods of a
-    gRPC channel that Tandem uses."""
+    """A gRPC channel that uses the current certificate for each new call. The class has only those
+    methods of `grpc.aio.Channel` that Tandem uses."""
 
     def __init__(self, address: str, files: CertificateFiles, peer_name: str) -> None:
         self._address = address
@@ -117,7 +117,7 @@ class _Opened:
         return call
 
     def retire(self) -> None:
-        """Closes the channel once its last call has ended."""
+        """Closes the channel as soon as no call on it is open."""
         self._retired = True
         if not self._num_calls:
             close_soon(self.channel)
@@ -129,15 +129,15 @@ class _Opened:
 
 
 def add_port(server: grpc.aio.Server, address: str, files: CertificateFiles | None) -> int:
-    """Adds a port to a server. With `files` the port uses TLS. If the files include trusted root
-    certificates, clients need a certificate, too."""
+    """Adds a port to a server. If `files` is given, the port uses TLS. If `files` includes trusted
+    root certificates, clients must have a certificate, too."""
     if files is None:
         return server.add_insecure_port(address)
     served = files.current()
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        """Returns the certificate if it has changed since the last call, else None. gRPC calls this
-        function in a thread before each handshake."""
+        """Returns the certificate if the files have changed since the last call. Otherwise returns
+        None. gRPC calls this function in a thread before each handshake."""
         nonlocal served
         if (certificate := files.current()) is served:
             return None

@@ -1,10 +1,12 @@
 """Decides which key a call uses and whether the call is allowed, for both HTTP and gRPC.
 
-A cluster that has no API key serves calls without a key if the router listens on loopback or has
---allow-anonymous. As soon as a key exists, even a revoked one, every client's call needs a key.
-If the admin listener is on loopback, operators' calls and metrics need no key: only users of that
-machine can reach a loopback address, and they may operate the cluster. Each listener of a router
-has its own `Access`.
+These calls need no key:
+- All calls, as long as the cluster has no API key, if the listener's address is loopback or the
+  router was started with --allow-anonymous. A revoked key also counts as a key.
+- Operators' calls and metrics, if the admin listener's address is loopback. Only users of the
+  machine can reach a loopback address, and these users may operate the cluster.
+
+Each listener of a router has its own `Access`.
 """
 
 import functools
@@ -29,8 +31,7 @@ _SCHEME = "bearer"
 
 
 class Access:
-    """The access rules of one listener: which calls the router's keys allow, and which calls need
-    no key."""
+    """The access rules of one listener: which calls a key allows, and which calls need no key."""
 
     def __init__(
         self,
@@ -67,8 +68,8 @@ class Access:
         return record
 
     def claimed(self, authorization: list[str]) -> KeyRecord | None:
-        """Returns the record of the key whose id a refused call contains. The secret is not
-        checked, so the result is for logs only."""
+        """Returns the record of the key that a refused call names. The secret was not checked, so
+        the sender may not have the key. The result is for logs only."""
         try:
             key_id, _ = parse_key(_bearer(authorization))
         except Unauthenticated:
@@ -76,10 +77,10 @@ class Access:
         return self._ring.records.get(key_id)
 
     def check_start(self) -> None:
-        """Raises ConfigError if the router would serve calls without a key on a public address,
-        although it was started without --allow-anonymous.
+        """Raises ConfigError if there is no API key, the listener has a public address, and the
+        router was started without --allow-anonymous.
 
-        A router that could not read the keys may start, because it refuses all calls.
+        A router that could not read the keys may start, because such a router refuses all calls.
         """
         if self._ring.synced_at is not None and not self._ring.records and not self._is_open:
             raise ConfigError(
@@ -92,21 +93,21 @@ class Access:
 class FailureThrottle:
     """Delays responses to an address that repeatedly sends invalid keys."""
 
-    FREE = 5  # number of failures per minute that are not delayed
+    FREE = 5  # number of failures per minute of an address that are not delayed
     DELAY_MAX_S = 2.0
     _WINDOW_S = 60.0
-    # Maximum number of remembered addresses. Beyond it, the address that has not failed for the
-    # longest time is dropped.
+    # Maximum number of addresses whose failures are counted. If there are more, the address whose
+    # last failure is the oldest is forgotten.
     _ADDRESSES_MAX = 4096
 
     def __init__(self) -> None:
         self._failures: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def fail(self, address: str, now: float) -> float:
-        """Counts a call with an invalid key at `now` (monotonic seconds). Returns the seconds by
-        which the caller should delay the response."""
+        """Counts a call of `address` with an invalid key at the time `now` (monotonic seconds).
+        Returns the seconds by which the caller should delay the response."""
         count, at = self._failures.pop(address, (0.0, now))
-        # The count decreases by FREE per _WINDOW_S, so that old failures expire.
+        # The count decreases by FREE in _WINDOW_S seconds, so that old failures no longer count.
         count = max(0.0, count - self.FREE * (now - at) / self._WINDOW_S) + 1
         self._failures[address] = (count, now)
         if len(self._failures) > self._ADDRESSES_MAX:

@@ -1,12 +1,13 @@
 """The audit trail of a cluster: changes and refused calls at all routers.
 
-  {tandem:CLUSTER}:audit:changes   STREAM, sizes, roles, drains and keys; field `entry` is JSON
-  {tandem:CLUSTER}:audit:refusals  STREAM, calls without a valid key or beyond their role
+  stream in Redis                  entries
+  {tandem:CLUSTER}:audit:changes   changes of pool sizes, roles, drains and keys
+  {tandem:CLUSTER}:audit:refusals  calls without a valid key, or with a key whose role is not enough
 
-There are two streams, so that many refused calls do not evict the changes. Each stream keeps about
-the last `ENTRIES_MAX` entries. This module does not write to the process's log; callers of
-`add_change` and `add_refusal` log the event themselves. In texts from clients, characters that are
-not printable are escaped.
+Each entry has the field `entry`, which is JSON. There are two streams, so that many refused calls
+do not evict the changes. Each stream keeps about the last `ENTRIES_MAX` entries. This module does
+not write to the process's log. The callers of `add_change` and `add_refusal` log the event. In
+texts from clients, characters that are not printable are escaped.
 """
 
 import time
@@ -25,8 +26,8 @@ Kind = Literal["changes", "refusals"]
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """The sender of a call. `key_id` and `tenant` belong to the key whose id the call contained. If
-    the call was refused, the secret may have been wrong, so the sender may be somebody else."""
+    """The sender of a call. `key_id` and `tenant` are those of the key that the call named. If the
+    call was refused, the secret may have been wrong, and the sender may not have the key."""
 
     address: str
     key_id: str = ""
@@ -37,8 +38,8 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One change or refused call. `outcome` is "done" or an error code. `why` is the message of the
-    error."""
+    """One change or refused call. `outcome` is "done" or an error code. `why` is the error
+    message."""
 
     at: float  # seconds since the epoch
     router_id: str
@@ -64,7 +65,8 @@ class AuditTrail:
     def add_change(
         self, who: Caller, what: str, before: str, after: str, error: TandemError | None = None
     ) -> None:
-        """Adds a change. With `error` the entry means that the change was tried and failed."""
+        """Adds a change. If `error` is given, the entry says that the change failed with this
+        error."""
         entry = self._entry(who, what, error)
         states = {"before": printable(before), "after": printable(after)}
         self._journal.add("changes", msgspec.structs.replace(entry, **states))
@@ -73,8 +75,8 @@ class AuditTrail:
         self._journal.add("refusals", self._entry(who, what, error))
 
     async def run(self) -> None:
-        """Writes queued entries to Redis until it is cancelled. The entries that remain at the end
-        are written if Redis answers in time."""
+        """Writes queued entries to Redis until the call is cancelled. Then writes the entries that
+        are still queued, if Redis answers in time."""
         await self._journal.run()
 
     async def read(self, num_max: int) -> list[AuditEntry]:

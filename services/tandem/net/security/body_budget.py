@@ -1,17 +1,18 @@
 """Limits the bytes of unparsed request bodies, in total and for each client address.
 
-Each chunk of a body counts from its arrival (`take`) until the body is released. A body is released
-when it has been parsed or refused, when it is late, or when the client has disconnected.
+Each chunk of a body counts from the chunk's arrival (`take`) until the body is released. A body is
+released when it has been parsed or refused, when it is late, or when the client has disconnected.
 
-No body waits for room in the budget. If the bytes of a new chunk exceed a limit, the budget revokes
-another body: the request of that body fails, and its bytes are released. If no other body may be
-revoked, the body with the new chunk is refused.
+If a new chunk would exceed a limit, the budget revokes other bodies: their requests fail, and their
+bytes are released. The limit determines the address whose bodies are revoked:
 
-- If the limit of the client address is exceeded, a body of the same address is revoked.
-- If the limit of the process is exceeded, a body of the address with the most bytes is revoked.
+    limit that would be exceeded    address whose bodies are revoked
+    of the client address           the client address
+    of the process                  the address with the most bytes
 
-Of the bodies of that address, the budget chooses the one that has received no data for the longest
-time. If that address is the new chunk's own, the time must be at least _SILENT_S.
+Of this address, the body that has received no data for the longest time is revoked first. A body of
+the client address is revoked only if it has received no data for at least _SILENT_S. If no body may
+be revoked, the body with the new chunk is refused.
 
 So an address with many unfinished bodies can block neither other addresses nor its own complete
 bodies. This module does not depend on HTTP or gRPC.
@@ -26,13 +27,15 @@ from dataclasses import dataclass, field
 
 from tandem.errors import BodiesFull, TooManyRequests
 
-_SILENT_S = 1.0  # A body without data for this time can be revoked for a body of the same address.
+# A body can be revoked in favour of a body of the same address if it has received no data for this
+# many seconds.
+_SILENT_S = 1.0
 _RETRY_AFTER_S = 1.0
 
 
 @dataclass(slots=True)
 class _Held:
-    """The bodies of one address that count in the budget. First comes the body that has received
+    """The bodies of one address that count in the budget. The first item of `bodies` has received
     no data for the longest time."""
 
     num_bytes: int = 0
@@ -48,7 +51,8 @@ class BodyBudget:
     """The budget for unparsed bodies, which all listeners of one process share."""
 
     def __init__(self, bytes_max: int = 256 << 20, bytes_of_address_max: int = 0) -> None:
-        """If `bytes_of_address_max` is 0, one address may have half of `bytes_max`."""
+        """`bytes_max` is the limit of the process, and `bytes_of_address_max` the limit of each
+        client address. If the latter is 0, it is half of `bytes_max`."""
         self.num_bytes = 0
         self._bytes_max = bytes_max
         self._of_address_max = bytes_of_address_max or bytes_max // 2
@@ -58,11 +62,11 @@ class BodyBudget:
     def body(
         self, address: str, revoke: Callable[[], None], *, free_bytes: int = 0
     ) -> Iterator[Body]:
-        """Yields the object that counts the bytes of one body, and releases these bytes at the end
-        of the context. The first `free_bytes` of the body do not count.
+        """Yields the object that counts the bytes of one body. Releases the bytes at the end of the
+        context. The first `free_bytes` of the body do not count.
 
-        When the body is revoked, the budget calls `revoke`. This callback should wake the task that
-        reads the body, and the task should then call `check`."""
+        When the body is revoked, the budget calls `revoke`. This function must wake the task that
+        reads the body. The task must then call `check`, which raises BodiesFull."""
         body = Body(self, address, revoke, free_bytes)
         try:
             yield body
@@ -70,9 +74,11 @@ class BodyBudget:
             self.release(body)
 
     def charge(self, body: Body, num_bytes: int) -> None:
-        """Counts bytes of a body. If they exceed a limit, other bodies are revoked. If none may be
-        revoked, raises TooManyRequests for the limit of the client address, and BodiesFull for the
-        limit of the process."""
+        """Counts `num_bytes` new bytes of a body. Revokes other bodies if a limit would be
+        exceeded.
+
+        If no other body may be revoked, raises TooManyRequests for the limit of the client address,
+        and BodiesFull for the limit of the process."""
         now = time.monotonic()
         held = self._held.get(body.address) or _Held()
         while held.num_bytes + num_bytes > self._of_address_max:
@@ -131,7 +137,8 @@ class Body:
         self._free_left = free_bytes
 
     def take(self, num_bytes: int) -> None:
-        """Counts bytes that have arrived. Raises BodiesFull and TooManyRequests."""
+        """Counts bytes that have arrived. Raises BodiesFull or TooManyRequests if the body is
+        refused."""
         self.check()
         free = min(self._free_left, num_bytes)
         self._free_left -= free
@@ -144,7 +151,7 @@ class Body:
             raise _full()
 
     def release(self) -> None:
-        """Releases the counted bytes before the end of the context."""
+        """Releases the counted bytes now, before the context of `BodyBudget.body` ends."""
         self._budget.release(self)
 
 

@@ -1,8 +1,8 @@
 """Determines the client address of a request, and limits the open requests of each address.
 
-Behind a proxy, all connections have the proxy's address. A trusted proxy adds the addresses of its
-clients to `X-Forwarded-For`. If another sender sends this header, the header is ignored. IPv6
-clients are grouped by /64 network, because one host can use all addresses of its network.
+Behind a proxy, all connections come from the proxy's address. A trusted proxy adds the address of a
+request's sender to the header `X-Forwarded-For`. The header of any other sender is ignored. IPv6
+addresses of one /64 network count as one client, because one host can use all of them.
 """
 
 import contextlib
@@ -12,14 +12,15 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tandem.errors import TooManyRequests
 
-_HOPS_MAX = 16  # number of entries that are read from the end of `X-Forwarded-For`
+_HOPS_MAX = 16  # only this many entries, the last ones of `X-Forwarded-For`, are read
 _RETRY_AFTER_S = 1.0
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Clients:
-    """The client addresses of a router. `requests_max` limits the open requests of each address."""
+    """Determines client addresses, and counts the open requests of each address. An address may
+    have `requests_max` open requests."""
 
     def __init__(self, trusted_proxies: Iterable[str] = (), *, requests_max: int = 1 << 30) -> None:
         self._proxies = [ipaddress.ip_network(proxy) for proxy in trusted_proxies]
@@ -27,15 +28,16 @@ class Clients:
         self._num_requests: Counter[str] = Counter()
 
     def is_proxy(self, peer: str) -> bool:
-        """Returns True if the peer of a connection is a trusted proxy."""
+        """Returns True if `peer`, the other end of a connection, is a trusted proxy."""
         address = _parse(peer)
         return address is not None and self._is_proxy(address)
 
     def address(self, peer: str, forwarded: Sequence[str] = ()) -> str:
-        """Returns the client's address. `peer` is the sender of the connection, and `forwarded` has
-        the values of `X-Forwarded-For`. If the peer is not a trusted proxy, the peer is the client.
-        If the peer is a trusted proxy, the client is the last address in `forwarded` that is not a
-        trusted proxy."""
+        """Returns the client's address. `peer` is the address of the connection's other end, and
+        `forwarded` has the values of the header `X-Forwarded-For`.
+
+        If `peer` is not a trusted proxy, the result is `peer`. Otherwise the result is the last
+        address in `forwarded` that is not a trusted proxy."""
         found = _parse(peer)
         if found is None:
             return peer
@@ -51,7 +53,8 @@ class Clients:
 
     @contextlib.contextmanager
     def request(self, address: str) -> Iterator[None]:
-        """Counts a request as open for the duration of the context. Raises TooManyRequests."""
+        """Counts a request of `address` as open for the duration of the context. Raises
+        TooManyRequests if the address has too many open requests."""
         if self._num_requests[address] >= self._requests_max:
             raise TooManyRequests(
                 f"{self._requests_max} requests of your address have no answer yet; more are not "

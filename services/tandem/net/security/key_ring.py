@@ -1,8 +1,8 @@
 """The API keys that one router has, and authentication with them.
 
-Key records come from Redis, from other routers and from a file. The ring keeps the newest record of
-each key. The ring also stores when it was last in sync with Redis, because a router that cannot
-reach Redis continues with the keys that it has.
+Key records come from Redis, from other routers and from a file. The key ring keeps the newest
+record of each key. A router that cannot reach Redis continues with the keys in the ring. So the
+ring also stores when it was last in sync with Redis.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,11 +14,11 @@ from tandem.net.security.keys import KeyRecord, check_secret, parse_key
 
 class KeyRing:
     """The key records that a router has, by key id. `synced_at` is the time of the last sync with
-    Redis, in seconds since the epoch. It is None until all keys have been read once."""
+    Redis, in seconds since the epoch, or None if the keys were never read."""
 
     def __init__(self, *, age_max_s: float = 0.0) -> None:
-        """All keys are refused once the last sync is older than `age_max_s` seconds. 0 means that
-        keys are never refused for this reason."""
+        """All keys are refused if the last sync with Redis was more than `age_max_s` seconds ago.
+        With 0, there is no such limit."""
         self._records: dict[str, KeyRecord] = {}
         self._age_max_s = age_max_s
         self.synced_at: float | None = None
@@ -29,9 +29,8 @@ class KeyRing:
         return MappingProxyType(self._records)
 
     def merge(self, records: Iterable[KeyRecord], *, now: float) -> list[KeyRecord]:
-        """Merges `records` into the ring. If the ring and `records` both have a record of a key,
-        the ring keeps the newer one. Returns the ring's records that are newer than those in
-        `records`."""
+        """Merges `records` into the ring, which keeps the newest record of each key. Returns the
+        ring's record of each key for which `records` has an older record."""
         behind = []
         for record in records:
             known = self._records.get(record.key_id)
@@ -46,13 +45,13 @@ class KeyRing:
         return behind
 
     def is_limited(self, tenant: str) -> bool:
-        """Returns True if a key of the tenant has limits for which the tenant's usage must be
-        counted."""
+        """Returns True if a key of the tenant has a limit on the tenant's usage, so that the usage
+        must be counted."""
         return tenant in self._limited
 
     def authenticate(self, bearer: str, *, now: float) -> KeyRecord:
-        """Returns the record of the API key `bearer`, after a check of the secret. Raises
-        Unauthenticated and KeysUnknown."""
+        """Returns the record of the API key `bearer`. Raises Unauthenticated if the key is not
+        valid, and KeysUnknown if the ring's keys are too old."""
         self.check_fresh(now)
         key_id, secret = parse_key(bearer)
         record = self._records.get(key_id)
@@ -62,7 +61,8 @@ class KeyRing:
         return record
 
     def check_fresh(self, now: float) -> None:
-        """Raises KeysUnknown if the keys were never read, or not within the last `age_max_s`."""
+        """Raises KeysUnknown if the keys were never read, or if the last sync with Redis was more
+        than `age_max_s` seconds ago."""
         if self.synced_at is None:
             raise KeysUnknown(
                 "this router has not read the API keys yet; try again", retry_after_s=1.0

@@ -1,4 +1,4 @@
-"""Keeps a router's API keys up to date, and carries out the changes of keys that operators request.
+"""Keeps a router's API keys up to date, and changes keys when operators request it.
 
 Key records are copied between four places. The ring is the router's copy in memory (key_ring.py):
 
@@ -8,13 +8,13 @@ Key records are copied between four places. The ring is the router's copy in mem
   another router's signed call   ring    when an operator changes a key at that router
   ring                           Redis   when a record in Redis is missing or older
 
-So a key that is revoked while Redis is unreachable is written to Redis later, and restoring an old
-dump of Redis does not make a revoked key valid again. The router at which an operator changes a key
-also sends the record to every other known router.
+If a key is revoked while Redis is unreachable, the revocation is written to Redis later. If an old
+dump of Redis is restored, a revoked key stays revoked. When an operator changes a key at one
+router, this router also sends the new record to every other known router.
 
-Routers sign these calls with a secret that is derived from the cluster's token and from the
-routers' user and password in Redis. A worker has the token but another Redis user, so a worker
-cannot sign. Anyone who has the routers' Redis user can write key records to Redis in any case.
+Routers sign the calls that send records. The secret for the signature is derived from the cluster's
+token and from the routers' user and password in Redis. A worker has the token but another Redis
+user, so a worker cannot sign.
 """
 
 import asyncio
@@ -45,8 +45,8 @@ from tandem.net.store.url import parse
 log = logging.getLogger(__name__)
 
 REFRESH_S = 1.0
-# All keys are read again after this time even if the change counter is equal, because a restored
-# dump of Redis may have the same counter and other keys.
+# All keys are read again after this many seconds, even if the change counter in Redis is unchanged.
+# A restored dump of Redis may have the same counter and other keys.
 REREAD_S = 60.0
 RECORDS_PATH = "/v1/keys/records"
 SIGNATURE_HEADER = "x-tandem-signature"
@@ -54,8 +54,8 @@ CALL_DEADLINE_S = 1.5
 
 
 class Revocation(msgspec.Struct, frozen=True):
-    """The result of a revocation, with one text for Redis and one for each router. An empty text
-    means that the revocation was confirmed there. Any other text is the reason why it was not."""
+    """The result of a revocation. `redis` is empty if the revocation was written to Redis.
+    Otherwise it is the reason why not. `routers` has such a text for each router, by router id."""
 
     key_id: str
     redis: str
@@ -86,15 +86,15 @@ class KeyService:
         self._file_time = 0.0
         self._routers: dict[str, str] = {}
         self._changes = b""
-        # True: records in Redis and in the ring may differ, although the change counter is
-        # unchanged
+        # True: the next refresh must read all records, because records in Redis and in the ring may
+        # differ although the change counter is unchanged.
         self._is_behind = True
         self._read_at = 0.0
         self._is_away = False
 
     async def run(self, own_url: str) -> None:
-        """Refreshes the ring every second until it is cancelled, and then removes this router from
-        the registry of routers."""
+        """Refreshes the ring every second until the call is cancelled. Then removes this router
+        from the registry of routers."""
         try:
             while True:
                 await self.refresh(own_url)
@@ -106,9 +106,9 @@ class KeyService:
                 log.info("Redis is away: this router's entry there stays for an hour")
 
     async def refresh(self, own_url: str) -> None:
-        """Reads changed keys from the file and from Redis. With an empty `own_url` the router is
-        not registered, so other routers do not send it changed keys. Raises ConfigError if the file
-        of keys cannot be read."""
+        """Reads changed keys from the file and from Redis, and registers this router with the URL
+        `own_url`. If `own_url` is empty, this router is not registered, so other routers do not
+        send changed keys to it. Raises ConfigError if the file of keys cannot be read."""
         now = time.time()
         self._read_file(now)
         try:
@@ -120,8 +120,8 @@ class KeyService:
             if self._is_behind or is_due or changes != self._changes:
                 self._is_behind = False
                 await self._reconcile(now)
-                # This is the counter from before the read. Changes during the read increase the
-                # counter further, so the next refresh reads them.
+                # `changes` was read before the records. If a key was changed in between, the
+                # counter is now higher, and the next refresh reads the records again.
                 self._changes = changes
                 self._read_at = now
         except UNREACHABLE as error:
@@ -180,8 +180,8 @@ class KeyService:
         return Revocation(key_id, redis, {self._router_id: "", **routers})
 
     def take(self, body: bytes, signature: str) -> list[KeyRecord]:
-        """Takes records that another router sent, and merges the records into the ring. Returns the
-        records that were new to the ring. Raises Unauthenticated for a wrong signature, and
+        """Merges the records that another router sent in `body` into the ring. Returns the records
+        that the ring did not have yet. Raises Unauthenticated for a wrong signature, and
         KeysUnknown if the records cannot be decoded."""
         if not hmac.compare_digest(self._sign(body).encode(), signature.encode()):
             raise Unauthenticated("the signature is not of a router of this cluster")
@@ -190,7 +190,8 @@ class KeyService:
         except UNREADABLE as error:
             raise KeysUnknown(f"the records are of another version of Tandem: {error}") from None
         self.ring.merge(records, now=time.time())
-        # Redis may lack these records, because the router that sent them could not write there.
+        # The router that sent the records may have failed to write them to Redis. So the next
+        # refresh compares the ring with Redis.
         self._is_behind = True
         return [record for record in records if self.ring.records.get(record.key_id) is record]
 
@@ -222,8 +223,8 @@ class KeyService:
         await asyncio.gather(*(self._send_record(url, record) for url in self._others.values()))
 
     async def _send_record(self, url: str, record: KeyRecord) -> str:
-        """Sends a record to another router. Returns the reason why that router did not confirm the
-        record, or "" if it did."""
+        """Sends a record to another router. Returns "" if the router confirmed the record.
+        Otherwise returns the reason why it did not."""
         body = msgspec.json.encode([record])
         headers = {SIGNATURE_HEADER: self._sign(body), "content-type": "application/json"}
         try:
@@ -236,9 +237,9 @@ class KeyService:
         return "" if reply.is_success else f"{url} answers {reply.status_code}: {reply.text[:200]}"
 
     def _verify(self) -> ssl.SSLContext | bool:
-        """Returns the TLS settings for calls to other routers. All routers share one certificate,
-        so only this router's own certificate is trusted. The host name is not checked, because the
-        certificate does not name the addresses of routers."""
+        """Returns the TLS settings for calls to other routers. All routers have the same
+        certificate, so only this router's own certificate is trusted. The host name is not checked,
+        because the certificate does not name the addresses of routers."""
         if self._tls is None:
             return True
         own, end, _ = self._tls.current().chain.decode().partition("-----END CERTIFICATE-----")
@@ -248,8 +249,8 @@ class KeyService:
         return context
 
     async def _reconcile(self, now: float) -> None:
-        """Merges the records in Redis into the ring, and writes records to Redis that are missing
-        or older there."""
+        """Merges the records in Redis into the ring. Then writes the ring's records to Redis that
+        are missing or older in Redis."""
         found = await self._store.read()
         behind = self.ring.merge(found, now=now)
         in_redis = {record.key_id for record in found}
@@ -268,8 +269,8 @@ class KeyService:
                 return
             records = msgspec.json.decode(self._file.read_bytes(), type=list[KeyRecord])
         except (OSError, *UNREADABLE) as error:
-            # The file was valid before. It may be unreadable because it is being replaced at this
-            # moment.
+            # An error is not fatal if the file was read before: the file may be in the middle of
+            # being replaced.
             if self._file_time:
                 log.warning("the file of API keys cannot be read, known keys stay: %s", error)
                 return
@@ -283,8 +284,8 @@ class KeyService:
 
 
 def _routers_secret(cluster: ClusterConfig) -> bytes:
-    """Derives the secret with which routers sign. All routers of a cluster can derive it, but
-    workers cannot."""
+    """Derives the secret with which routers sign calls to each other. Workers cannot derive this
+    secret, because they do not know the routers' user and password in Redis."""
     options = parse(cluster.redis_url).options
     user = f"tandem routers\0{options.get('username') or ''}\0{options.get('password') or ''}"
     return hmac.digest(cluster.token.encode(), user.encode(), "sha256")

@@ -19,11 +19,17 @@ from tandem.net.store.script import Script
 
 log = logging.getLogger(__name__)
 
-# Writes a record, unless the stored record of the key has the same or a higher version. A tombstone
-# also replaces a record of the same version that is no tombstone.
-# KEYS: 1 the hash of records, 2 the change counter. ARGV: 1 key id, 2 version, 3 record, 4 is 1 if
-# the record is a tombstone, else 0, 5 the initial value of the counter.
-# Returns 1 if the record was written, else 0.
+# Writes a record of a key if its version is higher than that of the stored record. A tombstone also
+# replaces a record of the same version that is no tombstone.
+#
+# KEYS[1]   the hash of records
+# KEYS[2]   the change counter
+# ARGV[1]   key id
+# ARGV[2]   version of the record
+# ARGV[3]   the record
+# ARGV[4]   1: the record is a tombstone; 0: it is not
+# ARGV[5]   the value that a missing change counter gets
+# returns   1: the record was written; 0: it was not
 _PUT = """
 local old = redis.call('HGET', KEYS[1], ARGV[1])
 if old then

@@ -30,7 +30,7 @@ from tandem.net.security.limits import NO_LIMITS, Limits
 Role = Literal["user", "operator", "metrics"]
 
 KEY_PREFIX = "tandem"
-TOMBSTONE_S = 30 * 24 * 3600.0  # time for which a record is kept after the key's expiry
+TOMBSTONE_S = 30 * 24 * 3600.0  # seconds for which a record is kept after the key has expired
 _ID_BYTES = 6
 _SECRET_BYTES = 32
 
@@ -42,7 +42,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: int
     tenant: str
     role: Role
-    digest: str  # SHA-256 of the secret, hexadecimal
+    digest: str  # SHA-256 of the key's secret, hexadecimal
     created_at: float
     expires_at: float = 0.0
     previous_digest: str = ""  # digest of the secret before the last rotation
@@ -65,13 +65,13 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return "expired" if self.expires_at and now >= self.expires_at else "valid"
 
     def is_forgettable(self, now: float) -> bool:
-        """Returns True if the record can be deleted, because the key expired so long ago that no
-        older record of it can be valid."""
+        """Returns True if the record can be deleted: the key expired so long ago that even an older
+        record of the key, from a restored dump, would be expired, too."""
         return bool(self.expires_at) and now >= self.expires_at + TOMBSTONE_S
 
     @property
     def is_counted(self) -> bool:
-        """True if the key has limits for which the usage of its tenant must be counted."""
+        """True if the key has a limit on the tenant's usage, so that the usage must be counted."""
         return self.limits.are_counted and not self.revoked_at
 
     @property
@@ -80,7 +80,8 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class NewKey(msgspec.Struct, frozen=True):
-    """A record, and the text of its key with the secret. The text is not stored anywhere."""
+    """The record of a key, and the text of the key, which includes the secret. The text is not
+    stored anywhere."""
 
     text: str
     record: KeyRecord

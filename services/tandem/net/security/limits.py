@@ -7,7 +7,7 @@ import msgspec
 from tandem.common.retention import PRIORITY_MAX, WEIGHT_DEFAULT
 from tandem.errors import BadRequest
 
-COUNT_MAX = 10**12  # maximum of a count; Lua scripts in Redis count exactly only up to 2^53
+COUNT_MAX = 10**12  # largest allowed limit; counters in Redis's Lua scripts are exact up to 2^53
 WEIGHT_MAX = 10_000
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
@@ -18,8 +18,8 @@ _Weight = Annotated[int, msgspec.Meta(ge=1, le=WEIGHT_MAX)]
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The limits of a key. 0 means no limit.
 
-    The first three limits apply to the usage of the key's tenant: the sum over all keys of the
-    tenant and all routers.
+    The first three limits apply to the usage of the key's tenant, which is the total usage of all
+    keys of the tenant at all routers.
     """
 
     requests_per_minute: _Count = 0
@@ -27,12 +27,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_concurrent: _Count = 0
     max_prompt_tokens: _Count = 0
     max_completion_tokens: _Count = 0
-    max_kv_priority: _Priority = 0  # A higher KV priority of a request is lowered to this.
-    weight: _Weight = WEIGHT_DEFAULT  # relative number of turns that the tenant gets in queues
+    # Highest KV priority. A higher KV priority of a request is lowered to this value.
+    max_kv_priority: _Priority = 0
+    # Weight of the tenant in queues. A tenant with weight 2 gets twice as many turns as a tenant
+    # with weight 1.
+    weight: _Weight = WEIGHT_DEFAULT
 
     @property
     def are_counted(self) -> bool:
-        """True if one of the first three limits is set, so that the tenant's usage must be
+        """True if one of the first three limits is not 0, so that the tenant's usage must be
         counted."""
         return bool(self.requests_per_minute or self.tokens_per_minute or self.max_concurrent)
 
@@ -41,8 +44,8 @@ NO_LIMITS = Limits()
 
 
 def changed(limits: Limits, changes: dict[str, Any]) -> Limits:
-    """Returns the limits with new values for the limits named in `changes`. Raises BadRequest for
-    an unknown limit or an invalid value."""
+    """Returns a copy of `limits` with the new values in `changes`, which maps names of limits to
+    values. Raises BadRequest for an unknown limit or an invalid value."""
     if unknown := set(changes) - set(Limits.__struct_fields__):
         raise BadRequest(
             f"there is no limit {min(unknown)[:80]!r}; limits are "

@@ -1,11 +1,12 @@
 """`tandem redis-front`: a TLS port in front of a Redis server that was built without TLS.
 
 After the TLS handshake, a client whose certificate names a router, worker or controller of the
-cluster is connected to the Unix socket of the Redis server. Other clients are disconnected, and
-also clients whose handshake takes too long. If there are too many connections, new ones are closed.
+cluster is connected to the Unix socket of the Redis server. All other clients are disconnected. A
+client whose handshake takes too long is disconnected, too. If there are too many connections, new
+connections are closed.
 
-Each handshake uses the certificate that is current at that time, so a renewed certificate needs no
-restart. Traffic is forwarded without parsing. The Redis server checks users and passwords.
+Each handshake uses the latest certificate, so a renewed certificate needs no restart. Traffic is
+forwarded without parsing. The Redis server checks users and passwords.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ _BACKLOG = 512
 
 
 class _Side(asyncio.Protocol):
-    """A connection to a client or to Redis. `join` connects two of these objects. Each then writes
-    all bytes that it receives to the other one, and stops reading while the other one cannot write.
+    """A connection to a client or to Redis. `join` connects a connection A to a connection B. All
+    bytes that A receives are then written to B, and A stops reading while B cannot write. The same
+    is true in the other direction.
 
-    The connection reads nothing until `join` is called.
+    A connection reads nothing until `join` is called.
     """
 
     transport: asyncio.Transport
@@ -119,7 +121,7 @@ class RedisFront:
                 return
             _, server = await loop.create_unix_connection(_Side, self._options.socket)
         except (OSError, TimeoutError) as error:  # ssl.SSLError is an OSError
-            # TCP probes, such as kubelet's every 2 s, disconnect without a handshake.
+            # A TCP probe disconnects without a handshake. For example, kubelet probes every 2 s.
             probe = isinstance(error, ConnectionResetError) and not hasattr(client, "transport")
             level = logging.DEBUG if probe else logging.INFO
             log.log(level, "a connection of %s ended before it was joined: %r", address, error)
@@ -131,7 +133,7 @@ class RedisFront:
 
 
 class _Client(_Side):
-    """A client's connection. It counts in `num_open` of the RedisFront while it is open."""
+    """A client's connection. While it is open, `RedisFront.num_open` includes it."""
 
     def __init__(self, front: RedisFront) -> None:
         self._front = front

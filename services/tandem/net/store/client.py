@@ -1,9 +1,9 @@
 """Redis clients for every process of Tandem, with a limited number of connections, short timeouts
 and no retries.
 
-redis-py's retries would delay the error of an outage by seconds, and every caller can react better
-than by waiting. For example, the router places requests without the prefix tree, and a worker
-writes its record again at the next interval.
+If Redis is down, redis-py's retries would delay the error by seconds. Every caller has something
+better to do than to wait. For example, the router places requests without the prefix tree, and a
+worker writes its record again at the next interval.
 
 The clients for one server, for Sentinel and for Redis Cluster (store/url.py) have the same methods.
 All keys of one call or script share a hash tag, so that the call also works on a Redis Cluster.
@@ -35,16 +35,16 @@ from tandem.net.store.url import parse
 Client: TypeAlias = Redis | RedisCluster
 SyncClient: TypeAlias = SyncRedis | SyncRedisCluster
 
-# A call to Redis raises one of these errors if the server is unreachable, is slow or refuses the
-# call. RedisClusterException is not a subclass of RedisError.
+# Errors that a call to Redis raises if the server is unreachable, is slow or refuses the call.
+# RedisClusterException is not a subclass of RedisError.
 UNREACHABLE = (RedisError, RedisClusterException, OSError, TimeoutError)
-# Errors of decoding a value that this version of Tandem did not write. msgspec raises
-# UnicodeDecodeError for invalid UTF-8.
+# Errors that msgspec raises for a value that another version of Tandem or another program wrote.
+# UnicodeDecodeError means invalid UTF-8.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 CONNECT_TIMEOUT_S = 1.0
 REPLY_TIMEOUT_S = 2.0
-CONNECTIONS_MAX = 64  # maximum number of a client's connections to each server
+CONNECTIONS_MAX = 64  # maximum number of connections that a client opens to each server
 
 
 def connect(url: str) -> Client:
@@ -62,8 +62,8 @@ def connect(url: str) -> Client:
 
 
 def connect_blocking(url: str, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> SyncClient:
-    """Returns a client for threads. For a Redis Cluster the function reads the list of nodes at
-    once, so it may raise RedisError.
+    """Returns a client for threads. For a Redis Cluster, this function reads the list of nodes, so
+    it may raise RedisError.
     """
     kinds = (SyncRedis, SyncSentinel, SyncRedisCluster, SyncClusterNode)
     retry = SyncRetry(NoBackoff(), 0)
@@ -72,8 +72,8 @@ def connect_blocking(url: str, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> S
 
 
 async def warm(redis: Client, num_connections: int) -> None:
-    """Opens connections to each primary server, so that a later burst of calls finds them open.
-    Errors of redis-py propagate."""
+    """Opens `num_connections` connections to each primary server in advance, so that a later burst
+    of calls does not wait for connections. Errors of redis-py propagate."""
     if isinstance(redis, RedisCluster):
         await redis.initialize()
         calls = [redis.ping(target_nodes=RedisCluster.PRIMARIES) for _ in range(num_connections)]
@@ -86,10 +86,11 @@ async def warm(redis: Client, num_connections: int) -> None:
 def wait_until_answers(
     url: str, deadline_s: float = 10.0, *, alive: Callable[[], bool] = lambda: True
 ) -> None:
-    """Blocks until the server answers PING. Raises ConfigError, which never shows the password.
+    """Blocks until the server answers PING. If it does not answer within `deadline_s`, raises
+    ConfigError. The error message never shows the password.
 
-    `alive` returns True while the server may still start. When it returns False, the wait ends at
-    once with the error.
+    `alive` returns True while the server may still start. When `alive` returns False, the function
+    raises the error at once.
     """
     give_up_at = time.monotonic() + deadline_s
     name = parse(url).name
@@ -111,13 +112,13 @@ def wait_until_answers(
 class _RenewedConnection(SSLConnection):
     """A TLS connection. All connections share one TLS context until the certificate files change.
 
-    redis-py itself would make a context for each connection of the pool. A connection lives as long
-    as the process, so redis-py would not see renewed files. Each context also takes 20 ms, because
-    all root certificates of the system are read.
+    redis-py itself makes a TLS context for each connection object of the pool, and keeps the
+    context as long as the process runs. So it does not notice renewed certificate files. Making a
+    context also takes 20 ms, because all root certificates of the system are read.
     """
 
-    # A text that describes the TLS options and the versions of the certificate files, and the
-    # context made from these. A new text means that a new context is needed.
+    # (text, TLS context). The text describes the TLS options and the versions of the certificate
+    # files from which the context was made. If the text changes, a new context is needed.
     _shared: ClassVar[tuple[str, Any]] = ("", None)
 
     def _connection_arguments(self) -> Any:
@@ -161,9 +162,10 @@ def _client(url: str, kinds: tuple[Any, Any, Any, Any], **bounds: Any) -> Any:
                 client = watched.master_for(address.service)
             case "cluster":
                 options["startup_nodes"] = [node(host, port) for host, port in address.nodes]
-                # If all nodes of one shard are down, the client must still use the other shards.
+                # Without full coverage, the client can use the other shards if all nodes of a shard
+                # are down.
                 return cluster(ssl=address.tls, require_full_coverage=False, **options)
-        # `make_connection` does not connect. It raises TypeError for an unknown option of the URL.
+        # `make_connection` does not connect, but raises TypeError for an unknown option of the URL.
         client.connection_pool.make_connection()
         return client
     except TypeError as error:  # redis-py's error for an unknown option

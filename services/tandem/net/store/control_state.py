@@ -19,18 +19,21 @@ class ControllerBeat(msgspec.Struct, frozen=True):
 
     pid: int
     num_beats: int
-    # fencing number of the Ray head that the controller uses; 0 on a single machine
+    # Fencing number of the Ray head that the controller uses. Each new head has a higher number. On
+    # a single machine, the number is 0.
     number: int = 0
 
 
 class Head(msgspec.Struct, frozen=True):
-    """Ray's head. `address` is the address of the head's GCS (Ray's control service). It is empty
-    until the GCS has started."""
+    """Ray's head. `address` is the address of Ray's control service (GCS) on the head. The field is
+    empty until the GCS has started."""
 
-    number: int  # fencing number; 0 on a single machine, where Ray's head has no lease
+    # Fencing number of the head. Each new head has a higher number. On a single machine, where
+    # Ray's head has no lease, the number is 0.
+    number: int
     host: str
     address: str = ""
-    why: str = ""  # reason for the last change of the head
+    why: str = ""  # reason why the head was last changed
 
 
 def control_key(cluster_id: str, name: str) -> str:

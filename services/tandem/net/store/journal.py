@@ -2,8 +2,8 @@
 
 While Redis is unreachable, new entries wait in memory, at most ENTRIES_MAX for each stream. Several
 processes may observe the same event: for example, all routers see a worker leave. Each of these
-processes adds an entry with the same `once` key. Only the first entry is written. For an hour,
-further entries with this key are dropped.
+processes adds an entry with the same `once` key. The first entry is written. Other entries with the
+same key are dropped for an hour.
 """
 
 import asyncio
@@ -23,14 +23,18 @@ log = logging.getLogger(__name__)
 
 ENTRIES_MAX = 1000
 _RETRY_S = 1.0
-_LAST_WRITE_S = 1.0  # time limit for writing the waiting entries when the process ends
+_LAST_WRITE_S = 1.0  # maximum seconds for writing the waiting entries when the process ends
 _ONCE_MS = 3600 * 1000
 
-# Adds an entry to a stream. An entry with a `once` key has a mark, a key in Redis; the entry is not
-# added if the mark exists already.
-# KEYS: 1 the stream, 2 the mark. ARGV: 1 the entry as JSON, 2 the number of entries that the stream
-# keeps, 3 the mark's time to live in milliseconds, or 0 if the entry may be written repeatedly.
-# Returns nothing.
+# Adds an entry to a stream. For an entry with a `once` key, the script sets a mark, which is a key
+# in Redis. If the mark exists already, the entry is not added.
+#
+# KEYS[1]   the stream
+# KEYS[2]   the mark
+# ARGV[1]   the entry as JSON
+# ARGV[2]   number of entries that the stream keeps
+# ARGV[3]   time to live of the mark in milliseconds; 0: the entry has no `once` key
+# returns   nothing
 _ADD = Script("""
 if ARGV[3] ~= '0' and not redis.call('SET', KEYS[2], '1', 'NX', 'PX', ARGV[3]) then return end
 redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[2], '*', 'entry', ARGV[1])
@@ -52,14 +56,14 @@ class Journal:
         self._added = asyncio.Event()
 
     def add(self, name: str, entry: msgspec.Struct, once: str = "") -> None:
-        """Queues an entry for a stream. If too many entries wait, the oldest waiting entry is
-        dropped. Of all entries with the same `once` key, only one is written."""
+        """Queues an entry for the stream `name`. If too many entries wait, the oldest waiting entry
+        is dropped. Of all entries with the same `once` key, only one is written."""
         self._waiting[name].append((msgspec.json.encode(entry), once))
         self._added.set()
 
     async def run(self) -> None:
-        """Writes queued entries to Redis until it is cancelled. The entries that wait at the end
-        are written if Redis answers in time."""
+        """Writes queued entries to Redis until the call is cancelled. Then writes the entries that
+        are still queued, if Redis answers in time."""
         is_away = False
         try:
             while True:

@@ -3,13 +3,13 @@
 Each worker writes a key beside its record (registry.py), with the same time to live:
     {tandem:CLUSTER}:worker:ID:pairs  msgpack, peer's worker id -> bytes/s
 
-A bandwidth is `_PULL_BYTES` (4 MiB) divided by the predicted time of a pull of this size. The time
-includes the latency: 10 ms of latency and 30 ms of transfer give 100 MiB/s. `PairRate.bytes_per_s`
-leaves out the latency. That rate would be misleading: while pulls are small or a host is busy, its
-measurement is almost arbitrary.
+A bandwidth is 4 MiB (`_PULL_BYTES`) divided by the predicted time of a pull of 4 MiB. The time
+includes the latency: a latency of 10 ms and a transfer of 30 ms give 4 MiB / 40 ms = 100 MiB/s. The
+rate without latency (`PairRate.bytes_per_s`) is not published, because its measurement is almost
+arbitrary if pulls are small or a host is busy.
 
-The bandwidths have a key of their own because the controller's Redis user may not access worker
-records: all processes rely on the addresses in the records.
+The bandwidths are not read from the worker records, because the controller's Redis user may not
+access these records. All processes rely on the addresses in the records.
 """
 
 import math
@@ -29,8 +29,8 @@ def pairs_key(record_key: str) -> str:
 
 
 def encode_bandwidths(pairs: Mapping[str, PairRate]) -> bytes:
-    """Encodes, as msgpack, the bandwidth from each peer to a worker. Peers without a measured rate
-    are left out."""
+    """Encodes the bandwidths of pulls from each peer as msgpack. A peer whose rate is not measured
+    yet is left out."""
     bandwidths = {
         peer: _PULL_BYTES / rate.seconds(_PULL_BYTES)
         for peer, rate in pairs.items()
@@ -42,8 +42,8 @@ def encode_bandwidths(pairs: Mapping[str, PairRate]) -> bytes:
 def read_pair_bandwidths(
     redis: SyncClient, cluster_id: str, worker_ids: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """Returns bandwidths in bytes/s. `result["b"]["a"]` is the bandwidth of pulls by the worker b
-    from the worker a. Workers without a record are left out.
+    """Returns bandwidths in bytes/s. `result["b"]["a"]` is the bandwidth when the worker b pulls
+    from the worker a. A worker that has published no bandwidths is left out.
 
     Values that this version cannot read are skipped. Raises the errors in
     `store.client.UNREACHABLE`.

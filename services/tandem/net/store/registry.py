@@ -1,6 +1,7 @@
-"""Worker records in Redis: workers alive, their addresses, states and KV compatibility.
+"""Worker records in Redis. They say which workers are alive, and have the address, state and KV
+compatibility of each worker.
 
-Keys (`{tandem:CLUSTER}` is one hash tag, so that all of a cluster's control keys share a slot):
+The keys in Redis begin with the hash tag `{tandem:CLUSTER}`, so they share a slot of Redis Cluster:
 
     {tandem:CLUSTER}:workers              SET of worker ids that registered and did not leave
     {tandem:CLUSTER}:worker:ID            msgpack WorkerRecord, with a time to live
@@ -14,18 +15,20 @@ Keys (`{tandem:CLUSTER}` is one hash tag, so that all of a cluster's control key
 A worker writes its record every `record_interval_s`. If the worker stops, the record expires after
 `record_ttl_s`, and the worker then counts as dead.
 
-The first worker sets the cluster's KV compatibility: the properties that two workers must share to
-exchange KV. A worker with other properties is refused with a message that names each difference,
-and readers ignore its record. The KV compatibility is deleted together with the last worker.
+A KV compatibility is the list of properties that two workers must share to exchange KV. The first
+worker stores its KV compatibility for the cluster. A worker with other properties is refused with a
+message that names each difference, and readers ignore the worker's record. The KV compatibility is
+deleted together with the last worker.
 
-A worker that works for the other pool for a while is *lent*. Its role is kept until `LOAN_TTL_S`
-after the last write of its record, so that a crashed process is restarted in this role. A worker
-that shuts down normally deletes the role.
+A worker that works for the other pool for a while is *lent*. The role of a lent worker has a key of
+its own, so that a worker whose process has crashed is restarted in this role. The key expires
+`LOAN_TTL_S` after the last write of the worker's record. A worker that shuts down normally deletes
+the key.
 
-Workers after an upgrade may be unable to exchange KV with the running workers. The new workers are
-then another *generation* with a KV compatibility of its own, and both generations serve until the
-old one has drained. Whether two workers may exchange KV depends only on their KV compatibility, not
-on the name of their generation.
+After an upgrade, new workers may be unable to exchange KV with the running workers. The new workers
+are then another *generation*, which has a KV compatibility of its own. Both generations serve until
+the old generation has drained. Whether two workers may exchange KV depends only on their KV
+compatibility, not on the name of the generation.
 """
 
 from __future__ import annotations
@@ -52,13 +55,14 @@ logger = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "draining"]
 PROTOCOL_VERSION = 1
-# Time for which a lent worker's role is kept. A restarted worker loads its model in a shorter time.
+# Seconds for which the role of a lent worker is kept after the last write of the worker's record. A
+# restarted worker needs less time to load the model.
 LOAN_TTL_S = 3600.0
 
 
 class KvCompatibility(msgspec.Struct, frozen=True):
-    """Two workers can exchange KV if all these fields are equal, except `tensor_parallel`, which
-    may differ."""
+    """The properties that two workers must share to exchange KV. All fields must be equal, except
+    `tensor_parallel`, which may differ."""
 
     model_fingerprint: str
     compute_dtype: str
@@ -82,26 +86,27 @@ class KvCompatibility(msgspec.Struct, frozen=True):
 
     @property
     def has_windows(self) -> bool:
-        """True if layers with a window have their own KV groups, which free blocks early.
+        """True if the model has KV groups for layers with a sliding window. These groups free
+        blocks outside the window.
 
-        A worker may then hold a block without the blocks that precede it in the prompt.
+        So a worker may hold a block without the earlier blocks of the prompt.
         """
         return "window=" in self.layout
 
     @property
     def has_windows_only(self) -> bool:
-        """True if every layer has a window, so that no KV pool holds all blocks of a long
+        """True if every layer has a sliding window, so that no KV pool holds all blocks of a long
         prompt."""
         return self.has_windows and "window=none" not in self.layout
 
     def compatibility_key(self) -> bytes:
-        """Returns bytes that are equal for two KV compatibilities if their workers can exchange
+        """Returns bytes that are equal for two workers if and only if the workers can exchange
         KV."""
         return _shared(self)
 
     def chain_root(self, cache_salt: bytes = b"", adapter: str = NO_ADAPTER) -> bytes:
-        """Returns the value from which the chain of block hashes of a prompt starts. `adapter` is
-        the digest of the LoRA adapter."""
+        """Returns the value with which the chain of block hashes of a prompt starts. `adapter` is
+        the digest of the prompt's LoRA adapter."""
         return chain_root(
             model_fingerprint=self.model_fingerprint,
             compute_dtype=self.compute_dtype,
@@ -113,7 +118,7 @@ class KvCompatibility(msgspec.Struct, frozen=True):
         )
 
     def chain(self, cache_salt: bytes = b"", adapter: str = NO_ADAPTER) -> Chain:
-        """Returns the parameters of a prompt's chain of block hashes: its start and the block
+        """Returns the parameters of a prompt's chain of block hashes: the start value and the block
         size."""
         return Chain(self.chain_root(cache_salt, adapter), self.block_size)
 
@@ -128,22 +133,22 @@ class AdapterState(msgspec.Struct, frozen=True):
 
 
 class LoadingNotice(msgspec.Struct, frozen=True):
-    """The progress of a worker that is still loading its model. The worker is alive while
-    `num_writes` grows."""
+    """The progress of a worker that is still loading the model. As long as `num_writes` grows, the
+    worker is alive."""
 
     pool: str
-    num_bytes: int = 0  # bytes of the model's weights that are loaded so far
-    num_bytes_all: int = 0  # bytes of all weights; 0: unknown
+    num_bytes: int = 0  # number of bytes of the model's weights that are already loaded
+    num_bytes_all: int = 0  # number of bytes of all weights of the model; 0: unknown
     num_writes: int = 0
-    failed: str = ""  # reason why the process ended before it could serve; empty: no failure
+    failed: str = ""  # why the process ended before it could serve; empty while the process runs
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contract"}):
     worker_id: str
-    # id of the worker's log in the prefix tree; changes at each start of the process, and each time
-    # the worker publishes all its blocks again
+    # Epoch of the worker's log in the prefix tree. It changes when the process starts, and when the
+    # worker publishes all held blocks again.
     epoch: str
-    role: str  # current role, "prefill" or "decode"
+    role: str  # the worker's current role, "prefill" or "decode"
     state: State
     address: str  # HOST:PORT of the worker's gRPC service
     metrics_address: str
@@ -155,41 +160,55 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     load: WorkerLoad = WorkerLoad()
     counts: EngineCounts = EngineCounts()
     rates: WorkerRates = WorkerRates()
-    pairs: dict[str, PairRate] = {}  # peer worker id -> rate of pulls from the peer
-    started_at: float = 0.0  # seconds since the Unix epoch
+    pairs: dict[str, PairRate] = {}  # worker id of a peer -> measured rate of pulls from the peer
+    started_at: float = 0.0  # Unix time at which the process was started
     generation: str = ""  # name of the worker's generation; empty: the generation without a name
-    # pool for which the worker was started; differs from `role` while the worker is lent
+    # The pool for which the worker was started, "prefill" or "decode". While the worker is lent, it
+    # differs from `role`.
     pool: str = ""
-    memory_free_bytes: int = 0  # free main memory of the worker's machine or container
-    memory_total_bytes: int = 0  # all main memory of the machine or container; 0: not reported
+    # Free and total main memory of the worker's machine or container. A total of 0 means that the
+    # worker has not reported them.
+    memory_free_bytes: int = 0
+    memory_total_bytes: int = 0
     adapters: AdapterState = AdapterState()
     num_writes: int = 0  # how often the process has written this record; 0: not reported
-    written_at: float = 0.0  # Unix time of the write, by the worker's clock; 0: not reported
-    # free bytes of the fuller of two disks: the disk with the log file and the disk with copies of
-    # KV blocks
+    written_at: float = 0.0  # Unix time of this write by the worker's clock; 0: not reported
+    # Free bytes and size of one disk. A worker may use a disk for the log file and another one for
+    # copies of KV blocks. The fields are those of the fuller disk. A size of 0 means that the
+    # worker uses no disk or has not reported the fields.
     disk_free_bytes: int = 0
-    # size of the disk of `disk_free_bytes`; 0: not reported, or the worker uses no disk
     disk_total_bytes: int = 0
-    # peer worker id -> reason why this worker cannot read blocks of the peer
+    # worker id of a peer -> reason why this worker cannot read blocks of the peer
     unreachable: dict[str, str] = {}
-    tiers: tuple[TierUse, ...] = ()  # use of the KV cache tiers below the KV pool, fastest first
-    # the worker's setting for the place of prefill, such as "local"; empty: not reported
+    # The KV cache tiers below the KV pool, such as host memory and disk, fastest tier first.
+    tiers: tuple[TierUse, ...] = ()
+    # The worker's setting `prefill_at`, such as "local"; empty: not reported.
     prefill_at: str = ""
-    # True: the worker refuses requests that would miss their deadline (SubmitSequence).
+    # True: the worker refuses a request that would miss the request's deadline (SubmitSequence).
     keeps_deadlines: bool = False
 
     @property
     def transports(self) -> dict[str, str]:
-        """The transport ("nixl" or "grpc") to each peer, by the peer's worker id."""
+        """Worker id of a peer -> transport of pulls from the peer, "nixl" or "grpc"."""
         return {peer: rate.transport for peer, rate in self.pairs.items()}
 
 
-# Writes a worker's record and the other keys of a worker, and renews their time to live. The KV
-# compatibility is written only if none is stored, or if the stored one equals the worker's.
-# KEYS: 1 the record, 2 the set of workers, 3 the KV compatibility, 4 the bandwidths from the
-# worker's peers, 5 the lent worker's role; all in one hash slot. ARGV: 1 worker id, 2 record, 3 KV
-# compatibility, 4 time to live in ms, 5 bandwidths, 6 role (empty: not lent), 7 the role's time to
-# live in ms. Returns nothing.
+# Writes the keys of a worker, and renews the time to live of these keys. The KV compatibility is
+# written only if none is stored, or if the stored one equals the worker's.
+#
+# KEYS[1]   the worker's record; all keys are in one hash slot
+# KEYS[2]   the set of workers
+# KEYS[3]   the KV compatibility
+# KEYS[4]   the bandwidths from the worker's peers
+# KEYS[5]   the role of the worker while it is lent
+# ARGV[1]   worker id
+# ARGV[2]   value of the record
+# ARGV[3]   value of the KV compatibility
+# ARGV[4]   time to live of all keys but the role, in milliseconds
+# ARGV[5]   value of the bandwidths
+# ARGV[6]   value of the role; empty: the worker is not lent
+# ARGV[7]   time to live of the role, in milliseconds
+# returns   nothing
 _WRITE = Script("""
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[4])
 redis.call('SET', KEYS[4], ARGV[5], 'PX', ARGV[4])
@@ -206,10 +225,14 @@ else
 end
 """)
 
-# Removes from the set all given workers that have no record. If no worker is left in the set, also
-# deletes the KV compatibility.
-# KEYS: 1 the set of workers, 2 the KV compatibility, 3... the records of the given workers. ARGV:
-# the ids of these workers, in the same order. Returns nothing.
+# Removes those of the given workers that have no record from the set of workers. If the set is then
+# empty, also deletes the KV compatibility.
+#
+# KEYS[1]         the set of workers
+# KEYS[2]         the KV compatibility
+# KEYS[3], ...    the records of the given workers
+# ARGV            the ids of the given workers, in the same order
+# returns         nothing
 _DROP_DEAD = Script("""
 for i = 3, #KEYS do
   if redis.call('EXISTS', KEYS[i]) == 0 then redis.call('SREM', KEYS[1], ARGV[i - 2]) end
@@ -217,8 +240,11 @@ end
 if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('DEL', KEYS[2]) end
 """)
 
-# Reads the mark, which is set first if it is missing. KEYS: 1 the mark. ARGV: 1 the value for a
-# missing mark. Returns {the server's run id, the mark}.
+# Reads the mark. If the mark is missing, sets it first.
+#
+# KEYS[1]   the mark
+# ARGV[1]   the value that a missing mark gets
+# returns   {the server's run id, the mark}
 _DATA_SET = Script("""
 redis.call('SET', KEYS[1], ARGV[1], 'NX')
 local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%w+)')
@@ -238,15 +264,17 @@ class Registry:
         self._ttl_ms = round(cluster.record_ttl_s * 1000)
         self._loading_key = f"{prefix}:loading"
         self._mark_key = f"{prefix}:mark"
-        # workers whose record `read` has already reported as unusable
+        # Ids of workers whose record was skipped and logged. Each skipped record is logged only
+        # once.
         self._left_out: set[str] = set()
 
     async def check_compatibility(
         self, compatibility: KvCompatibility, generation: str = ""
     ) -> None:
-        """Compares a worker's KV compatibility with that of the worker's generation. If none is
-        stored for the generation yet, the worker's is stored. Raises Incompatible, which names the
-        differences.
+        """Compares a worker's KV compatibility with the stored one of the worker's generation.
+        Raises Incompatible if they differ; the error names the differences.
+
+        If the generation has no stored KV compatibility yet, stores the worker's.
         """
         key = self._compatibility_key_of(generation)
         await self._redis.set(key, _shared(compatibility), nx=True, px=self._ttl_ms)
@@ -257,11 +285,11 @@ class Registry:
             )
 
     async def write(self, record: WorkerRecord, loan: str = "") -> None:
-        """Writes a worker's record, and renews the time to live of its generation's KV
-        compatibility.
+        """Writes a worker's record. Also renews the time to live of the KV compatibility of the
+        worker's generation.
 
-        `loan` is the current role of a lent worker: after a crash, the worker's next process starts
-        in this role. "" means that the worker is not lent.
+        `loan` is the current role of a lent worker, or "" if the worker is not lent. After a crash,
+        the worker's next process starts in this role.
         """
         compatibility_key = self._compatibility_key_of(record.generation)
         record_key = self._record_key(record.worker_id)
@@ -281,9 +309,9 @@ class Registry:
         )
 
     async def read_loan(self, worker_id: str) -> Role | None:
-        """Returns the role to which the last process of this worker was lent.
+        """Returns the role that the worker's last process had as a lent worker.
 
-        Returns None if the worker was not lent or if its last process shut down normally.
+        Returns None if the worker was not lent, or if the last process shut down normally.
         """
         found = await self._redis.get(f"{self._record_key(worker_id)}:role")
         return next((role for role in get_args(Role) if found == role.encode()), None)
@@ -299,8 +327,8 @@ class Registry:
         """Returns the records of all live workers, in the order of their ids. Ids whose record has
         expired are removed from Redis.
 
-        A record is skipped and logged once if this version cannot read it, or if its KV
-        compatibility differs from that of its generation.
+        A record is skipped if this version cannot read it, or if the worker's KV compatibility
+        differs from the stored one of the worker's generation. Each skipped record is logged once.
         """
         members = await self._redis.smembers(self._workers_key)
         worker_ids = sorted(_bytes(member).decode(errors="replace") for member in members)
@@ -324,11 +352,11 @@ class Registry:
         return [r for r in records if self._agrees(r, compatibilities[r.generation])]
 
     async def tell_loading(self, worker_id: str, loading: LoadingNotice) -> None:
-        """Writes the loading progress of a worker without a record."""
+        """Writes the loading notice of a worker that has no record yet."""
         await self._redis.hset(self._loading_key, worker_id, msgspec.msgpack.encode(loading))
 
     async def end_loading(self, *worker_ids: str) -> None:
-        """Deletes loading notices."""
+        """Deletes the loading notices of these workers."""
         await self._redis.hdel(self._loading_key, *worker_ids)
 
     async def read_loading(self) -> dict[str, LoadingNotice]:
@@ -346,9 +374,9 @@ class Registry:
     async def _compatibilities(
         self, generations: set[str], unnamed: bytes | None
     ) -> dict[str, bytes]:
-        """Returns the encoded KV compatibility of each generation, or b"" for one that has expired.
-        `unnamed` is the KV compatibility of the generation without a name, which the caller has
-        already read."""
+        """Returns generation -> encoded KV compatibility, or b"" if the KV compatibility has
+        expired. `unnamed` is the KV compatibility of the generation without a name. The caller has
+        already read it."""
         compatibilities = {"": unnamed or b""}
         if named := sorted(generations - {""}):
             replies = await self._redis.mget([self._compatibility_key_of(name) for name in named])
@@ -359,8 +387,9 @@ class Registry:
     async def data_set(self) -> bytes:
         """Returns a value that changes if Redis was restarted, emptied or replaced.
 
-        After such a change, records of healthy workers may be missing for a while. The caller calls
-        `data_set` after `read`, so that a change during `read` is noticed.
+        After a restart of Redis, records of healthy workers may be missing for a while. So the
+        caller compares the results of `data_set`. The caller calls `data_set` after `read`, so that
+        a restart during `read` is noticed.
         """
         parts = await _DATA_SET(self._redis, [self._mark_key], secrets.token_hex(8))
         return b":".join(parts)
@@ -411,7 +440,7 @@ def _differences(mine: KvCompatibility, cluster: bytes) -> list[str]:
 
 
 def _bytes(value: bytes | str) -> bytes:
-    """Narrows the type of a reply to bytes. By redis-py's type hints a reply may also be a str, but
-    only clients with decode_responses=True return one."""
+    """Returns a reply, with the type bytes for type checkers. By redis-py's type hints, a reply may
+    also be a str, but only a client with decode_responses=True returns a str."""
     assert isinstance(value, bytes)
     return value

@@ -45,8 +45,8 @@ _KEYS: dict[Kind, tuple[str, ...]] = {
     ),
 }
 _COMMANDS: dict[Kind, tuple[str, ...]] = {
-    # A router may use all commands except those that administrate the server. A list of allowed
-    # commands would have to grow with each feature of the router.
+    # A router may use all commands except those that administrate the server. A list of the
+    # commands that it uses would have to change with each new feature of the router.
     "router": (
         "+@all",
         "-@admin",
@@ -67,7 +67,7 @@ _COMMANDS: dict[Kind, tuple[str, ...]] = {
 
 
 def rules(kind: Kind, cluster_id: str) -> str:
-    """Returns the ACL rules of the Redis user for a kind of process. In an ACL they follow the
-    user's name and password."""
+    """Returns the ACL rules of the Redis user for a kind of process. In Redis's ACL syntax, the
+    rules come after the user's name and password."""
     keys = (f"~{pattern % f'tandem:{cluster_id}'}" for pattern in _KEYS[kind])
     return " ".join(("resetkeys", "resetchannels", *keys, "-@all", *_COMMANDS[kind]))

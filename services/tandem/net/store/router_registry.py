@@ -1,10 +1,12 @@
 """Registers the routers of a cluster in Redis, so that each router can be notified at once of a
 revoked key.
 
-    {tandem:CLUSTER}:routers    router id -> milliseconds of Redis' clock, a space, URL
-A router that shuts down normally deletes its entry. If a router crashes or loses its connection to
-Redis, its entry stays for an hour. Such a router may still answer clients, so the other routers
-must notify it of revoked keys.
+    {tandem:CLUSTER}:routers    HASH, router id -> "TIME URL". TIME is the time of the last write in
+                                milliseconds of Redis's clock.
+
+A router that shuts down normally deletes its entry. If a router crashes or loses the connection to
+Redis, its entry stays for an hour, because a router without Redis may still serve clients. So the
+other routers must still notify it of revoked keys.
 """
 
 from tandem.net.store.client import Client
@@ -13,8 +15,12 @@ from tandem.net.store.script import Script
 KEPT_MS = 3600 * 1000
 
 # Writes the entry of a router and deletes old entries.
-# KEYS: 1 the routers. ARGV: 1 router id, 2 URL, 3 milliseconds for which an entry is kept.
-# Returns {id, URL, id, URL, ...} of all remaining routers.
+#
+# KEYS[1]   the hash of routers
+# ARGV[1]   router id
+# ARGV[2]   URL of the router
+# ARGV[3]   milliseconds for which an entry is kept
+# returns   {router id, URL, router id, URL, ...} of all remaining routers
 _ANNOUNCE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)

@@ -1,10 +1,13 @@
-"""Measures how long workers have not written their records, as seen by one process that reads the
-records. This module does no I/O.
+"""Finds workers that do not respond, from the worker records that a process (the reader) reads
+again and again. This module does no I/O.
 
-A live worker increases `num_writes` in its record with each write. A worker is silent if the number
-no longer grows: the process has stopped, has ended or has lost its connection to Redis. The reader
-notices the silence long before the record expires. A worker is stuck if it still writes records,
-but its engine has work and finishes no step.
+    a worker is    if
+    silent         its record's `num_writes`, which grows with each write, no longer grows: the
+                   process has stopped, has ended or has lost the connection to Redis
+    stuck          it still writes its record, but the engine has work and finishes no step
+    lost           it is silent or stuck, or the reader waited in vain for a reply of the worker
+
+The reader notices a silent worker long before the worker's record expires.
 """
 
 import math
@@ -15,9 +18,10 @@ from tandem.common.config.cluster import ClusterConfig
 from tandem.common.perf_model.predict import queue_seconds
 from tandem.net.store.registry import WorkerRecord
 
-_WRITES_MAX = 3  # A worker counts as silent after this number of write intervals without a write.
-# An engine counts as stuck if it finishes no step in the time in which it should finish this number
-# of full steps.
+# A worker counts as silent if it has not written its record for this many write intervals.
+_WRITES_MAX = 3
+# A worker counts as stuck if its engine finishes no step in the time in which it should finish this
+# many steps of the largest size.
 _TURNS_MAX = 3
 _LOST_S = 30.0
 
@@ -30,8 +34,8 @@ class _Heard:
     record: WorkerRecord
     wrote_at: float
     turned_at: float
-    # time of the last `note_lost` for this worker; -inf if the engine has finished a step since
-    # then
+    # Time of the last call of `note_lost` for this worker; -inf if the engine has finished a step
+    # since this call.
     lost_at: float = -math.inf
 
 
@@ -48,7 +52,7 @@ class Silences:
         self._now = 0.0
 
     def note(self, records: Iterable[WorkerRecord], now: float) -> None:
-        """Takes the records of all workers, which were read at `now`."""
+        """Updates the state of all workers from their records, which the reader read at `now`."""
         self._now = now
         before = self._heard
         self._heard = {}
@@ -69,22 +73,22 @@ class Silences:
     def note_lost(self, worker_id: str, now: float) -> None:
         """Notes that the reader has waited for a reply of the worker in vain.
 
-        The worker counts as lost until its engine finishes a step, but at most for `_LOST_S`,
-        because an idle engine runs no steps.
+        From now on, the worker counts as lost until the engine finishes a step. An idle engine runs
+        no steps, so the worker counts as lost for at most `_LOST_S` seconds.
         """
         if (heard := self._heard.get(worker_id)) is not None:
             heard.lost_at = now
 
     def silent_s(self, worker_id: str) -> float:
-        """Returns the seconds since a worker last wrote its record. Returns 0 until the worker has
-        missed `_WRITES_MAX` writes."""
+        """If the worker is silent, returns the seconds since the last write of its record.
+        Otherwise returns 0."""
         heard = self._heard.get(worker_id)
         age_s = 0.0 if heard is None else self._now - heard.wrote_at
         return age_s if age_s > self._limit_s else 0.0
 
     def stuck_s(self, worker_id: str) -> float:
-        """Returns the seconds since the engine of a worker last finished a step or had no work.
-        Returns 0 while the engine may still be within normal step times.
+        """If the worker is stuck, returns the seconds since the engine last finished a step or had
+        no work. Otherwise returns 0.
         """
         if (heard := self._heard.get(worker_id)) is None:
             return 0.0

@@ -32,8 +32,8 @@ _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """A parsed URL. `options` are redis-py's options for connections to Redis servers, and
-    `sentinel_options` are those for connections to Sentinels."""
+    """A parsed URL. `options` has redis-py's options for connections to Redis servers, and
+    `sentinel_options` has redis-py's options for connections to Sentinels."""
 
     kind: Kind
     tls: bool

@@ -45,7 +45,10 @@ from tandem.router.workers.troubles import clock_of_router
 
 log = logging.getLogger(__name__)
 
-POLL_INTERVAL_S = 0.5
+POLL_INTERVAL_S = 0.5  # interval between reads of the workers' records
+# The interval while there is no decode worker. Requests wait for the first one, so it has to be
+# found quickly.
+_AWAITED_INTERVAL_S = 0.1
 _NOTE_INTERVAL_S = 0.9
 _AFTER_BUG_S = 30.0
 _GONE_KEPT_S = 900.0
@@ -109,7 +112,8 @@ class ClusterView:
                 except Exception:
                     log.exception("what is wrong cannot be told; requests are served all the same")
                     self._problems_noted_at += _AFTER_BUG_S
-                await asyncio.sleep(POLL_INTERVAL_S)
+                is_awaited = self.redis_state == "ok" and not self.has_decode_worker()
+                await asyncio.sleep(_AWAITED_INTERVAL_S if is_awaited else POLL_INTERVAL_S)
         finally:
             clients = [w.client for w in self._workers.values() if w.client] + self._leaving
             await asyncio.gather(*(c.close() for c in clients))

@@ -1,9 +1,10 @@
-"""Serves KV blocks over gRPC to consumers without NIXL, and probe bytes to measure the connection.
+"""Serves KV blocks over gRPC to consumers that cannot use NIXL. Also serves probes, which are zero
+bytes with which a consumer measures the connection.
 
-A consumer can read only blocks that a live lease has announced to it. A block is copied once, from
-the block pool into a gRPC message. The lease is checked again before each message is sent, because
-the engine may reuse the blocks once the lease has ended. A call has at most one message in memory,
-because gRPC takes the next message only when the consumer can receive it.
+A consumer can read only blocks that a live lease has announced to the consumer. A block is copied
+once, from the block pool into a gRPC message. The lease is checked again before each message is
+sent, because the engine may reuse the blocks once the lease has ended. A call has at most one
+message in memory, because gRPC takes the next message only when the consumer can receive it.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +16,8 @@ from tandem.net.rpc.block_bytes import encode
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.grpc.reservations import PoolOwner
 
-MESSAGE_BYTES = 1 << 20  # Approximate message size; a message has whole blocks, at least one
+# Approximate number of bytes of a message. A message has one or more whole blocks.
+MESSAGE_BYTES = 1 << 20
 PROBE_BYTES_MAX = 64 << 20
 
 
@@ -30,10 +32,12 @@ class BlockServer:
         *,
         block_bytes: int,
     ) -> None:
-        """`lent` returns the blocks that a lease has announced, or None if the lease has ended.
+        """`lent` gets a lease id. It returns the ids of the blocks that the lease has announced, or
+        None if no such lease is live.
 
-        For one lease, `lent` always returns the same list object, so a new lease with the same id
-        is noticed. `on_served` is called with the size of each message in bytes.
+        As long as a lease is live, `lent` returns the same list object. Another list object means
+        that the lease has ended and a new lease has the same id. `on_served` is called with the
+        size of each message in bytes.
         """
         self._owner = owner
         self._lent = lent
@@ -41,7 +45,7 @@ class BlockServer:
         self._blocks_a_message = max(1, round(MESSAGE_BYTES / block_bytes))
 
     async def fetch(self, request: pb.FetchBlocksRequest, context: Any) -> AsyncIterator[bytes]:
-        """Yields the requested blocks in the requested order; each message has whole blocks."""
+        """Yields messages with the requested blocks, in the requested order."""
         lease_id = request.lease_id
         lent = self._lent(lease_id)
         if lent is None:
@@ -61,7 +65,7 @@ class BlockServer:
             yield message
 
     async def probe(self, request: pb.ProbeRequest, context: Any) -> AsyncIterator[bytes]:
-        """Yields `num_bytes` zero bytes, in messages of about the size of `fetch`'s messages."""
+        """Yields messages of up to `MESSAGE_BYTES` with `num_bytes` zero bytes in total."""
         if request.num_bytes > PROBE_BYTES_MAX:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,

@@ -1,8 +1,9 @@
 """Controls which blocks of the KV pool the I/O process may fill with bytes received over gRPC.
 
-A write needs an open `PoolReservation` of the sequence that has the blocks. When the I/O process
-sends the engine a command after which the blocks may be reused, it closes the sequence's
-reservations. Writes and commands run on one event loop, so no write can follow that command.
+A write needs an open `PoolReservation` of the sequence that holds the blocks. Some commands to the
+engine release a sequence's blocks. When the I/O process sends such a command, it also closes the
+sequence's reservations. Writes and commands run on one event loop, so no write can happen after the
+command.
 """
 
 from collections.abc import Sequence
@@ -17,15 +18,15 @@ Blocks = Sequence[bytes | memoryview]
 
 @dataclass(slots=True, eq=False)
 class PoolReservation:
-    """Blocks of one sequence that one pull may fill."""
+    """The permission for one pull to fill some blocks of one sequence."""
 
     sequence_id: str
     block_ids: Sequence[int]
     is_open: bool = True
 
     def check(self, first: int, num_blocks: int) -> None:
-        """Raises LeaseLost if the reservation is closed or does not have `num_blocks` blocks from
-        index `first` on.
+        """Raises LeaseLost if the reservation is closed, or if it has less than `num_blocks` blocks
+        from `block_ids[first]` on.
         """
         if not self.is_open:
             raise LeaseLost(f"the engine was told that {self.sequence_id} gives up its pulls")
@@ -57,24 +58,26 @@ class Reservations:
             self._open.pop(reservation.sequence_id, None)
 
     def end(self, sequence_id: str) -> None:
-        """Closes a sequence's reservations, because the engine may now reuse the blocks."""
+        """Closes all reservations of a sequence, because the engine may now reuse the blocks."""
         for reservation in self._open.pop(sequence_id, ()):
             reservation.is_open = False
 
 
 class PoolView(Protocol):
-    """Access to the KV pool, whose memory may be mapped in the engine process only."""
+    """Gives the I/O process access to the KV pool, even if only the engine process has mapped the
+    pool's memory."""
 
     spans: BlockSpans
 
     async def read(self, sequence_id: str, block_ids: Sequence[int]) -> Blocks:
         """Returns the bytes of blocks that the sequence holds.
 
-        The caller must use the bytes before it awaits again.
+        The caller must use the bytes before its next `await`. Later the bytes may change.
         """
 
     def write(self, into: PoolReservation, first: int, data: memoryview) -> None:
-        """Writes `data`, which are whole blocks, to the reservation's blocks from index `first` on.
+        """Writes `data`, which has the bytes of whole blocks, to the blocks of the reservation
+        `into` from `block_ids[first]` on.
 
         Raises LeaseLost if the reservation is closed or has too few blocks.
         """

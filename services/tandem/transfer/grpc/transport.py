@@ -1,7 +1,8 @@
-"""Reads a peer's blocks over gRPC, on other connections than leases and tokens.
+"""Reads a peer's blocks over gRPC. Blocks have their own connections, so that these large messages
+do not delay the small messages about leases and tokens.
 
-Separate connections keep large messages with blocks from delaying small messages. gRPC channels to
-the same address would share a connection, so each channel has its own subchannel pool.
+gRPC channels to the same address normally share a connection. So each channel gets its own
+subchannel pool.
 """
 
 import asyncio
@@ -23,16 +24,20 @@ from tandem.transfer.protocol import PROBE_BYTES, BlockPull
 
 log = logging.getLogger(__name__)
 
-STREAMS_MAX = 2  # Largest number of parallel streams from one peer; each has its own connection
-# A pull uses a second stream only if each stream then carries at least this many bytes
+# Largest number of parallel streams of a pull. Each stream has its own connection.
+STREAMS_MAX = 2
+# A pull uses a second stream only if each of the two streams then carries at least this many bytes.
 _STREAM_BYTES_MIN = 8 << 20
-# Sizes of the probes in bytes. The first probe also opens the connection, so it is not measured.
+# Sizes of the probes in bytes. The first probe also opens the connection, so its duration is not
+# used.
 _PROBES = (1, 1, 256 << 10, PROBE_BYTES, PROBE_BYTES)
-_SLOW_PROBE_S = 0.2  # After a slower probe of more than one byte, no larger probe is made
+# If a probe of more than one byte takes longer than this, the remaining probes are skipped.
+_SLOW_PROBE_S = 0.2
 
 
 class GrpcTransport:
-    """A transport that pulls with the `FetchBlocks` call. Connections open at first use."""
+    """A transport that pulls with the gRPC call `FetchBlocks`. A connection opens when it is first
+    used."""
 
     name = "grpc"
 
@@ -52,9 +57,11 @@ class GrpcTransport:
         self._channels: dict[int, grpc.aio.Channel] = {}
 
     async def connect(self, offer: pb.ConnectResponse) -> list[tuple[int, float]]:
-        """Probes the peer; returns (bytes, seconds) of each probe after the first.
+        """Measures the connection with probes. Returns (bytes, seconds) of each probe after the
+        first.
 
-        A failed probe is no error, because the two workers have already exchanged gRPC calls.
+        After a failed probe, the remaining probes are skipped. This is no error, because the two
+        workers have already exchanged gRPC calls.
         """
         took: list[tuple[int, float]] = []
         try:
@@ -67,7 +74,7 @@ class GrpcTransport:
         return took[1:]
 
     async def probe(self, num_bytes: int) -> float:
-        """Fetches `num_bytes` over the connection of the first stream; returns the seconds.
+        """Fetches `num_bytes` over the connection of the first stream. Returns the seconds it took.
 
         Raises LeaseLost if the call fails or returns a different number of bytes.
         """
@@ -105,9 +112,9 @@ class GrpcTransport:
         return time.monotonic() - started
 
     def fetch(self, stream: int, request: pb.FetchBlocksRequest, deadline_s: float) -> Any:
-        """Starts a FetchBlocks call on the connection of `stream`.
+        """Starts a FetchBlocks call on the connection of the stream with this number.
 
-        The messages of the call are raw bytes (net/rpc/block_bytes.py).
+        The call yields raw bytes, which `decode` parses (net/rpc/block_bytes.py).
         """
         return self._call(stream, FETCH_BLOCKS, request, deadline_s)
 
@@ -117,7 +124,8 @@ class GrpcTransport:
         self._channels.clear()
 
     def _parts(self, block_ids: Sequence[int]) -> list[range]:
-        """Splits the indices of `block_ids` into one range for each stream."""
+        """Splits a pull of `block_ids` into streams. Returns a range of indices of `block_ids` for
+        each stream."""
         num_blocks = len(block_ids)
         wanted = self._owner.pool.spans.num_bytes(block_ids) // _STREAM_BYTES_MIN
         size = -(-num_blocks // max(1, min(STREAMS_MAX, wanted, num_blocks)))

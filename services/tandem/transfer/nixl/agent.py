@@ -3,8 +3,8 @@
 This module uses NIXL's low-level bindings instead of NIXL's class `nixl_agent`, for two reasons:
 - `nixl_agent` sets the delay of its progress thread to 0, so the thread occupies a core. With a
   delay of 1000 us, it needs 2 to 4% of a core.
-- Handles of `nixl_agent` are released when Python collects them, but an unfinished read must never
-  be released implicitly.
+- `nixl_agent` releases the handle of a read when Python collects the handle object. But an
+  unfinished read must never be released without the caller's decision.
 
 Every call of the bindings releases the GIL. An agent is not thread-safe, so each agent belongs to
 one thread. Measured with NIXL 1.5.1: creating the first agent of a process takes 0.42 s, creating
@@ -30,7 +30,8 @@ BlockIds = NDArray[np.int32]
 Span = tuple[int, int]  # (address, number of bytes)
 
 PACKAGES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
-_LISTEN_DELAY_US = 100_000  # NIXL's default; without effect, because the listen thread is disabled
+# Delay of NIXL's listen thread. It has no effect, because the listen thread is disabled.
+_LISTEN_DELAY_US = 100_000
 
 
 class ReadState(Enum):
@@ -40,14 +41,14 @@ class ReadState(Enum):
 
 
 def load_nixl() -> ModuleType:
-    """Imports NIXL's Python API module. Raises Incompatible with the reason if that fails."""
-    # The consumer drops unfinished reads on purpose when it replaces its agent. UCX would log a
-    # warning for each of these reads.
+    """Imports NIXL's Python API module. Raises Incompatible if the import fails."""
+    # Replacing the consumer's agent drops unfinished reads on purpose. With the default log level,
+    # UCX would log a warning for each dropped read.
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     # By default, UCX patches the code of mmap, munmap and madvise while other threads may run these
-    # functions. With UCX 1.23, a thread that maps the KV pool's pages at that moment crashes. The
-    # patches serve UCX's cache of memory registrations, which is not needed here, because the KV
-    # pool is registered once.
+    # functions. With UCX 1.23, a thread crashes if it maps pages of the KV pool at that moment. UCX
+    # needs the patches only for its cache of memory registrations. The cache is of no use here,
+    # because the KV pool is registered once.
     os.environ.setdefault("UCX_MEM_MMAP_HOOK_MODE", "none")
     reasons = []
     for name in PACKAGES:
@@ -74,10 +75,10 @@ class NixlAgent:
     ) -> None:
         """Creates the agent.
 
-        `mode` selects the transports. If it is None, UCX could reach no peer, and Incompatible is
-        raised. `progress_delay_us` is the delay of NIXL's progress thread. If it is None, there is
-        no such thread, and only calls of `state` make progress. `memory` is the kind of memory that
-        has the blocks, "DRAM" or "VRAM".
+        `mode` selects the transports. With the mode None, UCX could reach no peer, so the
+        constructor raises Incompatible. `progress_delay_us` is the pause between two rounds of
+        NIXL's progress thread. With None, there is no progress thread, and reads make progress only
+        in calls of `state`. `memory` is the kind of memory that has the blocks: "DRAM" or "VRAM".
         """
         if mode is None:
             raise Incompatible(
@@ -105,9 +106,9 @@ class NixlAgent:
             raise Incompatible(f"NIXL has no working UCX backend here: {error}") from error
 
     def register(self, *, address: int, num_bytes: int, device_id: int, memory: str) -> None:
-        """Registers memory, so that this agent's reads may write it.
+        """Registers memory, so that reads of this agent can write into it.
 
-        Every peer that has the agent's `metadata` can also read the memory.
+        Every peer that has the agent's `metadata` can read the registered memory.
         """
         with self._translated("registering memory"):
             descriptors = self._bindings.nixlRegDList(
@@ -116,7 +117,8 @@ class NixlAgent:
             self._agent.registerMem(descriptors, [self._backend])
 
     def metadata(self) -> bytes:
-        """Returns the metadata with which a peer can read all registered memory. It is secret."""
+        """Returns the metadata with which a peer can read all registered memory. The metadata must
+        be kept secret."""
         with self._translated("describing the agent"):
             return bytes(self._agent.getLocalMD())
 
@@ -138,7 +140,7 @@ class NixlAgent:
         local: Sequence[Span],
         local_device: tuple[str, int],
     ) -> int:
-        """Prepares a read of the peer's `producer` spans into the `local` spans.
+        """Prepares a read of the memory spans `producer` of the peer into the spans `local`.
 
         Returns the handle of the read.
         """
@@ -156,8 +158,9 @@ class NixlAgent:
     def list_blocks(self, peer: str | None, pool: RemotePool) -> int:
         """Prepares a list of the blocks of a peer's pool, or of local memory if `peer` is None.
 
-        Reads can then name blocks by number, which costs a sixth of naming them by address. Returns
-        the handle of the list, which must be released before the peer is removed.
+        With such a list, a read names blocks by number. This takes a sixth of the time that naming
+        blocks by address takes. Returns the handle of the list. The list must be released before
+        the peer is removed.
         """
         rows = []
         address = pool.address
@@ -198,7 +201,7 @@ class NixlAgent:
         return handle
 
     def start(self, handle: int) -> ReadState:
-        """Starts a read. If the kernel copies the bytes (CMA), it does so during this call."""
+        """Starts a read. With the transport CMA, the kernel copies all bytes during this call."""
         with self._translated("starting a read"):
             return self._read_state(self._agent.postXferReq(handle, ""))
 
@@ -210,13 +213,14 @@ class NixlAgent:
     def release(self, handle: int) -> None:
         """Frees the handle of a read.
 
-        The read must be DONE or never started. Otherwise the next call must be `close`.
+        The read must be DONE or never started. After releasing another read, the caller must call
+        `close` next.
         """
         with self._translated("releasing a read"):
             self._agent.releaseXferReq(handle)
 
     def close(self) -> None:
-        """Destroys the agent. After that, none of the agent's reads writes memory."""
+        """Destroys the agent. From then on, no read of the agent writes memory."""
         self._agent = None
 
     def _spans(self, spans: Sequence[Span], memory: str, device_id: int) -> Any:

@@ -3,18 +3,21 @@
 A worker process has two NIXL agents. Peers read this worker's blocks through the producer's agent
 (producer.py). This worker reads peers' blocks through the consumer's agent.
 
-A started NIXL read cannot be cancelled. If its pull is given up, the unfinished read is called
-abandoned. It may still write local memory later, for example when a peer that was stopped
-(SIGSTOP) continues. Only destroying the consumer's agent ends such a read. The producer's agent is
-separate, so it survives, and the metadata of it that peers have stays valid.
+A pull consists of several NIXL reads and ends in one of two states:
 
-    event of a pull                                           state of the pull
+    event                                                     state of the pull
     all bytes are in place                                    DONE
     error, deadline, cancel, or disconnect of the peer        FAILED
 
-The engine may free the local blocks of a DONE pull at any time. Of a FAILED pull, the local blocks
-of abandoned reads are fenced (fence.py): the engine does not reuse them until `unfenced` returns
-them. This happens when the reads have ended or the consumer's agent was replaced.
+A started NIXL read cannot be cancelled. A read that is unfinished when the pull fails is called
+abandoned. An abandoned read may still write local memory later, for example when a peer that was
+stopped (SIGSTOP) continues. Only destroying the consumer's agent surely ends the read. The
+producer's agent is separate, so it survives, and peers can still read through it.
+
+The engine may free the local blocks of a DONE pull at any time. After a FAILED pull, the local
+blocks of abandoned reads are fenced (fence.py): the engine does not reuse a fenced block until
+`unfenced` returns the block. `unfenced` returns the blocks of a read when the read has ended or the
+consumer's agent was replaced.
 
 The consumer's agent is created when it is first needed, and a peer's metadata is loaded when the
 peer is first needed. After the agent was replaced (instance.py), all peers are loaded again. Pulls
@@ -47,15 +50,17 @@ from tandem.transfer.protocol import PROBE_BYTES
 
 log = logging.getLogger(__name__)
 
-# Seconds that abandoned reads get to end before the agent is replaced. The replacement takes 20 ms.
+# Unless too many blocks are fenced, abandoned reads get this many seconds to end before the agent
+# is replaced. Most reads end in this time. Replacing the agent takes 20 ms.
 GRACE_S = 0.5
-# If an abandoned read lasts longer than this, new pulls are refused until the agent is replaced.
+# If a read is still unfinished this many seconds after it was abandoned, new pulls are refused
+# until the agent is replaced.
 PATIENCE_S = 10.0
-# If no new agent could be created for this many seconds, the transport reports a failure.
+# `failure` returns an error message if creating a new agent has failed for this many seconds.
 RECOVER_S = 10.0
 _BACKOFF_MIN_S = 50e-6
 _BACKOFF_MAX_S = 1e-3
-_BACKOFF_FENCED_S = 10e-3  # Polling interval while only abandoned reads are left
+_BACKOFF_FENCED_S = 10e-3  # polling interval if there are abandoned reads but no pulls
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,8 @@ class NixlConsumer:
         delay_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`delay_s` delays the completion of each pull by that many seconds, for tests."""
+        """`delay_s` is for tests: a pull becomes DONE at the earliest this many seconds after its
+        start."""
         self._pool = pool
         self._spans = pool.layout.spans
         _, probed_bytes = self._spans.pools[0]
@@ -94,14 +100,15 @@ class NixlConsumer:
         self._peers: dict[str, _Peer] = {}
         self._pulls: dict[str, NixlPull] = {}
         self._to_reload: list[str] = []  # ids of peers that a new agent has not loaded yet
-        # number of the abandoned read in `_fence` -> (name of the peer's agent, read)
+        # number of an abandoned read in `_fence` -> (name of the peer's agent, read)
         self._abandoned: dict[int, tuple[str, Read]] = {}
         self._results: list[PullResult] = []
         self._unfenced: list[int] = []
         self._backoff = Backoff(doubling(_BACKOFF_MIN_S, _BACKOFF_MAX_S))
         self._backoff_s = 0.0
         self._piece_size = PieceSize()
-        # (time of the first failure, message of the last failure) while no agent can be created
+        # (time of the first failure, message of the last failure) of creating an agent; None if the
+        # last attempt succeeded.
         self._create_failure: tuple[float, str] | None = None
 
     def connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
@@ -119,8 +126,8 @@ class NixlConsumer:
     def probe(self, pull_id: str, peer_id: str, num_blocks: int, deadline_s: float) -> None:
         """Starts a pull of a few blocks into scratch memory, to test that the peer can be read.
 
-        The pull reads `num_blocks` blocks if they have at most PROBE_BYTES, else as many as fit
-        into PROBE_BYTES, but at least one block.
+        The pull reads `num_blocks` blocks, or fewer if the blocks have more than PROBE_BYTES or the
+        peer's pool has fewer blocks. It reads at least one block.
         """
         peer = self._peers.get(peer_id)
         num_peer_blocks = peer.pool.spans.pools[0][0] if peer is not None else 1
@@ -154,9 +161,10 @@ class NixlConsumer:
             self._refuse(pull, error, safe_blocks)
 
     def poll(self) -> list[PullResult]:
-        """Makes progress on all pulls and returns the new results, without waiting.
+        """Makes progress on pulls and returns the results of the pulls that have ended since the
+        last call. Does not wait.
 
-        If abandoned reads require it and no pull is unfinished, this method replaces the agent.
+        If abandoned reads did not end in time and no pull is unfinished, replaces the agent.
         """
         if self._instance is not None:
             self._instance.release_ended()
@@ -167,7 +175,7 @@ class NixlConsumer:
             self._pulls[active.pull.pull_id] = self._pulls.pop(active.pull.pull_id)
             moved |= self._advance(active)
             if self._clock() > turn_ends_at:
-                break  # the other pulls wait for the next poll, so that commands are handled soon
+                break  # commands are handled before the other pulls get a turn
         if self._fence.renewal_due(self._clock(), len(self._pulls)):
             self._unfenced.extend(self.fence())
             self._to_reload = list(self._peers)
@@ -181,9 +189,10 @@ class NixlConsumer:
         return results
 
     def unfenced(self) -> list[int]:
-        """Returns local blocks of FAILED pulls that no read can write any more.
+        """Returns the local blocks of FAILED pulls that have become safe since the last call. No
+        read can write a safe block any more.
 
-        Each block is returned once. `poll` has returned the results of these pulls before.
+        `poll` returns the result of a FAILED pull before this method returns blocks of the pull.
         """
         block_ids, self._unfenced = self._unfenced, []
         return block_ids
@@ -201,16 +210,16 @@ class NixlConsumer:
         return _BACKOFF_FENCED_S if self._fence.holds_reads else None
 
     def cancel(self, pull_id: str) -> None:
-        """Gives up a pull. The pull ends FAILED unless it is DONE already."""
+        """Ends a pull in the state FAILED, unless the pull has already ended."""
         active = self._pulls.get(pull_id)
         if active is not None:
             self._give_up(active, WorkerLost("the pull was cancelled"), "cancelled")
 
     def fence(self) -> list[int]:
-        """Destroys the agent, so that no abandoned read writes memory any more.
+        """Destroys the agent, so that no abandoned read writes memory any more. Returns the local
+        blocks that were fenced until then.
 
-        Returns the local blocks that abandoned reads could write. This method must not be called
-        while a pull is unfinished.
+        Must not be called while a pull is unfinished. The next use of the agent creates a new one.
         """
         assert not self._pulls, "fencing would end the pulls under way"
         if self._instance is not None:
@@ -230,7 +239,8 @@ class NixlConsumer:
         return self._fence.instance
 
     def failure(self) -> str:
-        """Returns an error message if no agent could be created for `RECOVER_S`, else ""."""
+        """Returns an error message if the agent was destroyed and creating a new one has failed for
+        `RECOVER_S` seconds. Otherwise returns ""."""
         if self._create_failure is None or not self._fence.instance:
             return ""
         since, message = self._create_failure
@@ -240,7 +250,7 @@ class NixlConsumer:
         return f"NIXL's consumer cannot be made anew for {failing_s:.0f} s: {message}"
 
     def close(self) -> None:
-        """Fails all pulls and destroys the agent. The KV pool's memory may be freed afterwards."""
+        """Fails all pulls and destroys the agent. After that, the KV pool's memory may be freed."""
         for active in list(self._pulls.values()):
             self._give_up(active, WorkerLost("the worker stops"), "cancelled")
         self._unfenced.extend(self.fence())
@@ -291,7 +301,7 @@ class NixlConsumer:
         except TandemError as error:
             self._give_up(active, error, "error")
             if (peer := self._peers.get(pull.peer_id)) is not None:
-                # Unload the peer, so that the next pull from this peer connects again.
+                # With the peer unloaded, the next pull from this peer connects again.
                 self._instance.unload(peer.metadata, self._agents_in_use())
             return True
         delay_s = self._delay_s if pull.local_block_ids else 0.0  # probes are not delayed

@@ -3,17 +3,19 @@
 An abandoned read is an unfinished read of a pull that was given up. The local blocks of an
 abandoned read are fenced: they must not be reused yet.
 
-    method        event                                       local blocks of the read
-    `fail`        the pull of the read is given up            fenced
-    `late_done`   the read has ended after all                safe: all bytes are in place
-    `renewed`     the consumer's agent was replaced           safe: the agent's reads have ended
+    event                                    method called   the read's local blocks afterwards
+    the pull of the read is given up         `fail`          fenced
+    the read has ended after all             `late_done`     safe: the read writes no more bytes
+    the consumer's agent was destroyed       `renewed`       safe: the agent's reads have ended
 
-Abandoned reads get `grace_s` seconds to end, and most do. After that, the agent must be replaced.
-This would also end the reads of unfinished pulls, so it is done only while no pull is unfinished.
+Most abandoned reads end within `grace_s` seconds. Otherwise the agent must be replaced, which also
+ends the reads of unfinished pulls. So the agent is replaced only while no pull is unfinished.
 
 On a busy worker, some pull is always unfinished. So new pulls are refused if more than `blocks_max`
-blocks are fenced or a read has been fenced for `patience_s` seconds. Once the unfinished pulls have
-ended, the agent can be replaced. This module does no I/O and reads no clock.
+blocks are fenced, or if a read was abandoned more than `patience_s` seconds ago and has not ended.
+Once the unfinished pulls have ended, the agent can be replaced.
+
+This module does no I/O and reads no clock.
 """
 
 from collections.abc import Iterable
@@ -24,11 +26,13 @@ class Fence:
         self._blocks_max = blocks_max
         self._grace_s = grace_s
         self._patience_s = patience_s
-        self.instance = 0  # number of replacements so far; part of the agent's name
+        self.instance = 0  # how often the agent was replaced; part of the name of the next agent
         self._next_read = 0
-        self._reads: dict[int, list[int]] = {}  # read number -> blocks that the read may write
+        # number of an abandoned read -> local blocks that the read may write
+        self._reads: dict[int, list[int]] = {}
         self._blocks: set[int] = set()
-        self._failed_at: dict[int, float] = {}  # read number -> time of `fail`, oldest first
+        # number of an abandoned read -> time at which `fail` was called, oldest first
+        self._failed_at: dict[int, float] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -36,7 +40,7 @@ class Fence:
 
     @property
     def holds_reads(self) -> bool:
-        """True if an abandoned read may still write local memory, including scratch memory."""
+        """True if an abandoned read may still write blocks of the pool or scratch memory."""
         return bool(self._reads)
 
     @property
@@ -49,11 +53,11 @@ class Fence:
         return self.is_full or now > oldest + self._patience_s
 
     def fenced(self, block_ids: Iterable[int]) -> set[int]:
-        """Returns the subset of `block_ids` that may still be written."""
+        """Returns those of `block_ids` that are fenced."""
         return self._blocks.intersection(block_ids)
 
     def fail(self, block_ids: Iterable[int], now: float) -> int:
-        """Fences the blocks of an abandoned read; returns a number that identifies the read."""
+        """Fences the local blocks of an abandoned read. Returns a new number for the read."""
         blocks = list(block_ids)
         assert not self._blocks.intersection(blocks), "a fenced block was read into again"
         read, self._next_read = self._next_read, self._next_read + 1
@@ -63,7 +67,7 @@ class Fence:
         return read
 
     def late_done(self, read: int) -> list[int]:
-        """Ends the fence of a read that is DONE after all; returns the blocks that are safe now."""
+        """Ends the fence of an abandoned read that is now DONE. Returns the blocks of the read."""
         blocks = self._reads.pop(read)
         del self._failed_at[read]
         self._blocks.difference_update(blocks)
@@ -76,7 +80,8 @@ class Fence:
         return self.is_full or now >= max(self._failed_at.values()) + self._grace_s
 
     def renewed(self) -> list[int]:
-        """Clears the fence after the agent was destroyed; returns the blocks that are safe now."""
+        """Ends the fence of all reads after the agent was destroyed. Returns the blocks that were
+        fenced."""
         blocks = sorted(self._blocks)
         self.instance += 1
         self._reads.clear()

@@ -1,9 +1,9 @@
 """The consumer's NIXL agent, with lists of the blocks of the local pool and of the peers' pools.
 
-The agent registers the local KV pool once, when it is created. It prepares a list of a peer's
-blocks when the peer is loaded. After that, a pull names blocks by their numbers. After `close`, no
-read of the agent writes memory. The agent has no progress thread, so an idle agent needs no CPU
-time.
+When the agent is created, it registers the local KV pool. When a peer is loaded, the agent prepares
+a list of the blocks in the peer's pool, so that a pull can name these blocks by number. After
+`close`, no read of the agent writes memory. The agent has no progress thread, so an idle agent
+needs no CPU time.
 """
 
 import ctypes
@@ -27,9 +27,9 @@ class LoadedPeer:
 
 
 class AgentInstance:
-    """A NIXL agent with its loaded peers.
+    """The consumer's NIXL agent with the loaded peers.
 
-    Methods raise TandemError, except clean-up methods, which log errors.
+    Methods raise TandemError, but methods that release or unload something only log errors.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class AgentInstance:
         pool: LocalPool,
         scratch: ctypes.Array[ctypes.c_char],
     ) -> None:
-        """`scratch` is local memory into which probes read."""
+        """`scratch` is local memory into which the reads of probes write."""
         self.agent = NixlAgent(agent_name, mode=mode, progress_delay_us=None, memory=pool.memory)
-        self._peers: dict[bytes, LoadedPeer] = {}  # keyed by the peer's metadata
-        self._ended: list[int] = []  # handles of reads that are DONE
+        self._peers: dict[bytes, LoadedPeer] = {}  # metadata of a peer -> loaded peer
+        self._ended: list[int] = []  # handles of DONE reads that `release_ended` will release
         blocks = pool.remote()
         self.pool_list = self._open(blocks)
         _, size = blocks.spans.pools[0]  # probes read blocks of the peer's first pool
@@ -58,9 +58,9 @@ class AgentInstance:
         return bool(self._ended)
 
     def release_later(self, handle: int) -> None:
-        """Keeps the handle of a DONE read until `release_ended` releases it.
+        """Keeps the handle of a DONE read until `release_ended` is called.
 
-        So the result of the pull is reported without waiting for the release.
+        Releasing takes time, so the result of the pull is reported first.
         """
         self._ended.append(handle)
 
@@ -71,7 +71,8 @@ class AgentInstance:
         self._ended.clear()
 
     def load(self, metadata: bytes, pool: RemotePool) -> LoadedPeer:
-        """Returns the loaded peer with this metadata, after loading the peer if necessary."""
+        """Loads the peer with this metadata, unless it is loaded already. Returns the loaded
+        peer."""
         if metadata not in self._peers:
             name = self.agent.add_peer(metadata)
             self._peers[metadata] = LoadedPeer(name, self.agent.list_blocks(name, pool))
@@ -80,13 +81,13 @@ class AgentInstance:
     def unload_strays(self, wanted: Container[bytes], in_use: Container[str]) -> None:
         """Unloads all peers whose metadata is not in `wanted`.
 
-        Peers whose agent name is in `in_use` stay, because an unfinished read may use them.
+        A peer whose agent name is in `in_use` stays loaded, because an unfinished read may use it.
         """
         for metadata in [each for each in self._peers if each not in wanted]:
             self.unload(metadata, in_use)
 
     def unload(self, metadata: bytes, in_use: Container[str]) -> None:
-        """Unloads a peer. A peer whose agent name is in `in_use` stays, as in `unload_strays`."""
+        """Unloads a peer. Does nothing if the peer's agent name is in `in_use`."""
         peer = self._peers.get(metadata)
         if peer is None or peer.agent_name in in_use:
             return
@@ -97,7 +98,8 @@ class AgentInstance:
             self.agent.remove_peer(peer.agent_name)
 
     def _open(self, blocks: RemotePool) -> int:
-        """Registers local blocks as read targets; returns the handle of their list."""
+        """Registers local memory, so that reads can write into its blocks. Returns the handle of
+        the list of the blocks."""
         self.agent.register(
             address=blocks.address,
             num_bytes=blocks.spans.memory_bytes,
@@ -118,9 +120,10 @@ class AgentInstance:
 
 @contextmanager
 def logged(consequence: str) -> Iterator[None]:
-    """Logs and suppresses a TandemError of the `with` block, and logs the consequence.
+    """Suppresses a TandemError of the `with` block, and logs it together with the text
+    `consequence`.
 
-    NIXL's clean-up calls may fail if a peer is already lost.
+    Used for NIXL's clean-up calls, which may fail if a peer is already lost.
     """
     try:
         yield

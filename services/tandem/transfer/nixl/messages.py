@@ -1,6 +1,6 @@
 """Messages between the transfer thread and the main thread of the engine process.
 
-Messages whose class has a msgspec tag are also passed on to the worker's I/O process.
+The main thread passes messages of a class with `tag=True` on to the worker's I/O process.
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,15 @@ from tandem.engine.cache.layout.kv_groups import KvLayout
 
 
 class RemotePool(msgspec.Struct, frozen=True):
-    """The address and block sizes of a producer's pools, which are contiguous in memory."""
+    """The address and block sizes of a producer's pools. The producer has one pool for each KV
+    group, and the pools are contiguous in memory."""
 
     address: int
-    num_blocks: int  # number of blocks of all pools together
-    block_bytes: int  # bytes of one block, all layers together
+    num_blocks: int  # total number of blocks of all pools
+    block_bytes: int  # bytes of one block with all layers; used only if `pools` is empty
     device_id: int
     memory: str  # NIXL's name of the memory: "DRAM" or "VRAM"
-    # (number of blocks, bytes per block) of each pool if the model has several KV groups
+    # (number of blocks, bytes per block) of each pool; empty if the model has only one KV group
     pools: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -37,7 +38,7 @@ class LocalPool(msgspec.Struct, frozen=True):
     layout: KvLayout
 
     def remote(self) -> RemotePool:
-        """Returns the description of this pool that peers need to read its blocks."""
+        """Returns the description that peers need to read blocks of this pool."""
         return RemotePool(
             address=self.address,
             num_blocks=self.layout.num_blocks,
@@ -49,9 +50,8 @@ class LocalPool(msgspec.Struct, frozen=True):
 
 
 class Pull(msgspec.Struct, frozen=True):
-    """A read of the peer's blocks `producer_block_ids` into this worker's `local_block_ids`.
-
-    Blocks at the same index belong together. A probe has no local blocks.
+    """A read of blocks of the peer: `producer_block_ids[i]` is read into this worker's block
+    `local_block_ids[i]`. A probe has no local blocks, because it reads into scratch memory.
     """
 
     pull_id: str
@@ -67,25 +67,28 @@ class PullResult(msgspec.Struct, frozen=True):
     num_bytes: int = 0
     elapsed_s: float = 0.0
     error: str = ""
-    reason: str = ""  # reason of the failure in one word: refused, error, deadline, cancelled, ...
-    num_fenced: int = 0  # number of local blocks that an abandoned read may still write
-    # Part of `elapsed_s` spent in NIXL's calls that start reads. Over CMA, these calls also copy.
+    # Why the pull failed, in one word such as "refused", "error", "deadline" or "cancelled".
+    reason: str = ""
+    # Number of local blocks that reads of a failed pull may still write.
+    num_fenced: int = 0
+    # Seconds of `elapsed_s` that were spent in NIXL's calls that start reads. Over CMA, these calls
+    # also copy the bytes.
     post_s: float = 0.0
-    num_blocks: int = 0  # number of blocks that NIXL read; 0 if the pull failed
+    num_blocks: int = 0  # number of blocks of the pull; 0 if the pull failed
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The end of a submitted pull. Exactly one `Settled` is sent for each pull."""
+    """A submitted pull has ended. Exactly one `Settled` is sent for each pull."""
 
     result: PullResult
 
 
 @dataclass(frozen=True, slots=True)
 class Unfenced:
-    """Blocks of FAILED pulls that no read writes any more.
+    """Some local blocks of failed pulls are safe now: no read writes these blocks any more.
 
-    The `Settled` message of the pulls always comes first.
+    The `Settled` message of a pull is sent before any `Unfenced` message with blocks of the pull.
     """
 
     block_ids: list[int]
@@ -107,8 +110,8 @@ class PeerConnected(msgspec.Struct, frozen=True, tag=True):
     """The answer to `TransferThread.connect`."""
 
     peer_id: str
-    error: str  # empty if the peer is connected and all test reads passed
-    # (bytes, seconds) of the test reads after the first one
+    error: str  # empty if the peer is connected and all test reads succeeded
+    # (bytes, seconds) of each test read except the first one
     reads: tuple[tuple[int, float], ...] = ()
 
 
@@ -116,7 +119,8 @@ class ProducerReady(msgspec.Struct, frozen=True, tag=True):
     """The answer to `TransferThread.producer`."""
 
     request_id: int
-    metadata: bytes  # with it, a peer can read the whole pool; empty without NIXL
+    # NIXL metadata with which a peer can read the whole pool; empty if `error` is set.
+    metadata: bytes
     pool: RemotePool
     error: str = ""
 

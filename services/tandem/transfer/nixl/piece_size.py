@@ -1,10 +1,10 @@
-"""Chooses the size of the pieces into which a pull is split.
+"""Chooses the size of the pieces into which a pull is split. Each piece is one NIXL read.
 
-If the kernel copies the blocks (CMA), NIXL copies inside the call that starts a read. The transfer
-thread handles no other pull or cancel meanwhile, so one large read would delay other pulls. So a
-piece has as many bytes as are copied in `PIECE_S` seconds at the measured speed. For example, at
-4 GB/s and 5 ms it has 20 MB. With RDMA and TCP, the call returns at once. Then nothing is measured,
-and the initial size is kept.
+With the transport CMA, all bytes are copied inside the call that starts a read. During this call,
+the transfer thread cannot handle other pulls or cancels, so a large read would delay them. So a
+piece has as many bytes as are copied in `PIECE_S` seconds at the measured speed: at 4 GB/s, a piece
+has 20 MB. With RDMA and TCP, the call returns at once, nothing is measured, and pieces keep the
+initial size.
 
 Pieces cost little. Measured with SmolLM2: reading 188 MB in scattered blocks took 31.1 ms in pieces
 of 8 MiB and 28.4 ms in one piece.
@@ -14,12 +14,13 @@ PIECE_S = 0.005
 _FIRST_BYTES = 16 << 20
 _BYTES_MIN = 1 << 20
 _BYTES_MAX = 64 << 20
-_WEIGHT = 0.2  # weight of the newest measurement in the mean speed
-_MEASURED_BYTES_MIN = 1 << 20  # smaller pieces are not measured: they may come from a CPU cache
+_WEIGHT = 0.2  # weight of the newest measurement in the moving average of the copy speed
+# Smaller pieces are not measured, because they may be copied from a CPU cache.
+_MEASURED_BYTES_MIN = 1 << 20
 
 
 class PieceSize:
-    """The size of a piece, from the measured copy speed.
+    """Computes the size of a piece from the measured copy speed.
 
     `observe` must be called only for pieces that were copied inside the call that starts the read.
     """

@@ -14,24 +14,23 @@ def readable_agent(pool: LocalPool, name: str, mode: UcxMode | None) -> NixlAgen
     pool, so only authenticated workers of the same cluster get the metadata. The pool's memory may
     be freed once the agent is closed.
 
-    The agent has a progress thread. Peers need the thread to connect, and for each read over
-    transports without hardware reads (TCP). The thread sleeps in poll(2) on UCX's descriptors. The
-    delay of the thread matters only if a descriptor fails to wake it. The table shows measurements
-    on 2 cores. The rows "CMA" and "TCP" are the speed of reading 64 scattered blocks of 360 KiB
-    over a connection in use, and the last row is the duration of reading one block over TCP.
+    The agent has a progress thread. The thread is needed when a peer connects, and over TCP also
+    for each read, because no hardware reads the memory. The thread sleeps in poll(2) until one of
+    UCX's file descriptors wakes it, at most for the delay `PROGRESS_DELAY_US`. The table shows how
+    the delay affects an idle process and reads, measured on 2 cores:
 
-        delay             1,000 us   10,000 us   100,000 us   1,000,000 us
-        idle CPU             3.7 %       0.3 %        0.0 %          0.0 %
-        CMA               5.2 GB/s    5.8 GB/s     6.0 GB/s       5.6 GB/s
-        TCP               2.2 GB/s    2.0 GB/s     1.5 GB/s       2.1 GB/s
-        TCP, one block      1.2 ms      1.0 ms       0.9 ms         1.0 ms
+        delay of the thread                   1,000 us  10,000 us  100,000 us  1,000,000 us
+        CPU time of an idle process              3.7 %      0.3 %       0.0 %         0.0 %
+        speed over CMA, 64 blocks of 360 KiB  5.2 GB/s   5.8 GB/s    6.0 GB/s      5.6 GB/s
+        speed over TCP, 64 blocks of 360 KiB  2.2 GB/s   2.0 GB/s    1.5 GB/s      2.1 GB/s
+        duration over TCP, one block            1.2 ms     1.0 ms      0.9 ms        1.0 ms
 
-    Over TCP, a lost consumer can crash a producer. UCX 1.23 answers TCP reads in software. It
-    aborts the process ("ucp_request.inl: Fatal: unexpected error") if more reads are to be answered
-    on a connection that is lost. This happened with 1 of 15 consumers that were killed during a
-    read, and with every such consumer if the producer was stopped (SIGSTOP) at that time. It did
-    not happen with shared memory, nor after a cancelled pull, because the reads of a cancelled pull
-    run to their end.
+    Over TCP, a lost consumer can crash a producer. UCX 1.23 answers TCP reads in software. If it
+    still has reads to answer on a connection that is lost, it aborts the process
+    ("ucp_request.inl: Fatal: unexpected error"). When consumers were killed during a read, 1 of 15
+    kills crashed the producer. If the producer was stopped (SIGSTOP) during the kill, every kill
+    crashed it. Shared memory does not have this problem. A cancelled pull does not cause it either,
+    because the reads of the pull run to their end.
     """
     agent = NixlAgent(name, mode=mode, progress_delay_us=PROGRESS_DELAY_US, memory=pool.memory)
     agent.register(

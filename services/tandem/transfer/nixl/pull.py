@@ -1,9 +1,11 @@
 """The progress of one pull over NIXL.
 
-A pull is split into pieces, which are groups of consecutive blocks, so that other pulls and cancels
-are handled in between (piece_size.py). Each piece is one read of NIXL:
-    waiting --started--> under way --DONE--> the blocks are in place
-                                  `--FAILED, or the pull is given up--> bytes may still arrive
+A pull is split into pieces, so that other pulls and cancels are handled in between (piece_size.py).
+A piece is some consecutive blocks of the pull, and is one read of NIXL. The states of a piece are:
+
+    waiting --the read is started--> under way --the read is DONE--> all bytes are in place
+                                         `--the read FAILED, or the pull is given up-->
+                                                                      bytes may still arrive
 """
 
 from collections.abc import Callable
@@ -17,23 +19,26 @@ from tandem.transfer.nixl.instance import AgentInstance, LoadedPeer
 from tandem.transfer.nixl.messages import Pull
 from tandem.transfer.nixl.piece_size import PieceSize
 
-READS_MAX = 2  # reads of one pull at a time: one read is under way while the next is started
+# Largest number of unfinished reads of a pull, so that a read is under way while the next is
+# started.
+READS_MAX = 2
 
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """The read of one piece. The handle is kept until the read is DONE or the agent destroyed."""
+    """The NIXL read of one piece of a pull."""
 
     handle: int
     local_ids: list[int]
-    # True: NIXL reported an error. The read never becomes DONE, but bytes may still arrive.
+    # True: NIXL reported an error for the read. The read will not become DONE, but bytes may still
+    # arrive.
     ended: bool = False
 
 
 class NixlPull:
     """A pull of a peer's blocks into the local KV pool, or a probe into scratch memory.
 
-    `num_bytes` is the size of all blocks of the pull. `clock` returns the time in seconds.
+    `num_bytes` is the total size of the pull's blocks. `clock` returns the time in seconds.
     """
 
     def __init__(
@@ -52,27 +57,28 @@ class NixlPull:
         self.reads: list[Read] = []
         self.num_bytes = num_bytes
         self.post_s = 0.0  # seconds spent in NIXL's calls that start reads
-        # The blocks of several KV groups differ in size and alternate. The number of blocks in a
-        # piece is computed from the mean size.
+        # Mean number of bytes of a block. In a model with several KV groups, the blocks of a pull
+        # differ in size.
         self._block_bytes = max(1, num_bytes // len(pull.producer_block_ids))
         self._piece_size = piece_size
         self._clock = clock
         self._producer_ids = np.array(pull.producer_block_ids, np.int32)
-        # A probe has no local blocks. It reads the peer's first blocks into the first blocks of the
-        # scratch memory, so both have the same block numbers.
+        # A probe has no local blocks. It reads the peer's blocks 0, 1, ... into the blocks 0, 1,
+        # ... of the scratch memory, so the target ids are the producer's ids.
         target_ids = pull.local_block_ids or pull.producer_block_ids
         self._target_ids = np.array(target_ids, np.int32)
         self._target_list = target_list
-        self._num_started = 0  # number of blocks whose read was started
+        self._num_started = 0  # number of blocks in the pieces whose reads were started
 
     @property
     def is_done(self) -> bool:
         return self._num_started == len(self._producer_ids) and not self.reads
 
     def advance(self, instance: AgentInstance) -> bool:
-        """Checks the reads and starts at most one; returns whether anything changed.
+        """Checks the started reads, and starts at most one more read. Returns whether a read was
+        started or has ended.
 
-        Raises TandemError if a read failed; the caller must then give up the pull.
+        Raises TandemError if a read failed. The caller must then give up the pull.
         """
         moved = self._settle_reads(instance)
         if self._num_started < len(self._producer_ids) and len(self.reads) < READS_MAX:

@@ -1,16 +1,18 @@
 """Determines by which transport the NIXL agents of two workers reach each other.
 
-    mode of both agents   further condition              transport
+Each agent has a mode (ucx_mode.py). The first row of this table that applies gives the transport:
+
+    mode of both agents   condition                      transport
     MEMORY                same host                      MEMORY
-    RDMA                  none                           RDMA
+    RDMA                  always                         RDMA
     TCP                   same host, CMA allowed         MEMORY
     TCP                   both have an RDMA port         RDMA
-    TCP                   none                           TCP
-    anything else                                        NOTHING: blocks are sent over gRPC
-The first row that applies counts. The modes are explained in ucx_mode.py. CMA is the kernel's copy
-between the memory of two processes. Workers are on the same host if they share the machine, PID
-namespace, IPC namespace and user. UCX chooses the transport and does not report it, so this module
-repeats the choice from the same facts.
+    TCP                   always                         TCP
+    all other cases                                      NOTHING: blocks are sent over gRPC
+
+CMA is the kernel's copy between the memory of two processes. Two workers are on the same host if
+they share the machine, PID namespace, IPC namespace and user. UCX chooses the transport and does
+not report the choice. So this module computes the choice from the same facts.
 """
 
 import os
@@ -25,14 +27,15 @@ import msgspec
 from tandem.common.config.transfer import NixlTcp
 from tandem.transfer.nixl.ucx_mode import UcxMode
 
-_MEMORY_TRANSPORTS = {"all", "sm", "shm", "cma"}  # UCX's names of transports
+# Names in UCX_TLS that allow each kind of transport.
+_MEMORY_TRANSPORTS = {"all", "sm", "shm", "cma"}
 _TCP_TRANSPORTS = {"all", "tcp"}
 _RDMA_TRANSPORTS = {"all", "ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "ud"}
 _CAP_SYS_PTRACE = 19
 
 
 class Reach(Enum):
-    """A way to reach a peer. The value is a sentence for operators."""
+    """How two workers reach each other. The value is a text for operators."""
 
     MEMORY = "one machine, PID namespace, IPC namespace and user: each reads the other's memory"
     RDMA = "both have an active RDMA port"
@@ -44,20 +47,22 @@ class Reach(Enum):
 
 
 class HostIdentity(msgspec.Struct, frozen=True):
-    """Facts that a process sends to its peers to determine how they reach each other."""
+    """Facts about a process and its machine. Two workers exchange these facts, and `reach` computes
+    from the facts how the workers reach each other."""
 
-    boot_id: str  # id of the machine's current boot
+    boot_id: str  # id that Linux gives to the current boot of the machine
     pid_namespace: str
     uid: int
-    # True: the kernel and UCX_TLS let other processes of this user read this process's memory.
+    # True: the kernel and UCX_TLS allow CMA, so other processes of the user can read this process's
+    # memory.
     cma: bool
     rdma: bool  # True: an RDMA device has an active port, and UCX_TLS allows RDMA
-    ipc_namespace: str = ""  # empty if the process runs an older version of Tandem
-    tcp: bool = False  # True: the option is `--nixl-tcp insecure`, and UCX_TLS allows TCP
+    ipc_namespace: str = ""  # empty if the process is an older version of Tandem, which sends none
+    tcp: bool = False  # True: `--nixl-tcp insecure` is set, and UCX_TLS allows TCP
 
     @property
     def mode(self) -> UcxMode | None:
-        """The mode of the process's NIXL agents; None if the agents can reach no peer."""
+        """The mode of the process's NIXL agents, or None if they could reach no peer."""
         if self.tcp:
             return UcxMode.TCP
         if self.rdma:
@@ -86,9 +91,9 @@ def _share_memory(ours: HostIdentity, theirs: HostIdentity) -> bool:
 def host_identity(
     nixl_tcp: NixlTcp = "off", root: Path = Path("/"), environment: Mapping[str, str] = os.environ
 ) -> HostIdentity:
-    """Returns the identity of this process and its children.
+    """Returns the facts about this process, which are also true for its child processes.
 
-    `root` is the folder with the file systems proc and sys.
+    `root` is the folder that has the folders proc, sys and dev. Tests use another one than "/".
     """
     allowed = environment.get("UCX_TLS", "all")
     return HostIdentity(
@@ -103,9 +108,9 @@ def host_identity(
 
 
 def _allows(ucx_tls: str, transports: set[str]) -> bool:
-    """Returns whether UCX_TLS allows any of `transports`.
+    """Returns whether the value `ucx_tls` of UCX_TLS allows any of `transports`.
 
-    If UCX_TLS begins with "^", it lists excluded transports.
+    The value lists the allowed transports, or, if it begins with "^", the excluded ones.
     """
     named = set(ucx_tls.lstrip("^").split(","))
     if ucx_tls.startswith("^"):
@@ -116,8 +121,11 @@ def _allows(ucx_tls: str, transports: set[str]) -> bool:
 def _kernel_allows_cma(proc: Path) -> bool:
     """Returns whether Yama, a Linux security module, lets processes read each other's memory.
 
-    Yama's `ptrace_scope` decides. Scope 0 allows it. Scope 1 requires the permission of the process
-    that is read, which UCX gives. Scope 2 requires the capability CAP_SYS_PTRACE.
+    The setting `ptrace_scope` of Yama has these values:
+    - 0: reading is allowed.
+    - 1: the process that is read must give permission, and UCX does so.
+    - 2: the reading process needs the capability CAP_SYS_PTRACE.
+    - 3: reading is forbidden.
     """
     scope = _text(proc / "sys/kernel/yama/ptrace_scope") or "0"
     if scope == "2":
@@ -127,9 +135,10 @@ def _kernel_allows_cma(proc: Path) -> bool:
 
 
 def _has_rdma_port(root: Path) -> bool:
-    """Returns whether this process has an RDMA device and a port is active.
+    """Returns whether this process has an RDMA device and the machine has an active RDMA port.
 
-    The ports in /sys are not enough, because a container without an RDMA device also sees them.
+    An active port in /sys is not enough, because a container without an RDMA device also sees the
+    machine's ports there.
     """
     if not any(root.glob("dev/infiniband/uverbs*")):
         return False
@@ -138,7 +147,7 @@ def _has_rdma_port(root: Path) -> bool:
 
 
 def _text(path: Path) -> str:
-    """Returns the file's stripped text; "" if it does not exist or cannot be read."""
+    """Returns the stripped text of a file, or "" if the file cannot be read."""
     with suppress(OSError):
         return path.read_text().strip()
     return ""

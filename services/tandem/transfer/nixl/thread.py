@@ -1,18 +1,22 @@
 """The transfer thread of an engine process, the only thread that uses NIXL.
 
-The engine's main thread sends commands through a queue of limited length. It gets events by a
-callback that runs in the transfer thread. No other thread may use NIXL, because NIXL is not
-thread-safe and copies blocks inside its calls.
+The engine's main thread sends commands to this thread through a queue of limited length. This
+thread reports events by a callback. NIXL needs a thread of its own, because NIXL is not thread-safe
+and copies blocks inside its calls.
 
-    start --> running --stop--> stopped: every unfinished pull ends FAILED
-                 `--a bug--> broken --stop--> stopped
-In the state `broken`, commands are answered with the failure, and fenced blocks stay fenced. The
-event `Broken` is sent once, after a bug or if the transport cannot recover. The worker then drains
-itself and is restarted.
+    state before   event             state after
+    new            `start`           running
+    running        `stop`            stopped. Every unfinished pull has ended FAILED.
+    running        a bug             broken
+    broken         `stop`            stopped
 
-Without an unfinished pull, the thread sleeps until a command arrives. Otherwise it polls NIXL, with
-a back-off of up to 1 ms. This module knows no asyncio, tensors or engine: the KV pool is an address
-and a size.
+In the state `broken`, the thread answers each command with an error, and fenced blocks stay fenced.
+The event `Broken` is sent once, after a bug or if no new agent can be created. The worker then
+drains itself and is restarted.
+
+Without an unfinished pull, the thread sleeps until a command arrives. With one, it polls NIXL, at
+least once per millisecond. This module knows no asyncio, tensors or engine. For this module, the KV
+pool is an address and a size.
 """
 
 import logging
@@ -33,24 +37,25 @@ log = logging.getLogger(__name__)
 
 COMMANDS_MAX = 4096
 STOP_DEADLINE_S = 5.0
-# Number of reads that test a new peer. The first read also connects, so it is not measured.
+# Largest number of reads that test a new peer. The first read also opens the connection, so its
+# duration is not used.
 _PROBES = 4
-# A test read should take at most this many seconds. If the first measured block takes 1 ms, the
-# next test reads may have 250 blocks.
+# Wanted duration of a test read in seconds. The second test read has one block. If the second test
+# read takes 1 ms, the remaining test reads have 250 blocks each.
 _PROBE_S = 0.25
 
 
 @dataclass(slots=True)
 class _Probing:
-    """A peer under test, with the (bytes, seconds) of its reads so far."""
+    """A peer under test, with the (bytes, seconds) of each test read that has ended."""
 
     peer_id: str
     reads: list[tuple[int, float]] = field(default_factory=list)
 
     def next_blocks(self) -> int:
-        """Returns the number of blocks of the next read; 0 if the test is complete.
+        """Returns the number of blocks of the next test read, or 0 if the test is complete.
 
-        The consumer may read fewer blocks, because the read must fit into its scratch memory.
+        The consumer reads fewer blocks if these blocks do not fit into the scratch memory.
         """
         if len(self.reads) < 2:
             return 1
@@ -59,7 +64,7 @@ class _Probing:
 
 
 class TransferThread:
-    """Reads blocks in its own thread. Only one other thread at a time may call its methods."""
+    """Reads blocks in a thread of its own. Only one other thread at a time may call the methods."""
 
     def __init__(
         self,
@@ -91,9 +96,10 @@ class TransferThread:
         )
         self._producer: NixlAgent | None = None
         self._num_probes = 0
-        self._probes: dict[str, _Probing] = {}  # keyed by pull id
+        self._probes: dict[str, _Probing] = {}  # pull id of a test read -> peer under test
         self._under_way: set[str] = set()
-        self._num_renewals = 0  # number of replacements of the agent reported so far
+        # How many replacements of the consumer's agent were reported in `Renewed` events.
+        self._num_renewals = 0
         self._failure = ""
         self._reported_broken = False
         self._stopping = False
@@ -102,9 +108,9 @@ class TransferThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends all pulls and destroys the agents.
+        """Ends all pulls, destroys the agents and stops the thread.
 
-        Raises InternalError if that takes longer than STOP_DEADLINE_S.
+        Raises InternalError if the thread does not stop within STOP_DEADLINE_S seconds.
         """
         self._enqueue(self._stop)
         self._thread.join(STOP_DEADLINE_S)
@@ -112,9 +118,9 @@ class TransferThread:
             raise InternalError(f"the transfer thread did not stop in {STOP_DEADLINE_S:g} s")
 
     def connect(self, peer_id: str, metadata: bytes, pool: messages.RemotePool) -> None:
-        """Connects a peer and tests it with reads into scratch memory.
+        """Connects a peer and tests the connection with reads into scratch memory.
 
-        One `PeerConnected` event follows.
+        One `PeerConnected` event reports the result.
         """
         self._enqueue(lambda: self._connect(peer_id, metadata, pool))
 
@@ -122,7 +128,7 @@ class TransferThread:
         self._enqueue(lambda: self._transport.disconnect(peer_id))
 
     def submit(self, pull: messages.Pull) -> None:
-        """Submits a pull. Exactly one `Settled` event follows."""
+        """Submits a pull. Exactly one `Settled` event reports the result."""
         self._enqueue(lambda: self._submit(pull))
 
     def cancel(self, pull_id: str) -> None:
@@ -130,9 +136,9 @@ class TransferThread:
         self._enqueue(lambda: self._transport.cancel(pull_id))
 
     def producer(self, request_id: int) -> None:
-        """Requests the description with which peers can read this process's pool.
+        """Requests the metadata and pool description with which peers can read this process's pool.
 
-        One `ProducerReady` event follows.
+        One `ProducerReady` event with the same `request_id` has the result.
         """
         self._enqueue(lambda: self._describe_producer(request_id))
 
@@ -239,9 +245,10 @@ class TransferThread:
             self._producer.close()
 
     def _break(self, message: str) -> None:
-        """Fails all pulls after a bug.
+        """Enters the state `broken` after a bug, and fails all pulls.
 
-        It is unknown which reads may still write, so the blocks of the pulls stay fenced.
+        No `Unfenced` event follows for the blocks of these pulls, because some of their reads may
+        still write.
         """
         self._failure = message
         for pull_id in list(self._under_way):

@@ -15,12 +15,13 @@ _ENGINE_MARGIN_S = 5.0
 
 
 class ReadingEngine(Protocol):
-    """The parts of the link to the engine process that control the engine's transfer thread."""
+    """The I/O process's connection to the engine process, with only the methods that control the
+    engine's transfer thread."""
 
     async def connect_peer(
         self, peer_id: str, metadata: bytes, pool: RemotePool
     ) -> list[tuple[int, float]]:
-        """Connects a peer; returns (bytes, seconds) of a few test reads.
+        """Connects a peer and tests the connection. Returns (bytes, seconds) of a few test reads.
 
         Raises TandemError if the peer cannot be read.
         """
@@ -29,10 +30,10 @@ class ReadingEngine(Protocol):
         """Makes the engine forget the peer. Unfinished pulls from the peer fail."""
 
     def pull(self, peer_id: str, pull: BlockPull) -> Awaitable[PullResult]:
-        """Starts a pull; returns an awaitable of the result.
+        """Starts a pull. Returns an awaitable of the result.
 
-        The engine gives up the pull if the pull's sequence releases the blocks. It does not reuse
-        blocks that a read may still write.
+        If the sequence of the pull releases the local blocks, the engine gives up the pull. The
+        engine does not reuse a block that a read may still write.
         """
 
 
@@ -53,7 +54,8 @@ class NixlTransport:
             raise WorkerLost(str(error) or "no answer in time") from None
 
     async def pull(self, pull: BlockPull) -> float:
-        # The transfer thread enforces the deadline. The margin detects an engine that hangs.
+        # Normally the transfer thread enforces the deadline. This later timeout is for an engine
+        # that hangs.
         try:
             async with asyncio.timeout(pull.deadline_s + _ENGINE_MARGIN_S):
                 result = await self._engine.pull(self._peer_id, pull)

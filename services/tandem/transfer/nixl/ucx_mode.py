@@ -1,13 +1,15 @@
 """The UCX transports that a NIXL agent may use. Each agent has one mode.
 
-    Mode     Transports                                   Peers
-    MEMORY   shared memory, copied by the kernel (CMA)    on this machine
-    RDMA     the RDMA network card                        all with an RDMA port
-    TCP      all transports of UCX, including TCP         all, but only with --nixl-tcp insecure
-UCX's TCP transport listens on every network address of the machine. Without a token or NIXL
-metadata, anyone who connects can write to any address in the process (PUT). So the modes MEMORY and
-RDMA exclude TCP, and an agent in these modes opens no TCP port. For MEMORY, this was verified with
-NIXL 1.5.1 and UCX 1.23; for RDMA, it was not.
+    mode     transports                                   reachable peers
+    MEMORY   shared memory, copied by the kernel (CMA)    workers on this machine
+    RDMA     the RDMA network card                        workers with an RDMA port
+    TCP      all transports of UCX, including TCP         all workers
+
+The mode TCP is used only with the option `--nixl-tcp insecure`. UCX's TCP transport listens on
+every network address of the machine, and checks no token. Any program that connects can write to
+any address in the process (PUT). So the modes MEMORY and RDMA exclude TCP, and an agent in these
+modes opens no TCP port. A test with NIXL 1.5.1 and UCX 1.23 confirmed this for MEMORY. The mode
+RDMA was not tested.
 """
 
 import os
@@ -16,8 +18,9 @@ from contextlib import contextmanager
 from enum import Enum
 
 _CUDA = ("cuda_copy", "cuda_ipc")
-# UCX sends the few messages that connect two agents over `posix` or `sysv`, and copies blocks with
-# `cma`. Without `cma`, a read from a process that died would never end.
+# UCX's names of the transports for the mode MEMORY. UCX sends the few messages that connect two
+# agents over `posix` or `sysv`, and copies blocks with `cma`. Without `cma`, a read from a process
+# that died would never end.
 _MEMORY = ("posix", "sysv", "cma", "self")
 
 
@@ -30,18 +33,19 @@ class UcxMode(Enum):
 def backend_options(mode: UcxMode) -> dict[str, str]:
     """Returns the options of NIXL's UCX backend.
 
-    In the mode MEMORY, error handling is off, because UCX's shared memory does not support it and
-    would refuse to connect. A CMA read from a dead process still fails, because the kernel reports
-    that the process is gone.
+    In the mode MEMORY, UCX's error handling is off. With error handling on, UCX would refuse to
+    connect over shared memory. A CMA read from a dead process fails nevertheless, because the
+    kernel reports that the process is gone.
     """
     return {"ucx_error_handling_mode": "none"} if mode is UcxMode.MEMORY else {}
 
 
 def transports(mode: UcxMode, memory: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Returns the value of UCX_TLS for an agent whose blocks are in `memory`, "DRAM" or "VRAM".
+    """Returns the value of the variable UCX_TLS for an agent whose blocks are in `memory`, "DRAM"
+    or "VRAM".
 
-    In the modes RDMA and TCP, transports that the operator set in UCX_TLS are kept if the mode
-    allows them.
+    In the modes RDMA and TCP, the result has the transports that the operator has set in UCX_TLS,
+    except those that the mode does not allow.
     """
     allowed = environment.get("UCX_TLS", "all")
     if mode is UcxMode.TCP:
@@ -56,7 +60,8 @@ def transports(mode: UcxMode, memory: str, environment: Mapping[str, str] = os.e
 
 @contextmanager
 def ucx_tls(value: str) -> Iterator[None]:
-    """Sets UCX_TLS while an agent is created, because UCX reads the variable only then."""
+    """Sets the variable UCX_TLS during the `with` block, in which the caller creates an agent. UCX
+    reads the variable only when an agent is created."""
     before = os.environ.get("UCX_TLS")
     os.environ["UCX_TLS"] = value
     try:

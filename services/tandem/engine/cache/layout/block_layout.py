@@ -15,8 +15,8 @@ Only quantized dtypes have scales and padding. Scales are float16. There is one 
 for the values of each token, or one for each latent; the scales of all keys come first. A part is
 padded to a multiple of 64 bytes, so that each part starts on a cache line.
 
-The bytes of a block are contiguous. So are the bytes of neighbouring heads of a block, which is
-what one tensor-parallel rank has. So either can be transferred with one descriptor.
+The bytes of a block are contiguous, so one descriptor is enough to transfer a block. A
+tensor-parallel rank has some neighbouring heads of each block. Their bytes are contiguous too.
 
 No other module knows this order. This module imports no tensor library, so that the transfer code
 can use it.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The shape of one KV group's pool. Attributes whose names end in `_bytes` are sizes in
+    """The shape of one KV group's pool. Properties whose names end in `_bytes` are sizes in
     bytes."""
 
     num_blocks: int
@@ -44,9 +44,9 @@ class BlockLayout:
     num_layers: int
     block_size: int
     head_dim: int
-    dtype: str  # a key of KV_BITS
+    dtype: str  # name of the KV data type, a key of KV_BITS
     has_values: bool = True  # False: latent attention, which stores no values
-    # Set if latents are quantized: the rotated key, which each token stores beside its latent.
+    # Set only for quantized latents: the rotated key that each token stores beside its latent.
     rotated: RotatedKey | None = None
 
     @property

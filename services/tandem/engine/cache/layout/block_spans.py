@@ -16,7 +16,7 @@ class BlockSpans:
     """The position of each block in the memory of all pools. Block ids continue from pool to pool:
     with pools of 10 and 20 blocks, the ids 10 to 29 are in the second pool."""
 
-    pools: tuple[tuple[int, int], ...]  # one (number of blocks, bytes of a block) for each pool
+    pools: tuple[tuple[int, int], ...]  # for each pool: (number of blocks, bytes of a block)
 
     @classmethod
     def equal(cls, block_bytes: int, num_blocks: int) -> BlockSpans:

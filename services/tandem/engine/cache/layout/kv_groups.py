@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from tandem.common.config.engine import EngineConfig
     from tandem.common.kv_budget import KvBudget
 
-STEP_TOKENS = 512  # maximum tokens per step on a CPU without --max-tokens-per-step
+# Maximum number of tokens in a step on a CPU, unless --max-tokens-per-step is given.
+STEP_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class KvGroup:
     # Number of tokens that a token sees, including itself. None: a token sees all tokens before it.
     window: int | None
     layout: BlockLayout
-    num_first: int = 0  # number of tokens at the start that every token sees besides its window
+    # Number of first tokens (sinks) that every token sees in addition to the window.
+    num_first: int = 0
 
     def first_seen(self, num_tokens: int) -> int:
         """Returns the index of the first block in the window of the next token after `num_tokens`
@@ -156,7 +158,7 @@ class KvLayout:
 
     @property
     def first_ids(self) -> list[int]:
-        """The smallest block id of each group, among all pools."""
+        """For each group, the smallest id of its blocks. Ids are unique among all pools."""
         return list(accumulate(self.sizes, initial=0))[:-1]
 
     def locate(self, block_id: int) -> tuple[int, int]:

@@ -62,10 +62,10 @@ def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
 def populate(address: int, num_bytes: int) -> threading.Thread:
     """Starts a thread that allocates a pool's pages in advance.
 
-    Without the thread, a step that first writes a page waits until the system has allocated and
-    zeroed it: 5 to 7% of a prefill in a measurement (docs/kernels.md). The thread has a lower
-    priority than the engine's thread. It ends when all pages are allocated, or if the system does
-    not support the call.
+    Without the thread, the first step that writes a page waits until the system has allocated and
+    zeroed the page. In a measurement this took 5 to 7% of the time of a prefill (docs/kernels.md).
+    The thread has a lower priority than the engine's thread. It ends when all pages are allocated,
+    or if the system does not support the call.
     """
 
     def work() -> None:

@@ -46,6 +46,6 @@ class BlockEvents:
         return stored, removed
 
     def forget_stored(self) -> None:
-        """Leaves the blocks stored so far out of the next `take`. If one of them is removed later,
-        `take` reports the removal."""
+        """Leaves the blocks stored so far out of the next `take`. Their removal is still reported
+        later."""
         self._stored.clear()

@@ -33,7 +33,7 @@ These invariants always hold, and `check_integrity` checks them:
   the sequence that holds this reference writes it.
 
 If a prompt shares only the first tokens of a cached block, the sequence gets a copy of the block.
-`children` finds the block, and `reserve` references it as `source`.
+`children` finds the cached block, and `reserve` references it as `source` until the copy is made.
 """
 
 from collections import Counter
@@ -59,8 +59,8 @@ class BlockPool:
     def __init__(self, num_blocks: int, *, report_tokens: bool = False) -> None:
         """With `report_tokens`, the events of stored blocks include their token ids."""
         self.num_blocks = num_blocks
-        self.children = ChildBlocks()  # cached blocks whose tokens are known, by parent
-        self.num_dropped = 0  # number of CACHED blocks that were evicted without a copy
+        self.children = ChildBlocks()  # finds cached blocks by their parent and first tokens
+        self.num_dropped = 0  # number of CACHED blocks that were evicted without a copy in a tier
         self.pins = Pins(0)
         self._blocks = [Block() for _ in range(num_blocks)]
         self._cached = CachedBlocks(self._blocks)
@@ -125,8 +125,8 @@ class BlockPool:
     def reserve(
         self, block_hashes: Iterable[bytes], num_blocks: int, source: int | None = None
     ) -> Reservation | None:
-        """Returns a table of `num_blocks` blocks that starts with the cached prefix of the chain.
-        The other blocks are newly allocated.
+        """Returns a table of `num_blocks` blocks that starts with the cached blocks of the chain
+        `block_hashes`. The other blocks are newly allocated.
 
         Also references `source`, a block to copy from, which the caller releases after the copy.
         Returns None, and changes nothing, if there is not enough room.
@@ -236,7 +236,7 @@ class BlockPool:
             self._set_copy(block_id, Copy.COMPLETE if has_copy else Copy.LOST)
 
     def lose_copy(self, block_hash: bytes) -> None:
-        """Records that tiers have evicted all their copies of this block."""
+        """Records that no tier has a copy of this block any more."""
         block_id = self._by_hash.get(block_hash)
         if block_id is not None and self._blocks[block_id].copy is Copy.COMPLETE:
             self._set_copy(block_id, Copy.LOST)
@@ -276,8 +276,9 @@ class BlockPool:
 
         Returns the block that holds this content from now on. If another block with the same
         content is cached already, the caller's reference moves to that block, and `block_id` is
-        freed. With `token_ids`, a prompt that shares only the block's first tokens can find it
-        (`children`). The block's `index` in its chain and its `adapter` are only used in the event.
+        freed. If `token_ids` is given, prompts that share only the block's first tokens can find
+        the block too (`children`). The block's `index` in its chain and its `adapter` are only used
+        in the event.
         """
         block = self._blocks[block_id]
         assert block.num_references == 1, f"block {block_id} is shared before it was stored"

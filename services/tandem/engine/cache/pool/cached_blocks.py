@@ -7,8 +7,8 @@ from tandem.engine.cache.pool.eviction import EvictionQueue
 
 
 class CachedBlocks:
-    """Counts the hashed blocks without references. Those without hashed children, the leaves, wait
-    in queues for eviction."""
+    """Counts the hashed blocks without references. Blocks without hashed children (leaves) are in
+    queues, in the order of eviction."""
 
     def __init__(self, blocks: list[Block]) -> None:
         """`blocks` are all blocks of the pool, by id."""
@@ -21,7 +21,7 @@ class CachedBlocks:
         return sum(self._num.values())
 
     def num(self, copy: Copy) -> int:
-        """Returns the number of blocks whose copy in lower tiers is in this state."""
+        """Returns the number of blocks whose copy in lower tiers has the state `copy`."""
         return self._num[copy]
 
     def add(self, block_id: int) -> None:
@@ -32,7 +32,7 @@ class CachedBlocks:
             self._queue(block).add(block_id, (block.worth, block.last_used))
 
     def discard(self, block_id: int) -> None:
-        """Removes a block. Its `copy` and `is_pinned` must not have changed since the block was
+        """Removes a block. The block's `copy` and `is_pinned` must not have changed since it was
         added."""
         block = self._blocks[block_id]
         self._num[block.copy] -= 1
@@ -49,8 +49,8 @@ class CachedBlocks:
             leaves.add(block_id, (block.worth, block.last_used))
 
     def oldest(self, copy: Copy) -> int | None:
-        """Returns the leaf that is evicted first among those with this state of the copy; None if
-        there is none."""
+        """Returns the leaf that is evicted first among those whose copy has the state `copy`.
+        Returns None if there is none."""
         return next((leaves[copy].oldest() for leaves in self._leaves if leaves[copy]), None)
 
     def pop(self) -> int:

@@ -1,9 +1,9 @@
-"""Finds the cached block that shares the most first tokens with the next tokens of a prompt.
+"""Finds the cached block whose first tokens match the most of the next tokens of a prompt.
 
 The children of a block are the cached blocks that may follow it. They are sorted by their tokens,
-so the best match is next to the position at which the prompt's tokens would be inserted. For
-example, of the children (5 1 3), (5 7 2) and (9 2 4), the best match for the tokens (5 7 9) is the
-second, with two equal tokens. It is just before the position of insertion.
+so the best match is directly before or after the position at which the prompt's tokens would be
+inserted. For example, of the children (5 1 3), (5 7 2) and (9 2 4), the best match for the tokens
+(5 7 9) is the second, with two equal tokens. It is just before the position of insertion.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class PartialMatch(NamedTuple):
 
 class ChildBlocks:
     def __init__(self) -> None:
-        # For each parent's hash, the (tokens, hash) of its children, sorted.
+        # By hash of the parent: (tokens, hash) of each of its children, sorted.
         self._children: dict[bytes, list[tuple[bytes, bytes]]] = {}
-        # For each block's hash, its (parent's hash, tokens).
+        # By hash of a block: (hash of the block's parent, the block's tokens).
         self._places: dict[bytes, tuple[bytes, bytes]] = {}
 
     def add(self, parent_hash: bytes, block_hash: bytes, token_ids: Sequence[int]) -> None:

@@ -11,8 +11,8 @@ pin 100 and 200 blocks. A pin reserves no room: if nothing else can be evicted, 
 without references are evicted. So pins delay no request.
 
 A chain of blocks is pinned from its first block on, and no block stays pinned longer than the
-blocks before it. So the last blocks of a chain lose their pins first, and the parents of a pinned
-block are pinned too. The module knows block hashes, not the blocks of the pool. Times are in
+blocks before it. So the last blocks of a chain lose their pins first, and all blocks before a
+pinned block are pinned too. This module knows the hashes of blocks, but not the pool. Times are in
 seconds of the caller's clock.
 """
 
@@ -25,7 +25,7 @@ from tandem.engine.cache.pool.eviction import EvictionQueue
 
 
 class Fate(Enum):
-    """What happened to a block: to the request to pin it (PINNED or REFUSED), or later to the pin
+    """The result of a request to pin a block (PINNED or REFUSED), or the reason why a pin ended
     (EXPIRED, TRIMMED or EVICTED)."""
 
     PINNED = "pinned"
@@ -45,7 +45,7 @@ class Pins:
     def __init__(self, capacity: int) -> None:
         """`capacity` is the largest number of pinned blocks."""
         self.capacity = capacity
-        self.fates: Counter[Fate] = Counter()  # number of blocks with each fate since the start
+        self.fates: Counter[Fate] = Counter()  # number of blocks by their fate, since the start
         self._tenants: dict[bytes, _Tenant] = {}  # tenants that have pins
         self._owner: dict[bytes, bytes] = {}  # the tenant that pinned each block, by block hash
         self._changed: dict[bytes, None] = {}
@@ -70,8 +70,8 @@ class Pins:
     def pin(self, tenant: bytes, weight: int, chain: Sequence[bytes], until: float) -> int:
         """Pins blocks for a tenant until the time `until`, as far as the tenant's share allows.
 
-        `chain` has the block hashes of a chain from its first block on. Returns how many of its
-        leading blocks are now pinned at least until then.
+        `chain` has the block hashes of a chain from its first block on. Returns how many leading
+        blocks of the chain are now pinned until this time or longer.
         """
         share = self.share(tenant, weight)
         if not share or not chain:

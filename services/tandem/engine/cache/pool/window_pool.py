@@ -17,16 +17,16 @@ from tandem.common.adapter import Adapter
 from tandem.engine.cache.pool.block import Copy
 from tandem.engine.cache.pool.block_pool import BlockPool
 
-# Subtracted from `last_used` of blocks that left the window, so that they are evicted before blocks
-# that their sequence held until its end.
+# Subtracted from `last_used` of each block that left its sequence's window. So these blocks are
+# evicted before all blocks that a sequence held until the sequence ended.
 _PASSED = 1 << 62
 
 
 class WindowPool(BlockPool):
     def __init__(self, num_blocks: int, *, report_tokens: bool = False) -> None:
         super().__init__(num_blocks, report_tokens=report_tokens)
-        # For each hashed block, by id: the hash of the previous block in its chain. Empty for the
-        # first block of a chain.
+        # For each hashed block, by id: the hash of the previous block in its chain, or an empty
+        # hash for the first block.
         self._parent_hashes: dict[int, bytes] = {}
 
     def release(self, block_table: Sequence[int]) -> None:

@@ -7,12 +7,12 @@ Number formats:
     activations    fp32
     sums           fp32
 
-Before a product, activations are rounded to bf16 if the weights are bf16 and the processor
+Activations are rounded before some products: to bf16 if the weights are bf16 and the processor
 multiplies bf16 directly, and to int8 if the weights are quantized.
 
-The terms of a sum are always added in the same order, whatever else is in the step. So the tokens
-of a sequence do not depend on other sequences, and this decoder serves both settings of numerics,
-fast and invariant.
+The terms of a sum are always added in the same order, no matter which other sequences are in the
+step. So the tokens of a sequence do not depend on other sequences. Therefore this decoder is used
+for both values of the setting `numerics`: "fast" and "invariant".
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ from tandem_kernels.sampling import Draw, sample
 
 _HEAD_MAX = 512  # the largest head size that kv_int4.h supports
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
-_ALL_KEYS = (0, 0)  # num_first and num_last of a Span (decoder.h) without a KV budget
+# The fields num_first and num_last of a Span (decoder.h) for a sequence without a KV budget.
+# num_last = 0 means that a query attends to all keys.
+_ALL_KEYS = (0, 0)
 _INPUTS = ("token_ids", "positions", "spans", "logit_rows")
 _KV_KINDS = {
     "float32": Kind.F32,
@@ -78,11 +80,11 @@ _KV_KINDS = {
 }
 # The kinds of int8 KV rows for latent attention, by the dtype of the rotated keys.
 _LATENT_KV_KINDS = {"float32": Kind.I8_F32, "bfloat16": Kind.I8_BF16}
-_ANGLES_MIN = 2048  # smallest number of positions in the angle table
+_ANGLES_MIN = 2048  # number of positions in a new `_AngleTable`
 
 
 def why_not_native(config: ModelConfig) -> str:
-    """Returns why the native kernels cannot compute a model; empty if they can."""
+    """Returns why the native kernels cannot compute a model, or an empty string if they can."""
     if config.head_dim > _HEAD_MAX and config.latent is None:
         return f"the head size {config.head_dim} is larger than {_HEAD_MAX}"
     if config.head_dim % PANEL:
@@ -102,8 +104,8 @@ class NativeDecoder:
         int8: bool = False,
         instructions: str | None = None,
     ) -> None:
-        """Packs the weights into the order in which the kernels read them. The decoder keeps its
-        own packed copies and, of the given tensors, at most the embedding."""
+        """Packs the weights into the order in which the kernels read them. The decoder keeps the
+        packed copies. Of the tensors in `weights`, it keeps at most the embedding."""
         library = load()
         assert library is not None
         self._library: Library = library
@@ -112,7 +114,8 @@ class NativeDecoder:
         self._packer = Packer(library, weights.pages, int8=int8, instructions=instructions)
         self._angles = _AngleTable(config)
         self._results = _Results(0, config.vocab_size)
-        # For each row of the last step's logits: the row of the step's tokens.
+        # Item i says from which token of the last step the row i of the logits was computed. The
+        # tokens of a step are counted from 0.
         self._logit_rows: list[int] = []
         self._pools: Sequence[KvPool] | None = None
         self.adapters = NativeAdapters()
@@ -121,7 +124,7 @@ class NativeDecoder:
             *map(self._layer, config.layers, places, weights.layers)
         )
         output = self._packer.matrix((Linear(weights.output, None, weights.output_blocks),))
-        self._kept = [layers, self._packer]  # references, so that memory used by C++ is not freed
+        self._kept = [layers, self._packer]  # referenced here because C++ has pointers to them
         self._model = Model(
             layers=layers,
             final_norm=self._packer.floats(weights.final_norm),
@@ -150,7 +153,8 @@ class NativeDecoder:
 
     @property
     def multiplies_bf16(self) -> bool:
-        """True: products multiply bfloat16 numbers directly. False: they convert them to fp32."""
+        """True: the kernels multiply bfloat16 numbers directly. False: the kernels convert bfloat16
+        weights to fp32 first."""
         return self._library.packed_kind(Kind.BF16, self._instructions) is Kind.BF16_PAIRS
 
     def __del__(self) -> None:
@@ -163,13 +167,13 @@ class NativeDecoder:
         pools: Sequence[KvPool],
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        """Computes a step. Writes the tokens' KV into the pools, one per KV group. Returns fp32
-        logits [rows that need logits, vocab], which are valid until the next call.
+        """Computes a step. Writes the tokens' KV into `pools`, one pool for each KV group. Returns
+        fp32 logits [rows that need logits, vocab], which are valid until the next call.
 
         `on_kv_written` is called when all KV is in the pools, before the logits are computed.
         """
-        # Reading the address of a tensor is slow, so the addresses of the pools are kept between
-        # steps. The pools are normally the same in every step.
+        # Reading a tensor's address is slow. The pools are normally the same in every step, so the
+        # addresses of their tensors are read only once.
         if self._pools is not pools:
             self._groups = _kv_groups_of(pools)
             self._pools = pools
@@ -210,8 +214,8 @@ class NativeDecoder:
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
     ) -> list[int]:
-        """Samples one token for each row of the last step's logits, or only for `rows` if given.
-        Returns the token ids."""
+        """Samples one token for each row of the last step's logits and returns the token ids. If
+        `rows` is given, samples only for these rows."""
         most_likely = self._results.most_likely.tolist()
         if rows is not None:
             logits = logits[rows]
@@ -221,8 +225,9 @@ class NativeDecoder:
     def logprobs(
         self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int
     ) -> Logprobs:
-        """Returns, for each of `rows` of the last step's logits, the log probabilities of one given
-        token and of the `num_top` most likely tokens."""
+        """Returns log probabilities computed from rows of the last step's logits. For the row
+        `rows[i]`, the result has the log probability of the token `token_ids[i]` and of the
+        `num_top` most likely tokens."""
         num_top = min(num_top, self._config.vocab_size)
         return self._library.measure(
             self._decoder,
@@ -233,8 +238,8 @@ class NativeDecoder:
         )
 
     def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
-        """Returns the hidden states after the final norm, each [hidden], from which the given rows
-        of the last step's logits were computed."""
+        """Returns a hidden state for each of the given rows of the last step's logits: the output
+        of the final norm from which the row was computed, [hidden]."""
         of_step = np.array([self._logit_rows[row] for row in rows], np.int32)
         size = self._config.hidden_size
         states = self._library.final_hidden(self._decoder, of_step, size)
@@ -308,11 +313,11 @@ def _gating(config: ModelConfig) -> Gating:
 
 
 class _Inputs:
-    """The inputs of a step as int32 arrays for the C++ kernels. The rows are the step's tokens,
-    sequence after sequence.
+    """The inputs of a step as int32 arrays for the C++ kernels. The step's tokens are numbered
+    sequence after sequence, and the number of a token is called its row.
 
-    All arrays are in one buffer that is filled from Python lists. This is the fastest way for a
-    step of one token. Such a step is so short that the time to prepare it matters.
+    All arrays are in one buffer that is filled from Python lists. For a step with one token, this
+    is the fastest way. Such a step is short, so the time to prepare its inputs matters.
     """
 
     def __init__(
@@ -321,8 +326,8 @@ class _Inputs:
         wanted: Sequence[SequenceSlice],
         block_size: int,
     ) -> None:
-        """`slices` has the slices in the order of the rows of tokens. `wanted` has the same slices
-        in the order of the rows of logits."""
+        """`slices` has the slices in the order in which their tokens are numbered. `wanted` has the
+        same slices in the order in which the caller expects the rows of logits."""
         token_ids: list[int] = []
         positions: list[int] = []
         spans: list[int] = []
@@ -363,7 +368,8 @@ class _Inputs:
 def _other_groups(
     slices: Sequence[SequenceSlice], block_size: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields the slots and the block tables of each KV group except the first."""
+    """Yields, for each KV group except the first, the slots of the step's tokens and the block
+    tables of all slices, one after the other."""
     for number in range(len(slices[0].other_tables)):
         slots: list[int] = []
         tables: list[int] = []
@@ -376,11 +382,12 @@ def _other_groups(
 
 
 class _AngleTable:
-    """The cosines and sines of RoPE for all positions up to a power of two, such as 2,048. The
-    table grows when a longer context needs it.
+    """The cosines and sines of RoPE for the positions 0 to 2,047. If a step has a higher position,
+    the number of positions grows to the next power of two, such as 4,096.
 
-    A lookup is faster than computing the cosines in each step. It also makes them independent of
-    the batch, because torch may compute other last bits when it computes several positions at once.
+    Looking up a cosine is faster than computing it in each step. The table also makes the cosines
+    independent of the batch: when torch computes several positions at once, the last bits of a
+    cosine may depend on the number of positions.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -411,9 +418,12 @@ class _AngleTable:
 
 
 class _BlockSums:
-    """Joins the block sums of a step's sequences in one array for the C++ kernels. The block sums
-    of a sequence are the total softmax weight of each of its blocks. Only sequences with a KV
-    budget that keeps heavy hitters have them."""
+    """Joins the block sums of a step's sequences in one array for the C++ kernels.
+
+    A sequence has block sums only if its KV budget keeps heavy hitters, which are the blocks that
+    get the most attention. The sum of a block is the total softmax weight that queries gave to the
+    block's keys.
+    """
 
     def __init__(self) -> None:
         self._of_sequences: list[Sums] = []
@@ -421,8 +431,8 @@ class _BlockSums:
         self._size = 0
 
     def add(self, sums: Sums | None) -> int:
-        """Appends the block sums of a sequence. Returns the index of the first of them in the
-        joined array; -1 if `sums` is None."""
+        """Appends the block sums of a sequence. Returns the index of the first of these sums in the
+        joined array, or -1 if `sums` is None."""
         if sums is None:
             return -1
         first = self._size
@@ -431,14 +441,15 @@ class _BlockSums:
         return first
 
     def address(self) -> int | None:
-        """Returns the address of the joined array; None if no sequence has block sums."""
+        """Returns the address of the joined array, or None if no sequence has block sums."""
         if not self._of_sequences:
             return None
         self._all = np.concatenate(self._of_sequences)
         return self._all.ctypes.data
 
     def write_back(self) -> None:
-        """Copies the updated sums back to their sequences."""
+        """Copies the sums, which the kernels have updated, from the joined array to the arrays that
+        were passed to `add`."""
         if self._all is not None:
             first = 0
             for sums in self._of_sequences:
@@ -454,8 +465,8 @@ def _kv_kind_of(pool: KvPool) -> Kind:
 
 
 def _kv_groups_of(pools: Sequence[KvPool]) -> Array[KvGroup]:
-    """Returns the structs that describe each KV group's pool to the C++ kernels. The slots and
-    block tables in the structs differ for each step and are set by `forward`."""
+    """Returns the structs that describe each KV group's pool to the C++ kernels. `forward` sets the
+    fields for slots and block tables in each step."""
     return (KvGroup * len(pools))(
         *(
             KvGroup(
@@ -480,11 +491,11 @@ def _static_fields(static: StaticKv | None) -> dict[str, int]:
 
 class _Results:
     """The arrays to which the kernels write the results of a step: the logits and the most likely
-    token of each row. Later steps reuse the memory, because the system would otherwise allocate and
-    zero megabytes in each step."""
+    token of each row. All steps use the same memory. Otherwise the system would have to zero
+    megabytes of new memory in each step."""
 
     def __init__(self, num_rows: int, vocab: int, room: torch.Tensor | None = None) -> None:
-        """`room` is the memory of earlier results, which is reused if it is large enough."""
+        """`room` is the memory of an earlier step's results. It is reused if it is large enough."""
         if room is None or len(room) < num_rows * vocab:
             room = torch.frombuffer(own_pages(max(1, num_rows) * vocab * 4), dtype=torch.float32)
         self._room = room
@@ -494,7 +505,8 @@ class _Results:
         self.most_likely = array("i", bytes(4 * num_rows))
 
     def of(self, num_rows: int) -> _Results:
-        """Returns the arrays for `num_rows` rows, in the same memory if that is large enough."""
+        """Returns arrays for `num_rows` rows, which reuse this object's memory if it is large
+        enough."""
         if num_rows == len(self.most_likely):
             return self
         return _Results(num_rows, self._vocab, self._room)

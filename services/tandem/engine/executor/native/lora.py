@@ -28,10 +28,10 @@ class PackedLora:
     def __init__(self, library: Library, weights: LoraWeights) -> None:
         self._library = library
         self._huge_pages = HugePages()
-        self._kept: list[Any] = []  # references, so that memory used by C++ is not freed
+        self._kept: list[Any] = []  # objects to which C++ has pointers
         self.digest = weights.digest
-        # The largest rank of a product. The rank of a fused product, such as q, k and v, is the sum
-        # of the ranks of its matrices.
+        # The largest rank of the adapter's products. For example, if the A matrices of q, k and v
+        # have 8 rows each, the fused product of q, k and v has rank 24.
         self.rank = 0
         self.layers = (_LoraLayer * len(weights.layers))(
             *(
@@ -50,7 +50,7 @@ class PackedLora:
         firsts = [0, *accumulate(ranks)]
         self.rank = max(self.rank, firsts[-1])
         a = parts[0].a if len(parts) == 1 else torch.cat([part.a for part in parts])
-        matrix = self._matrix(a)  # A comes first in memory, because a step reads A before all B
+        matrix = self._matrix(a)  # A is packed before all B, because a step reads A first
         packed = (library.LoraPart * len(parts))(
             *(
                 library.LoraPart(self._matrix(part.b), part.first, first)
@@ -94,11 +94,11 @@ class PackedLora:
 
 
 class NativeAdapters:
-    """The loaded adapters. The slices of a step name them by their digests."""
+    """The loaded adapters, by digest. A slice of a step names its adapter by the digest."""
 
     def __init__(self) -> None:
         self._packed: dict[str, PackedLora] = {}
-        self._rows: Any = None  # the last step's `LoraRows`, referenced so that they are not freed
+        self._rows: Any = None  # the last step's array of `LoraRows`; C++ has a pointer to it
 
     def add(self, packed: PackedLora) -> None:
         self._packed[packed.digest] = packed

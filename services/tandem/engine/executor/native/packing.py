@@ -71,22 +71,25 @@ class Packer:
         int8: bool = False,
         instructions: str | None = None,
     ) -> None:
-        """`pages` are the mapped files of the checkpoint. Once a weight is packed, the file's pages
-        with this weight are dropped from memory."""
+        """`pages` has the address ranges at which the checkpoint's files are mapped. After a weight
+        is packed, the mapped pages that have the weight are dropped from memory."""
         self._library = library
         self._pages = pages
         self._int8 = int8
         self._instructions = instructions
-        self._kept: list[Any] = []  # references, so that memory used by C++ is not freed
+        self._kept: list[Any] = []  # objects to which C++ has pointers
         self._huge_pages = HugePages()
 
     def keep(self, struct: object) -> None:
-        """Keeps a reference to a struct, because other structs point to it."""
+        """Keeps a reference to a struct, because C++ has pointers to the struct."""
         self._kept.append(struct)
 
     def matrix(self, parts: Sequence[Linear], *, keeps_kind: bool = False) -> Matrix:
         """Packs several matrices, such as q, k and v, as one matrix with all their rows.
-        `keeps_kind`: True: the weights are not converted to int8, whatever the settings say."""
+
+        `keeps_kind` True: the weights are not converted to int8, even with the setting
+        weights=int8.
+        """
         if isinstance(parts[0].blocks, Fp8):
             return self._fp8(parts)
         if parts[0].blocks:
@@ -114,8 +117,8 @@ class Packer:
         """Packs the gate and up matrices. `parts` has two matrices, or one matrix with the rows of
         both.
 
-        A panel has 16 outputs. In the kinds BF16_PAIRS and F8_PAIRS, panels of gates and panels of
-        ups alternate (decoder.h).
+        A packed matrix consists of panels of 16 rows. In the formats BF16_PAIRS and F8_PAIRS,
+        panels of gate rows and panels of up rows alternate (decoder.h).
         """
         kind = None if isinstance(parts[0].blocks, GgufBlocks) else self._kind_of(parts[0])
         if kind not in (Kind.BF16_PAIRS, Kind.F8_PAIRS):
@@ -136,9 +139,11 @@ class Packer:
         return packed
 
     def embedding(self, weights: ModelWeights, output: Matrix) -> dict[str, int | None]:
-        """Returns the embedding fields of the struct `Model`. An embedding that is tied to the
-        output matrix needs no copy: the kernels read it from the packed output matrix, unless this
-        is int8."""
+        """Returns the embedding fields of the struct `Model`.
+
+        If the embedding and the output matrix are the same matrix, the kernels read embeddings from
+        the packed output matrix, unless the output matrix was converted to int8.
+        """
         tied = weights.embedding_blocks is weights.output_blocks
         if tied and weights.embedding is weights.output and not self._int8:
             return {"embedding": None, "embedding_kind": output.kind}
@@ -169,8 +174,8 @@ class Packer:
         return latent
 
     def floats(self, tensor: torch.Tensor | None) -> int | None:
-        """Copies a tensor to float32 and returns the address of the copy; None if `tensor` is
-        None."""
+        """Copies a tensor to float32 and returns the address of the copy. Returns None if `tensor`
+        is None."""
         if tensor is None:
             return None
         floats = tensor.to(torch.float32, copy=True).contiguous()
@@ -178,16 +183,17 @@ class Packer:
         return floats.data_ptr()
 
     def _of_heads(self, weights: torch.Tensor) -> object:
-        """Packs matrices [heads, out, in], one per head. They are not converted to int8, because
-        each of them is multiplied by a single thread."""
+        """Packs matrices [heads, out, in], one per head. The matrices are not converted to int8,
+        because a single thread multiplies each matrix."""
         matrices = [self.matrix((Linear(each, None),), keeps_kind=True) for each in weights]
         packed = (Matrix * len(matrices))(*matrices)
         self.keep(packed)
         return packed
 
     def _fp8(self, parts: Sequence[Linear], stored: Sequence[Fp8] = ()) -> Matrix:
-        """Packs several fp8 matrices as one matrix. `stored` has the checkpoint's matrices if
-        `parts` were made from them by interleaving. An error message names these matrices."""
+        """Packs several fp8 matrices as one matrix. If the caller interleaved the rows of the
+        checkpoint's matrices to make `parts`, `stored` has the checkpoint's matrices, so that an
+        error about a weight that is NaN can name the checkpoint's tensor."""
         blocks = [part.blocks for part in parts if isinstance(part.blocks, Fp8)]
         data = [each.data.view(torch.uint8) for each in blocks]
         codes = (data[0] if len(data) == 1 else torch.cat(data)).contiguous()
@@ -213,9 +219,10 @@ class Packer:
         )
 
     def _quantized(self, parts: Sequence[Linear]) -> Matrix:
-        """Packs several quantized matrices. Consecutive matrices of one kind and input order become
-        one matrix. If there are several kinds, as when q and k are Q4_K and v is Q6_K, the first
-        packed matrix has the next one as its `rest`."""
+        """Packs several quantized matrices. Consecutive matrices with the same format and the same
+        order of inputs become one packed matrix. For example, if q and k are Q4_K and v is Q6_K,
+        the result is a packed matrix of q and k, whose field `rest` points to a packed matrix of
+        v."""
         matrix = None
         alike = [list(run) for _, run in groupby(parts, self._form_of_blocks)]
         for run in reversed(alike):
@@ -259,8 +266,8 @@ class Packer:
         return self._library.packed_kind(kind, self._instructions)
 
     def _form_of_blocks(self, part: Linear) -> tuple[Kind, bytes]:
-        """Returns the kind in which a quantized matrix is packed, and the order of its inputs as
-        bytes; empty bytes: the inputs are in their normal order."""
+        """Returns the format in which a quantized matrix is packed, and the order of the matrix's
+        inputs as bytes. The bytes are empty if the inputs are in their normal order."""
         assert isinstance(part.blocks, GgufBlocks)
         kind = self._library.kind_of_blocks(part.blocks.type)
         assert kind is not None
@@ -268,8 +275,9 @@ class Packer:
         return kind, b"" if order is None else order.numpy().tobytes()
 
     def _bias(self, parts: Sequence[Linear]) -> int | None:
-        """Joins the biases of matrices that are packed as one, with zeros for a matrix without a
-        bias. Returns the address; None if none of the matrices has a bias."""
+        """Joins the biases of matrices that are packed as one matrix, with zeros for a matrix
+        without a bias. Returns the address of the joined biases, or None if no matrix has a
+        bias."""
         if all(part.bias is None for part in parts):
             return None
         biases = (

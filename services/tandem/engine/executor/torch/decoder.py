@@ -6,9 +6,10 @@
     logits = W_out norm(x)
 
 Some model families add norms after attention and the MLP, norms of q and k, layers with a window or
-without rotation, and constant factors (models/config/families.py). Experts may replace the MLP. A
-router then chooses some of the experts for each token. The decoder works on tensors and the KV
-pool. It knows neither sequences nor scheduling.
+without rotation, and constant factors (models/config/families.py). In other families, a layer has
+several MLPs, called experts, and a router that chooses some of them for each token.
+
+The decoder works on tensors and the KV pool. It knows neither sequences nor scheduling.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +58,7 @@ class Decoder:
         self._frequencies = {rope: rope_tables(rope, config.rope_dim, device) for rope in ropes}
         self._places = layer_places(config)
         self._embedding_multiplier = embedding_multiplier(config, self._dtype)
-        # For each row of the last step's logits: the hidden state after the final norm.
+        # The output of the final norm for each row of the last step's logits: [rows, hidden].
         self.final_hidden = torch.empty(0, config.hidden_size, dtype=self._dtype, device=device)
 
     def forward(
@@ -70,9 +71,9 @@ class Decoder:
         """Computes a step. Writes the tokens' KV to the pools. Returns fp32 logits
         [rows of inputs.logit_rows, vocab].
 
-        `on_kv_written` is called as soon as the last layer's KV is in the pool. On CUDA it is
-        called when the kernels that write this KV are launched. The last layer's attention and MLP
-        and the logits are computed after the call.
+        `on_kv_written` is called once, before the last layer's attention. On the CPU, the KV of all
+        layers is then in the pools. On CUDA, the kernels that write the KV are then launched, but
+        may not have finished.
         """
         specs = self._config.layers
         attentions = {
@@ -137,8 +138,9 @@ class Decoder:
     def _heads(
         self, layer: LayerWeights, projected: torch.Tensor, angles: Angles, num_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Splits `projected` into heads and rotates the queries and keys. Returns queries [rows,
-        heads, D], keys [num_tokens, kv heads, D], and values of the same shape as the keys."""
+        """Splits `projected`, which has q, k and v side by side, into heads and rotates the queries
+        and keys. Returns queries [rows, heads, D], keys [num_tokens, kv heads, D], and values of
+        the same shape as the keys."""
         num_heads = self._config.num_attention_heads
         num_kv_heads = self._config.num_kv_heads
         heads = projected.view(projected.shape[0], -1, self._config.head_dim)
@@ -160,11 +162,12 @@ class Decoder:
         num_tokens: int,
         lora: StepLora,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Does what `_heads` does, for latent attention (models/config/latent.py). Returns queries
-        [rows, heads, D], and the tokens' KV [num_tokens, 1, D] both as the keys and as the values.
+        """Returns the queries, keys and values for latent attention (models/config/latent.py).
 
-        The D elements of a token's KV are its latent and its rotated key. The returned queries are
-        already multiplied by the key matrix, so that their products with latents are scores.
+        A token's KV is one vector of D elements: the token's latent and then the rotated key. It
+        serves as the key and as the value of all heads. So the result is queries [rows, heads, D]
+        and twice the same tensor [num_tokens, 1, D]. The queries are already multiplied by the key
+        matrix, so the product of a query and a token's KV is the attention score.
         """
         latent = self._config.latent
         assert latent is not None
@@ -202,8 +205,9 @@ class Decoder:
         x: torch.Tensor,
         lora: StepLora,
     ) -> torch.Tensor:
-        """Returns, for each row, the weighted sum of the outputs of the chosen experts plus the
-        output of the shared MLP. Each expert computes all its rows in one product."""
+        """Returns, for each row of x, the weighted sum of the outputs of the experts chosen for the
+        row, plus the output of the shared MLP. Each expert multiplies all rows for which it was
+        chosen at once."""
         logits = self._project(x.to(weights.router.weight.dtype), (weights.router,))
         chosen, shares = choose(self._config.expert_form, experts, logits, weights.correction)
         out = torch.zeros_like(x, dtype=torch.float32)
@@ -241,8 +245,8 @@ class Decoder:
         return x if weight is None else self._kernels.rms_norm(x, weight, self._config.rms_norm_eps)
 
     def _norm_heads(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Normalizes heads [rows, heads, D]: each head separately, or all heads of a row together,
-        as the model's config says."""
+        """Normalizes heads [rows, heads, D]. The model's config says whether each head is
+        normalized separately or all heads of a row together."""
         if self._config.qk_norm == "head":
             return self._norm(heads, weight)
         return self._norm(heads.flatten(1), weight).view(heads.shape)
@@ -271,8 +275,8 @@ def _gate_clamped(clamp: GateClamp, gate: torch.Tensor, up: torch.Tensor) -> tor
 def choose(
     form: ExpertForm, experts: Experts, logits: torch.Tensor, correction: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses experts for each row from the router's `logits`. Returns the experts' numbers and
-    their weights, both [rows, top_k]."""
+    """Chooses experts for each row from the router's `logits`. Returns the numbers of the chosen
+    experts and the weights of the experts' outputs, both [rows, top_k]."""
     if form != "deepseek":
         return choose_experts(logits, experts.top_k, experts.is_normalized)
     groups = experts.groups
@@ -293,8 +297,8 @@ def embedding_multiplier(config: ModelConfig, dtype: torch.dtype) -> float:
 
 
 def final_logits(config: ModelConfig, logits: torch.Tensor) -> torch.Tensor:
-    """Multiplies and caps the logits as the model's config says. `logits` are the products with the
-    output matrix."""
+    """Multiplies the logits by a factor and caps the logits, if the model's config says so.
+    `logits` has the products with the output matrix."""
     if config.multipliers.logits != 1.0:
         logits = logits * config.multipliers.logits
     if config.logit_cap is not None:
@@ -308,8 +312,8 @@ def rope_tables(
     """Returns the rotary frequency of each pair of elements in a head, and the factor by which cos
     and sin of this pair are multiplied. Both are [head_dim / 2].
 
-    Pairs that are not rotated have frequency 0 and factor 1. They come last, because
-    weights/load.py has reordered the rows of q and k accordingly.
+    Pairs that are not rotated have frequency 0 and factor 1. They come after the rotated pairs.
+    weights/load.py has reordered the rows of q and k to match this order (rotary_rows.py).
     """
     rotary_dim = 0 if rope.theta is None else rope.rotary_dim(head_dim)
     num_still = (head_dim - rotary_dim) // 2

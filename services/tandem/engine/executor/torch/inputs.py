@@ -1,8 +1,8 @@
 """The inputs of a step as tensors, created once per step and used by every layer.
 
-The rows are the step's tokens, sequence after sequence, in the order that attention requires.
-Padding rows follow, so that the number of rows is a multiple of what the kernels require. Results
-of padding rows are not used.
+Each row is one token of the step. The tokens of a sequence are in consecutive rows, and the order
+of the sequences is the one that attention requires. Some kernels require a multiple of 16 rows, so
+padding rows may follow. Results of padding rows are not used.
 """
 
 from collections import defaultdict
@@ -19,17 +19,18 @@ from tandem_kernels.kv_cache import KvPool
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    num_tokens: int  # T; padding rows follow the first T rows
+    num_tokens: int  # T: number of rows without the padding rows
     token_ids: torch.Tensor  # [rows]
     positions: torch.Tensor  # [rows]
-    # One tensor [T, kv heads] for each KV group, made by `KvPool.token_rows`.
+    # Where each token's KV is stored: one result of `KvPool.token_rows`, [T, kv heads], for each KV
+    # group.
     token_rows: list[torch.Tensor]
-    spans: list[list[QuerySpan]]  # one list for each KV group
-    # For each row of logits, the row of the token from which it is computed. The rows of logits are
-    # in the order of the batch's slices.
+    spans: list[list[QuerySpan]]  # for each KV group, one span for each sequence
+    # For each row of logits, the token's row from which the logits are computed. The rows of logits
+    # are in the order of the batch's slices.
     logit_rows: torch.Tensor
-    adapted: Mapping[str, torch.Tensor]  # the rows that use each adapter, by the adapter's digest
-    # One item for each sequence whose softmax weights are summed per block.
+    adapted: Mapping[str, torch.Tensor]  # digest of an adapter -> the rows that use the adapter
+    # One item for each sequence whose softmax weights are summed for each KV block.
     shares: list[BlockShares]
 
 

@@ -34,8 +34,7 @@ class AddsLora(Protocol):
 
 
 class StepLora:
-    """Adds the LoRA deltas of a step with torch operators. If the step uses no adapters, nothing is
-    added."""
+    """Adds the LoRA deltas of a step with torch operators. Adds nothing if `rows` is empty."""
 
     def __init__(
         self,
@@ -45,7 +44,7 @@ class StepLora:
         row_multiple: int = 1,
         linear_of_heads: ProductOfHeads = linear_of_heads,
     ) -> None:
-        """`rows` has the rows of each adapter, by the adapter's digest. `linear` and
+        """`rows` maps an adapter's digest to the rows that use the adapter. `linear` and
         `linear_of_heads` are the functions that also compute the model's own products."""
         self._adapted = [(of_one, adapters[digest]) for digest, of_one in rows.items()]
         self._linear = linear
@@ -66,8 +65,8 @@ class StepLora:
     def add_of_heads(
         self, index: int, product: HeadsName, out: torch.Tensor, x: torch.Tensor
     ) -> torch.Tensor:
-        """Does what `add` does, for a product with one matrix per head. `out` is [rows, heads,
-        columns]."""
+        """Adds deltas like `add`, but to a product that has one matrix per head. `out` is [rows,
+        heads, columns]."""
         for rows, weights in self._adapted:
             heads: LoraHeads | None = getattr(weights.layers[index], product)
             if heads is not None:

@@ -25,7 +25,8 @@ class TorchSteps:
         self._adapters: dict[str, LoraWeights] = {}
 
     def add_adapter(self, weights: LoraWeights) -> None:
-        """Makes an adapter available to later steps, which name the adapter by its digest."""
+        """Makes an adapter available to later steps. A step names an adapter by the adapter's
+        digest."""
         self._adapters[weights.digest] = weights
 
     def drop_adapter(self, digest: str) -> None:
@@ -52,7 +53,8 @@ class TorchSteps:
         pools: Sequence[KvPool],
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        """Computes a step as `NativeDecoder.forward` does, on the device of the pools."""
+        """Computes a step on the device of the pools. The arguments and the result are those of
+        `NativeDecoder.forward`."""
         inputs = make_step_inputs(batch, pools, row_multiple=self._kernels.row_multiple)
         kernels = self._kernels
         lora = StepLora(
@@ -67,9 +69,9 @@ class TorchSteps:
             for shares in inputs.shares:
                 shares.finish()
             return logits
-        # The event marks the point in the CUDA stream at which the KV is written. The host launches
-        # the kernels after this point too before it waits for the event, so the device is busy
-        # meanwhile.
+        # The event marks the point in the CUDA stream at which the KV is written. The host waits
+        # for the event only after it has launched the step's remaining kernels, so that the device
+        # does not become idle.
         written = torch.cuda.Event()  # type: ignore[no-untyped-call]
         logits = self._decoder.forward(inputs, pools, lora, written.record)
         written.synchronize()

@@ -29,11 +29,11 @@ class LayerStep:
     step: StepViews
     weights: LayerWeights
     window: int | None
-    group: int  # index of the KV group
+    group: int  # index of the layer's KV group
     kv: LayerKv
     angles: Angles
-    index: int  # index of the layer
-    lora: AddsLora  # adds the LoRA deltas of the step
+    index: int  # index of the layer in the model
+    lora: AddsLora  # adds the LoRA deltas of the step's adapters
 
 
 class HeadAttention:

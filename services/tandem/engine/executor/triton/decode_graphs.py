@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 
 def bucket_sizes(num_seqs_max: int) -> list[int]:
-    """Returns the batch sizes for which graphs are recorded: 1, 2 and 4; multiples of 8 up to 64,
-    of 16 up to 256, and of 64 above; and `num_seqs_max`."""
+    """Returns the batch sizes for which graphs are recorded, up to `num_seqs_max`. For example, 100
+    gives 1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96 and 100. Above 256, sizes are 64 apart."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, num_seqs_max, 64)]
     return [size for size in sizes if size < num_seqs_max] + [num_seqs_max]
 
@@ -42,8 +42,7 @@ class DecodeGraphs:
         num_groups: int,
         device: torch.device,
     ) -> None:
-        """Compiles and tunes the kernels, and records all graphs, if the device is a CUDA
-        device."""
+        """On a CUDA device, compiles and tunes the kernels and records all graphs."""
         self._sizes = bucket_sizes(num_seqs_max)
         shapes = [StepShape(n, n, n, n, table_width, num_groups) for n in self._sizes]
         # The largest graph is recorded first, so that later graphs reuse its memory.
@@ -101,10 +100,10 @@ class _Bucket:
         return self._logits
 
     def _record(self, num_blocks: int, pool: Any) -> None:
-        """Records the graph. The kernels first run once normally, which compiles and tunes them for
-        contexts as long as the block tables and the pool allow.
+        """Records the graph. The kernels first run once without recording, which compiles and tunes
+        them. The contexts in this run are as long as the block tables and the pool allow.
 
-        No KV is stored in the pool.
+        The run stores no KV in the pool.
         """
         views = self._views
         views.slots.fill_(-1)

@@ -1,7 +1,7 @@
 """The decoder of torch/decoder.py with Triton kernels that fuse several operations:
 
     operation              computed by
-    x += delta; norm(x)    one kernel; delta is the output of the attention or MLP before
+    x += delta; norm(x)    one kernel. `delta` is the output of the preceding attention or MLP.
     q, k, v                one product (`_product`)
     attention              attention.py, or latent.py for latent attention
     silu(gate) * up        one kernel
@@ -72,8 +72,8 @@ class TritonDecoder:
         clamp = config.gate_clamp
         self._clamp = (clamp.alpha, clamp.limit) if clamp else None
         self._embedding_multiplier = embedding_multiplier(config, weights.embedding.dtype)
-        # For each row of the last step's logits: the hidden state after the final norm. The replay
-        # of a CUDA graph does not set this tensor.
+        # The output of the final norm for each row of the last step's logits: [rows, hidden]. A
+        # step that replays a CUDA graph does not set this attribute.
         dtype = weights.embedding.dtype
         self.final_hidden = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
 
@@ -153,8 +153,8 @@ class TritonDecoder:
         x: torch.Tensor,
         lora: AddsLora,
     ) -> torch.Tensor:
-        """Returns, for each row, the weighted sum of the outputs of the chosen experts plus the
-        output of the shared MLP."""
+        """Returns, for each row of x, the weighted sum of the outputs of the experts chosen for the
+        row, plus the output of the shared MLP."""
         router = weights.router
         logits = _product(x.to(router.weight.dtype), router)
         chosen, shares = choose(self._config.expert_form, experts, logits, weights.correction)
@@ -166,7 +166,7 @@ class TritonDecoder:
     def _add_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, norm: torch.Tensor | None
     ) -> torch.Tensor:
-        """Adds `delta` to x in place, unless `delta` is None. Returns the rows of x after RMSNorm
+        """Adds `delta`, if it is not None, to x in place. Then returns the rows of x after RMSNorm
         with the weights `norm`, or x itself if `norm` is None."""
         if norm is None:
             return x if delta is None else x.add_(delta)
@@ -174,8 +174,8 @@ class TritonDecoder:
         return rms_norm(x, norm, eps) if delta is None else add_rms_norm(x, delta, norm, eps)
 
     def _scaled(self, delta: torch.Tensor, post_norm: torch.Tensor | None) -> torch.Tensor:
-        """Applies the norm `post_norm` and the residual multiplier, if the model has them, to the
-        output `delta` of attention or the MLP."""
+        """Returns `delta`, the output of attention or of the MLP, after the norm `post_norm` and
+        multiplied by the residual multiplier, if the model has these two."""
         if post_norm is not None:
             delta = rms_norm(delta, post_norm, self._config.rms_norm_eps)
         multiplier = self._config.multipliers.residual
@@ -184,8 +184,8 @@ class TritonDecoder:
     def _project_qkv(
         self, x: torch.Tensor, index: int, layer: LayerWeights, lora: AddsLora
     ) -> torch.Tensor:
-        """Returns q, k and v side by side. Norms of q and k over all heads together are applied
-        here; norms of each head are applied later, in attention.py."""
+        """Returns q, k and v side by side. If the model normalizes q and k over all heads of a row
+        together, this method does so. Norms of single heads are computed in attention.py."""
         qkv = lora.add(index, "qkv", _project(x, layer.qkv), x)
         if self._config.qk_norm == "all":
             assert layer.q_norm is not None
@@ -202,8 +202,8 @@ def _project(x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
     """Multiplies x by several matrices, such as q, k and v. Returns the products side by side,
     [rows, outputs of all matrices].
 
-    On a CUDA device, `parts` has only one matrix if the weights are not quantized, because
-    weights/tensors_by_name.py joins matrices that have the same input.
+    On a CUDA device, `parts` has several matrices only if the matrices are quantized.
+    weights/tensors_by_name.py joins other matrices with the same input to one matrix.
     """
     if len(parts) == 1:
         return _product(x, parts[0])
@@ -213,9 +213,10 @@ def _project(x: torch.Tensor, parts: tuple[Linear, ...]) -> torch.Tensor:
 def _product(x: torch.Tensor, matrix: Linear) -> torch.Tensor:
     """Returns the product [rows, outputs] of x [rows, inputs].
 
-    torch multiplies weights that are not quantized. A Triton kernel multiplies integer weights with
-    a scale per group of inputs, and dequantizes them in registers. For other quantized formats, a
-    few rows of the matrix at a time are dequantized, and torch multiplies these rows.
+    format of the weights                    computed by
+    not quantized                            torch
+    integers, one scale per group of inputs  a Triton kernel, which dequantizes in registers
+    other quantized formats                  torch, after a few rows at a time are dequantized
     """
     groups = matrix.blocks
     if isinstance(groups, PackedGroups) and _is_multiplied(groups):
@@ -225,5 +226,5 @@ def _product(x: torch.Tensor, matrix: Linear) -> torch.Tensor:
 
 
 def _is_multiplied(groups: PackedGroups) -> bool:
-    """Returns whether the kernel can multiply a quantized matrix directly."""
+    """Returns whether the Triton kernel can multiply the quantized matrix."""
     return groups.group_of_input is None and can_multiply(groups.shape[1], groups.scales.shape[1])

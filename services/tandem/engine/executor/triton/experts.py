@@ -1,5 +1,5 @@
-"""A layer's experts with the Triton kernels. Each of the two products, gate and up, and down, is a
-single launch for all experts."""
+"""Computes a layer's experts with the Triton kernels. A single launch computes the gate and up
+product of all experts, and another launch the down product of all experts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tandem_kernels.triton.grouped_linear import grouped_linear, tile_by_expert
 class Stack(NamedTuple):
     """The matrices of all experts of a layer for one product: gate and up, or down."""
 
-    # [experts, out, in]. None: the weights are quantized, and `parts` has them.
+    # The weights of all experts, [experts, out, in]; None if the weights are quantized.
     weight: torch.Tensor | None
     bias: torch.Tensor | None  # [experts, out]
-    # If the weights are quantized: the matrices of each expert. Otherwise empty.
+    # The quantized matrices of each expert; empty if the weights are not quantized.
     parts: Sequence[Sequence[Linear]]
 
     @classmethod
@@ -34,8 +34,7 @@ class Stack(NamedTuple):
         return cls(weight, bias, ())
 
     def numbers(self) -> torch.Tensor:
-        """Returns the weights [experts, out, in]. Quantized weights are dequantized in each
-        call."""
+        """Returns the weights [experts, out, in]. Each call dequantizes quantized weights again."""
         if self.weight is not None:
             return self.weight
         made: torch.Tensor | None = None
@@ -71,11 +70,12 @@ class StackedExperts(NamedTuple):
         shares: torch.Tensor,
         gated: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Returns, for each row, the weighted sum of the outputs of the row's experts, fp32
-        [T, hidden].
+        """Returns, for each row of x, the weighted sum of the outputs of the experts chosen for the
+        row: fp32 [T, hidden].
 
-        `chosen` has the numbers of each row's experts, and `shares` the weights of their outputs in
-        the sum. Both are [T, top_k]. `gated` applies the activation to gates and ups.
+        `chosen` [T, top_k] has the numbers of the chosen experts, and `shares` [T, top_k] the
+        weights of the experts' outputs in the sum. `gated` computes the activation, such as
+        silu(gate) * up, from gate and up side by side.
         """
         tiles = tile_by_expert(chosen, self.num)
         inner = gated(grouped_linear(x, self.gate_up.numbers(), self.gate_up.bias, tiles))
@@ -85,8 +85,9 @@ class StackedExperts(NamedTuple):
 
 
 def _stacked(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Returns one tensor with the matrices of all experts. The matrices are copied, unless `parts`
-    are already consecutive views of one tensor, as weights/experts.py creates them."""
+    """Returns one tensor with the matrices of all experts. If weights/experts.py has created
+    `parts` as consecutive views of one tensor, the result is a view of that tensor. Otherwise the
+    matrices are copied."""
     first = parts[0][0]
     num_bytes = first.numel() * first.element_size()
     storage = first.untyped_storage().data_ptr()

@@ -1,20 +1,20 @@
 """The inputs of a step in one int32 array, so that a single copy moves them to the device.
 
 A step has T tokens of S sequences. The first D sequences have one token each and use the decode
-attention. The other C sequences have a chunk of several tokens each. There are L rows of logits. A
-block table has M entries. Each of the G KV groups has its own slots and block tables.
+attention. The other C = S - D sequences have a chunk of several tokens each. There are L rows of
+logits. A block table has M entries. Each of the G KV groups has its own slots and block tables.
 
     part of the array    shape        content
     token_ids            [T]
     positions            [T]
     slots                [G, T]       where each token's KV is stored
     context_lens         [S]          number of tokens in each sequence's context
-    query_starts         [C + 1]      first row of each chunk
+    query_starts         [C + 1]      first row of each chunk, and the end of the last chunk
     logit_rows           [L]          the token row from which each row of logits is computed
-    block_tables         [G, S, M]
+    block_tables         [G, S, M]    the block ids of each sequence
 
-A decode step that replays a CUDA graph is padded to the number of rows of the graph. The KV of
-padding rows is not stored, and their context is empty.
+A decode step that replays a CUDA graph gets padding rows up to the number of rows of the graph. A
+padding row has an empty context, and no KV is stored for it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    num_tokens: int  # T: all tokens of the step
-    num_seqs: int  # S: sequences
-    num_single: int  # D: sequences with one token each
+    num_tokens: int  # T: number of tokens of the step
+    num_seqs: int  # S: number of sequences
+    num_single: int  # D: number of sequences with one token in the step
     num_logits: int  # L: number of rows of logits
     table_width: int  # M: number of entries of a block table
     num_groups: int = 1  # G: number of KV groups
@@ -43,7 +43,7 @@ class StepShape:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of elements of each part of the array, in the order of the table above."""
+        """The number of elements of each part of the array, in the order of the module's table."""
         tokens = self.num_tokens
         seqs = self.num_seqs
         groups = self.num_groups
@@ -59,11 +59,12 @@ class StepViews:
     shape: StepShape
     token_ids: torch.Tensor
     positions: torch.Tensor
-    # [G, T]: block id * block size + offset in the block; -1: the KV is not stored
+    # [G, T]: the slot of each token, which is block id * block size + offset in the block. -1: no
+    # KV is stored for this row.
     slots: torch.Tensor
     context_lens: torch.Tensor
-    # The first row of each chunk, and the end of the last chunk. Row 0 is the first row after the
-    # D sequences with one token.
+    # The first row of each chunk, and the end of the last chunk. Rows are counted without the first
+    # D rows. For example, chunks of 5 and 3 tokens give 0, 5, 8.
     query_starts: torch.Tensor
     logit_rows: torch.Tensor
     block_tables: torch.Tensor  # [G, S, M]
@@ -120,8 +121,8 @@ def write_step(batch: StepBatch, block_size: int) -> StepViews:
 
 
 def adapted_rows(batch: StepBatch) -> dict[str, list[int]]:
-    """Returns the rows of each adapter, by the adapter's digest. Rows are numbered as in the array
-    that `write_step` creates."""
+    """Maps each adapter's digest to the rows that use the adapter. Rows are numbered as in the
+    array that `write_step` creates."""
     rows: dict[str, list[int]] = {}
     first = 0
     for piece in _in_order(batch):
@@ -138,8 +139,8 @@ def _in_order(batch: StepBatch) -> list[SequenceSlice]:
 class DecodeRows:
     """Writes the inputs of decode steps with a fixed number of rows, always to the same array.
 
-    Most of the array is block tables, which rarely change from step to step. So only entries that
-    differ from the previous step are written.
+    Most of the array is block tables, which rarely change from step to step. So only the entries of
+    block tables that differ from the previous step are written.
     """
 
     def __init__(self, array: torch.Tensor, shape: StepShape) -> None:

@@ -1,11 +1,13 @@
-"""Latent attention of a layer (tandem/models/config/latent.py) with the Triton kernels, in five
-operations:
+"""Computes the latent attention of a layer (tandem/models/config/latent.py) with the Triton
+kernels, in five operations:
 
-1. Queries: the projection of x, or, if queries have a latent too, W_q times the normalized latent.
+1. Compute the queries. In models in which queries have a latent too, the latent is normalized and
+   multiplied by W_q. In other models, the input already has the queries.
 2. Normalize the KV latents, rotate keys and queries, and store the KV, in one kernel.
-3. Absorbed queries: W_k^T times the unrotated elements of the queries, all heads in one product.
-4. Attention: one launch for sequences with one token, and one launch for chunks.
-5. Values: W_v times the attention output, all heads in one product.
+3. Multiply the unrotated elements of the queries by W_k^T, all heads in one product. The results
+   are called absorbed queries.
+4. Compute the attention: one launch for sequences with one token, and one launch for chunks.
+5. Multiply the attention output by W_v, all heads in one product.
 """
 
 from __future__ import annotations
@@ -37,9 +39,10 @@ class LatentAttention:
     def attend(
         self, projected: torch.Tensor, at: LayerStep, on_kv_launched: Callable[[], object]
     ) -> torch.Tensor:
-        """Returns the attention output after W_v, [T, heads * value].
+        """Returns the attention output, multiplied by W_v: [T, heads * value].
 
-        A row of `projected` has the token's queries, or their latent, and then the token's KV.
+        A row of `projected` has the token's queries, or the latent of the queries, and then the
+        token's KV.
         `on_kv_launched` is called when the kernel that writes the KV is launched.
         """
         sizes = self._sizes
@@ -68,15 +71,16 @@ class LatentAttention:
         return at.lora.add_of_heads(at.index, "latent_values", values, attended).flatten(1)
 
     def _heads(self, queries: torch.Tensor, weights: LatentWeights, at: LayerStep) -> torch.Tensor:
-        """Returns the queries [T, heads, plain + rope], before rotation. In each head, the last
-        `rope` elements are to be rotated."""
+        """Returns the queries before rotation, [T, heads, plain + rope]. The caller rotates the
+        last `rope` elements of each head."""
         if weights.q_norm is not None and weights.q_out is not None:
             normed = rms_norm(queries, weights.q_norm, LATENT_NORM_EPS)
             queries = at.lora.add(at.index, "q_out", linear(normed, weights.q_out), normed)
         return queries.view(len(queries), -1, self._sizes.q_dim)
 
     def _attend(self, queries: LatentQueries, at: LayerStep) -> torch.Tensor:
-        """Returns the attention output, which is a weighted sum of latents: [T, heads, rank]."""
+        """Returns the attention output [T, heads, rank]. It is a weighted sum of latents, not yet
+        multiplied by W_v."""
         num_tokens, num_heads, _ = queries.rotated.shape
         step = at.step
         num_single = step.shape.num_single

@@ -1,4 +1,5 @@
-"""LoRA adapters with the Triton kernels: two launches per product serve all adapters of a step.
+"""Computes LoRA adapters with the Triton kernels. For each product, such as qkv, two launches add
+the deltas of all adapters of a step.
 
 The per-head products of latent attention use torch, one adapter after the other.
 """
@@ -16,7 +17,7 @@ from tandem.engine.executor.weights.lora import LoraLayer, LoraWeights
 from tandem_kernels.triton.lora import NO_PART, LoraTiles, add_lora, part_fields
 
 _PRODUCTS: tuple[ProductName, ...] = get_args(ProductName)
-_PARTS_MAX = 3  # largest number of matrices that are fused in one product: q, k and v
+_PARTS_MAX = 3  # largest number of matrices in one fused product; q, k and v are 3 matrices
 
 
 class TritonAdapters:
@@ -25,15 +26,16 @@ class TritonAdapters:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._weights: dict[str, LoraWeights] = {}
-        # Addresses and sizes of all matrices, [adapters, layers, products, matrices, 5]. The
-        # function `_fields` returns the part of one layer.
+        # Five numbers, which are addresses and sizes, for each matrix of the adapters:
+        # [adapters, layers, products, matrices, 5].
         self._fields = torch.zeros(0, dtype=torch.int64)
-        # For each layer and product: the highest rank and the largest number of columns of all
-        # adapters.
+        # For each layer, and in it for each product: (highest rank of the loaded adapters, largest
+        # number of output columns of the loaded adapters' matrices).
         self._sizes: list[dict[ProductName, tuple[int, int]]] = []
 
     def add(self, weights: LoraWeights) -> None:
-        """Makes an adapter available to later steps, which name the adapter by its digest."""
+        """Makes an adapter available to later steps. A step names an adapter by the adapter's
+        digest."""
         self._weights[weights.digest] = weights
         self._update()
 
@@ -43,8 +45,8 @@ class TritonAdapters:
         self._update()
 
     def of_step(self, rows: Mapping[str, Sequence[int]]) -> AddsLora:
-        """Returns an object that adds the LoRA deltas of one step. `rows` has the rows of each
-        adapter, by the adapter's digest."""
+        """Returns an object that adds the LoRA deltas of one step. `rows` maps an adapter's digest
+        to the rows that use the adapter."""
         if not rows:
             return NO_LORA
         numbers = {digest: number for number, digest in enumerate(self._weights)}
@@ -98,8 +100,8 @@ class _TritonStepLora:
 
 
 def _fields(layer: LoraLayer) -> list[list[list[int]]]:
-    """Returns the addresses and sizes of an adapter's matrices for one layer, [products][3][5]. A
-    product has at most three fused matrices, and each is described by five numbers."""
+    """Returns the addresses and sizes of an adapter's matrices for one layer, as [products][3][5]
+    numbers. Each product has room for three matrices, and each matrix has five numbers."""
     products = []
     for name in _PRODUCTS:
         parts = [part_fields(part) for part in getattr(layer, name)]
@@ -108,8 +110,9 @@ def _fields(layer: LoraLayer) -> list[list[list[int]]]:
 
 
 def _largest(layers: Sequence[LoraLayer], product: ProductName) -> tuple[int, int] | None:
-    """Returns the highest rank and the largest number of columns of a product's LoRA matrices over
-    these layers. Returns None if no layer changes the product."""
+    """Returns the highest rank and the largest number of output columns of the LoRA matrices for a
+    product. `layers` has the same layer of each adapter. Returns None if no adapter changes the
+    product."""
     shapes = [part.b.shape for layer in layers for part in getattr(layer, product)]
     if not shapes:
         return None

@@ -1,5 +1,5 @@
-"""Computes steps with the Triton kernels. A step with one token per sequence normally replays a
-recorded CUDA graph. In other steps the host launches each kernel."""
+"""Computes steps with the Triton kernels. For a step with one token per sequence, the host normally
+replays a recorded CUDA graph. For other steps, the host launches each kernel."""
 
 from collections.abc import Callable, Sequence
 
@@ -32,7 +32,8 @@ class TritonSteps:
         self._adapters = TritonAdapters(weights.embedding.device)
 
     def add_adapter(self, weights: LoraWeights) -> None:
-        """Makes an adapter available to later steps, which name the adapter by its digest."""
+        """Makes an adapter available to later steps. A step names an adapter by the adapter's
+        digest."""
         self._adapters.add(weights)
 
     def drop_adapter(self, digest: str) -> None:
@@ -41,8 +42,8 @@ class TritonSteps:
 
     @torch.inference_mode()
     def prepare(self, pools: Sequence[KvPool]) -> None:
-        """Compiles and tunes the kernels and records the graphs for steps over these pools, so that
-        no request has to wait for this.
+        """Compiles and tunes the kernels and records the CUDA graphs for steps over these pools, so
+        that no request has to wait for this.
 
         `pools` has one pool for each KV group. The pools contain only zeros before and after the
         call.
@@ -61,8 +62,8 @@ class TritonSteps:
             device=device,
         )
         if device.type == "cuda":
-            # Kernels are tuned separately for small and for large prefills, so one prompt of each
-            # class is computed.
+            # Triton tunes the kernels separately for small and for large prefills, so one small and
+            # one large prompt are computed.
             for num_tokens in (16, min(512, self._max_model_len)):
                 blocks = list(range(min(num_blocks, -(-num_tokens // block_size))))
                 num_tokens = min(num_tokens, len(blocks) * block_size)
@@ -98,8 +99,8 @@ class TritonSteps:
         pools: Sequence[KvPool],
         on_kv_written: Callable[[], object] | None = None,
     ) -> torch.Tensor:
-        """Computes a step as `TorchSteps.forward` does. The logits of a decode step are valid until
-        the next decode step.
+        """Computes a step. The arguments and the result are those of `TorchSteps.forward`. The
+        logits of a decode step are valid until the next decode step.
 
         If `on_kv_written` is given, the host waits until the KV is written and then calls it.
         Otherwise the host does not wait for the device.

@@ -1,4 +1,5 @@
-"""Maps the tensors of a checkpoint into memory, after models/checkpoint/check.py has checked it."""
+"""Maps the tensors of a checkpoint into memory. models/checkpoint/check.py has checked the
+checkpoint before."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ Stored = Mapping[str, torch.Tensor | GgufBlocks | Coded | Mxfp4]
 
 
 def map_files(files: Sequence[Path], config: ModelConfig) -> Stored:
-    """Returns the tensors of the files by name, without copying them into memory. A quantized
-    matrix that is stored as several tensors, such as codes and scales, is one object.
+    """Returns the tensors of the files by name, without copying them into memory. If a file stores
+    a quantized matrix as several tensors, such as codes and scales, the result has one object for
+    the matrix.
 
     Raises ConfigError with the name of the file if a file cannot be read.
     """
@@ -49,8 +51,8 @@ def check_tied(stored: Stored) -> None:
     """Raises UnsupportedModel if the config ties the output matrix to the embedding but the
     checkpoint stores an output matrix that differs from the embedding.
 
-    A checkpoint may store the tied matrix twice, and the two are then equal. If they differ,
-    transformers does not tie them and computes other logits than Tandem would.
+    A checkpoint may store the tied matrix twice, as two equal matrices. If the two matrices differ,
+    transformers does not tie them, and so would compute other logits than Tandem.
     """
     output, embedding = (_parts_of(stored.get(name)) for name in (OUTPUT, EMBEDDING))
     if not output:
@@ -65,8 +67,9 @@ def check_tied(stored: Stored) -> None:
 def _parts_of(
     matrix: torch.Tensor | GgufBlocks | Coded | Mxfp4 | None,
 ) -> Mapping[str, torch.Tensor]:
-    """Returns the tensors in which a checkpoint stores a matrix, such as codes and scales, by kind.
-    The result is empty for GGUF, because a GGUF file stores a tied matrix only once."""
+    """Returns the tensors in which a checkpoint stores a matrix. The keys are kinds of tensors,
+    such as "weight" or names for codes and scales. The result is empty for GGUF, because a GGUF
+    file stores a tied matrix only once."""
     if isinstance(matrix, Coded):
         return matrix.by_kind
     return {"weight": matrix} if isinstance(matrix, torch.Tensor) else {}

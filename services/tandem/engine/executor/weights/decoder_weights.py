@@ -13,7 +13,8 @@ from tandem.models.checkpoint.quantized.fp8 import Fp8
 from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem.models.gguf.tensors import GgufBlocks
 
-# The epsilon in the norms of latents. Like transformers, these norms ignore rms_norm_eps.
+# The epsilon in the norms of latents. Like transformers, Tandem does not use the config's
+# rms_norm_eps in these norms.
 LATENT_NORM_EPS = 1e-6
 
 Quantized = GgufBlocks | Fp8 | PackedGroups
@@ -21,47 +22,52 @@ Quantized = GgufBlocks | Fp8 | PackedGroups
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    # [out, in]. If `blocks` is set, `weight` is on the device "meta": it has a shape but no data.
+    # [out, in]. For a quantized matrix, this is a tensor on the device "meta", which has a shape
+    # but no data.
     weight: torch.Tensor
     bias: torch.Tensor | None  # [out]
-    # The data of a quantized matrix; None: the matrix is not quantized, and `weight` has the data.
+    # The data of a quantized matrix; None if the matrix is not quantized.
     blocks: Quantized | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    gate_up: tuple[Linear, ...]  # gate and up, or one matrix with the rows of both
+    gate_up: tuple[Linear, ...]  # two matrices, gate and up, or one matrix with the rows of both
     down: Linear
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    router: Linear  # [experts, hidden]; float32 or the compute dtype
+    router: Linear  # [experts, hidden], in float32 or in the compute dtype
     mlps: tuple[Mlp, ...]
-    shared: Mlp | None = None  # an MLP that all tokens use
-    # [experts], float32: added to the router's scores to choose experts, but not to weigh them
+    shared: Mlp | None = None  # an additional MLP that all tokens use
+    # [experts], float32: added to the router's scores to choose experts. The weights of the chosen
+    # experts are computed from the scores without this addition.
     correction: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
-    """The weights of a layer that only latent attention has (tandem/models/config/latent.py). The
-    other weights are in `LayerWeights`."""
+    """The additional weights of a layer with latent attention (tandem/models/config/latent.py)."""
 
-    q_norm: torch.Tensor | None  # [q rank]; None: queries have no latent
-    q_out: torch.Tensor | None  # [heads * (plain + rope), q rank]; None: queries have no latent
-    kv_norm: torch.Tensor  # [kv rank]
-    keys: torch.Tensor  # [heads, kv rank, plain]: maps a head's query to the space of latents
-    values: torch.Tensor  # [heads, value, kv rank]: maps a head's attention output to values
+    # The norm of a query's latent, [q rank], and the matrix that computes the queries from the
+    # latent, [heads * (plain + rope), q rank]. Both are None if the model's queries have no latent.
+    q_norm: torch.Tensor | None
+    q_out: torch.Tensor | None
+    kv_norm: torch.Tensor  # the norm of a token's KV latent, [kv rank]
+    # [heads, kv rank, plain]: multiplied by the unrotated elements of a head's query
+    keys: torch.Tensor
+    # [heads, value, kv rank]: multiplied by a head's attention output, which is a sum of latents
+    values: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The weights of a layer. Some model families add an offset, such as 1, to the weights of
-    norms. Their norms are stored here after this addition, in float32."""
+    norms. The norms in this class are the sums, in float32."""
 
-    # The matrices q, k and v, or one matrix with the rows of all three. With latent attention: the
-    # matrix that computes the queries or their latent, and the matrix that computes a token's KV.
+    # The matrices q, k and v, or one matrix with the rows of all three. With latent attention, two
+    # matrices: the first computes the queries or the latent of the queries, the second the KV.
     qkv: tuple[Linear, ...]
     attention_out: Linear
     mlp: Mlp | ExpertWeights
@@ -71,21 +77,22 @@ class LayerWeights:
     mlp_post_norm: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None  # [head_dim], or [all heads * head_dim]
     k_norm: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None  # [heads]: scores of attention sinks, which have no key
-    # None: the layer has no latent attention.
-    latent: LatentWeights | None = None
+    # [heads]: one additional score in each head's softmax, for no key; None: no attention sinks
+    sinks: torch.Tensor | None = None
+    latent: LatentWeights | None = None  # None: the layer has no latent attention
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    # [vocab, hidden]. If `embedding_blocks` is set, it has the data, and `embedding` has none.
+    # [vocab, hidden]. If the embedding is quantized, `embedding_blocks` has the data instead.
     embedding: torch.Tensor
     layers: Sequence[LayerWeights]
     final_norm: torch.Tensor
-    output: torch.Tensor  # [vocab, hidden]; the same tensor as `embedding` if the model ties them
+    # [vocab, hidden]. If the model has tied embeddings, this is the same tensor as `embedding`.
+    output: torch.Tensor
     embedding_blocks: Quantized | None = None
     output_blocks: Quantized | None = None
-    # The memory ranges of the mapped files from which the weights come.
+    # The address ranges at which the checkpoint's files are mapped.
     pages: FilePages = field(default_factory=FilePages)
 
     @property
@@ -93,5 +100,6 @@ class ModelWeights:
         return self.final_norm.device
 
     def loaded(self) -> ModelWeights:
-        """Loads all layers into memory. Otherwise each access to a layer loads that layer again."""
+        """Returns the same weights with all layers loaded. Without this call, each access to a
+        layer loads the layer again."""
         return replace(self, layers=tuple(self.layers))

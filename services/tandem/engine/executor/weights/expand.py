@@ -14,13 +14,15 @@ import torch
 from tandem.engine.executor.weights.decoder_weights import Linear, ModelWeights
 
 _NUMBERS_AT_ONCE = 1 << 20
-# The number on a GPU is larger, because each operation there has a launch cost.
+# Number of weights that are dequantized at a time on a GPU. It is larger than `_NUMBERS_AT_ONCE`,
+# the number on the CPU, because each operation on a GPU has a launch cost.
 _ON_A_DEVICE = 16 << 20
 
 
 def pieces(matrix: Linear) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yields a matrix in pieces of consecutive rows: for each piece the weights [rows, in] and the
-    biases [rows]. A matrix that is not quantized is one piece."""
+    """Yields a matrix in pieces of consecutive rows. Each item is the dequantized weights [rows,
+    in] and the biases [rows], or None for no biases. A matrix that is not quantized is one
+    piece."""
     if matrix.blocks is None:
         yield matrix.weight, matrix.bias
         return

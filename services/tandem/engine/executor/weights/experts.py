@@ -1,4 +1,5 @@
-"""Loads a layer's experts. `ExpertNames` describes the forms in which checkpoints store them."""
+"""Loads a layer's experts. Checkpoints store experts in several forms, which the class
+`ExpertNames` describes."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ from tandem.models.checkpoint.expert_names import ExpertNames, bias_of
 from tandem.models.config.experts import Experts
 from tandem.models.gguf.tensors import GgufBlocks
 
-# For each expert, the matrices that are applied to one input, such as gate and up.
+# For each expert, the matrices of one product: (gate, up), (both in one matrix,) or (down,).
 Parts = list[tuple[Linear, ...]]
 
 
 def load_experts(
     tensors: TensorsByName, names: ExpertNames, layer: str, experts: Experts, shared: Mlp | None
 ) -> ExpertWeights:
-    """Loads the experts of a layer. The names of the layer's tensors start with `layer`. `shared`
-    is the MLP that all tokens use."""
+    """Loads the experts of a layer. `layer` is the prefix of the names of the layer's tensors.
+    `shared` is the MLP that all tokens use, or None."""
     gate_ups, downs = _products(tensors, names, layer, experts.num)
     correction = f"{layer}.{names.correction}"
     return ExpertWeights(
@@ -33,8 +34,8 @@ def load_experts(
 
 
 def _router(tensors: TensorsByName, names: ExpertNames, layer: str) -> Linear:
-    """Returns the router's matrix [experts, hidden]. It is float32 in the model families in which
-    transformers computes the router in float32."""
+    """Returns the router's matrix [experts, hidden]. It is float32 if transformers computes the
+    router of this model family in float32."""
     name = f"{layer}.{names.router}"
     if names.form == "deepseek":
         return Linear(tensors.floats(f"{name}.weight"), None)
@@ -66,7 +67,8 @@ def _products(
 
 
 def _of_gpt_oss(tensors: TensorsByName, name: str, is_mxfp4: bool) -> Linear:
-    """Returns weights [experts, out, in] and biases [experts, out] from a gpt-oss checkpoint."""
+    """Returns the weights [experts, out, in] and biases [experts, out] of a product from a gpt-oss
+    checkpoint."""
     bias = tensors.tensor(f"{name}_bias")
     if is_mxfp4:
         return replace(tensors.matrix(name), bias=bias)
@@ -107,9 +109,8 @@ def _one_by_one(stack: Linear) -> Parts:
 def _apart(tensors: TensorsByName, names: Sequence[Sequence[str]]) -> Parts:
     """Returns the matrices of each expert. `names` has the names of each expert's tensors.
 
-    If the matrices must be copied, the copies of all experts are in one tensor, and the result has
-    views of this tensor. Matrices that are used directly from the mapped file, and matrices that
-    stay quantized, are not copied.
+    Matrices are not copied if they stay quantized or can be used directly from the mapped file.
+    Otherwise the copies of all experts are in one tensor, and the result has views of this tensor.
     """
     every = [part for parts in names for part in parts]
     apart = tensors.matrices(every) if tensors.is_mapped(every[0]) else tensors.quantized(every)

@@ -1,9 +1,9 @@
 """Reads the static scales for fp8_e4m3 KV that some checkpoints have: one scale for K and one for V
 in each layer.
 
-Static scales are used instead of a scale for each token (tandem_kernels/kv_fp8.py). Workers that
-exchange KV must use the same scales. The name of the KV data type therefore includes a digest of
-the scales.
+Without static scales, fp8_e4m3 KV has a scale for each token (tandem_kernels/kv_fp8.py). Workers
+that exchange KV must use the same static scales. The name of the KV data type therefore includes a
+digest of the scales.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem_kernels.kv_int8 import SCALE_MAX, round_up
 
 
 def fixed_scales(folder: ModelFolder) -> FixedScales | None:
-    """Returns the static scales of a model; None if the model's files and config have no scales.
+    """Returns the static scales of a model, or None if the model has no static scales.
 
     Raises UnsupportedModel for a missing or invalid scale, and ConfigError with the name of a file
     that cannot be read.

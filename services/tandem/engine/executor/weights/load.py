@@ -2,8 +2,9 @@
 file.
 
 Files are mapped into memory. A tensor that is stored in the compute dtype is used directly from the
-mapped file, and all processes share this memory. The config determines the name and shape of every
-tensor. A missing, surplus or wrongly shaped tensor raises an error before any tensor is read.
+mapped file. All processes that map the file share this memory. The config determines the name and
+shape of every tensor. A missing, surplus or wrongly shaped tensor raises an error before any tensor
+is read.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from tandem.models.config.model import ModelConfig
 from tandem.models.files import naming
 from tandem.models.gguf.tensors import GgufBlocks
 
-# A function (number of bytes loaded so far, number of bytes in total) -> None.
+# Called with (number of bytes of the model's files loaded so far, number of bytes of all files).
 OnProgress = Callable[[int, int], None]
 
 
@@ -65,9 +66,10 @@ def load_weights(
 ) -> ModelWeights:
     """Loads the weights in `dtype`.
 
-    If `kept_for` names kernels, matrices stay quantized in the formats that these kernels can read.
-    A layer of the result is loaded when it is accessed, and again on every further access.
-    `on_progress` is called after each loaded layer.
+    If `kept_for` is not empty, it names kernels. A quantized matrix then stays quantized if these
+    kernels can read its format. The layers of the result are not loaded yet: each access to a layer
+    loads the layer, a second access loads it again. `on_progress` is called after each loaded
+    layer.
 
     Raises UnsupportedModel with the names of tensors that are missing, surplus or wrongly shaped,
     and ConfigError with the name of a file that cannot be read.
@@ -101,8 +103,7 @@ def load_weights(
 
 
 def _is_read_by_rows(embedding: Quantized | None) -> bool:
-    """Returns whether the native kernels can read the embedding of a single token in this
-    format."""
+    """Returns whether the native kernels can read a single row of the embedding in this format."""
     if isinstance(embedding, GgufBlocks):
         return embedding.order is None
     return not isinstance(embedding, Fp8)
@@ -175,8 +176,8 @@ class _Builder:
         )
 
     def norm(self, name: str) -> torch.Tensor:
-        """Returns the weights of a norm. If the model adds an offset to the weights, the sums are
-        returned in float32, because bfloat16 would round away most digits of small weights."""
+        """Returns the weights of a norm. If the model adds an offset to the weights, returns the
+        sums in float32. In bfloat16, 1 + 0.001 would be rounded to 1."""
         if not self._config.norm_offset:
             return self._tensors.tensor(name)
         return self._tensors.floats(name) + self._config.norm_offset
@@ -226,8 +227,8 @@ class _Builder:
 def _keys_and_values(
     name: str, latent: Latent, tensors: TensorsByName
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the fields `keys` and `values` of `LatentWeights`. A checkpoint stores them as two
-    matrices, or as one matrix with the rows of both."""
+    """Returns the fields `keys` and `values` of `LatentWeights`. A checkpoint stores keys and
+    values as two matrices, or as one matrix with the rows of both."""
     if f"{name}.k_b_proj.weight" in tensors:
         keys, values = (tensors.tensor(f"{name}.{part}_b_proj.weight") for part in "kv")
         return keys, values
@@ -240,8 +241,8 @@ def _keys_and_values(
 class LoadProgress:
     """Reports the progress of loading weights, in bytes of the model's files.
 
-    The number of bytes is an estimate: if 30% of all elements are loaded, 30% of the bytes are
-    reported. A layer that is loaded a second time, for a second decoder, does not count again.
+    The number of bytes is an estimate: when 30% of all elements are loaded, 30% of the files' bytes
+    are reported. A layer that is loaded again, for a second decoder, is counted only once.
     """
 
     def __init__(

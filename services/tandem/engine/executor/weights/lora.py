@@ -1,7 +1,8 @@
 """Reads the weights of a LoRA adapter and converts them to the form that the decoders use.
 
-A and B matrices are grouped by the products of the decoder, such as qkv. B is multiplied by the
-adapter's scale in float32, and then rounded to the compute dtype.
+The decoders multiply matrices with the same input in one product, such as q, k and v in the product
+qkv. So the adapter's A and B matrices are grouped by product. B is multiplied by the adapter's
+scale in float32, and then rounded to the compute dtype.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
     from tandem.common.adapter import Adapter
 
 Parts = tuple[LoraPart, ...]
-# For each product of a decoder, the names of the matrices whose outputs are side by side. If the
-# checkpoint stores several of them as one matrix, `_FUSED` has that name. In a layer with experts,
-# the MLP's names stand for the shared MLP.
+# Product of a decoder -> the names of its matrices. The outputs of the matrices are side by side in
+# the output of the product. `_FUSED` has the names for models that store the matrices of a product
+# as one matrix. In a layer with experts, the matrices of "gate_up" and "down" are those of the
+# shared MLP.
 _PRODUCTS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "q_out": ("self_attn.q_b_proj",),
@@ -45,14 +47,15 @@ _FUSED = {"qkv": ("self_attn.qkv_proj",), "gate_up": ("mlp.gate_up_proj",)}
 
 @dataclass(frozen=True, slots=True)
 class LoraLayer:
-    """An adapter's matrices for the products of one layer. The field of a product that the adapter
-    does not change is empty or None."""
+    """An adapter's matrices for one layer, with one field for each product. The field is empty or
+    None if the adapter does not change the product."""
 
     qkv: Parts
     attention_out: Parts
     gate_up: Parts
     down: Parts
-    q_out: Parts = ()  # `q_out`, `latent_keys` and `latent_values` are for latent attention only
+    # The fields from here on are for latent attention only.
+    q_out: Parts = ()
     latent_keys: LoraHeads | None = None
     latent_values: LoraHeads | None = None
 
@@ -74,7 +77,7 @@ def load_lora(
     """Reads the files of an adapter.
 
     Raises AdapterUnavailable if the files do not have the digest `adapter.digest`, and ConfigError
-    if they cannot be read or do not fit the model.
+    if the files cannot be read or do not fit the model.
     """
     folder = open_lora(adapter.path, config, rank_max=rank_max)
     weights, digest = folder.read_weights()
@@ -103,8 +106,8 @@ def make_layers(
     rotated = _rotated_rows(config)
 
     def factors(name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns A [rank, in], and B [out, rank] multiplied by the scale, for the matrix `name`.
-        Returns None if the adapter does not change this matrix."""
+        """Returns A [rank, in] and B [out, rank] for the matrix `name`. B is already multiplied by
+        the adapter's scale. Returns None if the adapter does not change this matrix."""
         if (module := folder.modules.get(name)) is None:
             return None
         a, b = (stored[tensor] for tensor in folder.tensors[name])
@@ -121,8 +124,8 @@ def make_layers(
                 short = short.replace("mlp.", SHARED_MLP)
             if (found := factors(f"model.layers.{layer}.{short}")) is not None:
                 a, b = found
-                # `order` is the order of all rows of q, k and v. A model that has such an order
-                # stores them as one fused matrix, so B has all these rows.
+                # `order` is the new order of all rows of q, k and v. Only models that store q, k
+                # and v as one matrix have such an order, so B also has all rows of q, k and v.
                 if product == "qkv" and order is not None:
                     b = b[order]
                 elif short in rotated:
@@ -144,15 +147,16 @@ def make_layers(
 
 
 def _absorbed(a: torch.Tensor, b: torch.Tensor, latent: Latent) -> tuple[LoraHeads, LoraHeads]:
-    """Splits the adapter of kv_b_proj, which maps latents to keys and values, into two: one for the
-    queries and one for the attention outputs.
+    """Converts an adapter of the matrix kv_b_proj to two adapters: one for the queries and one for
+    the attention outputs.
 
-    Latent attention computes no keys and values. Instead, it multiplies the query q of a head by
-    the key matrix W_k of the head, and the attention output c, a sum of latents, by the value
-    matrix W_v. The adapter adds B_k A to W_k, and B_v A to W_v:
+    kv_b_proj computes a head's keys and values from latents: it consists of a key matrix W_k and a
+    value matrix W_v for each head. Latent attention computes no keys and values. Instead, it
+    multiplies a head's query q by W_k^T, and the head's attention output c, which is a sum of
+    latents, by W_v. The adapter adds B_k A to W_k, and B_v A to W_v. So the products become:
 
-        query     (W_k + B_k A)^T q = W_k^T q + A^T (B_k^T q)     first factor B_k^T, second A^T
-        output    (W_v + B_v A) c   = W_v c + B_v (A c)           first factor A, second B_v
+        query     (W_k + B_k A)^T q = W_k^T q + A^T (B_k^T q)     B_k^T is applied first, then A^T
+        output    (W_v + B_v A) c   = W_v c + B_v (A c)           A is applied first, then B_v
     """
     of_heads = b.view(-1, latent.plain_dim + latent.value_dim, len(a))
     num_heads = len(of_heads)
@@ -166,7 +170,7 @@ def _absorbed(a: torch.Tensor, b: torch.Tensor, latent: Latent) -> tuple[LoraHea
 
 
 def _names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Returns, for each product, the names of the matrices whose outputs are side by side."""
+    """Returns, for each product, the names of its matrices (`_PRODUCTS`) in this model."""
     if config.latent is not None:
         products = token_products(config.latent)
         return _PRODUCTS | {"qkv": tuple(f"self_attn.{name}" for name, _ in products)}
@@ -174,8 +178,8 @@ def _names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _rotated_rows(config: ModelConfig) -> dict[str, RotatedRows]:
-    """Returns which rows of the matrices of latent attention are rotated, by the name of the
-    matrix. The result is empty for models without latent attention."""
+    """Maps the name of each matrix of latent attention to the rows that are rotated. The result is
+    empty for models without latent attention."""
     if config.latent is None:
         return {}
     products = [*token_products(config.latent), ("q_b_proj", query_rows(config.latent))]
@@ -183,6 +187,6 @@ def _rotated_rows(config: ModelConfig) -> dict[str, RotatedRows]:
 
 
 def _widths(config: ModelConfig) -> dict[str, int]:
-    """Returns the number of outputs of each matrix that an adapter may change, by the name of the
-    matrix without the prefix of the layer."""
+    """Returns the number of outputs of each matrix that an adapter may change. The keys are names
+    without the prefix of the layer, such as "self_attn.q_proj"."""
     return {name.split(".", 3)[3]: num_out for name, (num_out, _) in linear_shapes(config).items()}

@@ -8,7 +8,7 @@ A safetensors file stores the matrix NAME as two tensors:
     NAME_scales    [experts, out, blocks] uint8      127 + the exponent of the scale
 
 In a GGUF file, a block is one byte with the scale and then 16 bytes with the numbers. The low
-halves of the 16 bytes are the first 16 numbers, and the high halves are the others.
+halves of the 16 bytes are numbers 0 to 15, and the high halves are numbers 16 to 31.
 
 Source: OCP Microscaling Formats (MX) Specification 1.0.
 """
@@ -30,7 +30,7 @@ _BIAS = 127
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4:
-    """The matrices of all experts of a layer, in the layout of safetensors files."""
+    """The matrices of all experts of a layer in MXFP4, in the layout of safetensors files."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -46,7 +46,7 @@ class Mxfp4:
         return self.codes, self.scales
 
     def numbers(self) -> torch.Tensor:
-        """Dequantizes the matrices to bfloat16, [experts, out, in]. The result is exact."""
+        """Returns the matrices in bfloat16, [experts, out, in]. Dequantizing loses no bits."""
         numbers = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)])
         out = torch.empty((*self.codes.shape[:-1], MXFP4_BLOCK), dtype=torch.bfloat16)
         for expert, codes, scales in zip(out, self.codes, self.scales, strict=True):

@@ -1,10 +1,11 @@
 """Returns memory to the system while a process loads weights. After a tensor is converted, two
 kinds of memory are not needed any more:
 
-- The pages of the mapped file from which the tensor was read. They count as memory of the process
-  until they are dropped. If a dropped page is accessed again, the system reads it from the file.
-- Memory that was freed. glibc keeps freed blocks of up to 32 MiB for later allocations. During a
-  load this can be as much memory as the weights themselves need.
+- The pages of the mapped file from which the tensor was read. Such a page counts as memory of the
+  process until it is dropped. If a dropped page is accessed again, the system reads the page from
+  the file.
+- Memory that the process has freed. glibc keeps freed pieces of up to 32 MiB for later
+  allocations. During a load, the kept pieces can need as much memory as the weights.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has this f
 
 
 class FilePages:
-    """The address ranges at which files are mapped into this process. Later mappings of the files
-    are not included."""
+    """The address ranges at which files are mapped into this process when the object is created."""
 
     def __init__(self, files: Sequence[Path] = ()) -> None:
         self._spans: list[tuple[int, int]] = []
@@ -38,8 +38,8 @@ class FilePages:
         self._madvise = ctypes.CDLL(None).madvise
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """Drops the pages of a tensor from memory, except pages that also have other data. Does
-        nothing if the tensor is not in one of the mapped files."""
+        """Drops the pages of a tensor from memory. A page that also has other data is not dropped.
+        Does nothing if the tensor is not in one of the mapped files."""
         if tensor.device.type != "cpu":
             return
         begin = tensor.data_ptr()
@@ -52,6 +52,6 @@ class FilePages:
 
 
 def release_freed_memory() -> None:
-    """Returns memory that this process has freed, and that glibc still keeps, to the system."""
+    """Makes glibc return the freed memory that it keeps to the system."""
     if _trim is not None:
         _trim(0)

@@ -1,5 +1,5 @@
-"""Reorders the rows of query and key matrices, because checkpoints and the decoders' kernels order
-the elements that RoPE rotates differently."""
+"""Reorders the rows of query and key matrices. RoPE rotates the elements of a head in pairs, and
+the decoders' kernels expect another order of these elements than some checkpoints."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from tandem.models.config.model import ModelConfig
 
 
 def rotary_rows(config: ModelConfig) -> torch.Tensor | None:
-    """Returns the order in which the kernels expect the rows of q, k and v, as indices of the
-    checkpoint's rows. None: the kernels expect the checkpoint's order.
+    """Returns the order in which the kernels expect the rows of q, k and v. Item i is the number of
+    the checkpoint's row that becomes row i. None: the kernels expect the checkpoint's order.
 
-    Kernels rotate element i of a head with element i + D / 2. If only a part of each head is
-    rotated, the rotated elements must be the first ones of both halves. In a head of 8 elements, of
-    which the checkpoint rotates 0 with 2 and 1 with 3, the order is 0 1 4 5 2 3 6 7.
+    Kernels rotate element i of a head with element i + D / 2, where D is the size of a head. If a
+    model rotates only a part of each head, the rotated elements must come first in each half of the
+    head. For example, if a head has 8 elements, and the checkpoint rotates element 0 with 2 and 1
+    with 3, the order is 0 1 4 5 2 3 6 7.
     """
     head_dim = config.head_dim
     rotary_dim = config.layers[0].rope.rotary_dim(head_dim)
@@ -34,22 +35,22 @@ def rotary_rows(config: ModelConfig) -> torch.Tensor | None:
 
 
 class RotatedRows(NamedTuple):
-    """The rows of a matrix of latent attention that are rotated, and the checkpoint's order of
-    these rows.
+    """Says which rows of a matrix of latent attention are rotated, and in which order the
+    checkpoint stores the rotated rows.
 
-    The matrix has `part_dim` rows for each head, or `part_dim` rows that all heads share. The last
-    `num` of these are rotated.
+    The matrix has `part_dim` rows for each head, or `part_dim` rows that all heads share. Of each
+    `part_dim` rows, the last `num` rows are rotated.
     """
 
-    num: int  # 0: no row is rotated
+    num: int  # number of rotated rows; 0: no row is rotated
     part_dim: int
     # True: row 0 of the rotated rows is rotated with row 1, row 2 with row 3, and so on.
     # False: row i of the rotated rows is rotated with row i + num / 2, as the kernels expect.
     has_pairs: bool
 
     def in_halves(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the rows in the order that kernels expect, in which row i of the rotated rows is
-        rotated with row i + num / 2."""
+        """Returns the rows in the order that kernels expect: row i of the rotated rows is rotated
+        with row i + num / 2 of the rotated rows."""
         if not self.num or not self.has_pairs:
             return rows
         parts = rows.view(-1, self.part_dim, *rows.shape[1:])
@@ -63,8 +64,9 @@ def query_rows(latent: Latent) -> RotatedRows:
 
 
 def token_products(latent: Latent) -> list[tuple[str, RotatedRows]]:
-    """Returns the names of the two matrices that are applied to a layer's input, and which of their
-    rows are rotated. The first computes the queries or their latent, the second a token's KV."""
+    """Returns, for the two matrices that are applied to a layer's input, the name and the rotated
+    rows. The first matrix computes the queries or the latent of the queries, the second a token's
+    KV."""
     kv = RotatedRows(latent.rope_dim, latent.kv_dim, latent.has_pairs)
     if latent.q_rank is None:
         return [("q_proj", query_rows(latent)), ("kv_a_proj_with_mqa", kv)]

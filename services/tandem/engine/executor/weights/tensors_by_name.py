@@ -21,8 +21,8 @@ from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem.models.checkpoint.quantized.tensors import Coded
 from tandem.models.gguf.tensors import GgufBlocks, can_widen, is_packed
 
-# The kernels for which matrices stay quantized, in the formats that these kernels can read. Empty:
-# all matrices are dequantized.
+# The kernels that will use the weights. A quantized matrix stays quantized if these kernels can
+# read its format. "": all matrices are dequantized.
 KeptFor = Literal["", "native", "torch", "triton"]
 
 log = logging.getLogger(__name__)
@@ -41,14 +41,14 @@ class TensorsByName:
         kept_for: KeptFor,
         pages: FilePages,
     ) -> None:
-        """`pages` has the memory ranges of the mapped files. The pages of a tensor are dropped from
-        memory after the tensor was converted."""
+        """`pages` has the address ranges at which the files are mapped. After a tensor is
+        converted, the tensor's pages are dropped from memory."""
         self._stored = stored
         self._kept_for = kept_for
         self._pages = pages
         self._dtype = dtype
         self._device = device
-        self._has_warned = False  # True: a warning about a converted matrix was logged
+        self._has_warned = False  # True: the warning of `_warn_converted` was already logged
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -69,8 +69,9 @@ class TensorsByName:
         return stored if isinstance(stored, torch.Tensor) else stored.numbers()
 
     def matrix(self, name: str) -> Linear:
-        """Returns a matrix without its bias, or one tensor with the matrices of all experts. A
-        quantized matrix stays quantized if the kernels can read its format."""
+        """Returns the matrix, or the tensor with the matrices of all experts, that has this name.
+        The bias is left out. A quantized matrix stays quantized if the kernels can read its
+        format."""
         return self.matrices([name])[0]
 
     def matrices(self, names: Sequence[str]) -> list[Linear]:
@@ -80,9 +81,9 @@ class TensorsByName:
     def quantized(self, names: Sequence[str]) -> list[Linear]:
         """Returns matrices in quantized form, without their biases.
 
-        Returns an empty list if the kernels cannot read the format of one of the matrices. The
-        native kernels multiply several matrices as one, and cannot do so with a mix of fp8 and
-        integer formats. The list is also empty in this case.
+        Returns an empty list if the kernels cannot read the format of one of the matrices. For the
+        native kernels, the list is also empty if some of the matrices are fp8 and others have
+        integer formats, because these kernels cannot multiply such matrices in one product.
         """
         found = []
         for name in names:
@@ -105,8 +106,8 @@ class TensorsByName:
     def joined(self, *names: str) -> tuple[Linear, ...]:
         """Returns matrices that are multiplied with the same input, such as q, k and v.
 
-        If the tensors must be copied anyway, they become one matrix. Tensors that are used directly
-        from the mapped file, and quantized matrices, stay separate.
+        Matrices stay separate if they stay quantized or can be used directly from the mapped file.
+        Otherwise they must be copied, and are copied into one matrix.
         """
         weights, biases = ([f"{name}.{part}" for name in names] for part in ("weight", "bias"))
         apart = self.matrices(weights) if self.is_mapped(weights[0]) else self.quantized(weights)
@@ -139,8 +140,8 @@ class TensorsByName:
         return self._native(name, stored) if self._kept_for == "native" else self._moved(stored)
 
     def _moved(self, stored: GgufBlocks | Coded | Mxfp4) -> Quantized | None:
-        """Moves a quantized matrix to the device without changing its weights. Returns None if the
-        torch and Triton kernels cannot read the format."""
+        """Returns a quantized matrix in a format that the torch and Triton kernels read, moved to
+        the device. Returns None if there is no such format for the matrix."""
         if isinstance(stored, GgufBlocks) and not can_widen(stored.type):
             return None
         quantized: Quantized
@@ -159,8 +160,8 @@ class TensorsByName:
         return moved
 
     def _native(self, name: str, stored: GgufBlocks | Coded | Mxfp4) -> GgufBlocks | Fp8 | None:
-        """Returns a matrix in a quantized format that the native kernels multiply. Returns None if
-        the stored format cannot be converted to one."""
+        """Returns a quantized matrix in a format that the native kernels multiply. Returns None if
+        the matrix cannot be converted to such a format without changing its weights."""
         if isinstance(stored, GgufBlocks):
             return stored if is_packed(stored.type) else None
         blocks = stored.blocks()

@@ -43,7 +43,7 @@ class Channel(Protocol):
         """Starts to copy a block to host memory, once the device has reached the event `after`. The
         copy goes to `slot`, if given.
 
-        The returned function waits for the end of the copy and returns the bytes. These may be
+        The returned function waits for the end of the copy and returns the bytes. The bytes may be
         overwritten after `num_at_once` more calls of `begin_out`.
         """
 

@@ -16,7 +16,8 @@ import torch
 from tandem.engine.tiers.device.blocks import DONE, Channel, DeviceBlocks, Event, HostPages
 from tandem.engine.tiers.storage import Bytes
 
-# largest size of one channel's ring in bytes, unless RING_MIN buffers need more
+# Limit on the total bytes of the buffers in one channel's ring. A ring has at least RING_MIN
+# buffers, even if these exceed the limit.
 RING_BYTES = 64 << 20
 RING_MIN = 2  # smallest number of buffers in a ring
 RING_MAX = 16  # largest number of buffers in a ring
@@ -68,7 +69,7 @@ class StagedChannel(Channel):
         self.num_at_once = max(RING_MIN, min(RING_MAX, RING_BYTES // block_bytes))
         pages = device.host_pages(self.num_at_once * block_bytes)
         self._ring = pages.data.reshape(self.num_at_once, block_bytes)
-        # for each buffer, the event at which the last copy that used it ends
+        # For each buffer: the event at which the latest copy that used this buffer ends.
         self._used: list[Event] = [DONE] * self.num_at_once
         self._next = 0
 

@@ -66,7 +66,7 @@ class DiskStorage(Storage):
         try:
             self._file = self.folder.open(blocks)
             if not has_header(self.folder.path / manifest, own):
-                # frees the room of another model's blocks before anything is written
+                # Frees the disk space of another model's blocks before anything is written.
                 os.ftruncate(self._file, 0)
                 if folder is None:
                     # Removes the files that the folder's former model had for its other KV groups.
@@ -76,7 +76,7 @@ class DiskStorage(Storage):
             num_whole = os.fstat(self._file).st_size // block_bytes
             os.ftruncate(self._file, self.num_slots * block_bytes)
             for slot, _, _ in found:
-                if slot >= num_whole:  # the file was truncated or deleted
+                if slot >= num_whole:  # the bytes of this slot were truncated or deleted
                     self._manifest.clear_slot(slot)
                     self.num_torn += 1
             found = [each for each in found if each[0] < num_whole]

@@ -11,7 +11,7 @@ from typing import Any
 from tandem.common.config.engine import EngineConfig
 from tandem.errors import ConfigError
 
-# time limit for a request; a load that gets no block in this time is cancelled anyway
+# Time limit for a request, in seconds. A load that gets no block in this time is cancelled anyway.
 REQUEST_S = 2.0
 _CONNECT_S = 1.0
 _FIELDS = {

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 # A prompt waits at most this fraction of the time to compute its missing blocks.
 WAIT_SHARE = 0.1
 WAIT_S_MAX = 1.0
-_AT_ONCE = 4  # number of found blocks that are added between two checks of the clock
+_AT_ONCE = 4  # number of found blocks that `settle` adds between two checks of the clock
 
 
 @dataclass(slots=True)
@@ -39,7 +39,9 @@ class _Lookup:
     storages: Sequence[SharedStorage]  # one for each KV group
     layout: KvLayout
     block_hashes: Sequence[bytes]
-    first: int  # number of leading blocks that are known to be stored for the full-attention group
+    # In the full-attention group, the look-up starts after this number of blocks, which this worker
+    # has or can load already.
+    first: int
     clock: Callable[[], float]
     on_end: Callable[[_Lookup], object]
     deadline: float
@@ -52,7 +54,7 @@ class _Lookup:
         try:
             self.found = search(self.storages, self.layout, self.block_hashes, self.first)
         except OSError as error:
-            # the storage itself makes no requests for a while after an error
+            # After an error, the storage itself makes no requests for a while.
             log.debug("a look-up failed: %s", error)
         finally:
             self.seconds = self.clock() - started
@@ -69,7 +71,7 @@ class Lookups:
         depth: Callable[[Sequence[bytes]], int],
     ) -> None:
         """Look-ups search the first of the `tiers` that workers share. `depth` returns how many
-        leading blocks of a chain of block hashes can be loaded from any tier."""
+        leading blocks of a prompt, given by their hashes, are in the pool or in any tier."""
         self._layout = layout
         self._depth = depth
         self._tier = next((t for t in tiers if isinstance(t.storage, SharedStorage)), None)
@@ -77,12 +79,12 @@ class Lookups:
         self._storages = [g.storage for g in groups if isinstance(g.storage, SharedStorage)]
         self._thread = start_thread("store-lookups") if self._tier else None
         self._clock = clock
-        self._lookups: dict[str, _Lookup] = {}  # by sequence id
+        self._lookups: dict[str, _Lookup] = {}  # look-ups of sequences, by sequence id
         self._ended: SimpleQueue[_Lookup] = SimpleQueue()
         self._num_in_flight = 0
         self._current: _Lookup | None = None  # the look-up whose result is being added
         self._unadded: deque[tuple[TierGroup, list[Entry]]] = deque()
-        self._rate = LoadRate()  # measured duration of look-ups
+        self._rate = LoadRate()  # measured seconds of a look-up
 
     @property
     def are_on(self) -> bool:
@@ -135,8 +137,8 @@ class Lookups:
         return True
 
     def settle(self, until: float) -> None:
-        """Adds the results of look-ups to the tier until the time `until` of `time.perf_counter`.
-        Adds at least one part of a result (`_open`)."""
+        """Adds the blocks that look-ups found to the tier, in small batches (`_open`). Stops after
+        the batch during which `time.perf_counter` reaches `until`."""
         while self.has_ended:
             if self._current is None:
                 self._open(self._ended.get_nowait())
@@ -151,14 +153,14 @@ class Lookups:
                 return
 
     def _open(self, lookup: _Lookup) -> None:
-        """Divides the result of a look-up into small parts, each of which is added in little
-        time."""
+        """Divides the result of a look-up into batches of `_AT_ONCE` blocks. `settle` adds one
+        batch at a time."""
         self._current = lookup
         self._rate.observe(1, lookup.seconds)
         assert self._tier is not None
         links = list(pairwise((b"", *lookup.block_hashes)))
-        # The worker that wrote these blocks used them once, with an unknown priority. This use
-        # counts with the lowest priority.
+        # Counts one use of each found block, by the worker that wrote it. The priority of this use
+        # is not known, so the lowest priority is assumed.
         if lookup.found:
             written = [lookup.block_hashes[i] for i in lookup.found[0]]
             self._tier.policy.use(written, keep=False, priority=PRIORITY_MIN)

@@ -24,7 +24,7 @@ from tandem.engine.tiers.storage import SharedStorage
 AT_ONCE = 8  # number of blocks that are requested at the same time
 
 
-# for each group, the chain indices of the blocks that were found in the store
+# For each KV group: the chain indices of the blocks that were found in the store.
 Found = list[list[int]]
 
 
@@ -34,11 +34,12 @@ def search(
     block_hashes: Sequence[bytes],
     first: int,
 ) -> Found:
-    """Returns the blocks of a chain that were found in the store: those of the group without a
-    window, and those of windows near the largest depth at which a request can resume.
+    """Returns which blocks of a chain were found in the store, for each KV group. In the group
+    without a window, these are the leading blocks. In a group with a window, they are blocks near
+    the largest depth at which a request can resume.
 
-    The first `first` blocks of the group without a window are known to be in the store. They are
-    left out of the result if no more blocks are found. Raises OSError.
+    The first `first` blocks of the group without a window are not requested. They are part of the
+    result only if later blocks are found too. Raises OSError.
     """
     depth = len(block_hashes)
     found = [list[int]() for _ in layout.groups]
@@ -89,7 +90,7 @@ def _search_windows(
             end = min(depth, index + stride)
             for number in windows:
                 look_up(number, range(max(0, index - stride), end))
-            # A depth below `index` would be uncertain, because not all blocks before `index` have
+            # Depths below `index` are not accepted here, because they may need blocks that have not
             # been requested.
             if (deepest := layout.deepest_hit(chain, end, has)) >= max(1, index):
                 return deepest

@@ -41,7 +41,7 @@ from tandem.errors import ConfigError
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-REMEMBERED = 65_536  # number of blocks that a worker remembers to be in the store
+REMEMBERED = 65_536  # number of blocks in the store that a worker remembers
 _AT_ONCE = 8  # maximum number of writes in flight, and maximum number of reads in flight
 _START_S = 60.0  # time limit for the start of the threads; long, because the machine may be busy
 _PAUSE_S = 1.0
@@ -69,8 +69,8 @@ class ObjectStorage(SharedStorage):
         self._suffix = ""
         try:
             self._request(obstore.put, f"{self._folder}/about", about)
-            # Raises PermissionError if the client may not list the bucket, because AWS then answers
-            # 403.
+            # Checks that the client may list the bucket. If it may not, AWS answers with 403
+            # instead of 404, and `_has` raises PermissionError.
             self._has(bytes(16))
         except PermissionError as error:
             raise ConfigError(
@@ -192,7 +192,7 @@ class ObjectStorage(SharedStorage):
         except (errors.BaseError, OSError) as error:
             self._health.fail(error)
             raise OSError(_first_line(error)) from error
-        # an error that is no obstore.BaseError, or a panic in obstore
+        # This may be an error of another class than obstore.BaseError, or a panic in obstore.
         except BaseException as error:
             self._health.fail(error)
             raise

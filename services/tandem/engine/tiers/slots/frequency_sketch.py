@@ -27,13 +27,13 @@ except ImportError:
 _ROWS = 4  # a block hash has 16 bytes, 4 for each row
 _PARTS = Struct("<4I")  # splits a block hash into one number for each row
 _CELLS_PER_BLOCK = 4
-# The half-life is this many uses for each block of the sketch. It was the best of four values in
-# benchmarks/tiers/policies.py.
+# A use counts half after this many further uses for each block of the sketch: after 4,000 uses in a
+# sketch for 1,000 blocks. This was the best of four values in benchmarks/tiers/policies.py.
 _HALF_LIFE = 4
-# Cells of at most this size in bytes are allocated at the start. A sketch for 524,288 blocks has
-# this size.
+# If all cells together have at most this many bytes, their memory is allocated at the start. This
+# is so in sketches for up to 524,288 blocks.
 _PREFAULT_BYTES_MAX = 1 << 26
-_RESCALE_AT = 64.0  # when log2 of a use's weight exceeds this, all cells are scaled down
+_RESCALE_AT = 64.0  # when log2 of the weight of a use exceeds this, all cells are scaled down
 
 
 class FrequencySketch:

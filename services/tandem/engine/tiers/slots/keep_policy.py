@@ -3,7 +3,8 @@
     policy     accepts                      evicts first
     lru        all blocks                   the least recently used block
     prefix     all blocks                   the block with the most tokens before it
-    priority   all blocks                   the block whose highest request priority is lowest
+    priority   all blocks                   the block with the lowest priority (the highest
+                                            priority of the requests that used it)
     value      blocks that were used        the block with the lowest value: time to compute
                twice or are to be kept      the block again * recent frequency of its use
 
@@ -24,14 +25,14 @@ from tandem.engine.tiers.slots.frequency_sketch import FrequencySketch
 # A block is accepted if its estimated number of uses is at least this: one use now counts 1, and
 # another use one half-life ago counts 0.5.
 _USES_MIN = 1.5
-_KEPT_USES = 2  # number of uses that one use counts for if the block is to be kept
-# The fitted prefill rate changes a little with every step. A new rate is adopted only if it
-# matters: a block after _DEEP_TOKENS tokens takes some factor longer to compute than a chain's
-# first block, and log2 of this factor must change by at least _CHANGE_MIN.
+_KEPT_USES = 2  # a use of a block that is to be kept counts as this many uses
+# The measured prefill rate changes a little with every step. By each rate, a block after
+# _DEEP_TOKENS tokens takes some factor longer to compute than a chain's first block. A new rate is
+# adopted only if it changes log2 of this factor by at least _CHANGE_MIN.
 _DEEP_TOKENS = 8192
 _CHANGE_MIN = 0.1
-# Number of blocks whose priorities are remembered: _REMEMBERED_PER_SLOT for each slot, but at least
-# _REMEMBERED_MIN. Blocks that no tier has yet are included.
+# `HighestPriorities` remembers the priorities of this many blocks for each slot of the tier, but of
+# at least _REMEMBERED_MIN blocks. A remembered block need not be in the tier.
 _REMEMBERED_PER_SLOT = 2
 _REMEMBERED_MIN = 65_536
 
@@ -86,8 +87,8 @@ class HighestPriorities(LeastRecentlyUsed):
     """Remembers the highest priority with which each block was used, for a limited number of blocks
     that were used last.
 
-    All other blocks have the default priority. These are the blocks that were forgotten, and those
-    that a tier found when it started.
+    A block that is not remembered has the default priority, for example a block that the tier found
+    when it started.
     """
 
     def __init__(self, num_remembered: int) -> None:
@@ -123,8 +124,8 @@ class MostValuable:
         self._sketch.add(block_hashes, _KEPT_USES if keep else 1)
 
     def restore(self, block_hashes: Collection[bytes]) -> None:
-        """Counts as many uses for each block as for a block that is to be kept, because the real
-        number of uses is unknown. A block that several KV groups have is counted once."""
+        """Counts `_KEPT_USES` uses of each block, because the real number of uses is not known. A
+        block that several KV groups have is counted once."""
         new = [each for each in block_hashes if not self._sketch.estimate(each)]
         self._sketch.add(new, _KEPT_USES)
 
@@ -146,9 +147,9 @@ class MostValuable:
         return math.log2(1.0 + index * self._cost_by_index) + self._sketch.log2(block_hash)
 
     def _growth(self, rate: PrefillRate) -> float:
-        """Returns how much more time a block takes to compute for each block before it, as a
-        fraction of the time for a chain's first block. With 0.01, the block at index 100 takes
-        twice as long as the first block."""
+        """Returns the additional time that each earlier block of the chain adds to the computation
+        of a block, as a fraction of the time for the chain's first block. With 0.01, the block at
+        index 100 takes twice as long as the first block."""
         size = self._block_size
         context_s = rate.token_context_s
         # seconds per token in the first block of a chain

@@ -36,7 +36,9 @@ class SlotPool(BlockPool):
         self._bad: set[bytes] = set()  # hashes of copies that could not be read
         # hashes of blocks whose children are being written
         self._awaiting: Counter[bytes] = Counter()
-        self._num_old = 0  # slots below this number may have a rank higher than their current worth
+        # The ranks of slots below this number are outdated after `reprice`: a block's worth may
+        # have become lower than the rank says.
+        self._num_old = 0
 
     def depth(self, block_hashes: Sequence[bytes]) -> int:
         """Returns how many leading blocks of a chain have readable copies in this pool."""
@@ -87,8 +89,8 @@ class SlotPool(BlockPool):
         self._bad.discard(block_hash)
 
     def link(self, entry: Entry) -> Entry:
-        """Returns the entry with the parent that this pool requires to be stored before the block.
-        Here this is the block's real parent."""
+        """Returns the entry as this pool stores it. Here it keeps the block's parent, which must be
+        stored before the block."""
         return entry
 
     def adopt(self, slot: int, entry: Entry) -> bool:
@@ -185,8 +187,8 @@ class SlotPool(BlockPool):
         return super()._evict()
 
     def take_removed(self) -> list[bytes]:
-        """Returns the hashes of the blocks evicted since the last call, without those whose copies
-        were bad."""
+        """Returns the hashes of the blocks evicted since the last call. Leaves out blocks whose
+        copies were unreadable."""
         _, removed = self.take_events()
         readable = [block_hash for block_hash in removed if block_hash not in self._bad]
         self._bad.difference_update(removed)
@@ -204,7 +206,7 @@ class SlotPool(BlockPool):
         A slot is left out if its block's parent is missing, or if another slot has the same block.
         The pool must be empty.
         """
-        # If two slots have the same block, the later one is used.
+        # If two slots have the same block, the later slot is used.
         slots = {entry.block_hash: slot for slot, entry in entries}
         children: defaultdict[bytes, list[bytes]] = defaultdict(list)
         for slot, entry in entries:
@@ -239,8 +241,8 @@ class SlotPool(BlockPool):
 
 
 class WindowSlotPool(SlotPool):
-    """The slots of a KV group with a window. A block is stored and found without its parent, so the
-    policy does not know how many tokens precede it."""
+    """The slots of a KV group with a window. Each block is stored and found without its parent, so
+    the policy does not know how many tokens precede the block."""
 
     def link(self, entry: Entry) -> Entry:
         return Entry(entry.block_hash, b"")
