@@ -43,12 +43,13 @@ PROGRAMS = {
     "tandem kv-size": KvSizeOptions,
 }
 _INTRODUCTION = """
-`make options` writes this page from the settings in `services/tandem/common/config/`. A size is a
-number of bytes or has a unit, such as `500MB` or `4GiB`. A time is a number of seconds or has a unit,
-such as `250ms`, `90s`, `5m` or `1h30m`. [Options](../options.md) says how variables and files set the
-options of `tandem up` and `tandem join`. The chart has the options of routers as `router.options` and
-those of workers as `worker.options`, in camel case: `--kv-memory` is `kvMemory`. Times in the chart
-are numbers of seconds. The chart has no options of the groups Process, and Tests and measurements.
+`make options` writes this page from the settings in `services/tandem/common/config/`. A size
+is a number of bytes or has a unit, such as `500MB` or `4GiB`. A time is a number of seconds or has
+a unit, such as `250ms`, `90s`, `5m` or `1h30m`. Variables and a file can set the options of
+`tandem up` and `tandem join` ([configuration](../configuration.md)). The chart has the options of
+routers as `router.options` and those of workers as `worker.options`, in camel case: `--kv-memory`
+is `kvMemory`. Times in the chart are numbers of seconds. The chart has no options of the groups
+Process, and Tests and measurements.
 """
 _YAML_WORDS = ("", "on", "off", "yes", "no", "true", "false")
 

@@ -3,7 +3,7 @@
 import math
 import re
 
-_SIZES = {
+_SIZES: dict[str, int] = {
     "": 1,
     "b": 1,
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},

@@ -155,26 +155,6 @@ def ps() -> None:
 
 
 @app.command
-def completion(
-    shell: Annotated[
-        Literal["bash", "zsh", "fish"] | None, Parameter(help="Default: the one in use.")
-    ] = None,
-    /,
-    *,
-    install: Annotated[
-        bool, Parameter(help="Install it for this user, in the shell's files.")
-    ] = False,
-) -> None:
-    """Print the script with which a shell completes commands and options."""
-    from tandem.ops.completion import install_script, print_script
-
-    if install:
-        install_script(app, shell)
-    else:
-        print_script(app, shell)
-
-
-@app.command
 def status(
     *,
     watch: Annotated[
@@ -507,6 +487,11 @@ for words, start, text in (
         "kv-size",
         program("tandem.ops.kv_size"),
         "Compute the memory of KV, and the workers of a load",
+    ),
+    (
+        "completion",
+        program("tandem.ops.completion"),
+        "Print the script with which a shell completes commands",
     ),
     ("router", program("tandem.router", is_service=True), "Run one router"),
     ("worker", program("tandem.worker", is_service=True), "Run one worker"),
