@@ -10,6 +10,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -24,7 +25,7 @@ from tandem.cluster.tables import (
     waiting_pools,
     worker_tables,
 )
-from tandem.common.config.cluster import API_KEY_VARIABLE
+from tandem.common.config.cluster import API_KEY_FILE_VARIABLE, API_KEY_VARIABLE
 from tandem.common.pool_sizes import POOL_SIZE_MAX
 from tandem.common.printable import printable, printable_json
 from tandem.common.process.progress import ProgressRow, Waiting
@@ -408,9 +409,21 @@ def call_with_progress(
 
 
 def authorization() -> dict[str, str]:
-    """Builds the header with the operator's key from the environment; empty if there is no key."""
-    key = os.environ.get(API_KEY_VARIABLE)
+    """Builds the header with the API key; empty if there is no key. Raises OperateError."""
+    key = api_key()
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def api_key() -> str:
+    """Returns the key that a variable has, or the file that a variable names; "" if there is
+    neither. Raises OperateError if the file cannot be read."""
+    if key := os.environ.get(API_KEY_VARIABLE):
+        return key
+    path = os.environ.get(API_KEY_FILE_VARIABLE)
+    try:
+        return Path(path).read_text("utf-8").strip() if path else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise OperateError(f"{API_KEY_FILE_VARIABLE}: {path} cannot be read: {error}") from None
 
 
 def _error_message(error: urllib.error.HTTPError) -> str:

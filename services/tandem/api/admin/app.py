@@ -18,6 +18,8 @@ from tandem.api.openai.replies import Replies
 from tandem.api.openai.requests import ChatBody, parse_chat
 from tandem.api.routes.generation import GenerationRoutes
 from tandem.api.routes.health import add_health_routes
+from tandem.api.routes.requests import add_request_route
+from tandem.api.routes.usage import add_usage_route
 from tandem.common.config.router import RouterConfig
 from tandem.errors import BadRequest
 from tandem.net.security.access import Access
@@ -72,6 +74,8 @@ def make_admin_app(
     add_health_routes(app, generator)
     add_cluster_routes(app, config, generator, control, audit)
     add_key_routes(app, config, keys, trail)
+    add_request_route(app, generator, trail)
+    add_usage_route(app, generator.tenants.usage)
     add_adapter_routes(app, config, AdapterControl(control, generator, trail))
     add_chat_route(app, config, generator)
     add_page_routes(app)

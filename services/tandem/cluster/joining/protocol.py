@@ -16,6 +16,8 @@ So a man in the middle learns no secret.
 
 import msgspec
 
+from tandem.net.security.keys import KeyRecord
+
 TOKEN_BYTES_MIN = 16
 
 
@@ -41,3 +43,4 @@ class JoinReply(msgspec.Struct, frozen=True):
     # address of the machine that ran `tandem up`. A joining machine replaces this address in
     # `options` by its own address.
     first_address: str = ""
+    api_key: KeyRecord | None = None  # record of the key of `--api-key-file`

@@ -23,8 +23,10 @@ REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
 # user. The launcher passes the URL for workers to each worker, as the worker's REDIS_URL_VARIABLE.
 REDIS_URL_OF_KIND = "TANDEM_REDIS_URL_OF_"
 TOKEN_VARIABLE = "TANDEM_CLUSTER_TOKEN"
-# variable with the API key for operators' commands; child processes do not get it
+# Variable with the API key that commands send. For `tandem up`, it is also the key that the new
+# cluster needs. Child processes do not get it.
 API_KEY_VARIABLE = "TANDEM_API_KEY"
+API_KEY_FILE_VARIABLE = "TANDEM_API_KEY_FILE"  # variable with the path of a file with the key
 CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
 # Signal to a router that will soon be stopped. The router continues to serve, but its readiness
 # probe fails, so that no new clients connect.
