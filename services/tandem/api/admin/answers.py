@@ -32,6 +32,16 @@ _QUEUE_LONG_S = (
 )
 _DIFFERENCE_MIN = 0.05  # smallest difference of two durations that is called one
 _WELL = ("stop", "length", "cancelled")
+# Kinds of events in words, and the kinds whose text adds nothing to these.
+_PHRASES = {
+    "started": "started",
+    "left": "left in order",
+    "lost": "was lost",
+    "ended": "ended",
+    "well": "is well again",
+    "draining": "drains",
+}
+_CLEAR = ("started", "left", "draining")
 _TIER_NAMES = {"host": "host memory", "disk": "the disk", "store": "the object store"}
 
 
@@ -64,10 +74,10 @@ def slow(requests: Sequence[Request], now: float) -> str:
     stuck = ""
     if 1000 * oldest_s > _SLOW_TTFT_MS:
         have = "has" if len(waiting) == 1 else "have"
-        stuck = f" {count(len(waiting), 'request')} {have} no token yet, the oldest for"
+        stuck = f"{count(len(waiting), 'request')} {have} no token yet, the oldest for"
         stuck += f" {oldest_s:.0f} s."
     if not recent:
-        return stuck.strip() or "Nothing to tell: no request got a first token in the last minute."
+        return stuck or "Nothing to tell: no request got a first token in the last minute."
     slowest = max(recent, key=lambda r: r["ttft_ms"])
     itl_ms = _itl_ms(recent)
     is_slow = slowest["ttft_ms"] > _SLOW_TTFT_MS or bool(stuck)
@@ -76,17 +86,16 @@ def slow(requests: Sequence[Request], now: float) -> str:
     sums = {name: sum(r["stages_ms"].get(name, 0.0) for r in recent) for name in TTFT_STAGES}
     share = max(sums.values()) / (sum(sums.values()) or 1.0)
     parts = [
-        "Nothing stands out." if not (is_slow or is_slow_itl) else "",
+        "" if is_slow or is_slow_itl else "Nothing stands out.",
         f"{'First tokens are slow' if is_slow else 'First tokens came'}: {took(median_ms)} at the"
         f" median of {count(len(recent), 'request')}, {took(slowest['ttft_ms'])} at most.",
         f"{share:.0%} of that is {longest_name(sums)}.",
         f"The slowest spent {longest_stage(slowest, requests)}." if is_slow else "",
-        stuck.strip(),
-        f"{'Tokens are slow, too: one' if is_slow_itl else 'Then one token'} follows every"
-        f" {took(itl_ms)}."
-        if itl_ms is not None
-        else "",
+        stuck,
     ]
+    if itl_ms is not None:
+        slowly = "slowly, one" if is_slow_itl else "one"
+        parts.append(f"Later tokens follow {slowly} every {took(itl_ms)}.")
     return " ".join(filter(None, parts))
 
 
@@ -133,16 +142,27 @@ def last_minute(
         else:
             text += ", and none failed."
         parts.append(text)
-    recent = [event for event in events if event.at > now - RECENT_S]
-    for event in recent[:_EVENTS_MAX]:
-        about = f"{event.about} " if event.about else ""
-        end = "" if event.text.endswith((".", "?")) else "."
-        parts.append(
-            f"{max(0.0, now - event.at):.0f} s ago: {about}{event.kind}: {event.text}{end}"
-        )
-    if (more := len(recent) - _EVENTS_MAX) > 0:
+    told = _told([event for event in events if event.at > now - RECENT_S], now)
+    parts += told[:_EVENTS_MAX]
+    if (more := len(told) - _EVENTS_MAX) > 0:
         parts.append(f"The list of events has {more} more.")
     return " ".join(parts) or "Nothing: no request ended, and no worker came or left."
+
+
+def _told(events: Iterable[ClusterEvent], now: float) -> list[str]:
+    """Returns a sentence for each event, and one for several workers with the same event."""
+    same: dict[str, list[ClusterEvent]] = {}
+    for event in events:
+        text = _PHRASES.get(event.kind, "" if event.kind == "mode" else event.kind)
+        if event.kind not in _CLEAR:
+            text = f"{text}: {event.text}" if text else event.text
+        same.setdefault(text, []).append(event)
+    return [
+        f"{max(0.0, now - found[0].at):.0f} s ago:"
+        f" {' '.join(filter(None, (', '.join(e.about for e in found if e.about), text)))}"
+        f"{'' if text.endswith(('.', '?')) else '.'}"
+        for text, found in same.items()
+    ]
 
 
 def one_more_decode(known: Sequence[KnownWorker]) -> str:
@@ -164,7 +184,7 @@ def one_more_decode(known: Sequence[KnownWorker]) -> str:
 
 
 def _steps(decode: Sequence[KnownWorker], num_running: int) -> str:
-    """Compares the time between tokens with one more worker to that of now."""
+    """Compares the duration of a decode step with one more worker to that of now."""
     rates = [
         worker.record.rates.decode
         for worker in decode
@@ -177,9 +197,9 @@ def _steps(decode: Sequence[KnownWorker], num_running: int) -> str:
     now_ms = _step_ms(rates, each_now)
     then_ms = _step_ms(rates, each_then)
     if now_ms - then_ms < _DIFFERENCE_MIN * now_ms:
-        return f"Little for speed: a token would still follow every {took(then_ms)}."
+        return f"Little for speed: a decode step would still take {took(then_ms)}."
     return (
-        f"A token would follow every {took(then_ms)} instead of {took(now_ms)}, because each worker"
+        f"A decode step would take {took(then_ms)} instead of {took(now_ms)}, because each worker"
         f" would run {each_then:.1f} requests instead of {each_now:.1f}, if the new worker has"
         " processor cores or a GPU of its own."
     )

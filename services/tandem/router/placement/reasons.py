@@ -41,14 +41,13 @@ def sentence_of(kind: Reason, placement: Placement) -> str:
     reused = placement.priced.reused.num_tokens
     all_reused = placement.num_tokens - placement.tokens_missing
     holder = decode if reused >= all_reused else placement.prefill_worker
-    num_others = placement.num_compared - 1
     load = decode.load
-    busy = f"{load.num_running} running and {load.num_waiting} waiting requests"
-    delay = f"a predicted delay of {placement.priced.cost_s * 1000:.0f} ms"
-    chosen = f"{decode.worker_id} had {delay}, with {busy}"
+    busy = f"{load.num_running} requests running and {load.num_waiting} waiting"
+    delay = f"predicted delay was {placement.priced.cost_s * 1000:.0f} ms, with {busy}"
+    whose = "Its" if kind == "prefix" and holder is decode else f"{decode.worker_id}'s"
     rest = (
-        f"{chosen}; no other decode worker was much better."
-        if num_others
+        f"{whose} {delay}; no other decode worker was much better."
+        if placement.num_compared > 1
         else f"{decode.worker_id} was the only decode worker to choose from."
     )
     match kind:
