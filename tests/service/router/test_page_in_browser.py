@@ -1,29 +1,25 @@
-"""The operators' page in a real browser, where there is one: Debian's chromium and playwright.
-
-`TANDEM_AXE` names axe.min.js of axe-core, for the check of accessibility.
-"""
+"""The operators' page in a real browser, over simulated workers. A test of the page over a real
+cluster is in tests/e2e/test_page.py."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.harness.browser import axe_findings, opened
 from tests.harness.cluster import free_port
 
 pytestmark = pytest.mark.service
 
-CHROMIUM = shutil.which("chromium")
 DEADLINE_S = 30.0
 # Draws 1,000 workers while an event comes after each task; returns how many are on the picture.
 DRAWN = """async () => {
@@ -41,6 +37,7 @@ DRAWN = """async () => {
 
 # Draws two workers that are ready, one of them in trouble; returns the colors by place.
 COLORS = """async () => {
+  const {color} = await import("./page/dom.js");
   const {take} = await import("./page/feed.js"), {showPicture} = await import("./page/picture.js");
   const drawn = [], canvas = CanvasRenderingContext2D.prototype, stroke = canvas.strokeRect;
   canvas.strokeRect = function (x, y) { drawn.push({x, y, style: this.strokeStyle}); };
@@ -50,7 +47,8 @@ COLORS = """async () => {
   take("full", {workers, worker_columns, sample_columns: [], step_s: 5, now: 0});
   for (let rest = showPicture(); rest; rest = rest());
   canvas.strokeRect = stroke;
-  return drawn.sort((a, b) => a.x - b.x || a.y - b.y).map(each => each.style);
+  const named = new Map(["router", "good", "bad"].map(name => [color(name), name]));
+  return drawn.sort((a, b) => a.x - b.x || a.y - b.y).map(each => named.get(each.style));
 }"""
 # Shows a decision of the autoscaler; returns the line.
 AUTOSCALE = """async () => {
@@ -71,7 +69,7 @@ LEVELS = """async () => {
     const workers = {"decode-0": ["decode", "ready", 50, "h", tiers].slice(0, columns.length)};
     take("full", {workers, worker_columns: columns, sample_columns: [], step_s: 5, now: 0});
     showWorkers();
-    const lines = [...document.querySelectorAll("#workers tbody tr .level")].filter(l => !l.hidden);
+    const lines = [...document.querySelectorAll("#workers li .level")].filter(l => !l.hidden);
     return lines.map(line => `${line.innerText} ${line.querySelector("i").style.width}`);
   };
   const columns = ["role", "state", "kv_used_percent", "host", "tiers"];
@@ -109,35 +107,122 @@ def url(server: tuple[str, int]) -> str:
 
 @pytest.fixture
 def page(url: str) -> Iterator[Any]:
-    """Opens the page; a message in the console or an error in a script fails the test."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium")
-    said: list[str] = []
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        opened = browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
-        opened.on("console", lambda message: said.append(message.text))
-        opened.on("pageerror", lambda error: said.append(str(error)))
-        opened.goto(url)
-        opened.wait_for_selector("#workers tbody tr")
-        yield opened
-        browser.close()
-    assert [text for text in said if "the server responded with a status" not in text] == []
+    with opened(url) as found:
+        found.wait_for_selector("#workers li strong")
+        yield found
 
 
 def test_it_shows_the_workers_and_finds_one(page: Any) -> None:
-    assert "of 40" in page.inner_text("#workers-shown") or "of 39" in page.inner_text(
-        "#workers-shown"
-    )
+    assert re.fullmatch("1 to 20 of (39|40)", page.inner_text("#workers-shown"))
     page.wait_for_selector("#headline.good")  # a worker is lost for a second now and then
     assert "workers that are ready" in page.inner_text("#headline")
     page.fill("#worker-filter", "decode-7")
-    page.wait_for_selector("#workers tbody tr:only-child")
-    assert page.inner_text("#workers tbody tr td") == "decode-7"
-    page.wait_for_selector("#charts canvas")
-    page.wait_for_selector("#requests tbody tr")
-    assert "/v1/chat/completions" in page.inner_text("#curl")
+    page.wait_for_selector("#workers li:only-child")
+    assert page.inner_text("#workers li strong") == "decode-7"
+    assert page.is_hidden("#workers-pager"), "there is one page"
+    page.fill("#worker-filter", "nowhere")
+    page.wait_for_selector("#workers li", state="detached")
+    assert page.inner_text("#workers-shown") == "no worker fits"
+
+
+def test_health_is_first_then_the_cluster_then_requests(page: Any) -> None:
+    page.wait_for_selector("#requests li .bar")
+    titles = [title.inner_text() for title in page.query_selector_all("main h2")]
+    expected = ["Now, and the last 15 minutes", "In words", "The cluster", "Requests", "Workers"]
+    assert titles[:5] == expected
+    tiles = [title.inner_text() for title in page.query_selector_all("#health figcaption")]
+    assert tiles == [
+        *("Tokens/s", "Requests", "Time to first token", "Time between tokens"),
+        *("Errors a second", "KV cache"),
+    ]
+    page.wait_for_selector("#health canvas")
+
+
+def test_the_page_answers_an_operators_questions(page: Any) -> None:
+    page.wait_for_function(
+        "document.querySelector('[data-answer=minute]').innerText.includes('ended')"
+    )
+    answers = {
+        each.get_attribute("data-answer"): each.inner_text()
+        for each in page.query_selector_all("[data-answer]")
+    }
+    assert re.match(r"Nothing stands out. First tokens came after \d+ ms", answers["slow"])
+    assert "is computing prompts" in answers["slow"]
+    assert re.match(r"\d+% is in use by running requests, \d+% holds prefixes", answers["kv"])
+    assert re.search(r"\d+ requests? ended, and none failed", answers["minute"])
+    assert "not known yet: no decode worker has measured" in answers["more_decode"]
+
+
+def test_a_bar_has_its_own_scale_and_says_what_took_longest(page: Any) -> None:
+    item = page.wait_for_selector("#requests li:has(.bar)")
+    parts = item.query_selector_all("i")
+    widths = [part.evaluate("part => parseFloat(part.style.width)") for part in parts]
+    assert abs(sum(widths) - 100) < 0.1
+    longest = r"Longest: \d+ ms computing 64 of 128 prompt tokens on prefill-\d+"
+    assert re.search(longest, item.inner_text())
+    assert "The load decided: this request is simulated." in item.inner_text()
+
+
+def test_each_color_of_the_bars_is_in_the_legend(page: Any) -> None:
+    page.wait_for_selector("#requests li .bar i")
+    colors = """place => [...document.querySelectorAll(place)].map(
+        each => getComputedStyle(each).backgroundColor)"""
+    legend = page.evaluate(colors, "#stage-legend i")
+    assert len(set(legend)) == len(legend)
+    assert set(page.evaluate(colors, "#requests .bar i")) <= set(legend)
+
+
+def test_more_requests_are_shown_on_demand(page: Any) -> None:
+    page.wait_for_selector("#requests-more:visible")
+    assert len(page.query_selector_all("#requests li")) == 8
+    page.click("#requests-more")
+    assert len(page.query_selector_all("#requests li")) > 8
+    assert page.inner_text("#requests-more") == "Show fewer"
+
+
+# Returns the pairs of visible texts that overlap, and the texts that are cut off. The box of the
+# curl command scrolls, so its text is left out.
+OVERLAPS = """() => {
+  for (const each of document.querySelectorAll("section")) each.style.contentVisibility = "visible";
+  const texts = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const range = document.createRange(), found = [];
+  while (walker.nextNode()) {
+    const {currentNode: node, currentNode: {parentElement: parent}} = walker;
+    const text = node.data.trim().slice(0, 40);
+    if (!text || !parent.checkVisibility() || parent.closest(".skip, pre")) continue;
+    range.selectNodeContents(node);
+    for (const {left, right, top, bottom} of range.getClientRects()) {
+      texts.push({text, left: left + 1, right: right - 1, top: top + 3, bottom: bottom - 3});
+      if (right > innerWidth + 1 || left < -1) found.push(`cut off: ${text}`);
+    }
+  }
+  const meet = (a, b) =>
+    a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  texts.forEach((a, i) => texts.slice(i + 1).forEach(b => {
+    if (meet(a, b)) found.push(`${a.text} / ${b.text}`);
+  }));
+  if (document.documentElement.scrollWidth > innerWidth) found.push("the page scrolls sideways");
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("width", [320, 390, 768, 1440, 3840])
+def test_nothing_overlaps_and_axe_finds_nothing_at_any_width(url: str, width: int) -> None:
+    with opened(url, width=width, height=1200) as page:
+        page.wait_for_selector("#requests li .bar")
+        page.wait_for_selector("#health canvas")
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            assert (found := page.evaluate(OVERLAPS)) == [], found
+            assert axe_findings(page) == [], scheme
+            page.click("#open-chat")
+            page.click("summary")
+            assert axe_findings(page) == [], f"{scheme}, with the chat"
+            if width > 1200:  # otherwise the drawer covers the page
+                assert (found := page.evaluate(OVERLAPS)) == [], found
+            page.click("summary")
+            page.keyboard.press("Escape")
+            page.wait_for_selector("#chat-drawer", state="hidden")
 
 
 def test_each_worker_is_drawn_though_no_pass_ends(page: Any) -> None:
@@ -145,7 +230,7 @@ def test_each_worker_is_drawn_though_no_pass_ends(page: Any) -> None:
 
 
 def test_a_worker_that_is_ready_and_in_trouble_is_not_green(page: Any) -> None:
-    assert page.evaluate(COLORS) == ["#1769c2", "#176b3a", "#b3261e"]  # the router's is the first
+    assert page.evaluate(COLORS) == ["router", "good", "bad"]
 
 
 def test_the_autoscalers_mode_target_and_reason_are_under_the_pools(page: Any) -> None:
@@ -207,19 +292,24 @@ def test_a_router_that_hangs_is_told_and_is_heard_again(
 def test_a_page_without_a_clipboard_selects_the_command(page: Any) -> None:
     """Browsers have none for plain HTTP of another machine."""
     page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    page.click("#open-chat")
+    page.click("summary")
     page.click("#copy")
     assert page.inner_text("#copy") == "Selected"
     assert page.evaluate("getSelection().toString()").startswith("curl -N")
 
 
-def test_axe_finds_nothing_serious(page: Any) -> None:
-    axe = os.environ.get("TANDEM_AXE", "")
-    if not axe:
-        pytest.skip("TANDEM_AXE names no axe.min.js")
-    page.evaluate(Path(axe).read_text())
-    for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
-        found = page.evaluate("axe.run()")
-        serious = [v["id"] for v in found["violations"] if v["impact"] in ("serious", "critical")]
-        assert serious == [], scheme
-        assert len(found["passes"]) > 20
+# Shows the curl command of a router that needs a key, or none; returns the command.
+CURL = """async needs_key => {
+  const {state} = await import("./page/feed.js"), {showCurl} = await import("./page/chat.js");
+  state.head.public.needs_key = needs_key;
+  showCurl();
+  return document.getElementById("curl").textContent;
+}"""
+
+
+def test_the_command_has_a_key_only_where_one_is_needed(page: Any) -> None:
+    assert "TANDEM_API_KEY" not in page.text_content("#curl")
+    assert "/v1/chat/completions" in page.text_content("#curl")
+    assert '"Authorization: Bearer $TANDEM_API_KEY"' in page.evaluate(CURL, True)
+    assert "Authorization" not in page.evaluate(CURL, False)

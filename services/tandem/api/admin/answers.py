@@ -32,16 +32,17 @@ _QUEUE_LONG_S = (
 )
 _DIFFERENCE_MIN = 0.05  # smallest difference of two durations that is called one
 _WELL = ("stop", "length", "cancelled")
-# Kinds of events in words, and the kinds whose text adds nothing to these.
+_NAMES = "\0"  # stands for the names of workers in a sentence about an event
+# Kinds of events whose text adds nothing to these words.
 _PHRASES = {
     "started": "started",
     "left": "left in order",
-    "lost": "was lost",
-    "ended": "ended",
-    "well": "is well again",
     "draining": "drains",
+    "lost": "was lost",
+    "well": "is well again",
 }
-_CLEAR = ("started", "left", "draining")
+_COUNTED = ("migrated", "refused")  # the text begins with a number of requests
+_OWN_WORDS = ("mode", "ended", "role", "transport", "problem", "memory", "prefix tree")
 _TIER_NAMES = {"host": "host memory", "disk": "the disk", "store": "the object store"}
 
 
@@ -85,17 +86,17 @@ def slow(requests: Sequence[Request], now: float) -> str:
     median_ms = statistics.median(r["ttft_ms"] for r in recent)
     sums = {name: sum(r["stages_ms"].get(name, 0.0) for r in recent) for name in TTFT_STAGES}
     share = max(sums.values()) / (sum(sums.values()) or 1.0)
+    came = "are slow:" if is_slow else "came after"
+    at_most = f", {took(slowest['ttft_ms'])} at most" if len(recent) > 1 else ""
     parts = [
         "" if is_slow or is_slow_itl else "Nothing stands out.",
-        f"{'First tokens are slow' if is_slow else 'First tokens came'}: {took(median_ms)} at the"
-        f" median of {count(len(recent), 'request')}, {took(slowest['ttft_ms'])} at most.",
-        f"{share:.0%} of that is {longest_name(sums)}.",
+        f"First tokens {came} {took(median_ms)} at the median of {count(len(recent), 'request')}"
+        f"{at_most}. {share:.0%} of that is {longest_name(sums)}.",
         f"The slowest spent {longest_stage(slowest, requests)}." if is_slow else "",
         stuck,
     ]
     if itl_ms is not None:
-        slowly = "slowly, one" if is_slow_itl else "one"
-        parts.append(f"Later tokens follow {slowly} every {took(itl_ms)}.")
+        parts.append(f"Then a token follows {'only ' if is_slow_itl else ''}every {took(itl_ms)}.")
     return " ".join(filter(None, parts))
 
 
@@ -153,16 +154,26 @@ def _told(events: Iterable[ClusterEvent], now: float) -> list[str]:
     """Returns a sentence for each event, and one for several workers with the same event."""
     same: dict[str, list[ClusterEvent]] = {}
     for event in events:
-        text = _PHRASES.get(event.kind, "" if event.kind == "mode" else event.kind)
-        if event.kind not in _CLEAR:
-            text = f"{text}: {event.text}" if text else event.text
-        same.setdefault(text, []).append(event)
+        same.setdefault(_sentence(event), []).append(event)
     return [
         f"{max(0.0, now - found[0].at):.0f} s ago:"
-        f" {' '.join(filter(None, (', '.join(e.about for e in found if e.about), text)))}"
-        f"{'' if text.endswith(('.', '?')) else '.'}"
-        for text, found in same.items()
+        f" {sentence.replace(_NAMES, ', '.join(e.about for e in found))}"
+        f"{'' if sentence.endswith(('.', '?')) else '.'}"
+        for sentence, found in same.items()
     ]
+
+
+def _sentence(event: ClusterEvent) -> str:
+    """Describes an event, with _NAMES for what it is about."""
+    if phrase := _PHRASES.get(event.kind):
+        return f"{_NAMES} {phrase}"
+    if not event.about:
+        return event.text
+    if event.kind in _COUNTED:
+        return f"{event.text} ({_NAMES})"
+    if event.kind in _OWN_WORDS:
+        return f"{_NAMES}: {event.text}"
+    return f"{_NAMES} is {event.kind}: {event.text}"
 
 
 def one_more_decode(known: Sequence[KnownWorker]) -> str:
@@ -222,7 +233,13 @@ def _prefill_queue(prefill: Sequence[KnownWorker]) -> str:
 
 
 def _ready(known: Iterable[KnownWorker], role: str) -> list[KnownWorker]:
-    return [w for w in known if w.record.role == role and w.record.state == "ready"]
+    return [
+        worker
+        for worker in known
+        if worker.record.role == role
+        and worker.record.state == "ready"
+        and (role != "decode" or worker.is_up)
+    ]
 
 
 def _itl_ms(requests: Iterable[Request]) -> float | None:

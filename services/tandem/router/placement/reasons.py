@@ -42,7 +42,8 @@ def sentence_of(kind: Reason, placement: Placement) -> str:
     all_reused = placement.num_tokens - placement.tokens_missing
     holder = decode if reused >= all_reused else placement.prefill_worker
     load = decode.load
-    busy = f"{load.num_running} requests running and {load.num_waiting} waiting"
+    requests = "request" if load.num_running == 1 else "requests"
+    busy = f"{load.num_running} {requests} running and {load.num_waiting} waiting"
     delay = f"predicted delay was {placement.priced.cost_s * 1000:.0f} ms, with {busy}"
     whose = "Its" if kind == "prefix" and holder is decode else f"{decode.worker_id}'s"
     rest = (

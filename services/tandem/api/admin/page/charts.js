@@ -14,12 +14,12 @@ const HEALTH = [
   ["Requests", number(0), [["running", "running", "decode"], ["waiting", "waiting", "wait"]]],
   ["Time to first token", milliseconds, [["ttft_p50_ms", "median", "text"], ["ttft_p95_ms", "95%", "text", DASH]]],
   ["Time between tokens", milliseconds, [["itl_p50_ms", "median", "text"], ["itl_p95_ms", "95%", "text", DASH]]],
-  ["Errors a second", number(1), [["errors_per_s", "failed requests", "bad"]]],
+  ["Errors a second", number(1), [["errors_per_s", "failed", "bad"]]],
   ["KV cache", percent, [["kv_used_share", "in use", "kv"], ["kv_cached_share", "reusable", "kv", DASH]]],
 ];
 const MORE = [
-  ["Requests a second", number(1), [["requests_per_s", "ended", "text"], ["cancelled_per_s", "cancelled", "text", DASH]]],
-  ["Moves a second", number(1), [["moves_per_s", "requests that moved", "move"]]],
+  ["Requests that ended, a second", number(1), [["requests_per_s", "all", "text"], ["cancelled_per_s", "cancelled", "text", DASH]]],
+  ["Requests that moved, a second", number(1), [["moves_per_s", "moved", "move"]]],
   ["Cached share of prompts", percent, [["cached_share", "cached", "kv"]]],
   ["KV by tier, share that is held", percent, [["kv_used_share", "pool in use", "kv"],
     ["kv_cached_share", "pool cached", "kv", DASH], ["kv_host_share", "host", "kv", DOT],
@@ -42,7 +42,7 @@ function draw(chart) {
   };
   const options = {
     width: chart.width, height: HEIGHT_REM * unit, legend: {show: false}, cursor: {show: false},
-    padding: [.4 * unit, 0, 0, 0],
+    padding: [.5 * unit, 1.4 * unit, 0, 0],
     scales: {x: {time: true}, y: {range: (_, low, high) => [0, chart.format === percent || !(high > 0) ? 1 : 1.1 * high]}},
     axes: [
       {...axis, size: 1.5 * unit, space: 4.5 * unit, values: (_, at) => at.map(minute)},
