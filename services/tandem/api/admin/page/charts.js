@@ -108,12 +108,9 @@ function each(work) { // in frames of their own: no task is long
 export const showCharts = () => each(show);
 
 function sample(name, dash) { // of a line, beside its name
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg"), line = document.createElementNS(svg.namespaceURI, "line");
-  const attributes = {x1: 0, x2: "100%", y1: "50%", y2: "50%", "stroke-width": 2.5, "stroke-dasharray": dash ?? ""};
-  for (const [key, value] of Object.entries(attributes)) line.setAttribute(key, value);
+  const svg = byId("line-sample").content.firstElementChild.cloneNode(true), line = svg.firstElementChild;
   line.style.stroke = `var(--${name})`;
-  svg.setAttribute("aria-hidden", "true");
-  svg.append(line);
+  line.style.strokeDasharray = dash ?? "none";
   return svg;
 }
 
