@@ -126,7 +126,8 @@ def kv_cache(known: Sequence[KnownWorker]) -> str:
 def last_minute(
     records: Iterable[RequestRecord], events: Iterable[ClusterEvent], now: float
 ) -> str:
-    """Counts the requests that ended in the last minute, and names the latest events."""
+    """Counts the requests that ended in the last minute, and names the latest events, a line
+    each."""
     outcomes = Counter(
         record.outcome
         for record in records
@@ -147,7 +148,7 @@ def last_minute(
     parts += told[:_EVENTS_MAX]
     if (more := len(told) - _EVENTS_MAX) > 0:
         parts.append(f"The list of events has {more} more.")
-    return " ".join(parts) or "Nothing: no request ended, and no worker came or left."
+    return "\n".join(parts) or "Nothing: no request ended, and no worker came or left."
 
 
 def _told(events: Iterable[ClusterEvent], now: float) -> list[str]:
@@ -155,12 +156,15 @@ def _told(events: Iterable[ClusterEvent], now: float) -> list[str]:
     same: dict[str, list[ClusterEvent]] = {}
     for event in events:
         same.setdefault(_sentence(event), []).append(event)
-    return [
-        f"{max(0.0, now - found[0].at):.0f} s ago:"
-        f" {sentence.replace(_NAMES, ', '.join(e.about for e in found))}"
-        f"{'' if sentence.endswith(('.', '?')) else '.'}"
-        for sentence, found in same.items()
-    ]
+    told = []
+    for sentence, found in same.items():
+        if len(found) > 1:
+            for one, several in (("is", "are"), ("was", "were"), ("drains", "drain")):
+                sentence = sentence.replace(f"{_NAMES} {one}", f"{_NAMES} {several}")
+        sentence = sentence.replace(_NAMES, ", ".join(event.about for event in found))
+        end = "" if sentence.endswith((".", "?")) else "."
+        told.append(f"{max(0.0, now - found[0].at):.0f} s ago: {sentence}{end}")
+    return told
 
 
 def _sentence(event: ClusterEvent) -> str:

@@ -124,11 +124,15 @@ def test_the_last_minute_has_requests_and_events() -> None:
         ClusterEvent(NOW - 90, "lost", "decode-7", "long ago"),
     ]
     records = [ended(5), ended(6, QueueFull("full")), ended(90)]
-    assert last_minute(records, events, NOW) == (
-        "2 requests ended, and 1 of them failed: 1 queue_full. 2 s ago: 5 requests migrated after a"
-        " loss (decode-1). 3 s ago: decode-1: ended by SIGKILL. 5 s ago: decode-1, decode-0"
-        " started. The list of events has 1 more."
-    )
+    assert last_minute(records, events, NOW).splitlines() == [
+        "2 requests ended, and 1 of them failed: 1 queue_full.",
+        "2 s ago: 5 requests migrated after a loss (decode-1).",
+        "3 s ago: decode-1: ended by SIGKILL.",
+        "5 s ago: decode-1, decode-0 started.",
+        "The list of events has 1 more.",
+    ]
+    both = [ClusterEvent(NOW - 1, "well", name, "it is ready") for name in ("a", "b")]
+    assert last_minute([], both, NOW) == "1 s ago: a, b are well again."
     assert last_minute([ended(5)], [], NOW) == "1 request ended, and none failed."
     assert last_minute([], [], NOW) == "Nothing: no request ended, and no worker came or left."
 
