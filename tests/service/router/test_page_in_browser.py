@@ -317,3 +317,23 @@ def test_the_command_has_a_key_only_where_one_is_needed(page: Any) -> None:
     assert "/v1/chat/completions" in page.text_content("#curl")
     assert '"Authorization: Bearer $TANDEM_API_KEY"' in page.evaluate(CURL, True)
     assert "Authorization" not in page.evaluate(CURL, False)
+
+
+# Shows a pool twice, and in between types a size if `typed` is one; returns the sizes shown.
+POOL_SIZES = """async typed => {
+  const {state} = await import("./page/feed.js"), {showPools} = await import("./page/workers.js");
+  const sizes = [2, 3].map(wanted => {
+    const name = `of${typed}`, pool = {wanted, running: wanted, ready: wanted};
+    state.head.pools = {...state.head.pools, [name]: pool};
+    showPools();
+    const size = document.querySelector(`[data-pool="${name}"] input`), shown = size.value;
+    if (typed) { size.value = typed; size.dispatchEvent(new Event("input")); }
+    return shown;
+  });
+  return sizes;
+}"""
+
+
+def test_a_pools_size_follows_the_cluster_until_one_is_typed(page: Any) -> None:
+    assert page.evaluate(POOL_SIZES, 0) == ["2", "3"]
+    assert page.evaluate(POOL_SIZES, 7) == ["2", "7"]

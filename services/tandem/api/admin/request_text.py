@@ -7,7 +7,7 @@ the router's clock: a request's stages follow each other from the time `created`
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tandem.router.metrics.timeline import STAGES, TTFT_STAGES
+from tandem.router.metrics.timeline import STAGES, TTFT_STAGES, TtftStage
 
 # A prompt counts as computed beside another one, or while another one waited, if the two times
 # overlap by at least this share of the other one's time.
@@ -48,7 +48,7 @@ def longest_stage(request: Request, others: Iterable[Request]) -> str:
     return f"{took(stages[name])} {_in_words(name, request, others)}"
 
 
-def longest_name(stages_ms: Mapping[str, float]) -> str:
+def longest_name(stages_ms: Mapping[TtftStage, float]) -> str:
     """Returns what takes longest until the first token, such as "computing prompts"."""
     names = {
         "tokenize": "tokenizing prompts",

@@ -117,7 +117,7 @@ export function showWorkers() {
   byId("workers-on").disabled = first + shown.length >= all.length;
 }
 
-// The row of a pool is created once, so that a size being typed is kept.
+// The row of a pool is created once, and a size that is being typed is kept until it is sent.
 export function showPools() {
   const box = byId("pools");
   for (const [name, pool] of Object.entries(state.head.pools)) {
@@ -128,7 +128,7 @@ export function showPools() {
       const size = make("input"), label = make("label", `${name}: `);
       size.type = "number";
       size.min = "0";
-      size.value = pool.wanted ?? pool.running ?? 0;
+      size.addEventListener("input", () => { form.dataset.isEdited = "yes"; });
       label.append(size);
       form.append(label, make("button", "Scale"), make("span", "", "muted"));
       // The number of gRPC replicas follows the routers and cannot be set.
@@ -136,6 +136,8 @@ export function showPools() {
       form.addEventListener("submit", event => scale(event, name, size));
       box.append(form);
     }
+    const size = form.querySelector("input");
+    if (size && !form.dataset.isEdited) size.value = pool.wanted ?? pool.running ?? 0;
     const ready = name === "router" || name === "grpc" ? "" : `, ${pool.ready} ready`;
     setText(form.lastChild, `${pool.running ?? 0}${pool.wanted === null ? "" : ` of ${pool.wanted}`} running${ready}`);
   }
@@ -155,6 +157,7 @@ async function scale(event, name, size) {
   event.preventDefault();
   if (!await sure(`Scale the ${name} pool to ${size.value}?`, "Scale")) return;
   await change("v1/cluster", {[name]: Number(size.value)}, `The ${name} pool is asked for ${size.value}.`);
+  delete size.form.dataset.isEdited;
 }
 
 async function act(key) {
