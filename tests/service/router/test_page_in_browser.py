@@ -3,6 +3,7 @@ cluster is in tests/e2e/test_page.py."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -337,3 +338,39 @@ POOL_SIZES = """async typed => {
 def test_a_pools_size_follows_the_cluster_until_one_is_typed(page: Any) -> None:
     assert page.evaluate(POOL_SIZES, 0) == ["2", "3"]
     assert page.evaluate(POOL_SIZES, 7) == ["2", "7"]
+
+
+def test_a_chat_shows_reasoning_the_answer_and_how_it_ended(page: Any) -> None:
+    """The reply is written here, because no model of the tests reasons."""
+    deltas = [{"reasoning_content": "Hm."}, {"content": "An "}, {"content": "apple."}, {}]
+    chunks = [
+        {"choices": [{"delta": delta, "finish_reason": None if delta else "stop"}]}
+        for delta in deltas
+    ]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    sent: list[dict[str, Any]] = []
+
+    def reply(route: Any) -> None:
+        sent.append(route.request.post_data_json)
+        route.fulfill(content_type="text/event-stream", body=body)
+
+    page.route("**/v1/cluster/chat", reply)
+    page.click("#open-chat")
+    page.fill("#message", "What")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("fell?")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#answers .ending")
+    lines = [
+        (line.get_attribute("class"), line.inner_text())
+        for line in page.query_selector_all("#answers p")
+    ]
+    assert lines[:3] == [("mine", "What\nfell?"), ("thought", "Hm."), (None, "An apple.")]
+    assert lines[3][1].startswith("The answer is complete (finish_reason: stop). First token after")
+    assert page.input_value("#message") == ""
+    page.keyboard.type("Why?")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#answers .ending >> nth=1")
+    assert [each["content"] for each in sent[1]["messages"]] == ["What\nfell?", "An apple.", "Why?"]
+    page.click("#anew")
+    assert page.inner_text("#answers") == ""

@@ -49,7 +49,7 @@ function draw(chart) {
       {...axis, space: 2 * unit, values: (_, at) => at.map(value => compact(value, chart.format))},
     ],
     series: [{}, ...chart.lines.map(([, , name, dash]) => ({
-      stroke: color(name), width: 1.6, dash, spanGaps: false, points: {show: !dash, size: 2.5, fill: color(name)},
+      stroke: color(name), width: dash ? 1 : 1.6, dash, spanGaps: false, points: {show: !dash, size: 2.5, fill: color(name)},
     }))],
   };
   chart.plot?.destroy();

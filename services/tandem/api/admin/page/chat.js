@@ -52,7 +52,7 @@ function writer(name) {
 async function send() {
   const text = byId("message").value.trim();
   if (!text || running) return;
-  const asked = body(text), began = performance.now(), think = writer("thought"), say = writer("");
+  const asked = body(text), began = performance.now(), think = writer("thought"), say = writer();
   add(text, "mine");
   byId("message").value = "";
   byId("send").disabled = true;
