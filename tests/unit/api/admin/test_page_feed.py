@@ -294,7 +294,7 @@ async def test_the_page_knows_whether_a_client_needs_a_key(fed: SimulatedRouter)
         await fed.feed.look(NOW)
         assert (await next_of(viewer))[1]["head"]["public"]["needs_key"] is False
         key: Any = object()
-        fed.access._ring.records["k1"] = key
+        fed.access._ring._records["k1"] = key
         await fed.feed.look(NOW + 1)
         assert (await next_of(viewer))[1]["head"]["public"]["needs_key"] is True
     assert Access(KeyRing(), is_loopback=False).needs_key
