@@ -147,7 +147,9 @@ class Router:
         )
         self._metrics.registry.register(AutoscaleGauges(self.view))
         self._control = ClusterControl(config, self.view, self._trail)
-        self.page = PageFeed(config, self.generator, self._control, self._metrics, self._trail)
+        self.page = PageFeed(
+            config, self.generator, self._control, self._metrics, self._trail, self._access
+        )
         self.picker: EndpointPicker | None = None
         self._fronts = Fronts(self._redis, config.cluster.cluster_id)
         picks = bool(config.gateway.endpoint_picker)

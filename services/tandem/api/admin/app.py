@@ -34,11 +34,17 @@ from tandem.router.scaling.control import ClusterControl
 
 CHAT_PATH = "/v1/cluster/chat"
 PAGE_FOLDER = Path(__file__).with_name("page")
-_PAGE_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_PAGE_KINDS = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 _PAGE_POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
     "style-src": "'self'",
+    "img-src": "'self'",
     "connect-src": "'self'",
     "base-uri": "'none'",
     "form-action": "'none'",

@@ -29,7 +29,10 @@ _TIERS = (*_KV_TIERS, "peer")
 # cannot be measured, such as a TTFT without requests or the use of a tier that no worker has.
 COLUMNS = (
     "at",  # time of the sample, in seconds since 1970
-    *("requests_per_s", "errors_per_s", "cancelled_per_s", "running", "waiting"),
+    *("requests_per_s", "errors_per_s", "cancelled_per_s"),
+    # Sequences that the workers compute, and requests that wait: for a worker, in a worker's queue,
+    # or for the KV of their prompt.
+    *("running", "waiting"),
     *("ttft_p50_ms", "ttft_p95_ms", "itl_p50_ms", "itl_p95_ms", "tokens_per_s"),
     *("cached_share", "cached_device_per_s", *(f"cached_{tier}_per_s" for tier in _TIERS)),
     *("kv_used_share", "kv_cached_share", *(f"kv_{tier}_share" for tier in _KV_TIERS)),
@@ -40,12 +43,14 @@ Sample = tuple[float | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class WorkerSums:
-    """Counts of blocks, pulls and leases, summed over all workers."""
+    """Counts of blocks, sequences, pulls and leases, summed over all workers."""
 
     blocks_total: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0
-    num_pulls: int = 0
+    num_running: int = 0
+    num_waiting: int = 0  # number of sequences in the workers' queues
+    num_pulls: int = 0  # number of sequences that await the KV of their prompt
     num_leases: int = 0
     # name of a KV tier -> used fraction of the tier's capacity, 0 to 1
     held_shares: Mapping[str, float] = field(default_factory=dict)
@@ -112,8 +117,8 @@ class History:
             rate(lambda r: sum(r.outcomes.values())),
             rate(lambda r: sum(n for o, n in r.outcomes.items() if o not in _NO_ERRORS)),
             rate(lambda r: r.outcomes.get("cancelled", 0.0)),
-            _total(self._metrics.requests_running),
-            _total(self._metrics.requests_pending),
+            sums.num_running,
+            _total(self._metrics.requests_pending) + sums.num_waiting + sums.num_pulls,
             *(read.ttft.quantile_ms(before.ttft, share) for share in (0.5, 0.95)),
             *(read.itl.quantile_ms(before.itl, share) for share in (0.5, 0.95)),
             rate(lambda r: r.tokens),

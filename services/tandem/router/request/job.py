@@ -60,7 +60,7 @@ from tandem.router.admission.capacity import COMPLETION_TOKENS_LIKELY
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.placement.choose import Placement, Work, WorkerSnapshot
 from tandem.router.placement.costs import reuse
-from tandem.router.placement.reasons import Reason
+from tandem.router.placement.reasons import Reason, sentence_of
 from tandem.router.request.migration_budget import LOSSES_MAX
 from tandem.router.request.request import ClientRequest
 
@@ -253,6 +253,11 @@ class Routed:
     def reason(self) -> str:
         """Why these workers were chosen, in one line."""
         return f"{self.kind}: {self.placement.summary}"
+
+    @property
+    def sentence(self) -> str:
+        """Why these workers were chosen, in words for operators."""
+        return sentence_of(self.kind, self.placement)
 
 
 @dataclass(slots=True)

@@ -110,6 +110,7 @@ class RequestRecord:
         )
         return {
             "placement": routed.reason if routed else "",
+            "placement_sentence": routed.sentence if routed else "",
             "decode_worker": routed.placement.decode.worker_id if routed else "",
             "prefill_worker": timings.prefill_worker_id,
             "transport": timings.transport,
