@@ -109,10 +109,12 @@ def _add_generation(app: FastAPI, routes: GenerationRoutes) -> None:
 
     @app.post("/v1/completions", **generation_route(CompletionBody))
     async def completions(request: Request) -> Response:
+        """Completes one prompt or up to 128 prompts, as OpenAI's API does."""
         return await serve(request, parse_completion, CompletionBody)
 
     @app.post("/v1/chat/completions", **generation_route(ChatBody))
     async def chat_completions(request: Request) -> Response:
+        """Continues a chat, as OpenAI's API does."""
         return await serve(request, parse_chat, ChatBody)
 
     def kind_of(body: dict[str, Any]) -> type[Strict]:
@@ -131,6 +133,7 @@ def _add_generation(app: FastAPI, routes: GenerationRoutes) -> None:
 def _add_requests(app: FastAPI, generator: Generator, trail: AuditTrail) -> None:
     @app.get("/v1/requests/{request_id}")
     async def request(request_id: str, request: Request) -> Response:
+        """Returns the record of one of the last 4,096 requests of this router."""
         requests = generator.requests
         tenant = visible_tenant(request.state.key)
         if choices := requests.find_choices(request_id, tenant):
@@ -147,6 +150,7 @@ def _add_requests(app: FastAPI, generator: Generator, trail: AuditTrail) -> None
 def _add_server(app: FastAPI, generator: Generator) -> None:
     @app.get("/version")
     async def version() -> Response:
+        """Returns the version of Tandem."""
         return JsonResponse({"version": metadata.version("tandem-llm")})
 
     @app.get("/load")
