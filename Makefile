@@ -73,6 +73,14 @@ proto: $(DEV) ## generate services/tandem/net/rpc/tandem from proto/
 options: $(DEV) ## write the options' page and the chart's options from the settings
 	@$(BIN)/python docs/reference/generate.py
 
+.PHONY: reference
+reference: $(DEV) ## write the reference pages of the APIs and the tables of figures
+	@$(BIN)/python -m docs.reference.apis && $(BIN)/python -m docs.reference.figures
+
+.PHONY: site
+site: $(DEV) ## build the documentation site in build/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo 'open build/site/index.html'
+
 .PHONY: structure
 structure: $(DEV) ## print packages, layers, arrows and cycles, found in the imports
 	@$(BIN)/python docs/reference/structure.py

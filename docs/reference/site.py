@@ -45,14 +45,15 @@ _SHOWN = {".json", ".png", ".svg", ".html", ".txt"}
 
 
 class TwoSpaces(Extension):
-    """Makes two spaces enough for a list in a list."""
+    """Makes two spaces enough for a list in a list. It has to be the first extension."""
 
     def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
         md.tab_length = 2
+        md.build_parser()  # the processors of blocks read the length when they are made
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    config.markdown_extensions.append(TwoSpaces())  # type: ignore[arg-type]
+    config.markdown_extensions.insert(0, TwoSpaces())  # type: ignore[arg-type]
     # anchors as in the repository
     config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
     return config
@@ -76,6 +77,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     up = "../" * page.file.dest_uri.count("/")
     return _SHIM.sub(f"{up}offline_search.js", output)
+
+
+def on_post_template(output: str, template_name: str, config: MkDocsConfig) -> str:
+    return _SHIM.sub("offline_search.js", output)
 
 
 def _outside_of_fences(markdown: str, change: Callable[[str], str]) -> str:
