@@ -1,16 +1,18 @@
-# Everything here works on a machine with Python 3.11 or 3.12, git, make and a compiler.
+# Everything here works on a Linux machine with Python 3.11 to 3.14, git, make and a C++ compiler.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
-PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
-	$$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
+# The Python of .venv, or else the one that .venv is made with. deploy/install.py names the versions.
+PYTHON ?= $(shell for p in $(BIN)/python python3.11 python3.12 python3.13 python3.14 python3 \
+	$$(uv python find '>=3.11,<3.15' 2>/dev/null); do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null \
 	&& echo $$p && break; done)
 
 # Named after what they depend on: a changed version installs again, a fresh checkout does not.
 # So does another processor, for which other CPU kernels are compiled.
-KEY := $(shell (cat pyproject.toml constraints.txt deploy/locks/*.txt deploy/install.sh Makefile setup.py services/tandem/common/*.c \
+KEY := $(shell (cat pyproject.toml constraints.txt deploy/locks/*.txt deploy/install.py Makefile setup.py services/tandem/common/*.c \
 	services/tandem/engine/tiers/slots/*.c kernels/*.py kernels/tandem_kernels/native/*.cpp kernels/tandem_kernels/native/*.h; \
 	grep -m1 -E '^(flags|Features)' /proc/cpuinfo) | cksum | cut -d' ' -f1)
 RUNTIME := .venv/installed-runtime-$(KEY)
@@ -91,7 +93,7 @@ structure: $(DEV) ## print packages, layers, arrows and cycles, found in the imp
 
 .PHONY: lock
 lock: $(DEV) ## write the hashes of what constraints.txt names into deploy/locks/
-	@$(call TOOL,uv,uv) && PATH="$$PWD/$(TOOLS):$$PATH" $(BIN)/python deploy/locks/generate.py
+	@PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python deploy/locks/generate.py
 
 .PHONY: sbom
 sbom: $(DEV) ## write sbom.json: what is installed here, as CycloneDX
@@ -116,15 +118,15 @@ install: $(DEV) ## make .venv with all that development needs
 clean: ## remove .venv and caches
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache *.egg-info
 
-$(BIN)/python:
-	@test -n "$(PYTHON)" || { echo 'Python 3.11 or 3.12 is needed; name it: make PYTHON=...'; exit 1; }
-	@echo "making .venv with $(PYTHON)"
-	@$(PYTHON) -m venv .venv
+define INSTALL
+@test -n "$(PYTHON)" || { echo 'Tandem needs Python 3.11 to 3.14, and none is found; name one: make PYTHON=PATH'; exit 1; }
+@$(PYTHON) deploy/install.py $(1)
+endef
 
-$(RUNTIME): | $(BIN)/python
-	@deploy/install.sh runtime
+$(RUNTIME):
+	$(call INSTALL,runtime)
 	@touch $@
 
-$(DEV): | $(BIN)/python
-	@deploy/install.sh dev
+$(DEV):
+	$(call INSTALL,dev)
 	@touch $@ $(RUNTIME)

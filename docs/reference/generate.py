@@ -43,9 +43,12 @@ PROGRAMS = {
     "tandem kv-size": KvSizeOptions,
 }
 _INTRODUCTION = """
-`make options` writes this page from the settings in `services/tandem/common/config/`. Durations
-are in seconds. The chart has the options of routers as `router.options` and those of workers as
-`worker.options`, in camel case: `--kv-memory` is `kvMemory`. It has no options of the groups
+`make options` writes this page from the settings in `services/tandem/common/config/`. A size
+is a number of bytes or has a unit, such as `500MB` or `4GiB`. A time is a number of seconds or has
+a unit, such as `250ms`, `90s`, `5m` or `1h30m`. Variables and a file can set the options of
+`tandem up` and `tandem join` ([configuration](../configuration.md)). The chart has the options of
+routers as `router.options` and those of workers as `worker.options`, in camel case: `--kv-memory`
+is `kvMemory`. Times in the chart are numbers of seconds. The chart has no options of the groups
 Process, and Tests and measurements.
 """
 _YAML_WORDS = ("", "on", "off", "yes", "no", "true", "false")
@@ -107,6 +110,8 @@ def _schema(argument: Argument) -> dict[str, Any]:
     default, allowed = argument.field_info.default, bounds(argument)
     types = {bool: "boolean", int: "integer", float: "number", type(None): "integer"}
     schema["type"] = types.get(type(default), "string")
+    if argument.parameter.metavar == "SIZE":
+        schema |= {"type": ["integer", "string"], "pattern": "^[0-9]+(\\.[0-9]+)?[KMGTkmgt]i?B$"}
     if allowed.least is not None:
         schema["minimum"] = 0 if default is None else allowed.least
     if allowed.above is not None:
@@ -167,7 +172,9 @@ def _page() -> str:
 
 def _row(argument: Argument) -> str:
     value = argument.field_info.default
-    default = "required" if argument.required else f"`{to_text(value)}`" if to_text(value) else ""
+    show = argument.parameter.show_default
+    text = show(value) if callable(show) and not argument.required else to_text(value)
+    default = "required" if argument.required else f"`{text}`" if text else ""
     names = f"`{argument.name}`" + "".join(f", `{n}`" for n in argument.negatives)
     return f"| {names} | {default} | {_allowed(argument)} | {_help(argument)} |"
 

@@ -37,7 +37,7 @@
       ScaleAway             503  UNAVAILABLE          the scaler (controller or Kubernetes) is away
       WorkerLost            503  UNAVAILABLE          the worker ended, hung or is unreachable
         WorkerLeft          503  UNAVAILABLE          the worker left in order, as announced
-        LeaseLost           503  UNAVAILABLE          pulled blocks are invalid: no release
+        LeaseLost           503  UNAVAILABLE          the pulled blocks of a lease are invalid
           ProducerSilent    503  UNAVAILABLE          no heartbeat, or the engine made no step
           BlockMismatch     503  UNAVAILABLE          a pulled block has a wrong checksum
       DeadlineExceeded      504  DEADLINE_EXCEEDED
@@ -75,8 +75,8 @@ class TandemError(Exception):
     headers: Mapping[str, str] = MappingProxyType({})
 
     def __init_subclass__(cls, *, code: str, http: int = 0, grpc: str = "") -> None:
-        """Registers the subclass under its `code`. An omitted HTTP status or gRPC code is that of
-        the base class."""
+        """Registers the subclass under its `code`. If the HTTP status or the gRPC code is omitted,
+        the one of the base class is used."""
         cls.code, _BY_CODE[code] = code, cls
         cls.http_status, cls.grpc_code = http or cls.http_status, grpc or cls.grpc_code
 
@@ -90,8 +90,8 @@ class TandemError(Exception):
 
     @property
     def retry_after_whole_s(self) -> int | None:
-        """Seconds until a retry, rounded up and at least 1, because an earlier retry would be
-        refused."""
+        """`retry_after_s` as a whole number for the header Retry-After: at least 1, and rounded up,
+        because an earlier retry would be refused."""
         return None if self.retry_after_s is None else max(1, math.ceil(self.retry_after_s))
 
 

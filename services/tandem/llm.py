@@ -73,16 +73,16 @@ from tandem.worker.convert import sequence_spec
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-# a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": token ids}
+# A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": token ids}.
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
 Message: TypeAlias = Mapping[str, Any]
 
 _QUEUE_MAX = 2**31 - 1  # maximum number of sequences that wait to run; in practice no limit
-# A grammar or an adapter is prepared in another thread. This is the interval at which the engine's
-# thread checks whether it is done.
+# Other threads prepare the grammars and adapters of requests. The engine's thread checks at this
+# interval, in seconds, whether one is ready.
 _TICK_S = 0.002
-# maximum seconds that `close` waits for the running step, and for KV tiers to write blocks of which
-# no other copy exists
+# Maximum seconds that `close` waits. It waits for the running step, and for the KV tiers to write
+# those blocks of which no other copy exists.
 _CLOSE_MAX_S = 30.0
 # vLLM's name of an engine option -> Tandem's name
 _VLLM_OPTIONS = {
@@ -101,7 +101,7 @@ class LoRARequest:
     """A LoRA adapter in PEFT's format that a request uses."""
 
     lora_name: str
-    lora_int_id: int  # has no effect: adapters are told apart by the content of their files
+    lora_int_id: int  # ignored: adapters are identified by the contents of their files
     lora_path: str
 
 
@@ -123,10 +123,12 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    # one dict for each generated token: log probabilities of this token and of the most likely ones
+    # One dict for each generated token: token id -> log probability, for the generated token and
+    # the most likely tokens at its position. None: not requested.
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None  # stop, length or tool_calls; None: more tokens follow
-    # the stop string or stop token id that ended the completion
+    # The stop string or the id of the stop token that ended the completion. None: something else
+    # did, such as max_tokens.
     stop_reason: int | str | None = None
     lora_request: LoRARequest | None = None
     reasoning: str = ""
@@ -145,12 +147,13 @@ class RequestOutput:
     request_id: str
     prompt: str | None  # None: the prompt was sent as token ids or as a chat
     prompt_token_ids: list[int]
-    # one dict for each prompt token, as in CompletionOutput.logprobs; None for the first token
+    # One entry for each prompt token: None for the first token, and for each other token a dict as
+    # in CompletionOutput.logprobs. None: not requested.
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     outputs: list[CompletionOutput]
     finished: bool
     lora_request: LoRARequest | None
-    num_cached_tokens: int  # number of prompt tokens whose KV came from the cache
+    num_cached_tokens: int  # number of prompt tokens whose KV was cached and not computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,8 +411,8 @@ class LLM:
         return self._tokenizer.token_bytes(token_id).decode(errors="replace")
 
     def _read_defaults(self) -> Mapping[str, float]:
-        """Returns the sampling defaults from the model's `generation_config.json`, or {} if they
-        are switched off."""
+        """Returns the sampling defaults from the model's `generation_config.json`, or {} if the
+        defaults are switched off."""
         if self._answer_config.generation_config == "none":
             return {}
         file = self._folder.path / "generation_config.json"
@@ -492,7 +495,7 @@ class AsyncLLM:
         loop, news = asyncio.get_running_loop(), asyncio.Queue[_News]()
 
         def listen(told: _News) -> None:
-            with suppress(RuntimeError):  # The loop is closed, so nothing waits for the news.
+            with suppress(RuntimeError):  # If the loop is closed, nothing waits for the news.
                 loop.call_soon_threadsafe(news.put_nowait, told)
 
         with closing(_Batch(self._llm._engine, requests, listen)) as batch:
@@ -513,8 +516,8 @@ class _Completion:
     def take(
         self, news: NewTokens, read: "Callable[[int, TokenLogprobs], dict[int, Logprob]]"
     ) -> None:
-        """Adds new tokens to the output. If they contain a stop string, the completion ends,
-        although the engine may still compute the sequence."""
+        """Adds new tokens to the output. If the text of the tokens completes a stop string, the
+        completion ends at once, although the engine may still compute the sequence for a moment."""
         output = self.output
         if self.spec.embed:
             output.finish_reason = news.finish_reason or None
@@ -658,8 +661,8 @@ class _Batch:
         request, completion = self._running[sequence_id]
         if isinstance(told, TandemError):
             raise told
-        # The other completions of a request begin when the first one has a token. By then the
-        # prompt's KV is computed, and all completions share it.
+        # The other completions of a request begin when the first completion has a token. By then
+        # the KV of the prompt is computed, so all completions share it.
         is_first = completion is request.completions[0] and not completion.output.token_ids
         request.take(completion, told)
         if is_first:
@@ -691,14 +694,14 @@ class _EngineThread:
         self._calls: SimpleQueue[Callable[[Engine], object] | None] = SimpleQueue()
         self._listeners: dict[str, Callable[[_News], object]] = {}
         self._lock = Lock()
-        # reason why the engine has ended; "": it runs and takes new sequences
+        # Why the engine has ended. "": it has not ended, and takes new sequences.
         self._end_reason = ""
         started: Future[tuple[int, int]] = Future()
         work = partial(self._run, folder, config, compiler, started)
         self._thread = Thread(target=work, name="engine", daemon=True)
         self._thread.start()
         self.max_model_len, pool_tokens = started.result()
-        # maximum number of tokens of a sequence for which the KV pool has room; None: no limit
+        # Maximum length of a sequence, in tokens, for which the KV pool has room. None: no limit.
         self.pool_tokens = pool_tokens or None
 
     def add(self, spec: SequenceSpec, listener: Callable[[_News], object]) -> None:
@@ -711,7 +714,7 @@ class _EngineThread:
             self._calls.put(partial(self._begin, spec))
 
     def remove(self, sequence_id: str) -> None:
-        """Ends a sequence, if it has not ended yet. The sequence's listener is not called any
+        """Ends a sequence that has not ended yet. The listener of the sequence is not called any
         more."""
         if self._listeners.pop(sequence_id, None) is not None:
             self._calls.put(lambda engine: engine.remove(sequence_id))
@@ -722,7 +725,7 @@ class _EngineThread:
         if current_thread() is not self._thread:
             self._thread.join(_CLOSE_MAX_S)
             # The engine's objects refer to each other, so only the garbage collector frees them.
-            # Some end their threads when they are freed.
+            # Some of the objects end their threads when they are freed.
             gc.collect()
 
     def _run(
@@ -735,7 +738,7 @@ class _EngineThread:
         try:
             start_thread = partial(
                 IoThread, on_job_end=lambda: self._calls.put(Engine.has_work)
-            )  # any call wakes the engine's thread, which may wait for calls
+            )  # the engine's thread may wait for calls, and this harmless call wakes it
             runner = ModelRunner(folder, config)
             engine = Engine(config, runner, folder.fingerprint, compiler, start_thread)
             pool_tokens = engine.load().longest_sequence * config.block_size

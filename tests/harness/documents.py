@@ -140,6 +140,9 @@ def check(command: Command) -> None:
             _check_pytest(arguments)
         case ["pip", *arguments] | ["python", "-m", "pip", *arguments]:
             _check_pip(arguments)
+        case ["uvx", "--constraints", file, "--from", _, "tandem", *arguments]:
+            assert (ROOT / file).exists()
+            _check_tandem(arguments)
         case ["python", "-m", "venv", folder]:
             assert any(folder in c.text for c in commands() if c != command), "nothing uses it"
         case [pip, *arguments] if pip.endswith("/bin/pip"):
@@ -205,10 +208,11 @@ def options_of(*subcommand: str) -> set[str]:
 
 @cache
 def _help(*subcommand: str) -> str:
+    flag = "--help-all" if subcommand in (("up",), ("serve",), ("config", "show")) else "--help"
     shown = subprocess.run(
-        [sys.executable, "-m", "tandem.ops.cli", *subcommand, "--help"],
+        [sys.executable, "-m", "tandem.ops.cli", *subcommand, flag],
         cwd=ROOT,
-        env={**os.environ, "COLUMNS": "300"},
+        env={**os.environ, "COLUMNS": "300", "TANDEM_DEV": "1"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -247,7 +251,7 @@ def _check_tandem(arguments: list[str]) -> None:
         assert arguments[1] in _help("bench").split()
         unknown = {option for option in named if not source_has(option[2:].replace("-", "_"))}
     else:
-        is_group = arguments[0] in ("index", "keys")
+        is_group = arguments[0] in ("config", "index", "keys")
         unknown = named - options_of(*arguments[: 1 + is_group])
     assert not unknown, f"tandem {arguments[0]} has no {unknown}"
 

@@ -75,7 +75,10 @@ class SimulatedRouter:
         self.generator.not_ready_reason = lambda: ""  # type: ignore[method-assign]
         self.trail = AuditTrail(redis, "c", router_id="router-0")
         self.control = ClusterControl(self.config, self.view, self.trail)
-        self.feed = PageFeed(self.config, self.generator, self.control, self.metrics, self.trail)
+        self.access = Access(KeyRing(age_max_s=0), is_loopback=True)
+        self.feed = PageFeed(
+            self.config, self.generator, self.control, self.metrics, self.trail, self.access
+        )
 
     def put(self, worker_id: str, *tiers: TierUse, **load: int) -> None:
         """Adds a worker or changes its load. The id begins with its role."""
@@ -103,7 +106,7 @@ class SimulatedRouter:
 
     async def serve(self) -> None:
         """Serves the admin API until it is cancelled."""
-        access = Access(KeyRing(age_max_s=0), is_loopback=True)
+        access = self.access
         unused: Any = None
         app = make_admin_app(
             self.config,
@@ -131,6 +134,7 @@ class SimulatedRouter:
         record.end()
         record.facts |= {"prefill_worker": prefill, "decode_worker": decode, "transport": "nixl"}
         record.facts |= {"placement": "load: simulated", "blocks_pulled": 8, "bytes_pulled": 10**6}
+        record.facts |= {"placement_sentence": "The load decided: this request is simulated."}
         record.facts["usage"] = {
             "prompt_tokens": 128,
             "cached_tokens": 64,

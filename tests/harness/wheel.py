@@ -27,15 +27,20 @@ exec {compiler} "${{@/#-O3/-O0}}"
 _BUILD_SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 
 
-def build_sdist(folder: Path) -> Path:
-    """Builds the sdist from a copy of the files that git tracks or would add."""
+def copy_repository(target_folder: Path) -> None:
+    """Copies the files that git tracks or would add."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
     for name in filter(None, listed.decode().split("\0")):
         if (ROOT / name).is_file():
-            target = folder / "tree" / name
+            target = target_folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, target)
+
+
+def build_sdist(folder: Path) -> Path:
+    """Builds the sdist from a copy of the repository."""
+    copy_repository(folder / "tree")
     run([sys.executable, "-c", _BUILD_SDIST, str(folder / "dist")], cwd=folder / "tree")
     (sdist,) = (folder / "dist").glob("*.tar.gz")
     return sdist
@@ -72,8 +77,9 @@ def make_environment(folder: Path, wheels: Sequence[Path], *, without: Sequence[
             if not item.name.startswith(left_out) and item.suffix not in (".pth", ".egg-link"):
                 (linked / item.name).symlink_to(item)
     (own / "linked.pth").write_text(f"{linked}\n")
-    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps"]
-    run([*command, "--no-index", *map(str, wheels)])
+    if wheels:
+        command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps"]
+        run([*command, "--no-index", *map(str, wheels)])
     return python
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -125,7 +128,9 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 
 @contextmanager
-def started(folder: Path, *options: str) -> Iterator[Up]:
+def started(
+    folder: Path, *options: str, environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Up]:
     """Starts a cluster and waits until it serves requests."""
     screen = folder / "screen"
     deep = screen.parent / ("deep-" * 20)  # paths of sockets have 107 bytes at most
@@ -138,7 +143,12 @@ def started(folder: Path, *options: str) -> Iterator[Up]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=out,
-            env={**os.environ, "TMPDIR": str(deep), "XDG_STATE_HOME": str(folder)},
+            env={
+                **os.environ,
+                "TMPDIR": str(deep),
+                "XDG_STATE_HOME": str(folder),
+                **environment,
+            },
             start_new_session=True,
         )
     assert parent.stdout is not None
@@ -204,6 +214,27 @@ def test_commands_find_the_cluster_and_a_model_talks(up: Up) -> None:
     assert state["cluster_id"] == up.cluster_id
     answer = run([*tandem, "chat", "--temperature", "0", "--max-tokens", "8", "Say hello."])
     assert answer.stdout.strip(), answer.stderr
+
+
+def test_logs_are_those_of_the_cluster(up: Up) -> None:
+    environment = {**os.environ, "XDG_STATE_HOME": str(up.screen.parent), "NO_COLOR": "1"}
+    environment["TANDEM_ADMIN_URL"] = up.admin_url
+    tandem = [sys.executable, "-m", "tandem", "logs"]
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=60, env=environment)
+    names = [line.split()[0] for line in run(tandem).stdout.splitlines()[1:]]
+    assert {"decode-0", "grpc-0", "prefill-0", "router-0"} <= set(names)
+    other = up.screen.parent / "tandem" / "runs" / "20990101T000000Z-local-other"
+    other.mkdir()
+    try:
+        for name in ("decode-0", "decode-9"):
+            (other / f"{name}.log").write_text("another cluster\n")
+        assert "engine loaded" in (shown := run([*tandem, "decode-0"]).stdout)
+        assert "another cluster" not in shown
+        unknown = run([*tandem, "decode-9"])
+        assert unknown.returncode == 1
+        assert "the cluster has these logs here: decode-0, " in unknown.stderr
+    finally:
+        shutil.rmtree(other)
 
 
 def test_secrets_are_in_no_command_line_and_no_file(up: Up) -> None:
@@ -414,6 +445,66 @@ def test_a_worker_that_dies_before_ray_is_up_is_started_again(tmp_path: Path) ->
 
         wait_until(lambda: [a["state"] for a in agents()] == ["running"])
         assert [a["pid"] for a in agents()] == [decode], "Ray started one more"
+
+
+def test_a_file_and_variables_configure_a_cluster_that_needs_a_key(tmp_path: Path) -> None:
+    key = "sk-my-own-key"
+    file = tmp_path / "tandem.yaml"
+    file.write_text("served-model-name: talker\nprefill: 0\nno-grpc: true\nmax-num-seqs: 8\n")
+    key_file = tmp_path / "key"
+    key_file.write_text(f"{key}\n")
+    given = {
+        "TANDEM_CONFIG": str(file),
+        "TANDEM_MAX_NUM_SEQS": "4",
+        "TANDEM_API_KEY": key,
+        "TANDEM_PORT": "tcp://10.0.0.1:80",
+    }
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "NO_COLOR": "1"}
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=60)
+
+    def tandem(*arguments: str, **more: str) -> str:
+        done = run([sys.executable, "-m", "tandem", *arguments], env=environment | more)
+        assert done.returncode == 0, done.stderr
+        return str(done.stdout)
+
+    with started(tmp_path, environment=given) as up:
+        screen = _screen(up)
+        assert "TANDEM_PORT=tcp://10.0.0.1:80 is ignored: Kubernetes sets it" in screen
+        assert re.search("model +talker", screen)
+        for refused in ({}, {"Authorization": "Bearer sk-another-key"}):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(
+                    urllib.request.Request(f"{up.url}/v1/models", headers=refused)
+                )
+        authorized = urllib.request.Request(
+            f"{up.url}/v1/completions",
+            json.dumps({"model": "talker", "prompt": "The sky is", "max_tokens": 4}).encode(),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {key}"},
+        )
+        with urllib.request.urlopen(authorized, timeout=60) as reply:
+            request_id = json.load(reply)["id"]
+        assert tandem("chat", "--max-tokens", "4", "Hello!", TANDEM_API_KEY_FILE=str(key_file))
+        # The same commands work at the admin address, which needs no key on loopback, and at the
+        # public one.
+        for url, keys in ((up.admin_url, {}), (up.url, {"TANDEM_API_KEY": key})):
+            assert "decoded by decode-0" in tandem("why", request_id, TANDEM_ADMIN_URL=url, **keys)
+            usage = partial(tandem, "usage", TANDEM_ADMIN_URL=url, **keys)
+            wait_until(lambda usage=usage: " default " in usage())  # type: ignore[misc]
+        assert "decoded by decode-0" in tandem("why", request_id)
+        (row,) = tandem("ps").splitlines()[1:]
+        assert row.split()[:6] == ["talker", "ready", "0", "prefill,", "1", "decode"]
+        assert row.split()[6:8] == [up.url, up.admin_url]
+        assert row.split()[-1] == str(up.launcher_pid)
+
+        (worker,) = up.pids("tandem.worker --role decode")
+        line = psutil.Process(worker).cmdline()
+        assert line[line.index("--max-num-seqs") + 1] == "4"
+        for pid in guardian.cluster_processes(up.cluster_id):
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                assert not given.keys() & process.environ().keys()
+                assert key not in " ".join(process.cmdline())
+    assert "no cluster is running here" in tandem("ps")
 
 
 @pytest.mark.slow

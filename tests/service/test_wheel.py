@@ -150,9 +150,13 @@ class Started:
 
 
 def up(python: Path, folder: Path, cache: Path, **environment: str) -> Started:
+    return start([python.parent / "tandem"], folder, cache, **environment)
+
+
+def start(tandem: list[str | Path], folder: Path, cache: Path, **environment: str) -> Started:
     port, grpc_port, admin_port, admin_grpc_port = (free_port() for _ in range(4))
     folder.mkdir()
-    command = [python.parent / "tandem", "up", "--port", str(port), "--grpc-port", str(grpc_port)]
+    command = [*tandem, "up", "--port", str(port), "--grpc-port", str(grpc_port)]
     command += ["--admin-port", str(admin_port), "--admin-grpc-port", str(admin_grpc_port)]
     screen = folder.with_suffix(".screen")
     with screen.open("wb") as out:
@@ -232,6 +236,31 @@ def test_the_python_examples_run_without_ray_redis_and_grpc(python: Path, tmp_pa
         [str(python), "-c", program], cwd=tmp_path, environment={**environment, **OFFLINE}
     )
     assert printed.startswith("The capital of France is Paris.")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_uvx_runs_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    """The whole way, with the downloads of all packages and of the model."""
+    uvx: list[str | Path] = [Path(sys.executable).with_name("uvx"), "--python", sys.executable]
+    uvx += ["--constraints", harness.ROOT / "constraints.txt", "--from", wheel, "tandem"]
+    cache = tmp_path / "cache"
+    started = start(uvx, tmp_path / "clean", cache, UV_CACHE_DIR=str(tmp_path / "uv"))
+    try:
+        give_up_at = time.monotonic() + 1500
+        while "Ctrl-C stops" not in started.screen.read_text():
+            assert started.process.poll() is None, started.screen.read_text()
+            assert time.monotonic() < give_up_at, started.screen.read_text()
+            time.sleep(1)
+        url = f"http://127.0.0.1:{started.port}"
+        path, body = readme_request()
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(url + path, content=body, headers=headers, timeout=120).json()
+        assert answer["choices"][0]["message"]["content"]
+    finally:
+        os.killpg(started.process.pid, signal.SIGINT)
+        started.process.wait(60)
+        shutil.rmtree(tmp_path)
 
 
 def test_without_a_network_it_says_what_to_do(python: Path, tmp_path: Path) -> None:

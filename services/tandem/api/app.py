@@ -17,7 +17,7 @@ from tandem.api.admin.keys import add_record_route
 from tandem.api.anthropic.requests import CountTokensBody, MessagesBody
 from tandem.api.http.errors import JsonResponse, install_handlers
 from tandem.api.http.front import Front
-from tandem.api.http.guard import PROBES, PublicGuard, log_refusal
+from tandem.api.http.guard import PROBES, PublicGuard
 from tandem.api.openai.embeddings import EmbeddingsBody
 from tandem.api.openai.openapi import ErrorReply, add_schemas, generation_route
 from tandem.api.openai.parsed import ParsedRequest
@@ -36,15 +36,14 @@ from tandem.api.routes.generation import BodyKind, GenerationRoutes
 from tandem.api.routes.health import add_health_routes
 from tandem.api.routes.messages import add_message_routes
 from tandem.api.routes.models import add_model_routes
+from tandem.api.routes.requests import add_request_route
 from tandem.api.routes.responses import add_response_routes
 from tandem.api.routes.tokens import add_token_routes
 from tandem.api.routes.usage import add_usage_route
 from tandem.common.config.router import RouterConfig
-from tandem.errors import RequestNotFound
 from tandem.net.security.access import Access
 from tandem.net.security.audit_trail import AuditTrail
 from tandem.net.security.key_service import KeyService
-from tandem.router.admission.tenants import visible_tenant
 from tandem.router.metrics.http import HttpMetrics
 from tandem.router.request.generator import Generator
 
@@ -91,7 +90,7 @@ def _add_api(app: FastAPI, config: RouterConfig, generator: Generator, trail: Au
     add_message_routes(app, routes)
     add_response_routes(app, routes, trail)
     add_embedding_route(app, routes)
-    _add_requests(app, generator, trail)
+    add_request_route(app, generator, trail)
     add_token_routes(app, routes)
     _add_server(app, generator)
     add_model_routes(app, generator)
@@ -128,23 +127,6 @@ def _add_generation(app: FastAPI, routes: GenerationRoutes) -> None:
     async def invocations(request: Request) -> Response:
         """A chat or a completion, as SageMaker calls its models."""
         return await serve(request, parse_either, kind_of)
-
-
-def _add_requests(app: FastAPI, generator: Generator, trail: AuditTrail) -> None:
-    @app.get("/v1/requests/{request_id}")
-    async def request(request_id: str, request: Request) -> Response:
-        """Returns the record of one of the last 4,096 requests of this router."""
-        requests = generator.requests
-        tenant = visible_tenant(request.state.key)
-        if choices := requests.find_choices(request_id, tenant):
-            found = {"id": request_id, "object": "list", "data": [r.as_dict() for r in choices]}
-            return JsonResponse(found)
-        try:
-            return JsonResponse(requests.find(request_id, tenant).as_dict())
-        except RequestNotFound as error:
-            if requests.is_of_another(request_id, tenant):
-                log_refusal(trail, request.scope, error)
-            raise
 
 
 def _add_server(app: FastAPI, generator: Generator) -> None:

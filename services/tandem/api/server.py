@@ -147,7 +147,9 @@ class Router:
         )
         self._metrics.registry.register(AutoscaleGauges(self.view))
         self._control = ClusterControl(config, self.view, self._trail)
-        self.page = PageFeed(config, self.generator, self._control, self._metrics, self._trail)
+        self.page = PageFeed(
+            config, self.generator, self._control, self._metrics, self._trail, self._access
+        )
         self.picker: EndpointPicker | None = None
         self._fronts = Fronts(self._redis, config.cluster.cluster_id)
         picks = bool(config.gateway.endpoint_picker)
@@ -339,8 +341,8 @@ class Router:
             self._memory.rebase()
         log.info("model %s is loaded", self.generator.served_name)
         jobs = [self._watch_readiness()]
-        # `check` starts a process that tokenizes long prompts. Long prompts are rare over gRPC, so
-        # with `--api grpc` the process starts only when needed, which saves memory.
+        # `check` starts a process that tokenizes long prompts. With `--api grpc` long prompts are
+        # rare, so the process starts only when the first long prompt arrives, which saves memory.
         if self._config.api != "grpc":
             jobs.append(model.preparer.check())
         await asyncio.gather(*jobs)

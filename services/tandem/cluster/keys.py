@@ -1,6 +1,7 @@
 """The `tandem keys` commands, which manage API keys through a router."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -8,12 +9,12 @@ import msgspec
 from rich.table import Table
 
 from tandem.cluster.operate import call_with_progress, console
+from tandem.common.units import parse_time
 from tandem.errors import OperateError
 from tandem.net.security.keys import KeyRecord, Role, create
 from tandem.net.security.limits import NO_LIMITS, changed
 
 _PATH = "/v1/keys"
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def create_key(url: str, tenant: str, role: str, expires: str, limits: dict[str, int]) -> None:
@@ -98,13 +99,11 @@ def revoke_key(url: str, key_id: str) -> bool:
 def parse_duration(text: str) -> float:
     """Parses a duration such as 30d, 12h, 15m or 90s. Returns seconds; 0 for "0". Raises
     OperateError."""
-    number = text[:-1]
-    unit = text[-1:]
-    if text == "0":
-        return 0.0
-    if unit not in _UNITS or not number.isdecimal():
-        raise OperateError(f"{text!r} is no duration; give a number and a unit: 90s, 15m, 12h, 30d")
-    return float(number) * _UNITS[unit]
+    has_unit = text[:1].isdecimal() and text[-1:].isalpha()
+    with suppress(ValueError):
+        if has_unit or text == "0":
+            return parse_time(text)
+    raise OperateError(f"{text!r} is no duration; give a number and a unit: 90s, 15m, 12h, 30d")
 
 
 def _day(seconds: float) -> str:

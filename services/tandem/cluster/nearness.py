@@ -15,16 +15,17 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import harmonic_mean, median
 
 FAR_TIMES = 2.0
-_NAMED_MAX = 3  # largest number of far hosts that `far_reason` names
+_NAMED_MAX = 3  # `far_reason` names at most this many far hosts
 
 PairBandwidths = Mapping[str, Mapping[str, float]]  # worker id -> peer's worker id -> bytes/s
 HostBandwidths = Mapping[tuple[str, str], float]  # two host ids in alphabetical order -> bytes/s
 
 
 def host_bandwidths(pairs: PairBandwidths, host_of: Mapping[str, str]) -> HostBandwidths:
-    """Computes the bandwidth between each two hosts, in bytes/s: the median over their workers.
+    """Computes the bandwidth between each two hosts, in bytes/s: the median of all values that
+    workers of the two hosts measured.
 
-    `host_of` maps worker ids to host ids; workers that are not in it are ignored.
+    `host_of` maps worker ids to host ids. Workers without an entry in `host_of` are ignored.
     """
     found: dict[tuple[str, str], list[float]] = {}
     for worker_id, peers in pairs.items():
@@ -38,11 +39,13 @@ def host_bandwidths(pairs: PairBandwidths, host_of: Mapping[str, str]) -> HostBa
 def bandwidths_to(
     peer_hosts: Sequence[str], host_ids: Collection[str], between: HostBandwidths
 ) -> dict[str, float]:
-    """Computes the bandwidth of each host to the peers, in bytes/s. It is the rate at which the
-    host can pull the same number of bytes from each peer, one peer after another.
+    """Computes the bandwidth of each host to all peers together, in bytes/s (harmonic mean).
 
-    `peer_hosts` has the host of each peer. A host is included only if its bandwidth to all of them
-    is known, because means over different peers cannot be compared.
+    For example, a host with 100 MB/s to one peer and 300 MB/s to another one has 150 MB/s, which is
+    the rate at which it pulls the same number of bytes from both, one after the other.
+
+    `peer_hosts` has the host of each peer. The result lacks hosts whose bandwidth to some peer is
+    unknown, because means over different peers cannot be compared.
     """
     found = {}
     for host_id in host_ids:

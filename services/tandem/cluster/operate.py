@@ -10,6 +10,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -24,7 +25,7 @@ from tandem.cluster.tables import (
     waiting_pools,
     worker_tables,
 )
-from tandem.common.config.cluster import API_KEY_VARIABLE
+from tandem.common.config.cluster import API_KEY_FILE_VARIABLE, API_KEY_VARIABLE
 from tandem.common.pool_sizes import POOL_SIZE_MAX
 from tandem.common.printable import printable, printable_json
 from tandem.common.process.progress import ProgressRow, Waiting
@@ -33,18 +34,20 @@ from tandem.errors import OperateError
 _REPLY_DEADLINE_S = 5.0
 _SET_ROLE_DEADLINE_S = 15.0
 _WATCH_INTERVAL_S = 2.0
-_SET_SIZES_DEADLINE_S = 75.0  # a router waits for the pool controller if Ray is still starting
+_SET_SIZES_DEADLINE_S = 75.0  # longer than other calls, because Ray may still be starting
 _POLL_INTERVAL_S = 0.25
 _MEMORY_LOW_SHARE = 0.05
-# largest time from the deadline of a drain until the worker's process and record are gone
+# seconds after the deadline of a drain in which the worker's process ends and its record expires
 _END_MARGIN_S = 15.0
-_OWN_DEADLINE_MAX_S = 3600.0  # longest wait for a worker that drains with its own deadline
+# longest wait if a worker drains until its own deadline, which this command does not know
+_OWN_DEADLINE_MAX_S = 3600.0
 _PIPE_COLUMNS = 200
 _RECENT_S = 300.0
-_RECENT_MAX = 8  # number of events that a status shows
+_RECENT_MAX = 8  # `tandem status` shows at most this many events
 _SAMPLE_DEADLINE_S = 60.0
 _ALL_DEADLINE_S = 900.0
-_LATER_STAGES = ("transfer_exposed", "first_decode", "move")  # stages after the first token
+# stages of a request after its first token
+_LATER_STAGES = ("transfer_exposed", "first_decode", "move")
 
 
 def watch_status(url: str) -> None:
@@ -268,8 +271,8 @@ def _worker(state: Mapping[str, Any], worker_id: str) -> Mapping[str, Any] | Non
 
 def _process(state: Mapping[str, Any], worker_id: str) -> tuple[Any, ...]:
     """Returns (host, pid, start time) of a worker's process; () if the process has ended. The
-    worker's id does not identify the process, because a worker that replaces another one has the
-    same id."""
+    worker's id does not identify the process, because the next process of a worker has the same id.
+    """
     worker = _worker(state, worker_id)
     return () if worker is None else (worker["host"], worker["pid"], worker["started_at"])
 
@@ -335,9 +338,9 @@ def parse_sizes(sizes: Sequence[str]) -> dict[str, int]:
 def differences(pools: dict[str, Any], wanted: dict[str, int]) -> list[str]:
     """Returns one line for each pool that has not reached its size in `wanted`.
 
-    A pool has reached its size if this is the number of running processes and of ready workers.
-    Without a pool controller, as on Kubernetes, the state has no processes. Then registered workers
-    are counted instead, and the router pool is never listed, because routers are not counted.
+    For example, a pool of size 3 has reached its size if 3 processes run and 3 workers are ready.
+    Without a pool controller, as on Kubernetes, no processes are known. Registered workers are then
+    counted instead, and the router pool is never listed, because routers are not counted.
     """
     found = []
     has_processes = not pools or any("agents" in state for state in pools.values())
@@ -406,9 +409,21 @@ def call_with_progress(
 
 
 def authorization() -> dict[str, str]:
-    """Builds the header with the operator's key from the environment; empty if there is no key."""
-    key = os.environ.get(API_KEY_VARIABLE)
+    """Builds the header with the API key; empty if there is no key. Raises OperateError."""
+    key = api_key()
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def api_key() -> str:
+    """Returns the key that a variable has, or the file that a variable names; "" if there is
+    neither. Raises OperateError if the file cannot be read."""
+    if key := os.environ.get(API_KEY_VARIABLE):
+        return key
+    path = os.environ.get(API_KEY_FILE_VARIABLE)
+    try:
+        return Path(path).read_text("utf-8").strip() if path else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise OperateError(f"{API_KEY_FILE_VARIABLE}: {path} cannot be read: {error}") from None
 
 
 def _error_message(error: urllib.error.HTTPError) -> str:

@@ -44,8 +44,8 @@ from tandem.cluster.nearness import (
 )
 from tandem.common.config.cluster import Pool
 
-# leaves: the members of the host are replaced on other hosts and keep running. drains: the members
-# of the host are drained.
+# What happens to the members of a host that wants to leave the cluster. leaves: new members start
+# on other hosts, and the old members keep running. drains: the old members are drained.
 Leave = Literal["leaves", "drains"]
 MemberState = Literal["pending", "running", "restarting", "draining", "gone", "lost"]
 # `grpc` is missing, because each host with a router has one gRPC replica.
@@ -58,13 +58,13 @@ class PoolCommand(msgspec.Struct, frozen=True):
     {NAME} for each name in `ports`, such as {http_port}."""
 
     command: list[str]
-    # Port name -> port of the pool's first process on a host. For further processes on that host,
-    # all ports are 0, which means that the system chooses.
+    # port name -> port number. Only the pool's first process on a host gets these ports. The system
+    # chooses the ports of further processes on the host.
     ports: dict[str, int] = {}
-    pinned: bool = False  # True if each process is pinned to a core
+    pinned: bool = False  # True: each process is pinned to a core. False: it may use all cores.
     # cuda: each process needs a GPU. auto: each process uses a GPU if the host has one.
     device: Literal["cpu", "auto", "cuda"] = "cpu"
-    # With `on_nodes`: Ray resources that one process takes, such as {"CPU": 4}.
+    # only with `on_nodes`: the Ray resources that one process of the pool takes, such as {"CPU": 4}
     resources: dict[str, float] = {}
 
     def filled(self, member: Member) -> list[str]:
@@ -83,13 +83,14 @@ class Host(msgspec.Struct, frozen=True):
     host_id: str
     cores: list[int]  # cores to which engines may be pinned
     labels: dict[str, str] = {}
-    resources: dict[str, float] = {}  # with `on_nodes`: resources of the Ray node
+    resources: dict[str, float] = {}  # only with `on_nodes`: all resources of the Ray node
     num_gpus: int = 0
 
 
 class ClusterSpec(msgspec.Struct, frozen=True):
-    """What the pool controller and the agents must know: the pools, and the cores, labels and GPUs
-    of one host. Each host has a spec of its own. Secrets are passed in the environment instead.
+    """The settings of the pool controller and the agents: the pools, and the cores, labels and GPUs
+    of one host. Each host has a spec of its own. Secrets are not in the spec but in the
+    environment.
 
     With `on_nodes`, the hosts are nodes of a Ray cluster whose lifetime Tandem does not control.
     """
@@ -97,21 +98,23 @@ class ClusterSpec(msgspec.Struct, frozen=True):
     cluster_id: str
     run_folder: str
     pools: dict[Pool, PoolCommand]
-    wanted: dict[Pool, int]  # sizes at the start
+    wanted: dict[Pool, int]  # number of processes in each pool at the start of the cluster
     cores: list[int]  # cores to which engines may be pinned
-    # limit for a drain, longer than the drain deadline of a worker or router
+    # A draining process is killed this many seconds after SIGTERM. Normally it ends earlier,
+    # because its own drain deadline is shorter.
     drain_deadline_s: float = 45.0
-    # time that a leaving router keeps serving, so that its clients notice that it leaves
+    # seconds that a router still serves after it announced that it leaves, so that its clients can
+    # switch to other routers
     leave_notice_s: float = 5.0
     host_id: str = ""
     labels: dict[str, str] = {}
-    number: int = 0  # fencing number of the Ray head on this host; 0 if no machine can join
-    host_before: str = ""  # host of the previous head, whose lease expired
-    selectors: dict[Pool, dict[str, str]] = {}  # labels that a host must have, by pool
+    number: int = 0  # fencing number of the Ray head (head_lease.py); 0: no machine can join
+    host_before: str = ""  # host on which the previous head ran, until that head lost the lease
+    selectors: dict[Pool, dict[str, str]] = {}  # pool -> labels that a host of the pool must have
     on_nodes: bool = False
     requests_nodes: bool = False  # True: request missing nodes from Ray's autoscaler
     num_gpus: int = 0
-    workers_per_gpu: int | None = None  # None: no limit
+    workers_per_gpu: int | None = None  # largest number of workers on one GPU; None: no limit
 
     @property
     def host(self) -> Host:
@@ -126,26 +129,27 @@ class ClusterSpec(msgspec.Struct, frozen=True):
 class Member(msgspec.Struct, frozen=True):
     """One process of a pool, kept running by its agent."""
 
-    member_id: str  # the pool and the lowest free number, such as decode-0
+    member_id: str  # pool and number, such as decode-0; the number of a gone member is reused
     pool: Pool
-    ordinal: int  # unique and increasing: the newest member has the highest
+    ordinal: int  # number of the member in the order of creation, never reused
     core: int | None = None
     state: MemberState = "pending"
     pid: int = 0
-    num_starts: int = 0  # number of restarts after the process ended
-    # last log line of the previous process, which has ended; empty: none has ended
+    num_starts: int = 0  # how often the process was restarted after it had ended
+    # what the previous process logged about its failure (`process.last_error`); empty: nothing
     last_line: str = ""
-    # how the previous process ended, such as `exit status 1`; empty: none has ended
+    # how the member's previous process ended, such as `exit status 1`; empty: unknown, or the first
+    # process still runs
     ending: str = ""
-    is_stopped: bool = False  # True if the process is stopped, for example by SIGSTOP
-    since: float = 0.0  # time when the agent first reported this state, in seconds since 1970
+    is_stopped: bool = False  # True: a signal such as SIGSTOP has stopped the process
+    since: float = 0.0  # Unix time when the agent first reported `state` and `pid`
     host: str = ""
-    # True: the process gets the ports in `PoolCommand.ports`. False: the system chooses.
+    # True: the process gets the ports in `PoolCommand.ports`. False: the system chooses its ports.
     has_ports: bool = False
-    # Number of times that the member's host was lost. It is part of the agent's name, because the
-    # member gets a new agent each time.
+    # How often the member's host was lost and came back. The number is part of the agent's name,
+    # because the member gets a new agent each time.
     num_losses: int = 0
-    # text that names the hosts that were not chosen because they are far; empty: there are none
+    # why the member is not on another host (text of `far_reason`); empty: no host was far
     placed_why: str = ""
     gpu: int | None = None  # index of the worker's GPU on the host; None: it has no GPU
 
@@ -178,12 +182,13 @@ def plan(
     `hosts` are the reachable hosts, by default the machine of the spec. A pool remains smaller than
     wanted while no host fits.
 
-    `leaving` has the hosts that want to leave. Their members are replaced on other hosts. They are
-    drained once the value of their host is "drains".
+    `leaving` has the hosts that want to leave. New members on other hosts replace the members of a
+    leaving host. The members of the leaving host are drained once its value is "drains".
 
-    To balance hosts, a member moves if another host has at least two fewer members of its pool:
-    with 3 and 1 members one moves, with 2 and 1 none does. Until the new member runs, the pool has
-    one member too many. `measured` affects only the choice of hosts.
+    To balance hosts, a member of a pool moves if the host with the most members of the pool has at
+    least two more than another host: with 3 and 1 members one moves, with 2 and 1 none does. Until
+    the new member runs, the pool has one member too many. `measured` affects only the choice of
+    hosts.
 
     New members are added in turns of one router, one decode worker and one prefill worker. The
     order matters because Ray starts agents one by one and hosts may have too few GPUs. Decode comes
@@ -267,13 +272,15 @@ def revive(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]
 def with_free_gpu(
     spec: ClusterSpec, pool: Pool, members: Sequence[Member], hosts: list[Host]
 ) -> tuple[list[Host], str]:
-    """Returns the hosts whose least used GPU has the fewest workers. If each GPU of host A has a
-    worker and one GPU of host B has none, this is only B. Also returns the reason if there is no
-    such host.
+    """Returns the hosts that are best for one more worker by their GPUs, and "". If no host is
+    suitable, returns no hosts and the reason.
 
-    If no host has a GPU, all hosts are returned for a pool that can do without one. In a cluster of
-    one machine, the machine is returned even if the pool needs a GPU: the count may have missed a
-    GPU, and a worker without a GPU reports that itself.
+    The best hosts are those with the least used GPU of all. For example, if each GPU of host A has
+    a worker and one GPU of host B has none, only B is returned.
+
+    If no host has a GPU, all hosts are returned for a pool whose workers can also run on CPUs. In a
+    cluster of one machine, this machine is returned even if the pool needs a GPU: perhaps its GPUs
+    were not found, and otherwise the worker itself reports that it has no GPU.
     """
     device = spec.pools[pool].device
     gpus = _least_used_gpus(hosts, members)
@@ -297,8 +304,8 @@ def _follow_routers(
     drain: list[Member],
 ) -> None:
     """Adds a gRPC replica on each host that has or gets a router but has no replica. Drains the
-    replicas on hosts without a router. A host whose replica still drains gets no new one, because
-    the old one holds the port."""
+    replicas on hosts without a router. While a replica of a host drains, the host gets no new
+    replica, because the draining one still uses the port."""
     leave = {m.ordinal for m in drain}
     routed = router_hosts([m for m in (*members, *add) if m.ordinal not in leave])
     replicas = [m for m in members if m.pool == "grpc" and m.state != "lost"]
@@ -311,15 +318,15 @@ def _follow_routers(
 
 
 def _surplus(current: Sequence[Member], num_surplus: int) -> list[Member]:
-    """Selects the members of a pool that leave. In each round, this is the newest member on the
-    host with the most members.
+    """Selects the members of a pool that leave, one after another: each time the newest member on
+    the host with the most members.
 
-    A running member leaves only if enough other members run. Otherwise a member of that host that
-    is not running leaves instead. If there is none, no further member leaves for now, because a new
-    member on another host is still starting.
+    A running member is selected only if enough members still run without it. Otherwise the newest
+    member on that host that does not run is selected. If all members on that host run, no further
+    member leaves for now, because a new member on another host is still starting.
 
-    A member that is coming back stays until its agent reports: its process may run, and clients
-    know its address.
+    A member whose host is back (`is_coming_back`) is not selected in place of a running one. Its
+    process may run, and clients know its address.
     """
     left = list(current)
     for _ in range(num_surplus):
@@ -373,8 +380,8 @@ def _host_for(
     """Chooses a host for one more member of this pool; None if no host fits. Also returns a text
     about the hosts that were not chosen because they are far.
 
-    If several hosts remain, the one with the fewest members of all pools is chosen. With
-    `on_nodes`, it is the one with the most members.
+    Of the hosts that fit and are not far, the one with the fewest members of all pools is chosen.
+    With `on_nodes`, it is the one with the most members, so that other nodes become idle.
     """
     fits = _fits(spec, pool, members, hosts)
     fits, why = _without_far(pool, members, fits, measured)
@@ -390,8 +397,8 @@ def _host_for(
 def _fits(
     spec: ClusterSpec, pool: Pool, members: Sequence[Member], hosts: Sequence[Host]
 ) -> list[Host]:
-    """Returns the hosts that have the labels of the pool. Of these, it keeps only the hosts with
-    the fewest members of the pool, so that the loss of one host does not take a whole pool.
+    """Returns the hosts that have the labels of the pool and the fewest members of the pool.
+    Members are spread in this way so that the loss of one host does not take a whole pool.
 
     If machines can join, each host gets at most one process of a pool with fixed ports. With
     `on_nodes`, a host needs the labels and free resources, and pools are not spread over hosts.
@@ -412,7 +419,7 @@ def _fits(
 def _without_far(
     pool: Pool, members: Sequence[Member], hosts: list[Host], measured: PairBandwidths
 ) -> tuple[list[Host], str]:
-    """Returns the hosts that are not far from the pool's peers, and a text about those that are.
+    """Returns the hosts that are not far from the pool's peers, and a text about the far hosts.
 
     Prefill and decode workers are peers. A peer without an entry in `measured` is ignored.
     """

@@ -13,7 +13,8 @@ class Adapter(msgspec.Struct, frozen=True):
     digest: str  # hash of the adapter's files, ranks and scales, in hex
     path: str  # folder with the adapter's files on the workers
     rank: int  # largest rank of the adapter's modules
-    # Seconds since 1970. If two adapters have the same name, the later one is used.
+    # Time at which the adapter was added, in seconds since 1970. If two adapters have the same
+    # name, the one with the later time is used.
     added_at: float = 0.0
 
 

@@ -19,7 +19,7 @@ def doubling_at_random(first_s: float, longest_s: float) -> wait_base:
 
 
 class Backoff:
-    """The delays of one retry loop. `wait` is the rule that gives them."""
+    """The delays of one retry loop. The rule `wait` computes the delays."""
 
     def __init__(self, wait: wait_base) -> None:
         self._wait = wait
@@ -30,8 +30,8 @@ class Backoff:
         self._state.attempt_number = 1
 
     def next_s(self) -> float:
-        """Returns the next delay in seconds. The following call returns a longer one, up to the
-        rule's limit."""
+        """Returns the next delay in seconds. The delays grow from call to call, up to the longest
+        delay of `wait`."""
         wait_s = self._wait(self._state)
         self._state.attempt_number += 1
         return wait_s

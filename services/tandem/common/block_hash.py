@@ -43,8 +43,8 @@ def chain_root(
     adapter: str = "",
     cache_salt: bytes = b"",
 ) -> bytes:
-    """Returns the root of a chain of block hashes: 16 bytes that take the place of a previous
-    block's hash for a prompt's first block.
+    """Returns the root of a chain of block hashes, 16 bytes. The hash of a prompt's first block is
+    computed from the root, as the hash of any later block is computed from the previous block's.
 
     The arguments are the properties that all blocks of the chain share.
     """
@@ -64,8 +64,8 @@ class Chain(NamedTuple):
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Returns the hash of a block: 16 bytes of keyed BLAKE2b over `parent`, which is the previous
-    block's hash or the root, and the token ids as little-endian uint32."""
+    """Returns the hash of a block: 16 bytes of keyed BLAKE2b over `parent` and the token ids as
+    little-endian uint32. `parent` is the hash of the previous block, or the root for block 0."""
     packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
     return blake2b(parent + packed, digest_size=HASH_BYTES, key=_KEY).digest()
 

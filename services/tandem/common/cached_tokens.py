@@ -1,5 +1,5 @@
-"""Counts of a prompt's cached tokens, by where their KV was found: plain data, encoded by
-msgspec."""
+"""Counts of a prompt's cached tokens, by the place where the KV of the tokens was found. Plain
+data, encoded by msgspec."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class CachedTokens(msgspec.Struct, frozen=True):
     another order.
     """
 
-    device: int = 0  # tokens in the KV pool of a worker that serves the request
-    host: int = 0  # tokens in that worker's host memory
-    disk: int = 0  # tokens on that worker's disk
-    store: int = 0  # tokens in the object store that all workers share
-    peer: int = 0  # tokens pulled from another worker's pool
+    device: int = 0  # number of tokens whose KV was in the pool of a worker that serves the request
+    host: int = 0  # number of tokens whose KV was loaded from such a worker's host memory
+    disk: int = 0  # number of tokens whose KV was loaded from such a worker's disk
+    store: int = 0  # number of tokens whose KV was loaded from the object store of all workers
+    peer: int = 0  # number of tokens whose KV was pulled from the pool of another worker
 
     @property
     def total(self) -> int:
@@ -35,11 +35,11 @@ class CachedTokens(msgspec.Struct, frozen=True):
         return CachedTokens(*parts)
 
     def then(self, other: CachedTokens) -> CachedTokens:
-        """Returns these counts, and those of `other` for the tokens that follow.
+        """Returns `self` for the tokens that it counts, and `other` for the tokens after these.
 
-        Example: these counts are device=32, and `other` has device=16 and host=48. The result is
-        device=32 for tokens 0 to 31 and host=32 for tokens 32 to 63. Its total is the larger of the
-        two totals.
+        Example: `self` has device=32, so it counts tokens 0 to 31. `other` has device=16 and
+        host=48, so it counts tokens 0 to 63. The result is device=32 for tokens 0 to 31 and host=32
+        for tokens 32 to 63.
         """
         return self + (other - other.first(self.total))
 

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from tandem.common.config.engine import EngineOptions
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# KV dtype -> (bits per number of K, bits per number of V). With fewer than 16 bits, each token also
-# has one scale per head for K and one for V.
+# KV dtype -> (bits per number of K, bits per number of V). KV dtypes with fewer than 16 bits also
+# have scales, which are not counted here: for each token, layer and head, one for K and one for V.
 KV_BITS = {
     "bfloat16": (16, 16),
     "float16": (16, 16),
@@ -18,21 +18,24 @@ KV_BITS = {
     "int8": (8, 8),
     "fp8_e4m3": (8, 8),
     "k8v4": (8, 4),
-    # average: a quarter of K's numbers have 6 bits, the others 4 (tandem_kernels.kv_int4_keys)
+    # 4.5 is an average: a quarter of K's numbers have 6 bits, and the others have 4
+    # (tandem_kernels.kv_int4_keys).
     "int4": (4.5, 4),
 }
 _SCALE_BYTES = 2  # size of a float16 scale
-# The K and V of one head in a block, with their scales, are padded to a multiple of a cache line.
+# Size of a cache line in bytes. The K, V and scales of one head in a block are padded to a multiple
+# of this.
 _PART_MULTIPLE = 64
-_BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # two flags of x86, one of arm64
+_BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # the first two are of x86, "bf16" of arm64
 
 
 class RotatedKey(NamedTuple):
-    """The rotated key (the part of K with rotary position encoding) of latent attention. In a
-    quantized row, it follows the quantized latent and is not quantized itself."""
+    """The rotated key of latent attention: the part of K with rotary position encoding. In a
+    quantized KV cache, only the latent is quantized. The row of a token is the quantized latent,
+    then the rotated key in `dtype`."""
 
     dim: int
-    dtype: str  # a key of DTYPE_BYTES
+    dtype: str  # dtype of the rotated key's elements; one of the names in DTYPE_BYTES
 
 
 def compute_dtype(config: EngineOptions, *, has_bfloat16: bool) -> str:

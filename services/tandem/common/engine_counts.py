@@ -9,11 +9,13 @@ import msgspec
 
 from tandem.common.cached_tokens import CachedTokens
 
-# Upper bounds of the buckets for tokens per step, as in vLLM. One more bucket follows without a
-# bound.
+# Upper bounds of the buckets of a histogram of the tokens in a step, as in vLLM. The histogram also
+# has a last bucket, for more than 16384 tokens.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# Upper bounds of the buckets for pulls over NIXL: seconds of a whole pull (PULL_S), seconds in
-# NIXL's calls that start its reads (POST_S), bytes of a pull, blocks of a pull.
+# Upper bounds of the buckets of histograms of pulls over NIXL:
+# - PULL_S: seconds of a whole pull
+# - POST_S: seconds that a pull spends in the calls of NIXL that start reads
+# - PULL_BYTES, PULL_BLOCKS: bytes and blocks of a pull
 PULL_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
 POST_S = (0.001, *PULL_S)
 PULL_BYTES = tuple(2**exponent for exponent in range(11, 34, 2))
@@ -21,7 +23,7 @@ PULL_BLOCKS = (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10_000, 20_0
 
 
 class Observed(msgspec.Struct, frozen=True, array_like=True):
-    """A histogram: the sum of the observations and the number in each bucket."""
+    """A histogram: the sum of the observed values, and the number of values in each bucket."""
 
     total: float = 0.0
     buckets: tuple[int, ...] = ()  # one count for each bucket; the last bucket has no upper bound
@@ -31,26 +33,28 @@ class NixlCounts(msgspec.Struct, frozen=True, array_like=True):
     """Counts of pulls over NIXL, which only grow. The producer counts `num_expired`, and the
     consumer counts everything else."""
 
-    seconds: Observed = Observed()  # durations of whole pulls, in the buckets of PULL_S
-    # seconds that each pull spent in NIXL's calls that start reads, in the buckets of POST_S
+    seconds: Observed = Observed()  # duration of each pull, with the bucket bounds PULL_S
+    # Seconds that each pull spent in the calls of NIXL that start reads, with the bounds POST_S.
     post_s: Observed = Observed()
-    num_bytes: Observed = Observed()  # bytes of each pull, in the buckets of PULL_BYTES
-    num_blocks: Observed = Observed()  # blocks of each pull, in the buckets of PULL_BLOCKS
-    num_failed: int = 0  # number of failed pulls, without cancelled pulls
-    num_unconfirmed: int = 0  # number of leases for which `release` was sent and not confirmed
-    # number of leases that ended without a release after their KV was complete
+    num_bytes: Observed = Observed()  # bytes of each pull, with the bucket bounds PULL_BYTES
+    num_blocks: Observed = Observed()  # blocks of each pull, with the bucket bounds PULL_BLOCKS
+    num_failed: int = 0  # number of failed pulls; cancelled pulls do not count
+    # Number of leases whose release the consumer sent but the producer did not confirm.
+    num_unconfirmed: int = 0
+    # Number of leases whose KV was computed completely, and which ended without a release.
     num_expired: int = 0
 
 
 class EngineCounts(msgspec.Struct, frozen=True):
-    """Counts that only grow. Each prompt counts on the worker that generates its tokens."""
+    """Counts that only grow. A prompt is counted by the worker that generates its completion, even
+    if another worker prefilled it."""
 
     num_preemptions: int = 0
     prompt_tokens: int = 0
-    cached_here: int = 0  # number of prompt tokens whose KV was in the worker's pool
-    cached_elsewhere: int = 0  # number of prompt tokens whose KV a tier or a peer had
-    step_tokens: int = 0  # total number of tokens in all steps
-    # number of steps in each bucket of STEP_TOKENS
+    cached_here: int = 0  # number of prompt tokens whose KV was cached in this worker's KV pool
+    cached_elsewhere: int = 0  # number of prompt tokens whose KV came from a tier or a peer
+    step_tokens: int = 0  # number of tokens that all steps together have computed
+    # Number of steps in each bucket of the histogram with the bounds STEP_TOKENS.
     steps: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
     nixl: NixlCounts = NixlCounts()
 

@@ -29,12 +29,12 @@ class VisibleKeys(NamedTuple):
     """The keys that a token sees: the first and the last keys of its context."""
 
     num_first: int  # number of visible keys at the start of the context
-    num_last: int  # number of visible keys at the end of the context, the token's own included
+    num_last: int  # number of visible keys at the end of the context, including the token's own key
 
 
 class KvBudget(msgspec.Struct, frozen=True):
     tokens: int  # largest number of keys that a token sees
-    # number of the first tokens of the context, whose keys all tokens see
+    # All tokens see the keys of this number of tokens at the start of the context.
     sinks: int = SINKS_DEFAULT
     policy: str = SINKS_WINDOW
 

@@ -10,12 +10,12 @@ STORE = "store"
 @dataclass(frozen=True, slots=True)
 class KvTier:
     name: str  # name in metrics, in the prefix tree, and in the usage of requests
-    option: str  # field of EngineOptions; the tier is used if this field is set
-    bytes_per_s: float  # assumed speed of loads until the first load was measured
+    option: str  # name of the field of EngineOptions that switches the tier on
+    bytes_per_s: float  # speed of loads that is assumed before the first load was measured
     # True: all workers share the tier. The tier then has no size limit, and a missing block does
     # not count as damaged, because another worker may have deleted it.
     is_shared: bool = False
-    is_sealed: bool = False  # True: the tier's storage encrypts blocks with --kv-key-file
+    is_sealed: bool = False  # True: the tier encrypts blocks with the key in --kv-key-file.
 
 
 KV_TIERS = (

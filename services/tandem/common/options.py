@@ -4,9 +4,10 @@
         block_size: Positive = 16
         \"\"\"Number of tokens in a KV block.\"\"\"
 
-An option is written once, as a field: its type has the allowed values, its docstring is the help
-text. The values are checked whenever an object is made. `docs/reference/options.md` and the chart's
-options are generated from the same fields (`make options`).
+An option is written once, as a field. The field's type defines the allowed values, and the field's
+docstring is the help text. The values are checked whenever an object is made.
+`docs/reference/options.md` and the chart's options are generated from the same fields (`make
+options`).
 """
 
 import math
@@ -20,6 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 from cyclopts import (
     App,
     Argument,
+    ArgumentCollection,
     CycloptsError,
     Group,
     MissingArgumentError,
@@ -28,13 +30,15 @@ from cyclopts import (
     UnusedCliTokensError,
 )
 
+from tandem.common.units import format_size, format_time, parse_size, parse_time
 from tandem.errors import ConfigError
 
 T = TypeVar("T")
 
 _OPTIONS = Group("Options", sort_key=0)
-# The results of `arguments` and `_limits` for each class. They are kept, because they take 10 ms
-# and 1 ms. (functools.cache cannot have a class as an argument for mypy.)
+_SHORT_TEXT = 100  # characters; a short help shows only the first sentence of a longer text
+# Caches of `arguments` and `_limits`: class of settings -> result. Without them, each object of a
+# class would cost 10 ms. (functools.cache does not take classes as arguments, for mypy.)
 _arguments: dict[type[Any], tuple[Argument, ...]] = {}
 _limits_of: dict[type[Any], dict[str, tuple[tuple[str, ...], "Bounds"]]] = {}
 
@@ -50,7 +54,7 @@ class Bounds:
 
     def fault(self, value: Any) -> str:
         """Returns the condition that the value violates; "" if it violates no condition."""
-        # comparisons are written so that NaN fails
+        # NaN is refused, because `not value >= least` is true for NaN.
         if self.least is not None and not value >= self.least:
             return f"be at least {self.least}"
         if self.above is not None and not value > self.above:
@@ -93,6 +97,17 @@ def to_int(text: str) -> int:
         raise ValueError(f'"{text}" is no whole number') from None
 
 
+def with_unit(metavar: str, parse: Callable[[str], float], show: Callable[[Any], str]) -> Parameter:
+    """Returns the cyclopts parameter of a number that may have a unit."""
+
+    def converter(_: object, tokens: Sequence[Token]) -> float:
+        return parse(tokens[-1].value)
+
+    return Parameter(
+        metavar=metavar, converter=converter, n_tokens=1, accepts_keys=False, show_default=show
+    )
+
+
 def _number_or_none(_: object, tokens: Sequence[Token]) -> int | None:
     return to_int(tokens[-1].value) or None
 
@@ -103,13 +118,25 @@ Port = Annotated[int, Bounds(least=0, most=65535)]
 Text = Annotated[str, Parameter(show_default=False)]
 Name = Annotated[Text, Bounds(pattern="[A-Za-z0-9._-]*")]
 NotNegative = Annotated[float, Bounds(least=0)]
-Seconds = NotNegative
-PositiveSeconds = Annotated[float, Bounds(above=0)]
+_SIZE = with_unit("SIZE", parse_size, format_size)
+TIME = with_unit("TIME", parse_time, format_time)
+Size = Annotated[int, Bounds(least=0), _SIZE]  # bytes
+PositiveSize = Annotated[int, Bounds(least=1), _SIZE]  # bytes
+Seconds = Annotated[float, Bounds(least=0), TIME]
+PositiveSeconds = Annotated[float, Bounds(above=0), TIME]
 # 0 on the command line means None.
 PositiveOrNone = Annotated[
     int | None, Bounds(least=1), Parameter(converter=_number_or_none, show_default=lambda _: "0")
 ]
 Switch = Annotated[bool, Parameter(negative=())]
+ConfigFile = Annotated[
+    Text,
+    Parameter(
+        metavar="FILE",
+        help="YAML file with options, such as `model: smollm2`. Variables such as TANDEM_MODEL set "
+        "options, too. Order: command line, variables, file.",
+    ),
+]
 Constant = Annotated[T, Parameter(parse=False)]  # a setting without an option
 
 
@@ -146,7 +173,12 @@ def read(made: type[T], program: str, argv: Sequence[str] | None = None) -> T:
 
 def parse(made: type[T], program: str, argv: Sequence[str]) -> T:
     """Returns the settings of a command line. Raises ConfigError, or SystemExit after --help."""
-    app = make_app(made, program)
+    return parse_app(make_app(made, program), argv)
+
+
+def parse_app(app: App, argv: Sequence[str]) -> Any:
+    """Returns the settings that the app of `make_app` reads. Raises ConfigError, or SystemExit
+    after --help."""
     try:
         command, bound, _ = app.parse_args(argv, exit_on_error=False, print_error=False)
     except CycloptsError as error:
@@ -154,7 +186,7 @@ def parse(made: type[T], program: str, argv: Sequence[str]) -> T:
     settings = command(*bound.args, **bound.kwargs)
     if settings is None:  # the command was --help
         raise SystemExit(0)
-    return settings  # type: ignore[no-any-return]
+    return settings
 
 
 def extended(settings: Options, made: type[T], **more: object) -> T:
@@ -167,13 +199,18 @@ def to_argv(settings: Options) -> list[str]:
     out."""
     line: list[str] = []
     for argument in arguments(type(settings)):
-        value = reduce(getattr, argument.keys, settings)
+        value = setting(settings, argument)
         if argument.parse and value != argument.field_info.default:
             if isinstance(value, bool):
                 line.append(argument.name if value else argument.negatives[0])
             else:
                 line += [argument.name, to_text(value)]
     return line
+
+
+def setting(settings: object, argument: Argument) -> Any:
+    """Returns the value of an option, which may be in a nested object of the settings."""
+    return reduce(getattr, argument.keys, settings)
 
 
 def to_text(value: Any) -> str:
@@ -185,28 +222,86 @@ def to_text(value: Any) -> str:
     return "0" if value is None else str(value)
 
 
-def make_app(made: type[Any], program: str = "") -> App:
+def make_app(made: type[Any], program: str = "", *, has_file: bool = False) -> App:
     """Returns the cyclopts app that reads a class's settings. The docstring of the class is its
-    description."""
+    description. With `has_file`, there is also the option --config.
 
+    If the class has a SHORT_HELP, --help shows these options, and --help-all shows all of them.
+    """
+    table = getattr(made, "SHORT_HELP", None)
+    if table is None:
+        return _make_app(made, program, has_file, "--help", "-h")
+
+    def show_short_help() -> None:
+        """Show the options that people use most, and exit."""
+        short = _make_app(made, program, has_file, "--help", "-h")
+        short.short_help = table
+        short.command(show_short_help, name="--help-all", help=all_, group=_OPTIONS)
+        short.help_print([])
+
+    all_ = "Show all options, and exit."
+    app = _make_app(made, program, has_file, "--help-all")
+    app["--help-all"].help = all_
+    app.command(show_short_help, name=("--help", "-h"), group=_OPTIONS)
+    return app
+
+
+class _App(App):
+    """The app of `make_app`. Help texts are docstrings of several lines, which it joins."""
+
+    # title of a group -> names of the options in it, if the help shows only some options
+    short_help: Mapping[str, tuple[str, ...]] | None = None
+
+    def assemble_argument_collection(
+        self, *, parse_docstring: bool = False, **more: Any
+    ) -> ArgumentCollection:
+        found = super().assemble_argument_collection(parse_docstring=parse_docstring, **more)
+        if not parse_docstring:  # a command line is read, which needs no help texts
+            return found
+        for argument in found:
+            _set(argument, help=" ".join((argument.parameter.help or "").split()))
+        if self.short_help is None:
+            return found
+        shown = ArgumentCollection()
+        for place, (title, names) in enumerate(self.short_help.items()):
+            for name in filter(found.__contains__, names):
+                text = found[name].parameter.help or ""
+                text = text if len(text) <= _SHORT_TEXT else text.partition(". ")[0] + "."
+                _set(found[name], help=text, group=Group(title, sort_key=place))
+                shown.append(found[name])
+        return shown
+
+
+def _set(argument: Argument, **more: Any) -> None:
+    argument.parameter = Parameter.combine(argument.parameter, Parameter(**more))
+
+
+def _make_app(made: type[Any], program: str, has_file: bool, *help_flags: str) -> _App:
     def collect(settings: Any) -> Any:
         return settings or made()
 
-    collect.__annotations__ = {"settings": Annotated[made, Parameter(name="*")]}
+    def collect_with_file(settings: Any, *, config: str = "") -> Any:
+        return settings or made()
+
+    collector: Any = collect_with_file if has_file else collect
+    types: dict[str, Any] = {"config": ConfigFile} if has_file else {}
+    collector.__annotations__ = {"settings": Annotated[made, Parameter(name="*")], **types}
     if all(f.default is not MISSING or f.default_factory is not MISSING for f in fields(made)):
-        collect.__annotations__ = {"settings": Annotated[made | None, Parameter(name="*")]}
-        collect.__defaults__ = (None,)
-    app = App(
+        collector.__annotations__["settings"] = Annotated[made | None, Parameter(name="*")]
+        collector.__defaults__ = (None,)
+    app = _App(
         name=program or made.__name__,
         help=made.__doc__,
         help_format="plaintext",
+        help_flags=help_flags,
+        usage=getattr(made, "USAGE", None),
         version_flags=(),
         group_parameters=_OPTIONS,
         # If an option is repeated, its last value is used, as on most command lines.
         default_parameter=Parameter(name_transform=option_name, allow_repeating=True),
     )
-    app.default(collect)
-    app["--help"].group = _OPTIONS
+    app.default(collector)
+    app[help_flags[0]].group = _OPTIONS
     return app
 
 

@@ -1,9 +1,10 @@
-"""The pools and the sizes that may be requested for them."""
+"""Checks the pool sizes of scale requests."""
 
 from tandem.common.config.cluster import SIZED_POOLS, Pool
 from tandem.errors import BadRequest
 
-# Largest size of a pool. Each Ray node also offers this number of units of the pool's resource.
+# Largest number of processes in a pool. With Ray, each node offers this many units of the resource
+# that stands for the pool.
 POOL_SIZE_MAX = 64
 
 
@@ -18,7 +19,7 @@ def check_sizes(sizes: object) -> dict[Pool, int]:
     for pool, size in sizes.items():
         if pool not in SIZED_POOLS:
             raise BadRequest(f"there is no pool {pool[:80]!r}; send {allowed}", param=pool[:80])
-        # without a router, no further scale request could be sent
+        # At least one router must remain, because scale requests are sent to a router.
         least = 1 if pool == "router" else 0
         if type(size) is not int or not least <= size <= POOL_SIZE_MAX:
             raise BadRequest(

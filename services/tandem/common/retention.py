@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-WEIGHT_DEFAULT = 100  # weight of a tenant, as in a Linux cgroup's `cpu.weight`
+WEIGHT_DEFAULT = 100  # weight of a tenant if no weight is configured; see `Retention.weight`
 # The range and the default of TensorRT-LLM's retention priorities (KvCacheRetentionConfig).
 PRIORITY_MIN, PRIORITY_DEFAULT, PRIORITY_MAX = 0, 35, 100
 
@@ -13,24 +13,26 @@ class Retention(msgspec.Struct, frozen=True):
     """How long a request's KV is retained. By default, the KV is cached as long as there is
     room."""
 
-    # True: the prompt is likely to be sent again, so tiers copy its KV at the first use.
+    # True: the prompt is likely to be sent again, so its KV is copied to tiers at the first use.
     returns: bool = False
-    # the request's blocks are evicted last for this many seconds after its end; 0: they are not
+    # Number of seconds after the request's end in which the request's blocks are pinned. Pinned
+    # blocks are evicted only if no other block can be evicted. 0: the blocks are not pinned.
     pin_s: float = 0.0
-    # The weight of the request's tenant. It determines the tenant's share of the blocks that can be
-    # pinned.
+    # Weight of the request's tenant. Of the blocks that can be pinned, a tenant with weight 200 may
+    # pin twice as many as one with weight 100.
     weight: int = WEIGHT_DEFAULT
-    # number of the prompt's first tokens to pin; 0: the whole prompt and its answer
+    # Number of tokens at the start of the prompt whose blocks are pinned. 0: the blocks of the
+    # whole prompt and of the completion are pinned.
     num_tokens: int = 0
-    # priority of the request's blocks in tiers with the policy `priority`
+    # Priority of the request's blocks in tiers with the eviction policy `priority`.
     priority: int = PRIORITY_DEFAULT
 
 
 class Kept(msgspec.Struct, frozen=True):
     """The result of a request to pin the blocks of a chain of block hashes."""
 
-    num_blocks: int  # number of leading blocks of the chain that are pinned now
-    reason: str = ""  # why no further blocks are pinned; empty if all are pinned
+    num_blocks: int  # number of blocks at the start of the chain that are pinned now
+    reason: str = ""  # why the other blocks of the chain are not pinned; empty if all are pinned
 
 
 NO_RETENTION = Retention()

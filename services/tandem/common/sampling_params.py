@@ -20,7 +20,7 @@ from msgspec.structs import asdict, replace
 from tandem.common.printable import shorten
 from tandem.errors import BadRequest
 
-CHOICES_MAX = 128  # largest number of sequences of one body; a worker's queue holds 256 by default
+CHOICES_MAX = 128  # largest number of completions (sequences) that one request body may ask for
 BEAMS_MAX = 16
 LOGPROBS_MAX = 20
 STOP_STRINGS_MAX = 4
@@ -67,7 +67,7 @@ ALLOWED = {
     "truncate_prompt_tokens": "an integer of at least 1, or -1 (what the context leaves)",
 }
 _Real = (float, int)
-# For each number: its type, its least value and its largest value.
+# Numeric parameter -> (type, smallest allowed value, largest allowed value).
 _NUMBERS: dict[str, tuple[Any, float, float]] = {
     "n": (int, 1, CHOICES_MAX),
     "temperature": (_Real, 0.0, 2.0),
@@ -108,30 +108,37 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     BadRequest for a value that is not allowed, and names the field and the allowed values."""
 
     n: int = 1
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0  # 0: the most likely token is always chosen (greedy)
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None  # None: a random seed
     max_tokens: int | None = 16  # None: as many as fit the context and the KV pool
-    min_tokens: int = 0  # number of completion tokens before a stop token may come
+    min_tokens: int = 0  # smallest number of completion tokens; before it, no stop token is sampled
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
-    presence_penalty: float = 0.0  # penalty of tokens that are in the completion
-    frequency_penalty: float = 0.0  # penalty for each occurrence of a token in the completion
-    repetition_penalty: float = 1.0  # penalty of tokens that are in the prompt or the completion
-    logit_bias: dict[int, float] | None = None  # bias of tokens, by token id
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens that are in the completion
+    # If a token occurs n times in the completion, n * frequency_penalty is subtracted from its
+    # logit.
+    frequency_penalty: float = 0.0
+    # Positive logits of tokens in the prompt or the completion are divided by this, and negative
+    # ones are multiplied by it.
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None  # token id -> number that is added to the logit
     bad_words: list[str] | None = None
-    # number of most likely tokens to report per token; None: no log probabilities
+    # Number of most likely tokens that are reported for each completion token, with their log
+    # probabilities. None: no log probabilities are reported.
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same as `logprobs`, for the tokens of the prompt
     structured_outputs: StructuredOutputsParams | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    # Number of last prompt tokens to keep; -1: as many as fit.
+    # Number of tokens at the end of the prompt that are kept. -1: as many as fit into the context.
+    # None: the prompt is not truncated.
     truncate_prompt_tokens: int | None = None
-    # `resolved` sets the following fields. The values are not checked again then.
+    # `resolved` sets the following fields. True: the values were checked before and are not checked
+    # again.
     is_resolved: bool = False
     bad_words_token_ids: list[list[int]] = []  # sequences of tokens that no completion may contain
 

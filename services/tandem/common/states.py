@@ -9,8 +9,8 @@ S = TypeVar("S", bound=Enum)
 
 
 class ForbiddenTransition(AssertionError):
-    """A state machine was moved along a transition that its table does not allow, which is a
-    bug."""
+    """A state machine was to make a transition that the table of transitions does not allow. This
+    is a bug."""
 
 
 def transition(state: S, to: S, allowed: Mapping[S, Collection[S]]) -> S:

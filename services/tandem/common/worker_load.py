@@ -1,11 +1,11 @@
-"""A worker's load. One type serves all places, from the engine that measures the load to the
-router's placement. Does no I/O.
+"""A worker's load, by which routers place requests. The engine, the worker, Redis and the routers
+use one type. Does no I/O.
 
 1. The engine counts its sequences and blocks.
 2. The worker's I/O process sets `queue_max`, `num_leases` and `step`.
 3. The load goes to a record in Redis (net/store/registry.py) and in messages to routers
    (net/rpc/convert.py).
-4. A router adds the work that it has sent to the worker since (router/workers/known_worker.py).
+4. A router adds the work that it sent to the worker later (router/workers/known_worker.py).
 
 A model without sliding-window attention has one KV pool, and `blocks_*` are the counts of this
 pool. Otherwise each group of layers has its own pool, and `blocks_*` are sums over the pools. A sum
@@ -27,41 +27,47 @@ class GroupLoad(msgspec.Struct, frozen=True):
     """The block counts of the KV pool of one group of layers."""
 
     blocks_total: int
-    blocks_used: int = 0  # blocks that a live sequence references
-    # Largest number of blocks that one sequence has in this pool. 0: as many as its tokens need.
+    blocks_used: int = 0  # number of blocks that sequences reference
+    # Largest number of blocks of one sequence in this pool, for layers with sliding-window
+    # attention. 0: no limit.
     sequence_blocks_max: int = 0
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_seats"}):
-    """A worker's load after a step of its engine. The order of the fields is the order in the
-    record."""
+    """A worker's load after a step of the engine. The order of the fields is part of the format of
+    the worker's record."""
 
-    num_running: int = 0  # number of sequences in the batch
-    num_waiting: int = 0  # number of sequences in the queue
-    queue_max: int = 0  # largest number of sequences in the queue
+    num_running: int = 0  # number of running sequences, without those that `num_leases` counts
+    num_waiting: int = 0  # number of sequences in the worker's queue
+    queue_max: int = 0  # largest number of sequences that the worker's queue may hold
     queued_tokens: int = 0  # number of tokens that wait to be prefilled
-    # Seconds until the queued tokens are computed. None: not measured, or an older worker.
+    # Predicted seconds until the queued tokens are computed. None: the worker has not measured its
+    # speed, or has an older version without this field.
     queued_s: float | None = None
     blocks_total: int = 0
-    blocks_used: int = 0  # blocks that a live sequence references
-    blocks_cached: int = 0  # blocks that no sequence references and that can be reused
-    blocks_quarantined: int = 0  # blocks into which an unfinished pull may still write
-    # Number of open leases, for which this worker computes or holds blocks for other workers. The
-    # engine counts only leases that it has begun. The worker's I/O process counts all open ones.
+    blocks_used: int = 0  # number of blocks that sequences reference
+    blocks_cached: int = 0  # number of blocks with cached KV that no sequence references
+    blocks_quarantined: int = 0  # number of blocks to which an unfinished pull may still write
+    # Number of open leases. For a lease, this worker computes or holds blocks for another worker.
+    # The engine counts only the leases that it has begun, and the worker's I/O process then sets
+    # the number of all open leases.
     num_leases: int = 0
-    num_pulls: int = 0  # number of sequences that await KV
+    num_pulls: int = 0  # number of sequences that wait for KV from a peer or a tier
     step: int = 0
-    tokens_wasted: int = 0  # number of unused slots in the blocks of live sequences
-    # largest number of sequences that run or pull at the same time; 0: not reported
+    # Number of tokens for which the sequences' blocks have room but no KV. A sequence of 20 tokens
+    # with two blocks of 16 tokens adds 12.
+    tokens_wasted: int = 0
+    # Largest number of sequences that may run or pull at the same time. 0: not reported.
     num_running_slots: int = 0
-    # largest number of prefill tokens in a step beside decode; 0: not reported
+    # Largest number of prefill tokens in a step that also decodes. 0: not reported.
     chunk_tokens: int = 0
-    # The load of each KV group's pool, for models with sliding-window attention; else empty.
+    # For models with sliding-window attention: the counts of the KV pool of each group of layers.
+    # Empty for other models.
     groups: tuple[GroupLoad, ...] = ()
 
     def queue_s(self, rates: WorkerRates) -> float:
         """Returns the seconds until the queued tokens are computed. If the worker does not report
-        this time, it is estimated with `rates`."""
+        this time, the result is estimated with `rates`."""
         return queue_seconds(rates, self.queued_tokens) if self.queued_s is None else self.queued_s
 
     @property
@@ -76,11 +82,12 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
 
     @property
     def kv_use(self) -> float:
-        """The share of the pool that live sequences reference, 0 to 1.
+        """The fraction of the KV pool's blocks that sequences reference, 0 to 1.
 
-        With several pools, this is the share of one of them: the pool of the layers without a
-        window, or with the longest window. This pool is full first, because the other pools are as
-        large or have room for the windows of all running slots (engine/cache/layout/kv_groups.py).
+        If there are several pools, this is the fraction of one of them: the pool of the layers
+        without a window, or with the longest window. This pool is full first, because each other
+        pool is as large, or has room for the windows of all running slots
+        (engine/cache/layout/kv_groups.py).
         """
         pool: WorkerLoad | GroupLoad = self
         if self.groups:
@@ -88,11 +95,12 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
         return pool.blocks_used / pool.blocks_total if pool.blocks_total else 0.0
 
     def lacking_blocks(self, num_blocks: float, num_sequences: int = 1) -> float:
-        """Returns how many free blocks are missing for `num_sequences` new sequences, which need
-        `num_blocks` blocks together.
+        """Returns how many blocks more than the free ones `num_sequences` new sequences need. The
+        sequences need `num_blocks` blocks together.
 
-        With several pools, this is the number for the pool in which most are missing. The result is
-        0 or less if none is missing or no pool is known.
+        Example: if 40 blocks are free, sequences that need 100 blocks give 60, and sequences that
+        need 30 blocks give -10. If there are several pools, the largest of their results is
+        returned. If no pool is known, the result is 0.
         """
         if not self.groups:
             free = self.blocks_total - self.blocks_used
@@ -105,8 +113,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
 
     @property
     def longest_sequence(self) -> int:
-        """The number of blocks of the longest sequence that fits if all pools are empty; 0 if no
-        limit is known."""
+        """Number of blocks of the longest sequence that fits into empty pools. 0: no limit is
+        known."""
         if not self.groups:
             return self.blocks_total
         return min(
@@ -123,16 +131,16 @@ NO_LOAD = WorkerLoad()
 
 
 class TierUse(msgspec.Struct, frozen=True):
-    """The blocks of a tier below the pools.
+    """The block counts of a tier.
 
-    An object store is unbounded: `blocks_total` is the number of its blocks that a worker can
-    remember, and `blocks_held` the number that it remembers.
+    An object store has no size limit. Its `blocks_total` is the largest number of its blocks that a
+    worker can remember, and `blocks_held` is the number that the worker remembers.
     """
 
     name: str  # the name of one of KV_TIERS
     blocks_total: int
     blocks_held: int
-    blocks_damaged: int = 0  # blocks that recently could not be read
+    blocks_damaged: int = 0  # number of blocks that recently could not be read
 
 
 def held_shares(workers: Iterable[Iterable[TierUse]]) -> dict[str, float]:

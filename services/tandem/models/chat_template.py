@@ -16,9 +16,10 @@ Templates expect messages in different forms:
 - The arguments of tool calls are objects or JSON text.
 - `content` is a string or a list such as [{"type": "text", "text": "a"}].
 
-When a template is loaded, small test chats are rendered in each form. The first form is the one
-that transformers uses. Messages of clients are later passed in the form in which the template
-rendered most of a test message's reasoning and tool calls; of several such forms, in the first one.
+When a template is loaded, small test chats are rendered in each form, and a form scores one point
+if the template rendered the reasoning of the test message, and one if it rendered the tool calls.
+The messages of clients are later passed in the form with the highest score. Of forms with equal
+scores, the first one is used. The first form is the one that transformers uses.
 """
 
 from __future__ import annotations
@@ -47,18 +48,19 @@ from tandem.errors import BadRequest, ConfigError
 from tandem.models.files import first_line, naming
 from tandem.models.tokenizer_settings import is_token, read_tokenizer_settings
 
-RENDER_S_MAX = 5.0  # maximum time to render a chat; typical chats take milliseconds
+RENDER_S_MAX = 5.0  # maximum seconds to render one chat; typical chats take milliseconds
 # Maximum size of the result of a product or power. The size is the number of bits of a number, or
 # the number of elements of a string or list.
 _RESULT_SIZE_MAX = 1 << 20
-# A template that receives data of an unexpected type raises ordinary Python errors.
+# Errors that a template raises if the messages contain data of a type that it does not expect.
 _PYTHON_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 _ERRORS = (jinja2.TemplateError, MemoryError, RuntimeError, *_PYTHON_ERRORS)
 _SPECIAL_TOKENS = tuple(
     f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 NO_OPTIONS: Mapping[str, Any] = {}
-# Keys under which templates read an assistant's reasoning. `render` takes messages with the first.
+# Keys under which templates read an assistant's reasoning. Messages that are passed to `render` use
+# the first of these keys.
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _Message = Mapping[str, Any]
@@ -93,9 +95,10 @@ class _SmallestChat(NamedTuple):
 
 
 class _MessageKind(NamedTuple):
-    """Says which of the fields content, reasoning and tool calls an assistant's message has."""
+    """A kind of assistant's message: the fields that it has, out of content, reasoning and tool
+    calls."""
 
-    content: str | None  # None: no content. "": empty content. "text": any other content.
+    content: str | None  # None: no content. "": empty content. "text": content that is not empty.
     has_reasoning: bool
     has_calls: bool
 
@@ -119,8 +122,8 @@ class _MessageForm(NamedTuple):
     layout: Literal["whole", "joined", "split"] = "whole"
     # Keys under which the reasoning is passed. (): the reasoning is passed as a part of `content`.
     reasoning_names: tuple[str, ...] = _REASONING_NAMES
-    # How a message without content is passed. (None,) or ("",): `content` is null or empty.
-    # (): the key `content` is left out.
+    # How a message without content is passed. (None,): the key `content` is null. ("",): it is the
+    # empty string. (): the message has no key `content`.
     empty: tuple[str | None, ...] = ()
     has_argument_text: bool = False  # True: arguments of calls are JSON text. False: objects.
 
@@ -169,7 +172,8 @@ class _TemplateTraits(NamedTuple):
     takes_parts: Mapping[str, bool]  # role -> True if the template renders content that is a list
     shows_calls: bool  # True: the template renders tool calls of earlier answers.
     shows_results: bool  # True: the template renders the results of tool calls.
-    # True: a message with several tool calls is split into messages with one call each.
+    # True: the template renders at most one tool call of a message, so a message with several calls
+    # is split into messages with one call each.
     takes_one_call: bool
     # True: call ids may have any form. False: nine letters and digits, as Mistral requires.
     takes_all_ids: bool
@@ -183,9 +187,9 @@ class _TemplateTraits(NamedTuple):
         return [given for message in messages for given in self.given(message)]
 
     def given(self, message: _Message) -> list[dict[str, Any]]:
-        """Returns the messages that the template receives for one message: usually one, or two if
-        the template needs the tool calls apart. Keys whose value is null are left out unless the
-        template expects null."""
+        """Returns the messages that the template receives for one message. The result has two
+        messages if the template needs the tool calls in a separate message, otherwise one. Keys
+        whose value is null are left out unless the template expects null."""
         role = message["role"]
         content = message.get("content")
         takes_parts = self.takes_parts.get(role, False)
@@ -383,8 +387,8 @@ class ChatTemplate:
             text = self._render_probe(role, "probedone")
             takes_text[role] = "probedone" in text
             parts = self._render_probe(role, _PROBED_PARTS)
-            # A template that does not know lists as content prints the Python list, such as
-            # [{'type': 'text', 'text': 'probedone'}]. A quote before "probedone" shows this.
+            # A template that does not support a list as content prints the Python list, such as
+            # [{'type': 'text', 'text': 'probedone'}]. Then there is a quote before "probedone".
             are_shown = all(p["text"] in parts for p in _PROBED_PARTS)
             takes_parts[role] = are_shown and not any(q + "probedone" in parts for q in "'\"")
         traits = _TemplateTraits(
@@ -463,10 +467,9 @@ class ChatTemplate:
         return "probedcall" in rendered and "probedtwo" in rendered
 
     def _best_form(self, kind: _MessageKind) -> _MessageForm:
-        """Returns the form with the highest score for messages of this kind. `_num_shown` is the
-        score, for example 2 if the template renders both reasoning and tool calls. Of forms with
-        equal scores, the first one wins. Content does not count, because a template that drops
-        content does so in transformers, too."""
+        """Returns the form with the highest score (`_num_shown`) for messages of this kind. Of
+        forms with equal scores, the first one is returned. Content does not count, because a
+        template that drops content does so in transformers, too."""
         best = _MessageForm()
         most = -1
         tried: list[Any] = []
@@ -495,9 +498,9 @@ class ChatTemplate:
             yield _MessageForm(*form)
 
     def _num_shown(self, kind: _MessageKind, form: _MessageForm) -> int:
-        """Returns how much the template renders of a message in this form: 1 for the reasoning plus
-        1 for the tool calls. Returns -1 if the form is unusable, for example because the template
-        refuses it or prints null as text."""
+        """Returns the score of a form: 1 if the template renders the reasoning, plus 1 if it
+        renders the tool calls. Returns -1 if the form is unusable, for example because the
+        template refuses the message or prints null as text."""
         given = form.messages(kind.message("probedthought"))
         if kind.has_calls:
             chat = [self._smallest_chat.user, *given, _RESULT]
@@ -521,8 +524,8 @@ class ChatTemplate:
 
         if has_more("None"):
             return -1
-        # Calls are not valid if the arguments are printed as a Python dict, which has {', or are
-        # encoded as JSON twice, which gives \".
+        # A call is not counted if its arguments are wrong: printed as a Python dict, which contains
+        # {', or encoded as JSON twice, which contains \".
         shows_calls = has_more("probedcall") and not (has_more("{'") or has_more('\\"'))
         shows_reasoning = rendered.count("probedthought") == 1
         if form.layout == "joined" and not shows_reasoning:

@@ -1,11 +1,12 @@
 """Reads a model's JSON files, and converts errors in a model's files into one-line messages that
 name the file.
 
-A model's file may contain anything: a list where the code that reads it expects an object raises a
-TypeError, for example. The context manager `naming` converts such errors to a message that names
-the file.
+The files of a model may have any content. For example, the code that reads a field raises a
+TypeError if the file has a list where the code expects an object. The context manager `naming`
+converts such errors to a message that names the file.
 """
 
+import errno
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from tandem.errors import ConfigError, TandemError
 
 _LINE_MAX = 500  # maximum length of a message in characters, because messages quote file contents
 _NAMES_SHOWN_MAX = 3
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+# errors of a folder that cannot be written
+UNWRITABLE = (*DISK_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 
 @contextmanager
@@ -24,7 +28,8 @@ def naming(file: Path) -> Iterator[None]:
     """Context manager that converts errors raised in its body into a ConfigError that names `file`.
 
     A TandemError keeps its class. The file's name is added to the message if the message does not
-    contain it.
+    contain it. The error of a full disk is raised as it is, because reading a file does not fill a
+    disk: it comes from another file that the body writes.
     """
     try:
         yield
@@ -35,7 +40,28 @@ def naming(file: Path) -> Iterator[None]:
     except BaseException as error:
         if not (isinstance(error, Exception) or _is_panic(error)):
             raise
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            raise
         raise ConfigError(f"{file} cannot be read: {first_line(error)}") from error
+
+
+@contextmanager
+def writing(folder: Path, variable: str) -> Iterator[None]:
+    """Context manager that converts an OSError of its body into a ConfigError that says what to do.
+    The body writes to the cache folder `folder`, and the environment variable `variable` names
+    another one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise ConfigError(
+                f"the disk of the cache folder {folder} is full; free some space, or name a folder "
+                f"on another disk in the variable {variable}"
+            ) from error
+        raise ConfigError(
+            f"the cache folder {folder} cannot be written ({error.strerror or error}); name "
+            f"another folder in the variable {variable}"
+        ) from error
 
 
 def first_line(error: BaseException) -> str:

@@ -11,7 +11,9 @@ from tandem.models.config.model import ModelConfig
 if TYPE_CHECKING:
     from tandem.common.config.engine import EngineOptions
 
-_LATENT_MULTIPLE = 16  # Kernels read quantized latents in vectors of this many numbers.
+# The size of a quantized latent must be a multiple of this, because kernels read the latent in
+# vectors of 16 numbers.
+_LATENT_MULTIPLE = 16
 
 
 def check_settings(options: EngineOptions, model: ModelConfig) -> None:

@@ -34,7 +34,7 @@ class Memory:
 class Need:
     """The memory that one worker needs. `weights_bytes` is 0 while the model is unknown."""
 
-    option: str  # the option that sets the KV pool's size, with the option's value
+    option: str  # option that sets the size of the KV pool, and its value, for messages
     pool_bytes: int
     weights_bytes: int
 
@@ -111,7 +111,8 @@ def worker_need(
         stored_bytes = sum(file.stat().st_size for file in model.weight_files)
         weights_bytes = int(stored_bytes * _growth_max(model, kernels))
         if not model.is_gguf and DTYPE_BYTES[dtype] > DTYPE_BYTES[shape.torch_dtype]:
-            # The embedding and the output matrix are rarely quantized, so they are converted.
+            # The embedding and the output matrix are rarely quantized. They are counted in the
+            # compute dtype, to which they are converted.
             weights_bytes += 2 * shape.vocab_size * shape.hidden_size * DTYPE_BYTES[dtype]
         return Need(option, pool_bytes, weights_bytes)
     if kernels in ("torch", "triton"):

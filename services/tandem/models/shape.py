@@ -1,6 +1,6 @@
 """Reads only the config of a model, its "shape", without weights, tokenizer or conversion.
 
-The model's name is one that `source.resolve` accepts, or the path of a config.json.
+A model is given by a name that `source.resolve` accepts, or by the path of a config.json.
 """
 
 from pathlib import Path

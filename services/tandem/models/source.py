@@ -21,7 +21,7 @@ from tandem.errors import ConfigError
 from tandem.models.checkpoint.headers import read_header
 from tandem.models.config.model import ModelConfig
 from tandem.models.config.text_part import names_in_model
-from tandem.models.files import naming, read_json, read_json_if_any
+from tandem.models.files import UNWRITABLE, naming, read_json, read_json_if_any, writing
 from tandem.models.folder import ModelFolder
 from tandem.models.gguf.convert import CONVERSION_FILE, cache_root, converted_folder
 from tandem.models.gguf.split import parts_of
@@ -42,7 +42,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.tiktoken", "*.model"]
 _HUB_FILES_IGNORED = [
     "consolidated*",
     "original/*",
-]  # These files are copies of the same weights in another format.
+]  # These patterns match second copies of the weights, in another format.
 _INDEX_FILE = "model.safetensors.index.json"
 _EDGE_BYTES = 1 << 20  # number of bytes hashed at the start and at the end of each weight file
 
@@ -211,6 +211,7 @@ def built_in_folder(cache_dir: Path | None = None) -> Path:
 def _downloaded_folder(name: str, revision: str, cache_dir: Path | None) -> Path:
     # Imported here because the import is slow and only hub names need it.
     from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE
 
     try:
         return Path(
@@ -223,6 +224,9 @@ def _downloaded_folder(name: str, revision: str, cache_dir: Path | None) -> Path
             )
         )
     except (OSError, ValueError) as error:  # These are the base classes of the library's errors.
+        if isinstance(error, OSError) and error.errno in UNWRITABLE and cache_dir is None:
+            with writing(Path(HF_HUB_CACHE), "HF_HOME"):
+                raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"{name} is no folder here and cannot be had from the hub ({reason}); "

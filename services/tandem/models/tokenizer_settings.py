@@ -26,7 +26,7 @@ def end_token_ids(path: Path) -> tuple[int, ...]:
 
 
 def _end_token_of_tokenizer(path: Path) -> int | None:
-    """Returns the id of the tokenizer's `eos_token`; None if it has none."""
+    """Returns the id of the tokenizer's `eos_token`; None if the tokenizer has no `eos_token`."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         settings = read_tokenizer_settings(path / name)
         token = settings.get("eos_token")
@@ -41,8 +41,8 @@ def _end_token_of_tokenizer(path: Path) -> int | None:
 
 
 def _id_of(token: str, file: Path) -> int | None:
-    """Returns the id of an added or ordinary token in a tokenizer.json; None if it has no such
-    token."""
+    """Returns the id of an added or ordinary token in a tokenizer.json; None if the file has no
+    such token."""
     tokenizer = read_json_if_any(file)
     with naming(file):
         for each in tokenizer.get("added_tokens") or []:

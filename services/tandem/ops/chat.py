@@ -19,6 +19,7 @@ import httpx
 from rich.console import Console
 from rich.markup import escape
 
+from tandem.cluster.operate import api_key
 from tandem.common.printable import printable
 from tandem.errors import OperateError
 
@@ -277,10 +278,8 @@ def _no_message(chat: Chat) -> None:
 
 
 def _headers() -> dict[str, str]:
-    for name in API_KEY_VARIABLES:
-        if key := os.environ.get(name):
-            return {"Authorization": f"Bearer {key}"}
-    return {}
+    key = api_key() or os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _check(reply: httpx.Response) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, NoReturn
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
+from tandem.common.options import TIME, one_line
 from tandem.common.printable import printable
 from tandem.common.process.garbage import without_collection
 from tandem.errors import TandemError
@@ -20,17 +21,20 @@ app = App(
     name="tandem",
     help="LLM serving with prefill and decode on separate workers.",
     help_format="plaintext",
-    help_flags="--help",
+    help_epilogue="`tandem COMMAND --help` shows the options of a command.",
+    help_flags=("--help", "-h"),
     version=lambda: f"tandem {version('tandem-llm')}",
     version_flags="--version",
     group_arguments=Group("Arguments", sort_key=0),
     group_parameters=Group("Options", sort_key=1),
     default_parameter=Parameter(negative=(), allow_repeating=True),
 )
+config = App(name="config", help="Show the options in force.")
 bench = App(name="bench", help="Measure a running cluster, or parts of Tandem on this machine.")
 index = App(name="index", help="Look after the prefix tree.")
 keys = App(name="keys", help="Create, list, update, rotate and revoke API keys.")
 app.command(bench)
+app.command(config)
 app.command(index)
 app.command(keys)
 
@@ -41,11 +45,21 @@ _Url = Annotated[
         help=f"Admin address of a router. {_HERE}", env_var="TANDEM_ADMIN_URL", show_default=False
     ),
 ]
-_PublicUrl = Annotated[
-    str, Parameter(help=f"Public address of a router. {_HERE}", show_default=False)
+_AnyUrl = Annotated[
+    str,
+    Parameter(
+        help=f"Admin or public address of a router. {_HERE}",
+        env_var="TANDEM_ADMIN_URL",
+        show_default=False,
+    ),
 ]
 _Key = Annotated[str, Parameter(help="The key's id, as `tandem keys list` shows it.")]
-_Worker = Annotated[str, Parameter(help="The worker's id, as `tandem status` shows it.")]
+_Worker = Annotated[
+    str,
+    Parameter(
+        help="The worker's id, as `tandem status` shows it.", completer=lambda _: _worker_ids()
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +92,17 @@ _NO_LIMITS = KeyLimits()
 
 def _admin(url: str) -> str:
     """Returns `url`, or else the admin address of the cluster that runs on this machine."""
-    from tandem.cluster.logs.run_logs import find_address
+    from tandem.cluster.logs.run_logs import DEFAULT_ADMIN_URL, find_address
 
-    return url or find_address("admin", "http://127.0.0.1:8002")
+    return url or find_address("admin", DEFAULT_ADMIN_URL)
+
+
+def _worker_ids() -> list[str]:
+    """Returns the ids of the workers, for shell completion."""
+    from tandem.cluster.operate import call_router
+
+    state = call_router(_admin(os.environ.get("TANDEM_ADMIN_URL", "")), "GET", deadline_s=1.0)
+    return [worker["worker_id"] for worker in state["workers"]]
 
 
 def _public(url: str) -> str:
@@ -125,6 +147,14 @@ def chat(
 
 
 @app.command
+def ps() -> None:
+    """List the clusters that you run on this machine."""
+    from tandem.cluster.running import show_clusters
+
+    show_clusters()
+
+
+@app.command
 def status(
     *,
     watch: Annotated[
@@ -148,7 +178,7 @@ def scale(
     /,
     *sizes: Annotated[str, Parameter(show=False)],
     url: _Url = "",
-    deadline: Annotated[float, Parameter(help="Seconds to wait for the sizes.")] = 60.0,
+    deadline: Annotated[float, TIME, Parameter(help="Longest wait for the sizes.")] = 60.0,
 ) -> None:
     """Set pool sizes, such as prefill=2 decode=1, and wait until they are reached."""
     from tandem.cluster.operate import scale_pools
@@ -178,7 +208,7 @@ def drain(
     /,
     *,
     url: _Url = "",
-    deadline: Annotated[float, Parameter(help="Seconds for the requests it holds.")] = 30.0,
+    deadline: Annotated[float, TIME, Parameter(help="Time for the requests it holds.")] = 30.0,
     force: Annotated[
         bool, Parameter(help="Drain it even if it is the last decode worker.")
     ] = False,
@@ -195,7 +225,12 @@ def drain(
 @app.command
 def reset_prefix_cache(
     worker: Annotated[
-        str, Parameter(help="The worker's id. Default: all workers.", show_default=False)
+        str,
+        Parameter(
+            help="The worker's id. Default: all workers.",
+            completer=lambda _: _worker_ids(),
+            show_default=False,
+        ),
     ] = "",
     /,
     *,
@@ -224,17 +259,24 @@ def why(
     request: Annotated[str, Parameter(help="Its id, that of its reply, or its X-Request-Id.")],
     /,
     *,
-    url: _PublicUrl = "",
+    url: _AnyUrl = "",
 ) -> None:
     """Show where the time of a request went until its first token, and why it was placed so."""
     from tandem.cluster.operate import show_why
 
-    show_why(_public(url), request)
+    show_why(_admin(url), request)
 
 
 @app.command
 def logs(
-    worker: Annotated[str, Parameter(help="The id of a worker or router, such as decode-0.")],
+    worker: Annotated[
+        str,
+        Parameter(
+            help="Id of a worker or router, such as decode-0. Default: list the names.",
+            completer=lambda _: _worker_ids(),
+            show_default=False,
+        ),
+    ] = "",
     /,
     *,
     follow: Annotated[bool, Parameter(alias="-f", help="Go on with new lines.")] = False,
@@ -244,9 +286,12 @@ def logs(
 
     That of a worker on another machine comes through a router, while its process answers.
     """
-    from tandem.cluster.logs.worker_log import show_worker_log
+    from tandem.cluster.logs.worker_log import show_names, show_worker_log
 
-    show_worker_log(_admin(url), worker, follow=follow)
+    if worker:
+        show_worker_log(url, worker, follow=follow)
+    else:
+        show_names(url)
 
 
 @app.command
@@ -285,12 +330,12 @@ def usage(
     tenant: Annotated[
         str | None, Parameter(help="One tenant. Default: all, or that of a user's key.")
     ] = None,
-    url: _PublicUrl = "",
+    url: _AnyUrl = "",
 ) -> None:
     """Show the requests and tokens of each tenant."""
     from tandem.cluster.keys import show_usage
 
-    show_usage(_public(url), window, last, tenant)
+    show_usage(_admin(url), window, last, tenant)
 
 
 @keys.command
@@ -373,11 +418,11 @@ def pull(
 
 def up(*arguments: str) -> int:
     from tandem.cluster.launch.options import LaunchOptions
-    from tandem.common.options import read
+    from tandem.common.option_sources import read_from_sources
 
     if arguments and not arguments[0].startswith("-"):
         arguments = ("--model", *arguments)
-    options = read(LaunchOptions, "tandem up", arguments)
+    options = read_from_sources(LaunchOptions, "tandem up", arguments).settings
     with without_collection():
         from tandem.cluster.launch.launcher import up as launch
 
@@ -386,14 +431,21 @@ def up(*arguments: str) -> int:
 
 def join(*arguments: str) -> int:
     from tandem.cluster.launch.joined_host import JoinOptions
-    from tandem.common.options import read
+    from tandem.common.option_sources import read_from_sources
 
     if arguments and not arguments[0].startswith("-"):
         arguments = ("--address", *arguments)
-    options = read(JoinOptions, "tandem join", arguments)
+    options = read_from_sources(JoinOptions, "tandem join", arguments).settings
     from tandem.cluster.launch.joined_host import join as run_host
 
     return run_host(options)
+
+
+def show_config(*arguments: str) -> int:
+    from tandem.cluster.launch.config_show import show_config as show
+
+    show(arguments)
+    return 0
 
 
 def controller(*arguments: str) -> int:
@@ -424,9 +476,10 @@ def program(module: str, *, is_service: bool = False) -> Callable[..., NoReturn]
 # The cyclopts app only lists the programs in its help: it would drop empty arguments.
 PROGRAMS: dict[tuple[str, ...], Callable[..., int]] = {}
 for words, start, text in (
-    ("up", up, "Start a whole cluster on this machine; `up MODEL` serves another model"),
-    ("serve", up, "Do the same as `tandem up`"),
+    ("up", up, "Start a cluster on this machine; `up MODEL` names a model"),
+    ("serve", up, "Do the same as `up`"),
     ("join", join, "Make this machine a host of a cluster; Ctrl-C has it leave in order"),
+    ("config show", show_config, "Show the options of `up`, and where their values come from"),
     ("controller", controller, "Run the pool controller on a Ray cluster that others started"),
     ("doctor", program("tandem.ops.doctor"), "Check this host, and say what each lack costs"),
     ("simulate", program("tandem.ops.simulator"), "Replay a trace on simulated workers"),
@@ -434,6 +487,11 @@ for words, start, text in (
         "kv-size",
         program("tandem.ops.kv_size"),
         "Compute the memory of KV, and the workers of a load",
+    ),
+    (
+        "completion",
+        program("tandem.ops.completion"),
+        "Print the script with which a shell completes commands",
     ),
     ("router", program("tandem.router", is_service=True), "Run one router"),
     ("worker", program("tandem.worker", is_service=True), "Run one worker"),
@@ -450,8 +508,24 @@ for words, start, text in (
     ("bench stages", program("tandem_bench.engine_stages"), "Time a model's step by its stages"),
 ):
     *group, name = words.split()
-    (bench if group else app).command(start, name=name, help=f"{text} (options: --help).")
+    (app[group[0]] if group else app).command(start, name=name, help=f"{text}.")
     PROGRAMS[*group, name] = start
+
+# The groups of commands in `tandem --help`, in the order in which people need them.
+for place, (title, names) in enumerate(
+    {
+        "Start": "up serve chat pull join",
+        "Look": "ps status why logs events usage audit",
+        "Change": "scale set-role drain reset-prefix-cache keys index",
+        "Prepare": "doctor config kv-size simulate bench completion",
+        "Parts of a cluster": "router worker controller redis-front",
+        "Options": "--help --version",
+    }.items()
+):
+    group_ = Group(title, sort_key=place)
+    for order, name in enumerate(names.split()):
+        app[name].group = group_
+        app[name].sort_key = order
 
 
 def run() -> None:
@@ -463,12 +537,20 @@ def run() -> None:
                 sys.exit(start(*words[length:]))
         app(exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        from tandem.common.options import one_line
-
         print(f"{_named(words)}: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
     except TandemError as error:
         sys.exit(f"tandem: {printable(error.message, keep=chr(10))}")
+    except OSError as error:
+        from tandem.models.files import DISK_FULL
+
+        if error.errno not in DISK_FULL:
+            raise
+        sys.exit(
+            f"tandem: a disk is full ({error}); free some space, or name folders on another disk "
+            "in the variables TMPDIR, XDG_STATE_HOME and TANDEM_CACHE_DIR. `tandem doctor` names "
+            "the full disk"
+        )
 
 
 def _named(words: list[str]) -> str:

@@ -1,17 +1,18 @@
 """Ends a process before its memory use harms others on its machine.
 
-Every 0.1 seconds, a thread compares the growth since `start` or `rebase` with two limits:
-    Growth of the memory    Action
-    above the limit         `give_way` is called: the process drains and then ends
-    above the hard limit    the process ends at once
-The hard limit is 1.5 times the limit, but at least 256 MiB above the limit.
+Every 0.1 seconds, a thread compares how much the resident memory has grown with two limits:
+    Growth                      Action
+    above `growth_bytes_max`    `give_way` is called, which drains and then ends the process
+    above the hard limit        the process ends at once
+The hard limit is 1.5 times `growth_bytes_max`, but at least 256 MiB more than `growth_bytes_max`.
 
 The watch is needed because gRPC's core never frees the header tables (HPACK) of some connections.
 Anyone who can reach the gRPC port can make gRPC build such tables, without an API key: 0.25 to
 0.9 MB for each 15 KB sent.
 
-The watch also sets RLIMIT_DATA above the hard limit. If the thread runs too late, allocations fail
-at RLIMIT_DATA. Child processes inherit RLIMIT_DATA.
+The memory may grow faster than the thread runs. So the watch also sets the kernel's limit
+RLIMIT_DATA, somewhat above the hard limit. Allocations beyond RLIMIT_DATA fail. Child processes
+inherit RLIMIT_DATA.
 """
 
 import logging
@@ -24,11 +25,12 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.1
-# Smallest difference between the limit and the hard limit. The drain needs this room, because it
-# takes time to disconnect the clients that fill the memory.
+# The hard limit is at least this many bytes above `growth_bytes_max`, because the memory still
+# grows during the drain: clients that fill the memory are not disconnected at once.
 _ABOVE_BYTES_MIN = 256 << 20
-_BEHIND_BYTES = 1 << 30  # margin in RLIMIT_DATA for thread stacks, which RLIMIT_DATA includes
-_LOADED_BYTES_MAX = 256 << 20  # largest growth that `rebase` accepts; a tokenizer needs less
+# RLIMIT_DATA is this many bytes above the hard limit, because it also counts thread stacks.
+_BEHIND_BYTES = 1 << 30
+_LOADED_BYTES_MAX = 256 << 20  # `rebase` raises the baseline by at most this; tokenizers need less
 _PAGE_BYTES = resource.getpagesize()
 
 
@@ -48,7 +50,7 @@ class MemoryWatch:
         threading.Thread(target=self._run, name="memory-watch", daemon=True).start()
 
     def rebase(self) -> None:
-        """Measures growth from the current memory, so that a loaded tokenizer is no growth.
+        """Sets the baseline to the current memory, so that a loaded tokenizer is not growth.
 
         The baseline rises by at most `_LOADED_BYTES_MAX`, because clients may also have filled
         memory while the tokenizer was loaded.
@@ -57,8 +59,8 @@ class MemoryWatch:
         self._bound_data()
 
     def _bound_data(self) -> None:
-        """Sets RLIMIT_DATA to the data size at the baseline, plus the hard limit and a margin."""
-        data_bytes = _statm()[5] * _PAGE_BYTES  # private writable memory
+        """Sets RLIMIT_DATA: the data size at the baseline, plus the hard limit and a margin."""
+        data_bytes = _statm()[5] * _PAGE_BYTES  # the memory that RLIMIT_DATA limits
         grown_bytes = resident_bytes() - self._base_bytes
         bound = data_bytes - grown_bytes + self._hard_bytes + _BEHIND_BYTES
         _, most = resource.getrlimit(resource.RLIMIT_DATA)

@@ -9,8 +9,8 @@ from tandem.common.process.garbage import without_collection
 if TYPE_CHECKING:
     from tandem.common.config.worker import WorkerConfig
 
-# Longest time from the drain's deadline to the exit, in seconds. With the Helm chart, Kubernetes
-# kills a worker 15 s after the drain's deadline, so this time is shorter.
+# The worker exits at most this many seconds after the deadline of its drain. Kubernetes kills the
+# worker 15 s after that deadline (with the Helm chart), so this time is shorter.
 _CLOSE_MAX_S = 12.0
 
 
@@ -60,7 +60,7 @@ async def _run(config: "WorkerConfig", engine_module: str) -> None:
 
     def stop() -> None:
         worker.stop(config.drain_deadline_s)
-        # If the worker does not end in time, log its stacks before kubelet kills it.
+        # If the worker does not end in time, it logs its stacks and exits before kubelet kills it.
         faulthandler.dump_traceback_later(config.drain_deadline_s + _CLOSE_MAX_S, exit=True)
 
     loop = asyncio.get_running_loop()

@@ -22,8 +22,8 @@ def sequence_spec(
     """Returns the engine's spec of a sequence that has just arrived.
 
     `first_token_s` is the deadline of the first token, in seconds after the message was sent; 0
-    means no deadline. `late_s` is the time in seconds that the message spent in transit. It is
-    subtracted from `first_token_s`.
+    means no deadline. `late_s` is the time in seconds that the message spent in transit. This
+    time is subtracted from `first_token_s`.
     """
     return to_struct(
         SequenceSpec,

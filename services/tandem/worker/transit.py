@@ -11,8 +11,8 @@ import math
 import time
 from collections.abc import Callable
 
-# The recorded smallest age grows by this many seconds per second, because clocks drift and routes
-# change.
+# The recorded smallest age grows by this many seconds in each second. Otherwise all messages would
+# count as late after the two clocks have drifted apart or a slower network route is in use.
 _DRIFT = 1e-3
 
 

@@ -58,7 +58,7 @@ def measure(browser: Any, url: str, pid: int, seconds: float) -> tuple[float, di
     page.add_init_script(_OBSERVE)
     browser.start_tracing(page=page, categories=_TRACED)
     page.goto(url)
-    page.wait_for_selector("#workers tbody tr")
+    page.wait_for_selector("#workers li")
     before = cpu_s(pid)
     began = time.monotonic()
     page.wait_for_timeout(seconds * 1000)

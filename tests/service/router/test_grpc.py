@@ -183,6 +183,7 @@ async def test_stages_come_in_a_trailer_and_are_kept(
     assert (kept.request_id, kept.outcome) == (asked.request_id, "length")
     assert kept.usage.completion_tokens == 2
     assert {"tokenize", "route", "queue"} <= set(kept.stages_ms)
+    assert kept.placement_sentence.endswith(".")
     assert kept.HasField("ttft_ms")
     named = await stub.GetRequest(pb.GetRequestRequest(request_id="a-clients-own"), timeout=20)
     assert named.request_id == asked.request_id

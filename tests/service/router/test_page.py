@@ -41,6 +41,8 @@ async def test_the_feed_tells_all_and_then_goes_on(router: RunningRouter) -> Non
     assert sorted(full["workers"]) == ["decode-0", "decode-1"]
     assert full["head"]["model"] == "tiny"
     assert full["head"]["public"]["port"] == router.router.http_port
+    assert full["head"]["public"]["needs_key"] is False
+    assert sorted(full["answers"]) == ["kv", "minute", "more_decode", "slow"]
     await read_until(router, lambda kind, data: kind == "delta")
     await eventually(lambda: not feed._viewers)  # a viewer that leaves holds no place
 
@@ -58,7 +60,8 @@ async def test_a_chat_is_answered_and_shown_with_its_stages(router: RunningRoute
     _, told = await read_until(router, has_it)
     request = next(r for r in told["requests"] if r["outcome"] in ("stop", "length"))
     assert request["decode_worker"] in ("decode-0", "decode-1")
-    assert request["placement"].startswith("load")
+    assert request["why"].startswith("No worker held a part of the prompt, so the load decided.")
+    assert request["longest"]
     assert request["ttft_ms"] > 0
     assert "tokenize" in request["stages_ms"]
     assert "Hello" not in json.dumps(told)

@@ -1,29 +1,26 @@
-"""The operators' page in a real browser, where there is one: Debian's chromium and playwright.
-
-`TANDEM_AXE` names axe.min.js of axe-core, for the check of accessibility.
-"""
+"""The operators' page in a real browser, over simulated workers. A test of the page over a real
+cluster is in tests/e2e/test_page.py."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.harness.browser import axe_findings, opened
 from tests.harness.cluster import free_port
 
 pytestmark = pytest.mark.service
 
-CHROMIUM = shutil.which("chromium")
 DEADLINE_S = 30.0
 # Draws 1,000 workers while an event comes after each task; returns how many are on the picture.
 DRAWN = """async () => {
@@ -41,6 +38,7 @@ DRAWN = """async () => {
 
 # Draws two workers that are ready, one of them in trouble; returns the colors by place.
 COLORS = """async () => {
+  const {color} = await import("./page/dom.js");
   const {take} = await import("./page/feed.js"), {showPicture} = await import("./page/picture.js");
   const drawn = [], canvas = CanvasRenderingContext2D.prototype, stroke = canvas.strokeRect;
   canvas.strokeRect = function (x, y) { drawn.push({x, y, style: this.strokeStyle}); };
@@ -50,7 +48,8 @@ COLORS = """async () => {
   take("full", {workers, worker_columns, sample_columns: [], step_s: 5, now: 0});
   for (let rest = showPicture(); rest; rest = rest());
   canvas.strokeRect = stroke;
-  return drawn.sort((a, b) => a.x - b.x || a.y - b.y).map(each => each.style);
+  const named = new Map(["router", "good", "bad"].map(name => [color(name), name]));
+  return drawn.sort((a, b) => a.x - b.x || a.y - b.y).map(each => named.get(each.style));
 }"""
 # Shows a decision of the autoscaler; returns the line.
 AUTOSCALE = """async () => {
@@ -71,7 +70,7 @@ LEVELS = """async () => {
     const workers = {"decode-0": ["decode", "ready", 50, "h", tiers].slice(0, columns.length)};
     take("full", {workers, worker_columns: columns, sample_columns: [], step_s: 5, now: 0});
     showWorkers();
-    const lines = [...document.querySelectorAll("#workers tbody tr .level")].filter(l => !l.hidden);
+    const lines = [...document.querySelectorAll("#workers li .level")].filter(l => !l.hidden);
     return lines.map(line => `${line.innerText} ${line.querySelector("i").style.width}`);
   };
   const columns = ["role", "state", "kv_used_percent", "host", "tiers"];
@@ -109,35 +108,126 @@ def url(server: tuple[str, int]) -> str:
 
 @pytest.fixture
 def page(url: str) -> Iterator[Any]:
-    """Opens the page; a message in the console or an error in a script fails the test."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium")
-    said: list[str] = []
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        opened = browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
-        opened.on("console", lambda message: said.append(message.text))
-        opened.on("pageerror", lambda error: said.append(str(error)))
-        opened.goto(url)
-        opened.wait_for_selector("#workers tbody tr")
-        yield opened
-        browser.close()
-    assert [text for text in said if "the server responded with a status" not in text] == []
+    with opened(url) as found:
+        found.wait_for_selector("#workers li strong")
+        yield found
 
 
 def test_it_shows_the_workers_and_finds_one(page: Any) -> None:
-    assert "of 40" in page.inner_text("#workers-shown") or "of 39" in page.inner_text(
-        "#workers-shown"
-    )
+    assert re.fullmatch("1 to 20 of (39|40)", page.inner_text("#workers-shown"))
     page.wait_for_selector("#headline.good")  # a worker is lost for a second now and then
     assert "workers that are ready" in page.inner_text("#headline")
     page.fill("#worker-filter", "decode-7")
-    page.wait_for_selector("#workers tbody tr:only-child")
-    assert page.inner_text("#workers tbody tr td") == "decode-7"
-    page.wait_for_selector("#charts canvas")
-    page.wait_for_selector("#requests tbody tr")
-    assert "/v1/chat/completions" in page.inner_text("#curl")
+    page.wait_for_selector("#workers li:only-child")
+    assert page.inner_text("#workers li strong") == "decode-7"
+    assert page.is_hidden("#workers-pager"), "there is one page"
+    page.fill("#worker-filter", "nowhere")
+    page.wait_for_selector("#workers li", state="detached")
+    assert page.inner_text("#workers-shown") == "no worker fits"
+
+
+def test_health_is_first_then_the_cluster_then_requests(page: Any) -> None:
+    page.wait_for_selector("#requests li .bar")
+    titles = [title.inner_text() for title in page.query_selector_all("main h2")]
+    expected = ["Now, and the last 15 minutes", "In words", "The cluster", "Requests", "Workers"]
+    assert titles[:5] == expected
+    tiles = [title.inner_text() for title in page.query_selector_all("#health figcaption")]
+    assert tiles == [
+        *("Tokens/s", "Requests", "Time to first token", "Time between tokens"),
+        *("Errors a second", "KV cache"),
+    ]
+    page.wait_for_selector("#health canvas")
+
+
+def test_the_page_answers_an_operators_questions(page: Any) -> None:
+    page.wait_for_function(
+        "document.querySelector('[data-answer=minute]').innerText.includes('ended')"
+    )
+    answers = {
+        each.get_attribute("data-answer"): each.inner_text()
+        for each in page.query_selector_all("[data-answer]")
+    }
+    assert re.match(r"Nothing stands out. First tokens came after \d+ ms", answers["slow"])
+    assert "is computing prompts" in answers["slow"]
+    assert re.match(r"\d+% is in use by running requests, \d+% holds prefixes", answers["kv"])
+    assert re.search(r"\d+ requests? ended, and none failed", answers["minute"])
+    assert "not known yet: no decode worker has measured" in answers["more_decode"]
+
+
+def test_a_bar_has_its_own_scale_and_says_what_took_longest(page: Any) -> None:
+    item = page.wait_for_selector("#requests li:has(.bar)")
+    parts = item.query_selector_all("i")
+    widths = [part.evaluate("part => parseFloat(part.style.width)") for part in parts]
+    assert abs(sum(widths) - 100) < 0.1
+    longest = r"Longest: \d+ ms computing 64 of 128 prompt tokens on prefill-\d+"
+    assert re.search(longest, item.inner_text())
+    assert "The load decided: this request is simulated." in item.inner_text()
+
+
+def test_each_color_of_the_bars_is_in_the_legend(page: Any) -> None:
+    page.wait_for_selector("#requests li .bar i")
+    colors = """place => [...document.querySelectorAll(place)].map(
+        each => getComputedStyle(each).backgroundColor)"""
+    legend = page.evaluate(colors, "#stage-legend i")
+    assert len(set(legend)) == len(legend)
+    assert set(page.evaluate(colors, "#requests .bar i")) <= set(legend)
+
+
+def test_more_requests_are_shown_on_demand(page: Any) -> None:
+    page.wait_for_selector("#requests-more:visible")
+    assert len(page.query_selector_all("#requests li")) == 8
+    page.click("#requests-more")
+    assert len(page.query_selector_all("#requests li")) > 8
+    assert page.inner_text("#requests-more") == "Show fewer"
+
+
+# Returns the pairs of visible texts that overlap, and the texts that are cut off. The box of the
+# curl command scrolls, so its text is left out.
+OVERLAPS = """() => {
+  for (const each of document.querySelectorAll("section")) each.style.contentVisibility = "visible";
+  const texts = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const range = document.createRange(), found = [];
+  while (walker.nextNode()) {
+    const {currentNode: node, currentNode: {parentElement: parent}} = walker;
+    const text = node.data.trim().slice(0, 40);
+    if (!text || !parent.checkVisibility() || parent.closest(".skip, pre")) continue;
+    range.selectNodeContents(node);
+    for (const {left, right, top, bottom} of range.getClientRects()) {
+      texts.push({text, left: left + 1, right: right - 1, top: top + 3, bottom: bottom - 3});
+      if (right > innerWidth + 1 || left < -1) found.push(`cut off: ${text}`);
+    }
+  }
+  const meet = (a, b) =>
+    a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  texts.forEach((a, i) => texts.slice(i + 1).forEach(b => {
+    if (meet(a, b)) found.push(`${a.text} / ${b.text}`);
+  }));
+  if (document.documentElement.scrollWidth > innerWidth) found.push("the page scrolls sideways");
+  return found;
+}"""
+
+
+def test_nothing_overlaps_at_any_width(page: Any) -> None:
+    page.wait_for_selector("#requests li .bar")
+    for width in (320, 390, 768, 1440, 3840):
+        page.set_viewport_size({"width": width, "height": 1200})
+        page.wait_for_selector("#health figure:last-child canvas")
+        assert (found := page.evaluate(OVERLAPS)) == [], (width, found)
+    page.click("#open-chat")
+    page.click("summary")
+    assert (found := page.evaluate(OVERLAPS)) == [], found
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (390, "dark")])
+def test_axe_finds_nothing(page: Any, width: int, scheme: str) -> None:
+    page.set_viewport_size({"width": width, "height": 1200})
+    page.emulate_media(color_scheme=scheme)
+    page.wait_for_selector("#requests li .bar")
+    page.wait_for_selector("#health canvas")
+    assert axe_findings(page) == []
+    page.click("#open-chat")
+    page.click("summary")
+    assert axe_findings(page) == []
 
 
 def test_each_worker_is_drawn_though_no_pass_ends(page: Any) -> None:
@@ -145,7 +235,7 @@ def test_each_worker_is_drawn_though_no_pass_ends(page: Any) -> None:
 
 
 def test_a_worker_that_is_ready_and_in_trouble_is_not_green(page: Any) -> None:
-    assert page.evaluate(COLORS) == ["#1769c2", "#176b3a", "#b3261e"]  # the router's is the first
+    assert page.evaluate(COLORS) == ["router", "good", "bad"]
 
 
 def test_the_autoscalers_mode_target_and_reason_are_under_the_pools(page: Any) -> None:
@@ -207,19 +297,80 @@ def test_a_router_that_hangs_is_told_and_is_heard_again(
 def test_a_page_without_a_clipboard_selects_the_command(page: Any) -> None:
     """Browsers have none for plain HTTP of another machine."""
     page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    page.click("#open-chat")
+    page.click("summary")
     page.click("#copy")
     assert page.inner_text("#copy") == "Selected"
     assert page.evaluate("getSelection().toString()").startswith("curl -N")
 
 
-def test_axe_finds_nothing_serious(page: Any) -> None:
-    axe = os.environ.get("TANDEM_AXE", "")
-    if not axe:
-        pytest.skip("TANDEM_AXE names no axe.min.js")
-    page.evaluate(Path(axe).read_text())
-    for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
-        found = page.evaluate("axe.run()")
-        serious = [v["id"] for v in found["violations"] if v["impact"] in ("serious", "critical")]
-        assert serious == [], scheme
-        assert len(found["passes"]) > 20
+# Shows the curl command of a router that needs a key, or none; returns the command.
+CURL = """async needs_key => {
+  const {state} = await import("./page/feed.js"), {showCurl} = await import("./page/chat.js");
+  state.head.public.needs_key = needs_key;
+  showCurl();
+  return document.getElementById("curl").textContent;
+}"""
+
+
+def test_the_command_has_a_key_only_where_one_is_needed(page: Any) -> None:
+    assert "TANDEM_API_KEY" not in page.text_content("#curl")
+    assert "/v1/chat/completions" in page.text_content("#curl")
+    assert '"Authorization: Bearer $TANDEM_API_KEY"' in page.evaluate(CURL, True)
+    assert "Authorization" not in page.evaluate(CURL, False)
+
+
+# Shows a pool twice, and in between types a size if `typed` is one; returns the sizes shown.
+POOL_SIZES = """async typed => {
+  const {state} = await import("./page/feed.js"), {showPools} = await import("./page/workers.js");
+  const sizes = [2, 3].map(wanted => {
+    const name = `of${typed}`, pool = {wanted, running: wanted, ready: wanted};
+    state.head.pools = {...state.head.pools, [name]: pool};
+    showPools();
+    const size = document.querySelector(`[data-pool="${name}"] input`), shown = size.value;
+    if (typed) { size.value = typed; size.dispatchEvent(new Event("input")); }
+    return shown;
+  });
+  return sizes;
+}"""
+
+
+def test_a_pools_size_follows_the_cluster_until_one_is_typed(page: Any) -> None:
+    assert page.evaluate(POOL_SIZES, 0) == ["2", "3"]
+    assert page.evaluate(POOL_SIZES, 7) == ["2", "7"]
+
+
+def test_a_chat_shows_reasoning_the_answer_and_how_it_ended(page: Any) -> None:
+    """The reply is written here, because no model of the tests reasons."""
+    deltas = [{"reasoning_content": "Hm."}, {"content": "An "}, {"content": "apple."}, {}]
+    chunks = [
+        {"choices": [{"delta": delta, "finish_reason": None if delta else "stop"}]}
+        for delta in deltas
+    ]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    sent: list[dict[str, Any]] = []
+
+    def reply(route: Any) -> None:
+        sent.append(route.request.post_data_json)
+        route.fulfill(content_type="text/event-stream", body=body)
+
+    page.route("**/v1/cluster/chat", reply)
+    page.click("#open-chat")
+    page.fill("#message", "What")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("fell?")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#answers .ending")
+    lines = [
+        (line.get_attribute("class"), line.inner_text())
+        for line in page.query_selector_all("#answers p")
+    ]
+    assert lines[:3] == [("mine", "What\nfell?"), ("thought", "Hm."), (None, "An apple.")]
+    assert lines[3][1].startswith("The answer is complete (finish_reason: stop). First token after")
+    assert page.input_value("#message") == ""
+    page.keyboard.type("Why?")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#answers .ending >> nth=1")
+    assert [each["content"] for each in sent[1]["messages"]] == ["What\nfell?", "An apple.", "Why?"]
+    page.click("#anew")
+    assert page.inner_text("#answers") == ""

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from tandem.cluster.logs.worker_log import show_worker_log
+from tandem.cluster.logs.run_logs import Addresses
+from tandem.cluster.logs.worker_log import show_names, show_worker_log
 from tandem.errors import OperateError
 from tandem.net.observability.log_file import FILE_VARIABLE
 from tandem.router.workers.rows import Gone
@@ -41,6 +42,26 @@ async def worker(router: RunningRouter, tmp_path: Path) -> AsyncIterator[Scripte
     remote.log.write_text("its first line\nü [not] markup\n")
     yield remote
     remote.log = None
+
+
+async def cluster_id(router: RunningRouter) -> str:
+    return str((await router.admin.get("/v1/cluster")).json()["cluster_id"])
+
+
+async def test_names_are_those_of_this_machine_and_of_others(
+    router: RunningRouter, worker: ScriptedWorker, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = state / f"20260101T000000Z-{await cluster_id(router)}"
+    run.mkdir(parents=True)
+    (run / "decode-0.log").write_text("")
+    (run / "redis.log").write_text("")
+    await asyncio.to_thread(show_names, str(router.admin.base_url))
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
+    assert {name: where.strip() for name, where in rows.items()} == {
+        "decode-0": "this machine",
+        "redis": "this machine",
+        "decode-1": router.router.view.known()[1].record.host,
+    }
 
 
 async def printed(router: RunningRouter, process_id: str) -> None:
@@ -104,8 +125,12 @@ async def test_the_command_prints_what_is_on_another_machine(
     assert worker.log is not None
     await printed(router, "decode-0")
     assert capsys.readouterr().out == worker.log.read_text()
+    # A worker of another cluster ran here.
+    other = state / "20270101T000000Z-other"
+    other.mkdir(parents=True)
+    (other / "decode-0.log").write_text("another cluster\n")
     # An earlier worker of this name ran here; what runs now does not write there.
-    run = state / "20260101T000000Z-c"
+    run = state / f"20260101T000000Z-{await cluster_id(router)}"
     run.mkdir(parents=True)
     (run / "decode-0.log").write_text("an old run\n")
     await printed(router, "decode-0")
@@ -115,7 +140,7 @@ async def test_the_command_prints_what_is_on_another_machine(
     out, err = capsys.readouterr()
     assert out == "an old run\n"
     assert "its log is no file of its own" in err
-    assert "this is the newest log of that name here" in err
+    assert "this is the last log of that name here" in err
 
 
 async def test_the_command_follows_over_silence(
@@ -174,7 +199,7 @@ async def test_a_worker_that_has_gone_is_told_with_its_host(
         where = r"decode-9 is lost: .* on its host gpu-3 \(127.0.0.1\): run `tandem logs decode-9`"
         with pytest.raises(OperateError, match=where):
             await printed(router, "decode-9")
-        run = state / "20260101T000000Z-c"
+        run = state / f"20260101T000000Z-{await cluster_id(router)}"
         run.mkdir(parents=True)
         (run / "decode-9.log").write_text("an old run\n")
         await printed(router, "decode-9")
@@ -191,8 +216,12 @@ async def test_without_a_router_the_logs_of_this_machine_are_printed(
     nobody = "http://127.0.0.1:1"
     with pytest.raises(OperateError, match=r"no log of 'decode-0' is kept here.*no router answers"):
         show_worker_log(nobody, "decode-0", follow=False)
-    run = state / "20260101T000000Z-c"
-    run.mkdir(parents=True)
-    (run / "decode-0.log").write_text("a run\n")
+    for start, admin in (("2026", nobody), ("2027", "http://127.0.0.1:2")):
+        run = state / f"{start}0101T000000Z-c"
+        run.mkdir(parents=True)
+        (run / "decode-0.log").write_text(f"the run at {admin}\n")
+        (run / "addresses.json").write_bytes(msgspec.json.encode(Addresses("", admin)))
     show_worker_log(nobody, "decode-0", follow=False)
-    assert capsys.readouterr().out == "a run\n"
+    assert capsys.readouterr().out == f"the run at {nobody}\n"
+    show_names(nobody)
+    assert capsys.readouterr().out.split() == ["log", "where", "decode-0", "this", "machine"]

@@ -12,9 +12,11 @@ import pytest
 from tandem.cluster.launch.options import LaunchOptions
 from tandem.common.config.autoscale import AutoscaleConfig
 from tandem.common.config.engine import EngineConfig
+from tandem.common.config.groups import MEASUREMENT
 from tandem.common.config.router import RouterOptions
 from tandem.common.config.transfer import TransferConfig
 from tandem.common.config.worker import WorkerOptions
+from tandem.common.option_sources import read_from_sources
 from tandem.common.options import Options, arguments, extended, parse, read, to_argv
 from tandem.errors import ConfigError
 
@@ -126,10 +128,33 @@ def test_a_wrong_option_is_one_line_and_status_2(
     assert said.startswith("tandem program: ")
 
 
-@pytest.mark.parametrize("made", PROGRAMS)
-def test_help_names_every_option(made: type[Any], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("made", "flag"),
+    [(WorkerOptions, "--help"), (RouterOptions, "--help"), (LaunchOptions, "--help-all")],
+)
+def test_help_names_every_option_but_those_for_tests(
+    made: type[Any], flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        read(made, "tandem program", ["--help"])
+        read(made, "tandem program", [flag])
     assert not ended.value.code
     said = capsys.readouterr().out
-    assert [a.name for a in arguments(made) if a.parse and a.name not in said] == []
+    options = [a for a in arguments(made) if a.parse]
+    for_tests = [a.name for a in options if a.parameter.group == (MEASUREMENT,)]
+    assert "--transfer-delay" in for_tests or made is RouterOptions
+    assert [a.name for a in options if a.name not in said] == for_tests
+
+
+def test_short_help_shows_what_most_people_need(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        read_from_sources(LaunchOptions, "tandem up", ["-h"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 60
+    shown = [line.split()[1] for line in lines if line.startswith("│ --")]
+    listed = [name for names in LaunchOptions.SHORT_HELP.values() for name in names]
+    assert shown == [*listed, "--help", "--help-all"]
+    assert 18 <= len(listed) <= 24
+    assert lines[0] == "Usage: tandem up [MODEL] [OPTIONS]"

@@ -1,9 +1,11 @@
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from tandem.errors import ConfigError, UnsupportedModel
-from tandem.models.files import naming
+from tandem.models.files import naming, writing
 
 FILE = Path("/models/tiny/config.json")
 
@@ -40,3 +42,29 @@ def test_the_class_of_our_own_errors_stays():
 def test_the_end_of_the_process_is_no_broken_file(raised):
     with pytest.raises(raised), naming(FILE):
         raise raised
+
+
+def test_a_full_disk_is_no_broken_file() -> None:
+    with pytest.raises(OSError, match="No space left"), naming(FILE):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (
+            errno.ENOSPC,
+            "the disk of the cache folder /cache is full; free some space, or name a folder on "
+            "another disk in the variable HF_HOME",
+        ),
+        (
+            errno.EACCES,
+            "the cache folder /cache cannot be written (Permission denied); name another folder in "
+            "the variable HF_HOME",
+        ),
+    ],
+)
+def test_a_cache_that_cannot_be_written_is_named_with_what_to_do(number: int, message: str) -> None:
+    with pytest.raises(ConfigError) as error, writing(Path("/cache"), "HF_HOME"):
+        raise OSError(number, os.strerror(number))
+    assert error.value.message == message

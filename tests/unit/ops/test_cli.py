@@ -1,7 +1,11 @@
 """The one command: usage errors take one line, and programs get their arguments untouched."""
 
+import os
+import pty
+import re
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import version
 
 import pytest
@@ -12,6 +16,7 @@ import tandem as tandem_package
 def tandem(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tandem.ops.cli", *arguments],
+        env={**os.environ, "XDG_STATE_HOME": "/nonexistent"},  # no clusters of this user run
         capture_output=True,
         text=True,
         timeout=60,
@@ -80,3 +85,40 @@ def test_the_old_name_of_set_role_works(command: str) -> None:
 
 def test_version_is_the_distributions() -> None:
     assert tandem("--version").stdout == f"tandem {version('tandem-llm')}\n"
+
+
+def test_commands_are_listed_in_the_order_of_need() -> None:
+    expected = (
+        "up serve chat pull join ps status why logs events usage audit scale set-role drain "
+        "reset-prefix-cache keys index doctor config kv-size simulate bench completion router "
+        "worker controller redis-front --help --version"
+    )
+    lines = [line.strip("│ ").split() for line in tandem("--help").stdout.splitlines()]
+    listed = [words[0] for words in lines if words and words[0] in expected.split()]
+    assert " ".join(listed) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["up", "--help"], ["ps"], ["config", "show"], ["pull", "/nowhere"]]
+)
+def test_no_color_is_respected_on_a_terminal(arguments: list[str]) -> None:
+    ours, theirs = pty.openpty()
+    environment = {"XDG_STATE_HOME": "/nonexistent", "NO_COLOR": "1", "TERM": "xterm-256color"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "tandem.ops.cli", *arguments],
+        env={**os.environ, **environment},
+        stdout=theirs,
+        stderr=theirs,
+        stdin=theirs,
+    ):
+        os.close(theirs)
+        written = b""
+        with suppress(OSError):  # the other side was closed
+            while read := os.read(ours, 4096):
+                written += read
+    os.close(ours)
+    assert written
+    codes = re.findall(rb"\x1b\[([0-9;]*)m", written)
+    # 1 is bold, 2 dim, 3 italic, 0 the end of these; colours begin at 30
+    assert {number for code in codes for number in code.split(b";")} <= {b"0", b"1", b"2", b"3"}
+    assert b"\x1b" not in tandem(*arguments).stdout.encode(), "the output is no terminal"

@@ -26,13 +26,14 @@ def test_a_sample_has_rates_since_the_one_before() -> None:
     metrics.pulled_bytes.inc(50_000_000)
     metrics.migrations.labels(reason="crash").inc(2)
     metrics.migrations.labels(reason="drain").inc(3)
-    metrics.requests_running.inc(7)
-    history.take(NOW + STEP_S, WorkerSums(num_pulls=3, num_leases=4))
+    metrics.requests_pending.inc(1)
+    history.take(NOW + STEP_S, WorkerSums(num_running=7, num_waiting=2, num_pulls=3, num_leases=4))
     told = last(history)
     assert told["at"] == NOW + STEP_S
     assert (told["requests_per_s"], told["errors_per_s"], told["cancelled_per_s"]) == (5, 1, 2)
     assert (told["tokens_per_s"], told["pulled_mb_per_s"], told["moves_per_s"]) == (200, 10, 1)
-    assert (told["running"], told["num_pulls"], told["num_leases"]) == (7, 3, 4)
+    assert (told["running"], told["waiting"]) == (7, 6)
+    assert (told["num_pulls"], told["num_leases"]) == (3, 4)
 
 
 def test_percentiles_are_interpolated_in_the_buckets_of_the_last_step_alone() -> None:

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from tandem.router.placement.choose import Work, choose
-from tandem.router.placement.reasons import asks, reason_of
+from tandem.router.placement.reasons import asks, reason_of, sentence_of
 from tests.unit.router.snapshots import snapshot as worker
 
 
@@ -37,6 +37,35 @@ def test_the_prefill_worker_that_has_it_counts() -> None:
     placement = choose(Work(1000), [worker("d"), worker("p", "prefill")], {"p": 20}, Random(0))
     assert placement is not None
     assert reason_of(Work(1000), placement, {"p": 20}) == "prefix"
+
+
+@pytest.mark.parametrize(
+    ("queued", "matches", "told"),
+    [
+        (0, {}, "No worker held a part of the prompt, so the load decided. d"),
+        (0, {"d0": 20}, "d0 already held 320 of the 1,000 prompt tokens, and no worker held more."),
+        (10_000, {"d0": 20}, "A worker that held more of the prompt was too busy. d1's predicted"),
+    ],
+)
+def test_the_reason_is_a_sentence(queued: int, matches: dict[str, int], told: str) -> None:
+    workers = [worker("d0", queued_tokens=queued), worker("d1")]
+    work = Work(1000)
+    placement = choose(work, workers, matches, Random(0))
+    assert placement is not None
+    sentence = sentence_of(reason_of(work, placement, matches), placement)
+    assert sentence.startswith(told)
+    ending = "with 0 requests running and 0 waiting; no other decode worker was much better."
+    assert sentence.endswith(ending)
+
+
+def test_the_sentence_names_the_prefill_worker_that_has_the_prefix() -> None:
+    work = Work(1000)
+    placement = choose(work, [worker("d"), worker("p", "prefill")], {"p": 20}, Random(0))
+    assert placement is not None
+    assert sentence_of("prefix", placement) == (
+        "p already held 320 of the 1,000 prompt tokens, and no worker held more."
+        " d was the only decode worker to choose from."
+    )
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("yes", True), ("0", False)])

@@ -18,6 +18,8 @@ from tandem.api.openai.replies import Replies
 from tandem.api.openai.requests import ChatBody, parse_chat
 from tandem.api.routes.generation import GenerationRoutes
 from tandem.api.routes.health import add_health_routes
+from tandem.api.routes.requests import add_request_route
+from tandem.api.routes.usage import add_usage_route
 from tandem.common.config.router import RouterConfig
 from tandem.errors import BadRequest
 from tandem.net.security.access import Access
@@ -32,11 +34,17 @@ from tandem.router.scaling.control import ClusterControl
 
 CHAT_PATH = "/v1/cluster/chat"
 PAGE_FOLDER = Path(__file__).with_name("page")
-_PAGE_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_PAGE_KINDS = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 _PAGE_POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
     "style-src": "'self'",
+    "img-src": "'self'",
     "connect-src": "'self'",
     "base-uri": "'none'",
     "form-action": "'none'",
@@ -72,6 +80,8 @@ def make_admin_app(
     add_health_routes(app, generator)
     add_cluster_routes(app, config, generator, control, audit)
     add_key_routes(app, config, keys, trail)
+    add_request_route(app, generator, trail)
+    add_usage_route(app, generator.tenants.usage)
     add_adapter_routes(app, config, AdapterControl(control, generator, trail))
     add_chat_route(app, config, generator)
     add_page_routes(app)

@@ -43,6 +43,7 @@ from tandem.common.config.router import RouterConfig
 from tandem.common.process.cancellation import cancel
 from tandem.common.worker_load import held_shares
 from tandem.errors import QueueFull, TandemError
+from tandem.net.security.access import Access
 from tandem.net.security.audit_trail import AuditTrail
 from tandem.router.metrics.history import COLUMNS, STEP_S, History, WorkerSums
 from tandem.router.metrics.router import Metrics
@@ -109,7 +110,9 @@ class PageFeed:
         control: ClusterControl,
         metrics: Metrics,
         trail: AuditTrail,
+        public: Access,
     ) -> None:
+        """`public` has the access rules of the public listener."""
         self.config = config
         self.is_closed = False
         self._generator = generator
@@ -117,6 +120,7 @@ class PageFeed:
         self._view = control.view
         self._metrics = metrics
         self._trail = trail
+        self._public = public
         self._history = History(metrics)
         self._viewers: set[Viewer] = set()
         self._has_viewers = asyncio.Event()
@@ -184,6 +188,7 @@ class PageFeed:
             self._view,
             pools,
             self._events,
+            needs_key=self._public.needs_key,
             started_at=self._started_at,
             now=now,
         )
@@ -224,6 +229,7 @@ class PageFeed:
                 "workers": snapshot.workers,
                 "requests": list(snapshot.requests.values()),
                 "events": snapshot.events,
+                "answers": snapshot.answers,
                 # Samples taken after the last snapshot are left out: the next `delta` event
                 # contains these.
                 "samples": seen[: len(seen) - unseen],
@@ -239,6 +245,8 @@ class PageFeed:
             blocks_total=sum(load.blocks_total for load in loads),
             blocks_used=sum(load.blocks_used for load in loads),
             blocks_cached=sum(load.blocks_cached for load in loads),
+            num_running=sum(load.num_running for load in loads),
+            num_waiting=sum(load.num_waiting for load in loads),
             num_pulls=sum(load.num_pulls for load in loads),
             num_leases=sum(load.num_leases for load in loads),
             held_shares=held_shares(worker.record.tiers for worker in known),

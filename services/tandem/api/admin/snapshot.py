@@ -1,6 +1,6 @@
 """Snapshots of the cluster for the operators' page, and the changes from one snapshot to the next.
 
-A snapshot has four fields. `delta` compares two snapshots and lists the changes of each field:
+A snapshot has five fields. `delta` compares two snapshots and lists the changes of each field:
 
   field     content of a snapshot                                  content of a delta
   head      one object: the router, the pools, the problems        the whole object, if changed
@@ -8,6 +8,7 @@ A snapshot has four fields. `delta` compares two snapshots and lists the changes
   requests  request id -> a record of a recent request: how long   new and changed records
             each stage took, and why its workers were chosen
   events    the latest events, the newest first                    the whole list, if changed
+  answers   an operator's questions, answered in words             all answers, if one changed
 
 A delta also has the field `gone`: the ids of workers that left between the two snapshots.
 
@@ -19,9 +20,11 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
+from tandem.api.admin.answers import answers_of
+from tandem.api.admin.request_text import Request, longest_stage
 from tandem.common.config.router import RouterConfig
 from tandem.router.request.generator import Generator
-from tandem.router.request.log import RequestRecord
+from tandem.router.request.log import REQUESTS_MAX as REMEMBERED_MAX
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.events import ClusterEvent
 from tandem.router.workers.known_worker import KnownWorker
@@ -37,7 +40,7 @@ WORKER_COLUMNS = (
     # for each KV cache tier: its name, the number of blocks held, the number of blocks in total
     "tiers",
 )
-_REQUEST_FIELDS = ("id", "kind", "created", "outcome", "error", "placement", "decode_worker")
+_REQUEST_FIELDS = ("id", "kind", "created", "outcome", "error", "decode_worker", "stages_ms")
 _OUTCOME_FIELDS = ("prefill_worker", "transport", "blocks_pulled", "moves", "ttft_ms", "e2e_ms")
 
 
@@ -47,6 +50,7 @@ class Snapshot:
     workers: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     requests: dict[str, dict[str, Any]] = field(default_factory=dict)
     events: list[ClusterEvent] = field(default_factory=list)
+    answers: dict[str, str] = field(default_factory=dict)
 
 
 def take_snapshot(
@@ -56,17 +60,19 @@ def take_snapshot(
     pools: Mapping[str, Mapping[str, Any]],
     events: list[ClusterEvent],
     *,
+    needs_key: bool,
     started_at: float,
     now: float,
 ) -> Snapshot:
     """Collects the cluster's state at `now`. `started_at` is the time when this router started.
-    Both times are in seconds since the epoch."""
+    Both times are in seconds since the epoch. `needs_key` is True if the public listener serves
+    only calls with an API key."""
     rows = worker_rows(view.seen(), view.gone, pools, now, view.loading)
     reason = generator.not_ready_reason()
     wrong = view.cluster_problems().values()
     problems = problems_of(rows, pools, reason=reason, redis=view.redis_state, cluster=wrong)
     head = {
-        "headline": headline(problems, pools),
+        "headline": headline(problems, pools, view.effect_on_requests(reason)),
         "is_well": not problems and view.redis_state == "ok",
         "router_id": config.router_id,
         "num_routers": pools.get("router", {}).get("running", 1),
@@ -81,6 +87,7 @@ def take_snapshot(
             "host": config.host,
             "port": config.http_port,
             "scheme": "https" if config.tls.tls_cert else "http",
+            "needs_key": needs_key,
         },
         "pools": {name: _pool(state) for name, state in pools.items()},
         "autoscale": {
@@ -89,11 +96,14 @@ def take_snapshot(
         },
     }
     known = {worker.record.worker_id: worker for worker in view.known()}
+    records = generator.requests.latest(REMEMBERED_MAX)
+    requests = [record.as_dict() for record in records[:REQUESTS_MAX]]
     return Snapshot(
         head,
         {row.worker_id: _row(row, known.get(row.worker_id)) for row in rows},
-        {r.request_id: _request(r) for r in generator.requests.latest(REQUESTS_MAX)},
+        {request["id"]: _request(request, requests) for request in requests},
         events,
+        answers_of(list(known.values()), requests, records, events, now),
     )
 
 
@@ -108,8 +118,9 @@ def delta(before: Snapshot, after: Snapshot) -> dict[str, Any]:
         changed["gone"] = sorted(gone)
     if requests := _changed(before.requests, after.requests):
         changed["requests"] = list(requests.values())
-    if before.events != after.events:
-        changed["events"] = after.events
+    for name in ("events", "answers"):
+        if getattr(before, name) != (value := getattr(after, name)):
+            changed[name] = value
     return changed
 
 
@@ -149,13 +160,13 @@ def _transports(transports: Iterable[str]) -> str:
     return ", ".join(found)
 
 
-def _request(record: RequestRecord) -> dict[str, Any]:
-    fields = record.as_dict()
-    usage = fields["usage"]
+def _request(request: Request, latest: list[dict[str, Any]]) -> dict[str, Any]:
+    usage = request["usage"]
     return {
-        **{name: fields[name] for name in (*_REQUEST_FIELDS, *_OUTCOME_FIELDS)},
+        **{name: request[name] for name in (*_REQUEST_FIELDS, *_OUTCOME_FIELDS)},
         "prompt_tokens": usage["prompt_tokens"],
         "cached_tokens": usage["cached_tokens"],
         "completion_tokens": usage["completion_tokens"],
-        "stages_ms": fields["stages_ms"],
+        "longest": longest_stage(request, latest),
+        "why": request["placement_sentence"],
     }

@@ -51,7 +51,7 @@ ENDPOINT_KEY = "x-gateway-destination-endpoint"
 SUBSET_KEY = "x-gateway-destination-endpoint-subset"
 PICKED_NAMESPACE = "envoy.lb"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
-CHUNK_BYTES_MAX = 60_000  # maximum bytes of the body in one answer; Envoy advises at most 64 KiB
+CHUNK_BYTES_MAX = 60_000  # largest part of a body in one answer; Envoy advises at most 64 KiB
 # body modes of ext_proc in which the picker reads the body before it picks an endpoint
 _WITH_BODY = (pb.FULL_DUPLEX_STREAMED, pb.BUFFERED, pb.BUFFERED_PARTIAL)
 
@@ -61,14 +61,16 @@ class _Exchange:
     """The state of one request and its ext_proc stream."""
 
     request: PickRequest | None = None
-    sets_id: bool = False  # True: the client sent no usable request id, so the picker adds one
+    # True: the client sent no valid request id, so the picker adds one. False: the client's id is
+    # used.
+    sets_id: bool = False
     request_mode: int = pb.FULL_DUPLEX_STREAMED
     response_mode: int = pb.FULL_DUPLEX_STREAMED
     chunks: list[bytes] = field(default_factory=list)
     num_bytes: int = 0
-    # deadline for the next message of the request, on the event loop's clock; None: no deadline
+    # time on the event loop's clock until which the next message must arrive; None: no limit
     body_until: float | None = None
-    # entry of this request in the body budget, which limits the memory of all buffered bodies
+    # counts the bytes of this request in the body budget, which limits the memory of all bodies
     account: Body | None = None
     # timeout of the current read from the stream; None: nothing is being read
     reading: asyncio.Timeout | None = None
@@ -101,7 +103,7 @@ class ExternalProcessor:
 
         def revoke() -> None:
             if exchange.reading is None:
-                # Nothing is being read: the picker waits until the gateway takes an answer.
+                # No read can be ended, because the picker waits until the gateway takes an answer.
                 task.cancel()
             elif not exchange.reading.expired():
                 exchange.reading.reschedule(0)
@@ -127,8 +129,8 @@ class ExternalProcessor:
             yield _refusal(error, exchange.request)
         finally:
             accounts.close()
-            # Without --picker-stays the picker does not see the response, so it does not call
-            # `release`. The router then counts the request as the workers' load until the workers
+            # Only with --picker-stays does the picker see the end of the response. Without
+            # --picker-stays, the request counts as load of the picked workers until the workers
             # report a load that includes the request.
             if exchange.pick is not None and self._config.gateway.picker_stays:
                 self._picker.release(exchange.pick, has_token=False)

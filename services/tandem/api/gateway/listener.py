@@ -19,7 +19,7 @@ from tandem.net.security.clients import Clients
 
 log = logging.getLogger(__name__)
 
-_MESSAGE_BYTES = 64 << 10  # largest size of a message, without the HTTP body in the message
+_MESSAGE_BYTES = 64 << 10  # largest size of a gateway's message, besides the HTTP body in it
 # The endpoint picker protocol requires these two names in the health service.
 _PROBES = HealthNames(ready=("readiness",), live=("liveness",))
 

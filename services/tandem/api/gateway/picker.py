@@ -86,8 +86,8 @@ class EndpointPicker:
         self.access = access
         self._metrics = metrics
         self._rng = random.Random()
-        self._num_open = 0  # number of requests for which an endpoint is being picked
-        # time until which `num_awaited` may be 1, in monotonic seconds
+        self._num_open = 0  # requests for which an endpoint is being picked now
+        # time.monotonic() until which the autoscaler sees a waiting request (`num_awaited`)
         self._awaited_until = 0.0
 
     async def pick(self, pick_request: PickRequest, body: bytes) -> Pick:
@@ -109,10 +109,10 @@ class EndpointPicker:
 
     @property
     def num_awaited(self) -> int:
-        """The number of waiting requests that the autoscaler sees. The picker refuses requests
-        instead of letting them wait, so the number is 0 or 1. It is 1 if there is no decode worker
-        and a request was refused for this reason within the last `hold_deadline_s`. The autoscaler
-        then starts a worker."""
+        """The number of waiting requests that is reported to the autoscaler: 0 or 1. The value 1
+        makes the autoscaler start a worker. It is reported while there is no decode worker, for at
+        most `hold_deadline_s` after a request was refused for this reason. Requests never wait in a
+        picker."""
         is_awaited = time.monotonic() < self._awaited_until
         return int(is_awaited and not self._view.has_decode_worker())
 

@@ -22,11 +22,11 @@ from tandem.net.security.clients import Clients
 log = logging.getLogger(__name__)
 
 _INTERVAL_S = 1.0
-# number of file descriptors checked before a pause, in which the event loop gets the GIL
+# After this many file descriptors the check pauses, so that the event loop can run Python code.
 _LOOKED_AT_ONCE = 16
 _PAUSE_S = 0.0005
-# two fields of Linux's `struct tcp_info`, tcpi_last_data_sent and tcpi_last_data_recv: the
-# milliseconds since the process last sent and last received data
+# Two fields of Linux's `struct tcp_info`: milliseconds since data was last sent
+# (tcpi_last_data_sent), and since data was last received (tcpi_last_data_recv).
 _TCP_INFO = struct.Struct("44x I 4x I")
 
 
@@ -53,8 +53,7 @@ class ConnectionShares:
         self._clients = clients
 
     async def run(self, port: int) -> None:
-        """Closes surplus connections once a second until the task is cancelled. The work runs in a
-        thread."""
+        """Calls `cut` once a second, in a thread, until the task is cancelled."""
         while True:
             await asyncio.sleep(_INTERVAL_S)
             if num_cut := await asyncio.to_thread(self.cut, port):
@@ -67,9 +66,8 @@ class ConnectionShares:
         return sum(_cut(one) for one in found if one and peer_of(*one.peer[:2]) not in spared)
 
     def cut(self, port: int) -> int:
-        """Closes connections of each address that has more than the allowed number. The connections
-        without traffic for the longest time are closed first. Returns the number of closed
-        connections."""
+        """Closes surplus connections: if an address has 12 and 10 are allowed, the 2 that had no
+        traffic for the longest time are closed. Returns the number of closed connections."""
         files = os.listdir("/proc/self/fd")
         if len(files) <= self._num_of_address_max:
             return 0
@@ -112,8 +110,9 @@ def _cut(connection: _Connection) -> bool:
     """Shuts a connection down. gRPC sees this as a disconnect of the client and closes the file
     descriptor. Returns False if the connection no longer exists."""
     try:
-        # gRPC may close the file descriptor at any time, and the operating system may give its
-        # number to another file. So a duplicate is used, and its peer is compared.
+        # gRPC may close the file descriptor at any time, and the operating system may then reuse
+        # the number for another connection. So the descriptor is duplicated first, and then the
+        # peer of the duplicate is checked.
         with socket.socket(fileno=os.dup(connection.file)) as sock:
             if sock.getpeername() != connection.peer:
                 return False

@@ -22,15 +22,18 @@ from tandem.net.rpc.options import SERVER_OPTIONS
 from tandem.net.rpc.peer_calls import add_port
 from tandem.net.security.clients import Clients
 
-# maximum bytes of metadata of one call; HTTP/2 counts 32 bytes of overhead for each field
+# maximum size of the metadata of one call in bytes, where each field counts 32 bytes more than its
+# name and value (HTTP/2)
 METADATA_BYTES_MAX = 16 << 10
-# A connection without calls is closed after this time. gRPC clients reconnect by themselves.
+# A connection without open calls is closed after this many seconds. gRPC clients reconnect by
+# themselves.
 IDLE_S = 300.0
 # maximum number of concurrent calls on one connection; clients queue further calls
 STREAMS_MAX = 1024
-PING_STRIKES_MAX = 2  # number of too frequent pings after which a connection is closed
+# a connection is closed after this many pings that came too soon after another
+PING_STRIKES_MAX = 2
 _CUT_INTERVAL_S = 0.1
-# A connection older than this takes no new calls, and the client opens a new connection.
+# After this many seconds a connection accepts no new calls, and the client opens a new connection.
 AGE_S = 1800.0
 
 
@@ -46,8 +49,8 @@ class HealthNames(NamedTuple):
     """Names for which the health service reports a status, in addition to the names of the gRPC
     services."""
 
-    ready: tuple[str, ...] = ()  # names with the status that `set_ready` sets
-    live: tuple[str, ...] = ()  # names with the status SERVING until the server stops
+    ready: tuple[str, ...] = ()  # SERVING only while the server accepts requests (`set_ready`)
+    live: tuple[str, ...] = ()  # SERVING until the server stops
 
 
 class GrpcServer:
@@ -74,7 +77,8 @@ class GrpcServer:
             interceptors=[FailureInterceptor()],
             options=[
                 *((k, v) for k, v in SERVER_OPTIONS if k != "grpc.max_receive_message_length"),
-                # Limits of each connection. Limits that the HTTP server also has are equal there.
+                # Limits of each connection. The HTTP server has some of these limits with the same
+                # values.
                 ("grpc.max_receive_message_length", config.body_bytes_max),
                 ("grpc.max_metadata_size", METADATA_BYTES_MAX),
                 ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),

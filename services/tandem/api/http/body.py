@@ -16,8 +16,9 @@ from tandem.net.security.body_budget import Body
 # If a body is too large, the server still reads it, up to this size, and discards it. If the server
 # closed the connection while the client was still sending, the client would lose the response.
 DISCARD_BYTES_MAX = 64 << 20
-# Bodies of at most this size do not count in the body budget. The buffers of a connection need
-# about as much memory anyway, and each address has a limited number of connections.
+# Bodies of at most this size do not count in the body budget (the limit on the memory of all
+# bodies). The limits on connections are enough for them, because a connection needs this much
+# memory anyway.
 _FREE_BYTES = 64 << 10
 
 

@@ -11,9 +11,9 @@ A connection is in one of three states:
 The limit of each address does not apply to trusted proxies, which serve many clients. If a limit is
 reached, a new connection can replace an idle or slow connection, which is closed:
 
-  limit reached       address whose connection is replaced
-  of the address      the same address
-  in total            the address with the most connections
+  limit that is reached         the replaced connection belongs to
+  connections of one address    the same address
+  connections in total          the address with the most connections
 
 Idle connections are replaced first. A slow connection is replaced only if it has sent nothing for
 _SLOW_S. Within each of these states, the connection that has waited longest is replaced first. An
@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 
 _FULL_INTERVAL_S = 60.0  # minimum time between two log messages about refused connections
 _SLOW_S = 1.0  # seconds without a byte after which a slow connection can be replaced
-# replacements per second for an address that has reached its connection limit
+# An address that has reached its limit of connections may replace this many of them per second, or
+# _REPLACEMENTS_AT_ONCE after a pause.
 _REPLACEMENTS_A_SECOND = 20.0
 _REPLACEMENTS_AT_ONCE = 64.0
 
@@ -53,15 +54,15 @@ class _Held:
     is_proxy: bool
     num: int = 0
     idle: dict[Connection, None] = field(default_factory=dict)
-    # slow connection -> time of the connection's last byte, in seconds of the event loop's clock
+    # slow connection -> time on the event loop's clock at which its last byte arrived
     slow: dict[Connection, float] = field(default_factory=dict)
-    # number of replacements that were allowed at the time `replaced_at`
+    # number of connections that could still be replaced at the time `replaced_at` (token bucket)
     replacements: float = _REPLACEMENTS_AT_ONCE
     replaced_at: float = 0.0
 
     def replacements_left(self, now: float) -> float:
-        """Returns the number of this address's connections that may be replaced at `now` (token
-        bucket)."""
+        """Returns how many connections of this address may be replaced at `now`. The number grows
+        by _REPLACEMENTS_A_SECOND per second, up to _REPLACEMENTS_AT_ONCE (token bucket)."""
         since = self.replacements + (now - self.replaced_at) * _REPLACEMENTS_A_SECOND
         return min(_REPLACEMENTS_AT_ONCE, since)
 
@@ -70,7 +71,7 @@ class Connections:
     """The open connections of one server, and the limits on their number."""
 
     def __init__(self, num_max: int, num_of_address_max: int, clients: Clients) -> None:
-        self.num_lingering = 0  # number of refused connections that are still open
+        self.num_lingering = 0  # number of refused connections that are not closed yet
         self._num_max = num_max
         self._num_of_address_max = min(num_of_address_max, num_max)
         self._clients = clients

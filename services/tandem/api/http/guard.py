@@ -10,10 +10,10 @@ Host      A page can let its own host name resolve to 127.0.0.1 (DNS rebinding).
           another address than loopback, the rule does not apply to it, because clients and sidecars
           then use many names. The admin listener always applies the rule.
 Origin,   A call that may change something must have the type `application/json`. A foreign page can
-Content-  send this type only after a CORS preflight, which the router refuses. If the call has an
-Type      `Origin`, it must be the address that was called. The rule does not apply to routes that
-          generate or tokenize: these routes change nothing in the cluster, and pages of
-          `--cors-origins` may call them (`front.py`).
+Content-  send this type only after a CORS preflight, which the router refuses. If the call has the
+Type      header `Origin`, the origin must be the address that was called. The rule does not apply
+          to routes that generate or tokenize: these routes change nothing in the cluster, and
+          pages of `--cors-origins` may call them (`front.py`).
 """
 
 import asyncio
@@ -47,19 +47,19 @@ from tandem.net.security.keys import KeyRecord
 
 log = logging.getLogger(__name__)
 
-# Routes to which the rule for `Origin` and `Content-Type` does not apply. A new route that is not
-# listed here is protected.
+# Routes to which the rule for `Origin` and `Content-Type` does not apply. The rule applies to all
+# routes that are not listed here.
 _GENERATIONS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 _TOKENS = ("/v1/embeddings", "/v1/messages/count_tokens", "/tokenize", "/detokenize")
 _UNGUARDED = frozenset((*_GENERATIONS, *_TOKENS, "/invocations", "/ping"))
-# operators' routes that have the paths of vLLM's API
+# routes for operators with the same paths as in vLLM
 RESET_PATH = "/reset_prefix_cache"
 LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _ADMIN = ("/", "/metrics", RESET_PATH, LOAD_ADAPTER_PATH, UNLOAD_ADAPTER_PATH)
-PAGE_PREFIX = "/page/"  # path of the files of the operators' page at `/`
+PAGE_PREFIX = "/page/"  # paths of the files that the operators' page `/` loads
 PROBES = ("/health", "/ready", "/started", "/ping")
 _PORTS = {"http": 80, "https": 443}
-_TEXT_MAX = 100  # maximum number of characters of a client's text that messages and logs repeat
+_TEXT_MAX = 100  # text from a client is cut to this many characters in messages and logs
 
 
 class RequestGuard(ABC):
@@ -77,13 +77,13 @@ class RequestGuard(ABC):
 
     @abstractmethod
     def need(self, path: str) -> Need:
-        """Returns the kind of API key that a call of this path needs; "nothing": none. Raises
-        NotPublic if only the admin port serves the path."""
+        """Returns the kind of API key that a call of this path needs, or "nothing" if a call needs
+        no key. Raises NotPublic if only the admin port serves the path."""
 
     @abstractmethod
     def checks_host(self, address: str) -> bool:
-        """Returns True if the rule for `Host` applies to calls that arrive at this local
-        address."""
+        """Returns True if the rule for `Host` (see the module) applies to calls that arrive at
+        this address of the router."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -211,8 +211,9 @@ def caller(scope: Mapping[str, Any], key: KeyRecord | None = None) -> Caller:
 
 
 def _is_unguarded(path: str) -> bool:
-    # `/v1/responses/ID` takes DELETE. Web pages need a CORS preflight for DELETE in any case.
-    # OpenAI's client sends no body with DELETE, so the content type cannot be required.
+    # `/v1/responses/ID` accepts DELETE. OpenAI's client sends no body with DELETE, so no content
+    # type can be required. The rule is also not needed, because web pages need a CORS preflight for
+    # DELETE.
     return path in _UNGUARDED or path.startswith("/v1/responses/")
 
 

@@ -10,10 +10,10 @@ A connection is always in one of three phases, named after the bytes that the cl
            next header
 
 A connection starts in `header`, and passes through `body` even if a request has no body. A response
-can be in progress in every phase: a client may send its next request before the answer to the last
-one is complete. Idle connections may be closed early to make room for new connections
-(`connections.py`). Header bytes are counted before they reach the parser, because the parser keeps
-all of them until the header is complete.
+can be in progress in every phase, because a client may send a request before the answer to its
+earlier request is complete (pipelining). Idle connections may be closed early to make room for new
+connections (`connections.py`). Header bytes are counted before they reach the parser, because the
+parser keeps all of them until the header is complete.
 
 A refused connection gets a response: 400, 408, 431, or 503 if there are too many connections. If an
 earlier request of the connection is still being answered, the connection is instead closed after
@@ -55,25 +55,27 @@ from tandem.net.security.clients import Clients
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-# maximum number of a connection's requests that wait for the answer to an earlier request
+# A client may send requests before earlier ones are answered. At most this many requests of one
+# connection wait in this way.
 _PIPELINED_MAX = 16
-# seconds until a refused connection is closed. If it were closed at once, bytes of the client that
-# the server has not read could reset it, and the client would lose the response.
+# A refused connection is closed this many seconds after the response. If it were closed at once
+# while bytes of the client are unread, TCP would reset the connection, and the client would lose
+# the response.
 _LINGER_S = 1.0
-# number of refused connections that may stay open for _LINGER_S; others are closed at once
+# At most this many refused connections stay open for _LINGER_S. Further ones are closed at once.
 _LINGERING_MAX = 16
-# number of connections accepted before the event loop serves open connections again
+# After accepting this many connections, the event loop first serves the open connections.
 _ACCEPTED_AT_ONCE = 1
-# seconds until the next attempt to accept connections if no file descriptor is free
+# If no file descriptor is free, no connection is accepted for this many seconds.
 _ACCEPT_PAUSE_S = 1.0
 _OTHER_FILES = 256  # file descriptors reserved for everything except HTTP connections
-# A read of fewer bytes counts as small. Normal clients send a header in full network packets, which
-# are larger. So small reads inside a header are suspicious.
+# A read of fewer bytes counts as small. Small reads inside a header are suspicious, because normal
+# clients send a header in full network packets.
 SMALL_READ_BYTES = 512
-# number of small reads of a header after which the connection is read more slowly
+# After this many small reads inside one header, the connection is read more slowly (SlowReads).
 SMALL_READS_MAX = 3
 _SWEEP_S = 0.05
-_READS_OF_ADDRESS = 8  # number of connections of one address that SlowReads reads in one sweep
+_READS_OF_ADDRESS = 8  # connections of one address that SlowReads reads every _SWEEP_S seconds
 
 
 class HttpServer(uvicorn.Server):
@@ -108,8 +110,8 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                # uvicorn must not replace the peer's address by `X-Forwarded-For`: the log has
-                # both.
+                # uvicorn must not replace the address of the connection by `X-Forwarded-For`,
+                # because the log shows both addresses.
                 proxy_headers=False,
                 server_header=False,
                 date_header=False,
@@ -122,9 +124,8 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            # `_accept` replaces asyncio's own callback, which accepts all waiting connections at
-            # once. It sets up every connection before any can be refused, and other clients wait
-            # meanwhile.
+            # `_accept` replaces asyncio's own callback. asyncio would accept and set up all waiting
+            # connections at once, and the clients of open connections would wait meanwhile.
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def begin_stop(self) -> None:
@@ -187,8 +188,8 @@ def bind(host: str, port: int, *, port_option: str, send_deadline_s: float) -> s
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Accepted connections inherit TCP_USER_TIMEOUT. With this option the kernel closes a connection
-    # if the client acknowledges no byte for `send_deadline_s`, or keeps its receive window at zero.
-    # Every acknowledged byte starts the time again.
+    # if the client acknowledges no byte for `send_deadline_s`, or accepts no byte for that time
+    # (receive window 0).
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(send_deadline_s * 1000))
     try:
         sock.bind((host, port))
@@ -222,19 +223,20 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_small_reads = 0  # number of small reads of the header that is arriving
         self._phase = _Phase.HEADER
         self._num_phases = 0  # number of phases entered so far
-        self._watched_phase = -1  # value of `_num_phases` when `_watch` last set the timer
+        self._watched_phase = -1  # `_num_phases` in the phase for which the timer was set
         self._timer: asyncio.TimerHandle | None = None
-        # bytes of the header that is arriving, or of the chunk extensions and trailer fields of a
-        # body; limited by `header_bytes_max`
+        # In the phase `header`: bytes of the header so far, at most `header_bytes_max`. In the
+        # phase `body`: bytes of chunk extensions and trailer fields so far, with the same limit.
         self._header_bytes = 0
         self._is_refused = False
         self._lingers = False
-        # uvicorn's object for the request that is being answered. Later requests of the connection
-        # wait.
+        # uvicorn's object for the request that is being answered; later requests of the same
+        # connection wait
         self._answered: RequestResponseCycle | None = None
-        # status, code and message of the error response, set by a parser callback that failed
+        # (status, code, message) of the error response, set by a parser callback that refuses the
+        # request
         self._refusal: tuple[int, str, str] | None = None
-        # True: the header that is arriving has the field `Upgrade`, at which the parser stops
+        # True: the header that is arriving has the field `Upgrade`, so `_parse` must parse it again
         self._has_upgrade = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -247,8 +249,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_timer(None)
-        # uvicorn does not cancel its keep-alive timer when the client resets the connection. The
-        # timer would keep the connection and its last request in memory until it fires.
+        # If the client resets the connection, uvicorn does not cancel its keep-alive timer. Until
+        # the timer fires, this object and the last request would stay in memory.
         self._unset_keepalive_if_required()
         self._others.leave(self)
         self._others.num_lingering -= self._lingers
@@ -362,9 +364,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._has_upgrade = True
             return
         super().on_headers_complete()
-        # uvicorn stops reading after a pipelined request, which is one that arrives before the last
-        # one is answered. uvicorn would then not notice a disconnect, so reading continues here. At
-        # most _PIPELINED_MAX requests wait, and uvicorn pauses reading while too much of a body is
+        # If a request arrives while an earlier one is being answered (pipelining), uvicorn stops
+        # reading, and would not notice a disconnect. So reading continues here. Memory stays
+        # limited: at most _PIPELINED_MAX requests wait, and uvicorn pauses while much of a body is
         # unread.
         self.flow.resume_reading()
         self._header_bytes = self._num_small_reads = 0
@@ -375,7 +377,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
-        # From here on, the chunk extensions and trailer fields of the body are counted.
+        # From now on, `_header_bytes` counts chunk extensions and trailer fields of the body.
         self._header_bytes = 0
         super().on_body(body)
 
@@ -383,8 +385,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._has_upgrade:
             return
         super().on_message_complete()
-        # The parser obeys `Connection: close` also in a trailer field after the body, and uvicorn
-        # does not.
+        # A client may send `Connection: close` in a trailer field after the body. The parser knows
+        # this field then, but uvicorn does not.
         if not self.parser.should_keep_alive():
             self.cycle.keep_alive = False
             if self.cycle.response_complete:
@@ -428,9 +430,8 @@ class BoundedProtocol(HttpToolsProtocol):
             message = f"the header was not complete within {late_s:g} s"
             self._refuse(408, "header_too_late", message)
         elif self._phase is _Phase.BODY and not self.cycle.response_complete:
-            # The route that reads the body has the same deadline and sends the 408. The timer
-            # starts again: if the connection is still open after another `body_deadline_s`, it is
-            # closed.
+            # The route that reads the body has the same deadline and sends the 408. If the
+            # connection is still open after another `body_deadline_s`, it is closed.
             self._set_timer(self._limits.body_deadline_s)
         else:
             self.transport.close()
@@ -488,7 +489,7 @@ def _affordable_connections(num_wanted: int) -> int:
     HTTP connections for which the limit suffices, at most `num_wanted`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     infinite = resource.RLIM_INFINITY
-    # times 2, because gRPC may have as many connections as HTTP
+    # gRPC may have as many connections as HTTP, so twice the number is needed.
     needed = 2 * num_wanted + _OTHER_FILES
     if soft != infinite and soft < needed:
         soft = needed if hard == infinite else min(needed, hard)

@@ -2,9 +2,9 @@
 
 A connection has `header_deadline_s` for the handshake. After the handshake, the HTTP protocol takes
 over the connection. The connection is closed if the handshake is late or fails (for example because
-the client speaks plain HTTP), or if there are too many connections. It counts in the connection
-limits from the moment it is accepted. If the certificate's file changes, later handshakes use the
-new certificate.
+the client speaks plain HTTP), or if there are too many connections. The connection counts in the
+connection limits from the moment it is accepted. If the certificate's file changes, later
+handshakes use the new certificate.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from tandem.net.rpc.certificates import CertificateFiles
 
 log = logging.getLogger(__name__)
 
-_SHUTDOWN_S = 5.0  # seconds that the client has to close TLS properly, before the connection is cut
+_SHUTDOWN_S = 5.0  # seconds for the end of TLS; a client that does not answer by then is cut
 
 
 class TlsHandshake(asyncio.Protocol):

@@ -28,10 +28,11 @@ async def generate_choices(
     trace: Mapping[str, str],
     num_before: int = 0,
 ) -> AsyncGenerator[ChoiceDelta, None]:
-    """Yields the deltas of all choices as they arrive. `requests` has one entry for each prompt. If
-    they are not the first prompts of the client's body, `num_before` is the number of prompts
-    before them, so that errors name the right prompt. All prompts are validated before the first is
-    placed on a worker."""
+    """Yields the deltas of all choices as they arrive. `requests` has one entry for each prompt.
+
+    `num_before` is used by callers that split the prompts of a body into several calls: it is the
+    number of prompts in earlier calls, so that errors name the right prompt.
+    """
     together = generator.together(len(requests))
     prompts = [generator.generate(r, trace, together) for r in requests]
     if num_before + len(prompts) > 1:

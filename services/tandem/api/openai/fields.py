@@ -25,7 +25,7 @@ IGNORED = frozenset((*_HINTS, "user", "metadata", "store", "safety_identifier"))
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),  # has an effect in completions only
     "priority": (0,),
-    # has an effect in chats only; in completions, `logprobs` is the number of tokens
+    # has an effect in chats only; completions use `logprobs` for the number of likely tokens
     "top_logprobs": (0,),
     "continue_final_message": (False,),
     **dict.fromkeys(("add_generation_prompt", "spaces_between_special_tokens"), (True,)),
@@ -59,7 +59,8 @@ class UnusedFields:
 
 CHAT_FIELDS = UnusedFields(IGNORED, _NEUTRAL)
 
-# Limits of the header `warning`: number of field names, and number of characters of each name.
+# The header `warning` has at most _WARNED_MAX field names, each cut to
+# _WARNED_CHARACTERS_MAX characters.
 _WARNED_MAX = 8
 _WARNED_CHARACTERS_MAX = 40
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9_.-]")

@@ -2,8 +2,8 @@
 tokens in vLLM's format.
 
 In a completion, `text_offset` has the position of each token in the choice's text: the number of
-characters in the texts of all earlier tokens. If a character is split between two tokens, it is
-counted twice, and later positions are too large.
+characters in the texts of all earlier tokens. A character that is split between two
+tokens is counted twice, so later positions are too large.
 """
 
 from typing import Any

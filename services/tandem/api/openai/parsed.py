@@ -10,14 +10,14 @@ class ParsedRequest:
     """The requests of one body, one for each prompt, and the options of the reply."""
 
     request_id: str
-    # at least one request; either all are completions or all are chats
+    # one request for each prompt, at least one; all of the same kind (completion or chat)
     requests: tuple[ClientRequest, ...]
     stream: bool
     include_usage: bool
-    continuous_usage: bool  # True: each chunk of a stream has the usage up to this chunk
+    continuous_usage: bool  # True: each chunk of a stream has the usage so far
     return_token_ids: bool
-    # number of most likely tokens to show for each prompt token, as the client sent it. If the
-    # prompt is echoed, workers may report more, as the client's `logprobs` requires.
+    # `prompt_logprobs` of the body: how many of the most likely tokens the reply shows for each
+    # prompt token; None: the reply has no such list
     prompt_logprobs: int | None
     tokens_as_ids: bool
 

@@ -41,9 +41,9 @@ class Replies:
     model: str
     tokenizer: Tokenizer | None = None  # needed only if the client asks for log probabilities
     created: int = field(default_factory=lambda: int(time.time()))
-    # indices of the choices for which a chunk was built
+    # indices of the choices whose first chunk was built
     _begun: set[int] = field(default_factory=set)
-    # usages of the prompts whose choices have all ended
+    # one usage for each prompt that is complete, that is, all choices of the prompt have ended
     _ended: list[Usage] = field(default_factory=list)
     # choice index -> formatter of the choice's log probabilities
     _logprobs: dict[int, ChoiceLogprobs] = field(default_factory=dict)

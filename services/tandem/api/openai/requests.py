@@ -37,7 +37,7 @@ from tandem.router.request.retention import asked_retention
 # Default of `max_tokens` for completions, as in OpenAI's API and vLLM. Without `max_tokens`, a chat
 # may fill the model's context.
 COMPLETION_MAX_TOKENS = 16
-# These fields of a body also exist in SamplingParams, but with another type or meaning.
+# fields of a body that SamplingParams has, too, but with another type or meaning
 _OTHERS = {"logprobs", "structured_outputs"}
 _SAMPLING = {*SamplingParams.__struct_fields__} - _OTHERS
 _ROLE_ALIASES = {"developer": "system"}
@@ -93,8 +93,9 @@ def _refuse_content(value: object) -> None:
         raise PydanticCustomError("unsupported", "it is not supported; leave it out or send null")
 
 
-# Type of a message's field that Tandem does not support. The field may be null or empty, because
-# OpenAI's answers have such fields, and clients send answers back as part of the conversation.
+# Type of a message's field that Tandem does not support, such as `audio`. A null or empty value is
+# accepted, because OpenAI's answers contain these fields, and clients send answers back as part of
+# the conversation.
 _Unsupported = Annotated[None, BeforeValidator(_refuse_content)]
 
 
@@ -222,8 +223,8 @@ class _Body(StructuredFields, BudgetField, RetentionFields):
         return SamplingParams(**{**same, **measured, "logit_bias": _by_token_id(self.logit_bias)})
 
     def num_made(self) -> int | None:
-        """Returns the number of completions to generate, if the best `n` of them are returned.
-        Returns None if `n` completions are generated and all are returned."""
+        """Returns how many completions are generated, of which the reply has the best `n`. Returns
+        None if `n` completions are generated and the reply has all of them."""
         return None
 
     def num_logprobs(self) -> int | None:
@@ -257,7 +258,7 @@ def prompt_kind(prompt: object) -> str | None:
 
 
 # A prompt is a text, a list of token ids, or a list of prompts. `prompt_kind` tells pydantic which
-# one the client sent. Without it, an error would list the problems with all three types.
+# of the three the client sent. Otherwise an error would list problems with all three types.
 TextPrompt = Annotated[str, Tag("str")]
 TokenIdsPrompt = Annotated[list[int], Tag("list[int]")]
 OnePrompt = Annotated[TextPrompt | TokenIdsPrompt, Discriminator(prompt_kind)]
@@ -276,8 +277,8 @@ class CompletionBody(_Body):
     best_of: int | None = Field(None, description=ALLOWED["best_of"])
 
     def num_made(self) -> int | None:
-        """Returns `best_of`. A stream cannot return the best of more than `n` completions, because
-        these are known only at the end. Raises BadRequest in this case."""
+        """Returns `best_of`. Raises BadRequest for a stream with `best_of` > `n`, because the best
+        completions are known only after all have ended."""
         if self.stream and self.best_of not in (None, self.n):
             raise refusal("best_of", self.best_of)
         return self.best_of
@@ -432,12 +433,12 @@ def _as_bad_request(error: ValidationError, allowed: Mapping[str, str]) -> BadRe
     name = str(place[0])
     is_missing = first["type"] == "missing" and len(place) == 1
     verb = "is missing; it" if is_missing else "is not valid; it"
-    # For a field of several types, pydantic adds the name of a type such as `str` to the location
-    # of the error. The name says nothing to a client and is left out.
+    # If a field may have several types, pydantic's location of the error also has the name of a
+    # type, such as prompt.str. The name of the type is left out.
     inside = [str(part) for part in place[1:7] if part not in _ALTERNATIVES]
     where = ".".join([name, *inside])
-    # The message of a validator of Tandem is shown. A message of pydantic is not shown, because
-    # `allowed` says more.
+    # Messages of Tandem's own validators are shown. Messages of pydantic are replaced by the text
+    # in `allowed`, which says more.
     is_ours = first["type"] == "unsupported"
     detail = f" ({where}: {first['msg']})" if inside or is_ours else ""
     return BadRequest(f"{name} {verb} must be {allowed[name]}{detail}", param=name)

@@ -22,11 +22,11 @@ class Strict(BaseModel):
 
     supported: ClassVar[frozenset[str]]
     unused: ClassVar[UnusedFields] = CHAT_FIELDS
-    # field name -> allowed values in words, for error messages; only fields that other bodies do
-    # not have
+    # field name -> text about the allowed values, for error messages. Texts about fields that
+    # several bodies share are in `_ALLOWED` of requests.py.
     allowed: ClassVar[Mapping[str, str]] = {}
-    # field name -> class of the nested object in this field; unknown fields of the object are
-    # dropped, too
+    # field name -> class of the object in this field. Unknown fields are dropped from this object,
+    # too.
     parts: ClassVar[Mapping[str, type["Strict"]]] = {}
 
     @classmethod
@@ -37,7 +37,7 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
-    # vLLM's addition, which has an effect only if `include_usage` is true
+    # an addition of vLLM; has no effect unless `include_usage` is true
     continuous_usage_stats: bool = False
 
 

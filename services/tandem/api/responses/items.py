@@ -119,7 +119,8 @@ Items = Annotated[list[Item], BeforeValidator(_as_items)]
 def to_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
     """Converts input items to the messages of a chat with the same content."""
     messages: list[dict[str, Any]] = []
-    # the last chat message if it is the assistant's; None if not. The next item may be added to it.
+    # the assistant's message to which the next item may be added; None: the last chat message is
+    # not from the assistant
     turn: dict[str, Any] | None = None
 
     def assistant(*taken: str) -> dict[str, Any]:

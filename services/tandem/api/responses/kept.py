@@ -4,10 +4,10 @@
 is kept until a client deletes it, until it is evicted, or until the router ends.
 
 Responses are kept in memory, separately in each router replica. A tenant cannot see the responses
-of another tenant. If there are too many responses, the router evicts the oldest response of the
-tenant that has the most responses. If they have too many bytes, it evicts the oldest response of
-the tenant that has the most bytes. So a tenant with many responses cannot evict those of a tenant
-with few.
+of another tenant. If the number of responses is too large, the router evicts the oldest response
+of the tenant that has the most responses. If the total size is too large, the router evicts the
+oldest response of the tenant that has the most bytes. So the responses of a tenant with few
+responses stay.
 """
 
 from collections import OrderedDict
@@ -19,10 +19,11 @@ import msgspec
 
 from tandem.errors import PreviousResponseNotFound, ResponseNotFound
 
-# expected mean size of a response. All responses together may have `num_max` times this size.
+# All kept responses together may have `num_max` times this many bytes. A single response may be
+# larger.
 _BYTES_EACH = 64 << 10
-# The limit for all responses together is at least this size, so that the largest possible response
-# fits.
+# The limit for all kept responses together is at least this many bytes, so that the largest
+# possible response fits even if `num_max` is 1.
 _BYTES_MIN = 32 << 20
 
 

@@ -21,7 +21,7 @@ class OutputItems:
         self.has_begun = False
         self._request_id = request_id
         self._logprobs = logprobs
-        # log probabilities of tokens whose text has not arrived yet
+        # log probabilities of tokens whose text is still held back, such as half of a character
         self._measured: list[dict[str, Any]] = []
         self._item: dict[str, Any] | None = None  # the open item, if there is one
         self._text = ""  # text of the open item; for a function call, the arguments
@@ -32,8 +32,8 @@ class OutputItems:
         self.has_begun = True
         if self._logprobs is not None:
             measured = self._logprobs.chat(delta)["content"]
-            # A generation that did not end at the length limit has ended with a stop token, which
-            # has no text. The log probability of this last token is left out.
+            # If the generation did not end at the length limit, its last token is a stop token.
+            # This token has no text, so its log probability is left out.
             ends = delta.finish_reason not in ("", "length")
             self._measured += measured[:-1] if ends else measured
         if delta.reasoning:

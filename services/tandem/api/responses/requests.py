@@ -34,7 +34,7 @@ NAMES = {
 _LOGPROBS = "message.output_text.logprobs"
 _SAMPLING = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "parallel_tool_calls")
 _CACHE = ("prompt_cache_key", "prompt_cache_retention", "kv_priority")
-# fields of the request that the response repeats unchanged
+# request fields that are copied unchanged into the response
 _TOLD = (
     *("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls"),
     *("top_logprobs", "truncation", "metadata", "safety_identifier", "prompt_cache_key", "user"),

@@ -8,11 +8,11 @@ If a request has the header `x-tandem-timing: 1`, the reply has the duration of 
 format of the header `Server-Timing` (W3C), which browsers and proxies understand:
 
   reply      place of the durations                    stages                 prompt
-  complete   header `Server-Timing`                    all                    ended last
-  stream     header `Server-Timing`                    up to the first token  had the first token
-  stream     comment at the end, ignored by clients    all                    ended last
+  complete   header `Server-Timing`                    all                    that ended last
+  stream     header `Server-Timing`                    up to the first token  with the first token
+  stream     comment at the end, ignored by clients    all                    that ended last
 
-The last column says which prompt is meant if the body has several prompts.
+If the body has several prompts, the durations are those of one prompt, named in the last column.
 """
 
 import time
@@ -47,7 +47,7 @@ from tandem.router.request.generator import Generator
 from tandem.router.request.request import ClientRequest
 from tandem.router.request.retention import is_of_session
 
-# class of a body, or a function that looks at a body and returns the class
+# the class of a body, or a function that selects the class by the content of the body
 BodyKind = type[Strict] | Callable[[dict[str, Any]], type[Strict]]
 _TRACE_HEADERS = ("traceparent", "tracestate")
 

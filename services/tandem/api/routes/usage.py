@@ -1,5 +1,8 @@
-"""The route `/v1/usage`. A call with a user's key gets the usage of the key's tenant. A call with
-an operator's key gets the usage of all tenants."""
+"""The route `/v1/usage` of the public and the admin listener.
+
+A call with a user's key gets the usage of the key's tenant. A call with an operator's key gets the
+usage of all tenants.
+"""
 
 import time
 from dataclasses import asdict

@@ -16,11 +16,13 @@ So a man in the middle learns no secret.
 
 import msgspec
 
+from tandem.net.security.keys import KeyRecord
+
 TOKEN_BYTES_MIN = 16
 
 
 class JoinRequest(msgspec.Struct, frozen=True):
-    version: str  # version of Tandem; all hosts must run the same
+    version: str  # version of Tandem, which must be the same on all hosts
     address: str  # address of the joining machine
 
 
@@ -32,10 +34,13 @@ class JoinReply(msgspec.Struct, frozen=True):
     options: list[str]
     cluster_token: str
     ray_token: str
-    # URL of Redis for each kind of process; `{tls}` stands for the joiner's tls folder.
+    # kind of process (such as router) -> URL of Redis. The joining machine replaces `{tls}` in a
+    # URL by its folder of TLS files.
     redis_urls: dict[str, str]
     authority: str  # certificate of the authority, PEM
     authority_key: str  # key of the authority, PEM
-    may_lead: bool  # True if a joined host may become Ray's head
-    # address of the machine of `tandem up`; a joiner replaces it in `options`
+    may_lead: bool  # True: a joined host may become Ray's head. False: only the first host may.
+    # address of the machine that ran `tandem up`. A joining machine replaces this address in
+    # `options` by its own address.
     first_address: str = ""
+    api_key: KeyRecord | None = None  # record of the key of `--api-key-file`

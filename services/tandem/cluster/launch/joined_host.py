@@ -22,6 +22,7 @@ from rich.markup import escape
 
 from tandem.cluster.joining.call import request_join
 from tandem.cluster.joining.protocol import JoinReply
+from tandem.cluster.launch.api_key import with_api_key
 from tandem.cluster.launch.certificates import Authority, write_certificates
 from tandem.cluster.launch.checked_model import fetch_model
 from tandem.cluster.launch.leave import Leaving
@@ -124,6 +125,8 @@ class _JoinedHost:
             sent, first=reply.first_address, address=address, labels=options.labels
         )
         self._run = Run(reply.cluster_id, reply.cluster_token)
+        if reply.api_key is not None:
+            self._options = with_api_key(self._options, reply.api_key, self._run.folder)
         authority = Authority.with_key(
             reply.cluster_id, reply.authority.encode(), reply.authority_key.encode()
         )

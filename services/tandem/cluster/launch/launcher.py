@@ -28,6 +28,7 @@ from typing import Self
 from rich.markup import escape
 
 from tandem.cluster.gpus import count_gpus, with_gpu
+from tandem.cluster.launch.api_key import take_api_key, with_api_key
 from tandem.cluster.launch.certificates import Authority, write_certificates
 from tandem.cluster.launch.checked_model import fetch_model, find_local_model
 from tandem.cluster.launch.listening import Listening, read_join_token, redis_socket
@@ -58,6 +59,7 @@ from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
 from tandem.models.memory import read_memory, why_too_much, worker_need
+from tandem.net.security.keys import KeyRecord
 from tandem.net.store.client import wait_until_answers
 from tandem.net.store.control_state import Head
 
@@ -83,7 +85,7 @@ def up(options: LaunchOptions) -> int:
             screen.done(f"model {model.name}", time.monotonic() - began)
         _check_memory(options, model)
         check_gpus(options, count_gpus(os.environ))
-        with _Launch(options, screen, model) as launch:
+        with _Launch(options, screen, model, take_api_key(options)) as launch:
             try:
                 launch.start()
                 launch.watch()
@@ -96,14 +98,23 @@ class _Launch:
     """Starts, watches and stops one cluster."""
 
     def __init__(
-        self, options: LaunchOptions, screen: LaunchScreen, model: ModelFolder | None
+        self,
+        options: LaunchOptions,
+        screen: LaunchScreen,
+        model: ModelFolder | None,
+        api_key: KeyRecord | None,
     ) -> None:
-        """Prepares a cluster. `model` is None if it may have to be downloaded."""
-        self._options = options
+        """Prepares a cluster. `model` is None if it may have to be downloaded, and `api_key` if
+        requests need none."""
         self._screen = screen
         self._model = model
+        self._started_at = time.time()
         self._token = secrets.token_urlsafe(32)
         self._run = Run(f"local-{secrets.token_hex(6)}", self._token)
+        if api_key is not None:
+            options = with_api_key(options, api_key, self._run.folder)
+        self._options = options
+        self._api_key = api_key
         authority = Authority(self._run.cluster_id)
         if not options.no_cluster_tls:
             write_certificates(self._run.folder, self._run.cluster_id, authority)
@@ -126,7 +137,7 @@ class _Launch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stops all processes in order, within 5 s."""
+        """Stops Ray's head, then the other processes, and Redis last, within 5 s in total."""
         with Waiting(ProgressRow("processes", "end")):
             if self._listening is not None:
                 self._listening.close()
@@ -143,9 +154,11 @@ class _Launch:
         with self._screen.bars():
             model, readiness = self._start_all()
         command_to_join = self._open_join_port() if self._listening else ""
-        self._run.logs.announce(Addresses(self._options.http_url, self._options.admin_url))
+        urls = (self._options.http_url, self._options.admin_url)
+        self._run.logs.announce(Addresses(*urls, pid=os.getpid(), started_at=self._started_at))
         logs = str(self._run.logs.folder)
-        self._screen.show_ready(model.name, readiness.members, logs, command_to_join)
+        name = self._options.served_model_name or model.name
+        self._screen.show_ready(name, readiness.members, logs, command_to_join)
 
     def _start_all(self) -> tuple[ModelFolder, Readiness]:
         began = time.monotonic()
@@ -295,7 +308,9 @@ class _Launch:
         path = self._options.join_token_file
         token = read_join_token(path) if path else secrets.token_urlsafe(32)
         urls = self._listening.redis_urls(self._redis)
-        reply = self._listening.reply(options_for_others(self._options), urls, self._token)
+        reply = self._listening.reply(
+            options_for_others(self._options), urls, self._token, self._api_key
+        )
         return self._listening.open(
             reply, token, lambda address: self._screen.say(f"{escape(printable(address))} joins")
         )

@@ -28,6 +28,7 @@ from tandem.cluster.ray.ray_host import RayHost
 from tandem.common.config.cluster import REDIS_URL_VARIABLE
 from tandem.common.config.tls import KINDS, Kind
 from tandem.errors import ConfigError
+from tandem.net.security.keys import KeyRecord
 
 _REDIS_PORT = 8  # offset of Redis's port from the first port of the cluster
 _SOCKET = "redis.socket"
@@ -86,7 +87,11 @@ class Listening:
         )
 
     def reply(
-        self, options: list[str], redis_urls: dict[str, str], cluster_token: str
+        self,
+        options: list[str],
+        redis_urls: dict[str, str],
+        cluster_token: str,
+        api_key: KeyRecord | None,
     ) -> JoinReply:
         return JoinReply(
             cluster_id=self._run.cluster_id,
@@ -98,6 +103,7 @@ class Listening:
             authority_key=self._authority.key_pem.decode(),
             may_lead=bool(self._options.redis_url),
             first_address=self._options.listen,
+            api_key=api_key,
         )
 
     def redis_urls(self, redis: EmbeddedRedis | None) -> dict[str, str]:

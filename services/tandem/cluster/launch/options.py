@@ -3,9 +3,10 @@
 import ipaddress
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from cyclopts import Group, Parameter
 
@@ -15,9 +16,9 @@ from tandem.cluster.pools import ClusterSpec, PoolCommand
 from tandem.common.config.admin import AdminOptions
 from tandem.common.config.answers import AnswerConfig
 from tandem.common.config.autoscale import AutoscaleConfig, AutoscaleMode
-from tandem.common.config.cluster import Pool
+from tandem.common.config.cluster import API_KEY_VARIABLE, Pool
 from tandem.common.config.engine import EngineOptions
-from tandem.common.config.groups import ModelName, ModelRevision
+from tandem.common.config.groups import MEASUREMENT, ModelName, ModelRevision, ServedModelName
 from tandem.common.config.router import AdmissionOptions
 from tandem.common.config.tls import Kind, PublicTls
 from tandem.common.config.transfer import TransferConfig
@@ -47,8 +48,24 @@ _PublicPort = Annotated[int, Bounds(least=1, most=65535)]
 class LaunchOptions(Options):
     """`tandem up` starts a whole cluster on this machine; Ctrl-C stops all of it."""
 
+    USAGE: ClassVar[str] = "Usage: tandem up [MODEL] [OPTIONS]"
+    SHORT_HELP: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "Model": ("--model", "--served-model-name", "--lora", "--max-model-len"),
+        "Workers": ("--prefill", "--decode", "--autoscale", "--device", "--threads", "--listen"),
+        "Speed and memory": (
+            "--dtype",
+            "--kv-memory",
+            "--kv-dtype",
+            "--kv-host-memory",
+            "--max-num-seqs",
+        ),
+        "Access": ("--host", "--port", "--admin-port", "--api-key-file"),
+        "Options": ("--config",),
+    }
+
     model: Annotated[ModelName, Parameter(group=_CLUSTER)] = "smollm2"
     model_revision: Annotated[ModelRevision, Parameter(group=_CLUSTER)] = ""
+    served_model_name: Annotated[ServedModelName, Parameter(group=_CLUSTER)] = ""
     num_prefill: Annotated[PoolSize, Parameter(name="--prefill")] = 1
     """Number of prefill workers; :LABEL=VALUE,... lets them run only on hosts with these labels."""
     num_decode: Annotated[PoolSize, Parameter(name="--decode")] = 1
@@ -65,6 +82,8 @@ class LaunchOptions(Options):
     """Port of the gRPC API, which a process of its own serves."""
     no_grpc: Switch = False
     """Start no gRPC API."""
+    api_key_file: Text = ""
+    """File with a key that every request needs. Default: the key in TANDEM_API_KEY."""
     redis_url: Annotated[Text, Parameter(name="--redis")] = ""
     """URL of a Redis to use. Default: one of its own."""
     listen: Annotated[Text, Parameter(metavar="IP")] = ""
@@ -75,7 +94,7 @@ class LaunchOptions(Options):
     """File with the secret of machines that join. Default: a new one."""
     labels: Labels = ()
     """What this machine has, such as gpu=H100: pools can ask for it."""
-    no_cluster_tls: Switch = False
+    no_cluster_tls: Annotated[Switch, Parameter(group=MEASUREMENT)] = False
     """Calls between routers and workers go in clear text, to measure what encryption costs."""
     parent_pid: Annotated[PositiveOrNone, Parameter(name="--die-with-parent", metavar="PID")] = None
     """Process whose end stops the cluster, too. 0: none."""
@@ -104,13 +123,16 @@ class LaunchOptions(Options):
             raise ConfigError("a pool has labels, which choose among machines: --listen is needed")
         if self.listen and self.no_cluster_tls:
             raise ConfigError("--no-cluster-tls and --listen: calls between machines are encrypted")
+        if self.api_key_file and self.admission.keys_file:
+            raise ConfigError("--api-key-file and --keys-file cannot be given together")
         # A new Redis has no API keys. An existing one may have some, which is not checked here.
-        has_keys = self.admission.keys_file or self.redis_url
+        has_keys = self.api_key_file or self.admission.keys_file or self.redis_url
+        has_keys = has_keys or os.environ.get(API_KEY_VARIABLE)
         outer = [host for host in (self.host, self.admin.host) if not is_loopback(host)]
         if outer and not (has_keys or self.admission.allow_anonymous):
             raise ConfigError(
                 f"anyone who reaches {outer[0]} could use the cluster, which has no API keys; "
-                "name --keys-file, or say --allow-anonymous"
+                "set --api-key-file or TANDEM_API_KEY, or say --allow-anonymous"
             )
         # Building the autoscaler's settings raises ConfigError if they are invalid.
         assert self.autoscaler is not None
@@ -271,6 +293,8 @@ def _router(
     options: LaunchOptions, model: Path, run_folder: Path, *, api: Literal["http", "grpc"]
 ) -> PoolCommand:
     command = [sys.executable, "-m", "tandem.router", "--model", str(model)]
+    if options.served_model_name:
+        command += ["--served-model-name", options.served_model_name]
     command += ["--router-id", "{id}", "--host", options.host, "--api", api]
     command += ["--http-port", "{http_port}"]
     command += ["--grpc-port", "{grpc_port}"] if api == "grpc" else []

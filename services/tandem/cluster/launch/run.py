@@ -16,6 +16,7 @@ from pathlib import Path
 from tandem.cluster.logs.run_logs import RunLogs
 from tandem.cluster.processes import guardian, process
 from tandem.common.config.cluster import CLUSTER_ID_VARIABLE, TOKEN_VARIABLE
+from tandem.errors import ConfigError
 from tandem.net.socket_folder import is_short, make_socket_folder
 
 _DRAIN_S = 2.5  # time for routers and workers to drain at the end; the whole shutdown may take 5 s
@@ -28,7 +29,13 @@ class Run:
         """Creates the folder and starts the guardian. `more` has environment variables for all
         processes."""
         self.cluster_id = cluster_id
-        self.folder = Path(tempfile.mkdtemp(prefix="tandem-"))
+        try:
+            self.folder = Path(tempfile.mkdtemp(prefix="tandem-"))
+        except OSError as error:
+            raise ConfigError(
+                f"no folder for temporary files can be made ({error.strerror}); free some space, "
+                "or name a folder on another disk in the variable TMPDIR"
+            ) from error
         # All processes get this folder as TMPDIR and create sockets in it. The path of a socket
         # must be short. So if the path of the run folder is too long, this folder is elsewhere.
         self.tmp = self.folder / "tmp"

@@ -28,6 +28,7 @@ from tandem.net.observability.log_file import older
 log = logging.getLogger(__name__)
 
 RUNS_KEPT = 5
+DEFAULT_ADMIN_URL = "http://127.0.0.1:8002"  # of `tandem up` without options
 _ADDRESSES_FILE = "addresses.json"
 _POLL_S = 0.2
 _STATE = ".local/state"
@@ -44,6 +45,8 @@ class Addresses(msgspec.Struct, frozen=True):
 
     http: str
     admin: str
+    pid: int = 0  # process of `tandem up`
+    started_at: float = 0.0  # seconds since the epoch
 
 
 class RunLogs:
@@ -61,7 +64,12 @@ class RunLogs:
             self._lock = _locked(kept)
             self.folder.symlink_to(kept)
         except OSError as error:
-            log.warning("logs go with this run, for they cannot be kept: %s", error)
+            log.warning(
+                "the logs of this run are deleted when it ends, because the folder %s cannot be "
+                "written (%s); name another folder in the variable XDG_STATE_HOME",
+                kept.parent,
+                error.strerror,
+            )
             return
         self.folder = kept
         _drop_old(kept.parent)
@@ -79,16 +87,18 @@ class RunLogs:
 
 
 def running() -> list[Addresses]:
-    """Returns the addresses of the clusters that this user runs on this machine."""
-    found = []
-    for run in sorted(_folders(runs_folder())):
-        # A run that is still starting has no such file. Its folder is not touched, because trying
-        # the lock could prevent the run from taking it.
-        with suppress(OSError, msgspec.DecodeError):
-            addresses = msgspec.json.decode((run / _ADDRESSES_FILE).read_bytes(), type=Addresses)
-            if _is_active(run):
-                found.append(addresses)
-    return found
+    """Returns the addresses of the clusters that this user runs on this machine, the oldest
+    first."""
+    # A run that is still starting has no addresses. Its folder is not touched, because trying the
+    # lock could prevent the run from taking it.
+    runs = ((run, _addresses(run)) for run in reversed(_runs()))
+    return [addresses for run, addresses in runs if addresses and _is_active(run)]
+
+
+def _addresses(run: Path) -> Addresses | None:
+    with suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode((run / _ADDRESSES_FILE).read_bytes(), type=Addresses)
+    return None
 
 
 def _is_active(run: Path) -> bool:
@@ -109,17 +119,29 @@ def find_address(kind: Literal["http", "admin"], default: str) -> str:
     return found[0] if found else default
 
 
-def find_log(process_id: str) -> Path:
-    """Finds the log of a worker or router in the newest run that has one. Raises OperateError."""
-    runs = sorted((r for r in _folders(runs_folder())), reverse=True)
-    for run in runs:
-        if (found := run / f"{Path(process_id).name}.log").is_file():
-            return found
-    names = ", ".join(sorted({f.stem for run in runs[:1] for f in run.glob("*.log")})) or "none"
-    raise OperateError(
-        f"no log of {process_id[:80]!r} is kept here; the newest run of `tandem up` has: {names}. "
-        "On Kubernetes a pod's log is `kubectl logs POD`"
-    )
+def find_run(*, cluster_id: str = "", admin_url: str = "") -> Path | None:
+    """Finds the newest run on this machine: of a cluster if its id is given, else at an admin
+    address if that is given, else of all. Returns None if there is none."""
+    for run in _runs():
+        addresses = _addresses(run)
+        if cluster_id:
+            is_meant = run.name.partition("-")[2] == cluster_id
+        else:
+            is_meant = not admin_url or (addresses is not None and addresses.admin == admin_url)
+        if is_meant:
+            return run
+    return None
+
+
+def log_names(run: Path | None) -> list[str]:
+    """Returns the names of the processes that have a log in the folder of a run."""
+    return sorted(file.stem for file in run.glob("*.log")) if run is not None else []
+
+
+def find_log(run: Path | None, process_id: str) -> Path | None:
+    """Finds the log of a worker or router in the folder of a run."""
+    path = run / f"{Path(process_id).name}.log" if run is not None else None
+    return path if path is not None and path.is_file() else None
 
 
 def lines(path: Path, is_over: Callable[[], bool]) -> Iterator[str]:
@@ -158,6 +180,11 @@ def show_log(path: Path, *, follow: bool) -> None:
 
 def _folders(runs: Path) -> list[Path]:
     return [run for run in runs.iterdir() if run.is_dir()] if runs.is_dir() else []
+
+
+def _runs() -> list[Path]:
+    """Returns the folders of all runs, the newest first."""
+    return sorted(_folders(runs_folder()), reverse=True)
 
 
 def _drop_old(runs: Path) -> None:

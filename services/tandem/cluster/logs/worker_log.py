@@ -1,7 +1,8 @@
 """`tandem logs` prints the log of one process.
 
 If the process runs on this machine, its log file is read. A router fetches the log of a process on
-another machine. If no router answers, the newest log of that name on this machine is printed.
+another machine. If no router answers, the file in the cluster's last run on this machine is
+printed. A log of another cluster is never printed.
 """
 
 import os
@@ -14,8 +15,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tandem.cluster.logs.run_logs import find_log, show_log
-from tandem.cluster.operate import call_router
+from rich.table import Table
+
+from tandem.cluster.logs.run_logs import (
+    DEFAULT_ADMIN_URL,
+    find_address,
+    find_log,
+    find_run,
+    log_names,
+    show_log,
+)
+from tandem.cluster.operate import call_router, console
 from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import OperateError
 
@@ -24,11 +34,14 @@ _POLL_S = 0.5
 
 
 def show_worker_log(url: str, process_id: str, *, follow: bool) -> None:
-    """Prints a log. With `follow`, waits for further text and prints it until an interrupt. Raises
+    """Prints a log. With `follow`, waits for further text and prints it until an interrupt. `url`
+    is the admin address of a router; empty: that of the cluster on this machine. Raises
     OperateError."""
+    place = url or find_address("admin", DEFAULT_ADMIN_URL)
     with Waiting(ProgressRow(process_id, "is looked up")):
-        state, why_unknown = _state(url)
-    local = _local(process_id)
+        state, why_unknown = _state(place)
+    run = _run(state, url, place)
+    local = find_log(run, process_id)
     worker = _worker(state, process_id)
     is_own_router = state.get("router", {}).get("id") == process_id
     if local is not None and (worker is None or _writes(worker, local)):
@@ -37,10 +50,36 @@ def show_worker_log(url: str, process_id: str, *, follow: bool) -> None:
         show_log(local, follow=follow)
     elif worker is None and not is_own_router:
         raise OperateError(
-            _where_log_is(state, process_id) or f"{_no_log(process_id)}; {why_unknown}"
+            _where_log_is(state, process_id) or f"{_no_log(run, process_id)}; {why_unknown}"
         )
     else:
-        _show_remote(url, process_id, local, follow=follow)
+        _show_remote(place, process_id, local, follow=follow)
+
+
+def show_names(url: str) -> None:
+    """Prints the names of the cluster's processes whose logs `show_worker_log` finds, and where
+    these logs are. Raises OperateError if there are none."""
+    place = url or find_address("admin", DEFAULT_ADMIN_URL)
+    state, why_unknown = _state(place)
+    where = dict.fromkeys(log_names(_run(state, url, place)), "this machine")
+    for worker in state.get("workers", ()):
+        where.setdefault(worker["worker_id"], worker["host"])
+    if not where:
+        raise OperateError(f"no log is kept here; {why_unknown}")
+    table = Table("log", "where", box=None, pad_edge=False)
+    for name in sorted(where):
+        table.add_row(name, where[name])
+    console().print(table)
+
+
+def _run(state: Mapping[str, Any], url: str, place: str) -> Path | None:
+    """Finds the folder of the cluster's run on this machine; None if it has none. If no router
+    answers at `place`, this is the last run with that admin address. If none had that address and
+    no URL was given, this is the last run, for example one that ended before it was ready."""
+    if cluster_id := state.get("cluster_id"):
+        return find_run(cluster_id=cluster_id)
+    found = find_run(admin_url=place.rstrip("/"))
+    return found if found is not None or url else find_run()
 
 
 def _show_remote(url: str, process_id: str, local: Path | None, *, follow: bool) -> None:
@@ -53,7 +92,7 @@ def _show_remote(url: str, process_id: str, local: Path | None, *, follow: bool)
     except OperateError as error:
         if local is None:
             raise
-        _note(f"{error.message}; this is the newest log of that name here")
+        _note(f"{error.message}; this is the last log of that name here")
         show_log(local, follow=follow)
         return
     with suppress(KeyboardInterrupt, BrokenPipeError):
@@ -76,18 +115,12 @@ def _state(url: str) -> tuple[Mapping[str, Any], str]:
     return {}, f"what answers at {url} is no router"
 
 
-def _local(process_id: str) -> Path | None:
-    with suppress(OperateError):
-        return find_log(process_id)
-    return None
-
-
-def _no_log(process_id: str) -> str:
-    try:
-        find_log(process_id)
-    except OperateError as error:
-        return error.message
-    return f"the log of {process_id} has just gone"
+def _no_log(run: Path | None, process_id: str) -> str:
+    names = ", ".join(log_names(run)) or "none"
+    return (
+        f"no log of {process_id[:80]!r} is kept here; the cluster has these logs here: {names}. "
+        "On Kubernetes a pod's log is `kubectl logs POD`"
+    )
 
 
 def _worker(state: Mapping[str, Any], worker_id: str) -> Mapping[str, Any] | None:

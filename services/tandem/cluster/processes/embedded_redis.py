@@ -25,8 +25,8 @@ from tandem.errors import ConfigError
 from tandem.net.store.client import wait_until_answers
 from tandem.net.store.roles import rules
 
-# Linux gives ports from 32768 on to clients. The server's port is below, so no client takes it
-# while the server is down, and a restart finds it free.
+# Linux uses the ports from 32768 on for outgoing connections. The server gets a lower port, which
+# no outgoing connection can use while the server restarts.
 _PORTS = range(20_000, 32_768)
 _START_ATTEMPTS = 5
 _LOG_TAIL_BYTES = 2000
@@ -44,8 +44,8 @@ class EmbeddedRedis:
         cluster_id: str = "",
         unix_socket: Path | None = None,
     ) -> None:
-        """Prepares a server. It logs to `folder`, which is kept, or to a temporary folder, which
-        `stop` removes. With `unix_socket` the server also listens there.
+        """Prepares a server. The server logs to `folder`; by default, to a temporary folder that
+        `stop` removes. With `unix_socket` the server also listens on this socket.
 
         If `cluster_id` is given, the server has a Redis user for each kind of the cluster's
         processes (`url_of`).
@@ -77,12 +77,13 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """URL with the password. It must be passed in the environment, because other users can read
-        command lines."""
+        """URL with the password. The URL must be passed in the environment, because other users can
+        read command lines."""
         return f"redis://:{self._password}@{self._host}:{self.port}/0"
 
     def url_of(self, kind: Kind) -> str:
-        """URL with the user of this kind; with the default user if there is no cluster id."""
+        """URL for processes of this kind, with the kind's own Redis user. Without a cluster id, the
+        URL has the default user."""
         if not self._cluster_id:
             return self.url
         return f"redis://{self.user_of(kind)}@{self._host}:{self.port}/0"

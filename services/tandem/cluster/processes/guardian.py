@@ -19,7 +19,7 @@ import sys
 import time
 
 CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
-_TERM_S = 1.5  # time between SIGTERM and SIGKILL
+_TERM_S = 1.5  # seconds between SIGTERM and SIGKILL
 _KILL_S = 10.0
 _SCAN_INTERVAL_S = 0.05
 
@@ -44,8 +44,9 @@ def cluster_processes(cluster_id: str) -> dict[int, int]:
                     marked.add(pid)
         except (OSError, ValueError):  # the process has ended, or belongs to another user
             continue
-    # A session belongs to the cluster if its leader does or has ended. The leader of a shell's
-    # session is the shell, so the shell's other processes are not ended.
+    # All processes in the session of a cluster's process are ended, but only if the leader of the
+    # session is a process of the cluster or has ended. Otherwise the leader is the user's shell,
+    # and the session has other processes of the user.
     own = {s for s in map(sessions.__getitem__, marked) if s in marked or s not in sessions}
     own.discard(os.getsid(0))
     return {pid: s for pid, s in sessions.items() if pid in marked or s in own}

@@ -1,7 +1,7 @@
 """The lease by which one host of a cluster runs Ray's head, and the fencing number of that head.
 
   key                           value
-  {tandem:CLUSTER}:head         JSON of `Head`; expires unless the head's host renews it
+  {tandem:CLUSTER}:head         JSON of `Head`; expires after `LEASE_S` unless the head renews it
   {tandem:CLUSTER}:head-number  the highest fencing number so far
   {tandem:CLUSTER}:owned        JSON of `owned.Owned`, written by the newest controller
 
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 LEASE_S = 8.0
 RENEW_INTERVAL_S = 2.0
 
-# KEYS: head, head-number. ARGV: host, time to live in ms. Returns 0 if another host has the lease,
-# otherwise the new number.
+# Takes the lease. KEYS: head, head-number. ARGV: host, time to live in ms. Returns 0 if another
+# host has the lease, otherwise the new fencing number.
 _TAKE = """
 local held = redis.call('get', KEYS[1])
 if held and cjson.decode(held).host ~= ARGV[1] then return 0 end
@@ -36,8 +36,8 @@ redis.call('set', KEYS[1], head, 'PX', ARGV[2])
 return number
 """
 
-# KEYS: head, head-number. ARGV: number, JSON of the head, time to live in ms. Returns 0 if there is
-# a head with a higher number, otherwise 1.
+# Renews the lease. KEYS: head, head-number. ARGV: fencing number, JSON of the head, time to live in
+# ms. Returns 0 if there is a head with a higher number, otherwise 1.
 _RENEW = """
 local highest = tonumber(redis.call('get', KEYS[2]) or '0')
 if highest > tonumber(ARGV[1]) then return 0 end
@@ -46,8 +46,8 @@ redis.call('set', KEYS[1], ARGV[2], 'PX', ARGV[3])
 return 1
 """
 
-# KEYS: head-number, then the keys to set. ARGV: number, then a value for each key to set. Returns 0
-# if there is a head with a higher number, otherwise 1.
+# Sets keys. KEYS: head-number, then the keys to set. ARGV: fencing number, then a value for each
+# key to set. Returns 0 and sets nothing if there is a head with a higher number, otherwise 1.
 _SET = """
 local highest = tonumber(redis.call('get', KEYS[1]) or '0')
 if highest > tonumber(ARGV[1]) then return 0 end

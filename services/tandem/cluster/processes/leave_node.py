@@ -3,7 +3,7 @@
   python -m tandem.cluster.processes.leave_node DEADLINE_S
 
 The program creates the file `leaving` in the run folder and sends SIGTERM to each worker, which
-then drains. It exits when all workers have ended or the deadline has passed.
+then drains. The program exits when all workers have ended or the deadline has passed.
 
 The program uses neither Ray nor Redis, because the agents of the node may have ended. An agent that
 still runs and finds the file does not restart its worker, and reports to the controller that the

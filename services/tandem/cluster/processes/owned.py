@@ -34,14 +34,16 @@ class Owned(msgspec.Struct):
     wanted: dict[Pool, int]
     members: list[Member]
     number: int = 0  # fencing number of the head whose controller wrote this state
-    hosts: list[Host] = []  # hosts that were not lost; a new head expects them to rejoin
+    # hosts that were not lost when this was written; a new head waits for them
+    hosts: list[Host] = []
 
     def wants(self, agent_name: str) -> bool:
-        """Says whether this agent's process should run: its member exists and is not leaving."""
+        """Says whether the agent's process should run: the state has its member, and the member is
+        not draining, gone or lost."""
         return any(m.agent_name == agent_name and not m.leaves for m in self.members)
 
     def was_started(self, agent_name: str) -> bool:
-        """Says whether this agent's process was already started or adopted once."""
+        """Says whether the agent's process was started before, by this agent or an earlier one."""
         return any(m.agent_name == agent_name and m.state != "pending" for m in self.members)
 
     def write(self, run_folder: Path) -> None:

@@ -6,15 +6,16 @@
   draining     the process got SIGTERM; SIGKILL at the deadline   gone
   gone         the process has ended for good
 
-A new agent adopts its process if that already runs, and starts it otherwise. `drain` makes a
-running process drain. If the process is not wanted any more when the agent starts, it is drained or
-not started.
+A new agent takes over its process if the process already runs; otherwise the agent starts the
+process. `drain` makes a running process drain. A process that is not wanted any more when its agent
+starts is drained, or not started.
 
 With several hosts, a router first receives LEAVE_SIGNAL. It then reports to its clients that it
 leaves, and is drained `leave_notice_s` later.
 
-A Ray node that is about to end is marked (leave_node.py). Its agents then drain their processes and
-start none. The agents remain until the node ends, so that Ray places nothing else on the node.
+A Ray node that is about to end is marked (leave_node.py). The agents of the node then drain their
+processes and start none. The agents remain until the node ends, so that Ray places nothing else on
+the node.
 
 The process is not a child of the agent: it continues if the agent, the raylet or all of Ray ends,
 and a restarted agent finds it by its record. The controller's file says whether the process should
@@ -58,7 +59,8 @@ BACKOFF_FIRST_S = 0.25
 BACKOFF_MAX_S = 30.0
 _CHECK_INTERVAL_S = 2.0
 _STOPPED = {True: "is stopped, as by SIGSTOP", False: "goes on"}
-HEALTHY_AFTER_S = 60.0  # a process that ran for this long resets its back-off
+# if a process ran for this many seconds, its restarts begin again with the shortest pause
+HEALTHY_AFTER_S = 60.0
 
 
 class Agent:
@@ -69,7 +71,7 @@ class Agent:
         configure_logging(member.agent_name)
         if spec.on_nodes:
             folder = os.environ.get(RUN_FOLDER_VARIABLE, spec.run_folder)
-            # the processes of this node have their records in this folder
+            # The records of this node's processes are written to this folder.
             own_files.make_folder(Path(folder))
             spec = msgspec.structs.replace(spec, run_folder=folder)
         elif member.host:
@@ -83,11 +85,12 @@ class Agent:
         self._command = spec.pools[member.pool].filled(member)
         if spec.on_nodes:
             self._command = [expand(word, os.environ) for word in self._command]
-        self._wake_fd = os.eventfd(0)  # readable once `drain` was called
+        self._wake_fd = os.eventfd(0)  # becomes readable when `drain` is called
         self._state: MemberState = "pending"
         self._pid = 0
         self._num_starts = 0  # number of restarts; the first start does not count
-        # True if an earlier agent has already started the process.
+        # True: the process was started before, perhaps by an earlier agent. The next start is a
+        # restart.
         self._was_started = member.state != "pending"
         self._last_line = ""
         self._ending = ""
@@ -99,8 +102,9 @@ class Agent:
         os.eventfd_write(self._wake_fd, 1)
 
     def status(self) -> tuple[str, MemberState, int, int, str, str, bool]:
-        """Returns the report of this agent: (agent name, state, pid, number of restarts, last log
-        line and ending of the process that ended, whether the process is stopped)."""
+        """Returns the report of this agent: (agent name, state, pid, number of restarts, what the
+        previous process logged about its failure, how that process ended, whether the process is
+        stopped)."""
         name = self._member.agent_name
         last = (self._last_line, self._ending)
         return name, self._state, self._pid, self._num_starts, *last, self._is_stopped
@@ -160,7 +164,7 @@ class Agent:
                 self._report("running", running.pid)
         self._is_stopped = False
         self._ending = running.ending(oom_kills)
-        self._last_line = process.last_line(running.log_path)
+        self._last_line = process.last_error(running.log_path, time.time())
         running.close()
         log.warning(
             "%s ended (%s); its log is %s",
@@ -207,9 +211,10 @@ class Agent:
         self._report_ended()
 
     def _report_ended(self) -> None:
-        """Reports that the process has ended. If the node is about to end, reports "draining"
-        instead of "gone": the controller would remove a "gone" agent, and Ray could use its
-        resources for another process on this node."""
+        """Reports that the process has ended: "gone", or "draining" if the node is about to end.
+        For a "gone" member the controller would remove the agent, and Ray could use the resources
+        of the agent for another process on the ending node.
+        """
         self._report("draining" if self._node_is_ending() else "gone", 0)
 
     def _report(self, state: MemberState, pid: int) -> None:

@@ -56,8 +56,8 @@ log = logging.getLogger(__name__)
 
 _EVENTS_MAX = 10_000
 _LOST_MAX = 100
-_REPEAT_INTERVAL_S = 20.0  # an unchanged request to Ray for nodes is repeated at this interval
-_RETRY_S = 2.0  # pause between attempts to write the state
+_REPEAT_INTERVAL_S = 20.0  # seconds after which an unchanged request for nodes is sent again
+_RETRY_S = 2.0  # seconds between two attempts to write the state
 
 
 class PoolController:
@@ -117,7 +117,7 @@ class PoolController:
 
     def _read(self) -> Owned | None:
         """Reads the state that the previous controller wrote to Redis and to the file. Returns the
-        newer of the two."""
+        state with the higher fencing number."""
         found = [owned.read(self._run_folder), self._shared.read() if self._shared else None]
         return max((f for f in found if f), key=lambda f: f.number, default=None)
 
@@ -160,9 +160,9 @@ class PoolController:
             msgspec.structs.replace(m, state="draining") if m.ordinal in draining else m
             for m in planned
         ]
-        # The state is written before agents are created, because a restarted controller could not
-        # drain an agent that the state lacks. It is written before agents are drained, because a
-        # restarted agent reads it and then does not start the process again.
+        # The state is written before agents are created or drained. If the controller restarts
+        # after it created an agent, it must find the agent in the state. If an agent restarts after
+        # it was drained, it must find in the state that its process is not wanted any more.
         ended = {m.ordinal for m in lost} & {m.ordinal for m in members if self._has_drained(m)}
         kept = _without_oldest_lost([m for m in (*planned, *add) if m.ordinal not in ended])
         if not self._write(Owned(self._owned.wanted, kept, self._spec.number, self._hosts.known())):
@@ -206,8 +206,8 @@ class PoolController:
         self._waits = waits
 
     def _write(self, new: Owned) -> bool:
-        """Writes the new state; if that succeeds, it becomes the current state. Returns False
-        otherwise."""
+        """Writes the new state to Redis and to the file. Returns False, and keeps the current
+        state, if that fails."""
         encoded = msgspec.json.encode(new)
         if encoded == self._written:
             return True
@@ -224,7 +224,7 @@ class PoolController:
         except OSError as error:
             log.warning("the state of the pools cannot be written: %s", error)
             if self._shared is None:
-                return False  # with Redis the file is only a copy
+                return False  # if Redis has the state, too, the file is only a copy
         self._owned = new
         self._written = encoded
         return True
@@ -252,7 +252,7 @@ class PoolController:
         )(Agent)
         agent = actor.options(name=member.agent_name, get_if_exists=True).remote(self._spec, member)
         self._agents[member.agent_name] = agent
-        # An agent that already exists does not report by itself.
+        # If the agent existed before, it has no reason to report. So its state is requested.
         if member.pid or member.leaves:
             threading.Thread(target=self._request_status, args=(agent,), daemon=True).start()
 
@@ -274,7 +274,7 @@ class PoolController:
             log.info("%s is gone", member.member_id)
             return
         if member.leaves and state != "draining":
-            # Ray restarted the agent, which does not know that it was draining.
+            # Ray restarted the agent, and the new agent does not know that the process must drain.
             self._agents[agent_name].drain.remote()
             state = "draining"
         if (member.state, member.pid) != (state, process["pid"]):

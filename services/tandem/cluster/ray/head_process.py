@@ -6,9 +6,9 @@
 3. `started` returns the data of the head. The process of step 1 exits; the head continues.
 
 If GCS or raylet ends, the caller calls `start` again. `start` first kills the rest of the old head:
-if only the GCS ends, the old controller and its agents live for another minute. Beside a new head,
-they would take scale requests from the new controller and start processes twice. All Ray processes
-are in the session of the process of step 1, and `end` kills this session.
+if only the GCS ends, the old controller and its agents live for another minute. In this minute,
+they would take scale requests away from the new controller and start processes twice. All Ray
+processes are in the session of the process of step 1, and `end` kills this session.
 """
 
 import select

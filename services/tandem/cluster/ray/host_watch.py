@@ -9,10 +9,10 @@
 A silent host keeps its members, because a restarted raylet is back soon. The members of a lost host
 are replaced on other hosts. A silent or lost host becomes alive when its node is back.
 
-A host is expected for `FIRST_JOIN_S` after the start of a new head. Agents of members that are
-placed on it start when it joins. If expected hosts got no members, all replacements would go to the
-hosts that join first, and would have to move again later. The host of the previous head counts as
-lost at once, because it was already silent for a whole lease.
+A host is expected for `FIRST_JOIN_S` after the start of a new head. New members may be placed on an
+expected host, and their agents start when the host joins. Otherwise all new members would go to the
+hosts that join first, and would have to move again later. Only the host of the previous head is not
+expected and counts as lost at once, because it was already silent for a whole lease.
 
 If Ray starts and ends its nodes itself, each alive Ray node is a host, with Ray's node id. A
 restarted node is a different host.

@@ -19,19 +19,19 @@ from tandem.common.pool_sizes import POOL_SIZE_MAX
 
 NAMESPACE = "tandem"
 LISTENING = b"listening\n"  # printed by a starting head once GCS and raylet are up
-_OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; Tandem stores nothing in the object store
+_OBJECT_STORE_BYTES = 80 << 20  # smallest size that Ray accepts; Tandem stores nothing there
 
 LOOPBACK = "127.0.0.1"
 HOST_LABEL = "tandem-host"
-NODE_LABEL = "ray.io/node-id"  # set by Ray on each of its nodes
+NODE_LABEL = "ray.io/node-id"  # label that Ray itself sets on each node
 CORES_LABEL = "tandem-cores"
 GPUS_LABEL = "tandem-gpus"
 _TOKEN_FILE = "ray.token"
-# Time that GCS, raylet and pool controller each may need to start, on a very busy machine.
+# GCS, raylet and pool controller may each take this many seconds to start on a very busy machine.
 START_DEADLINE_S = 300.0
 _REGISTER_POLL_S = 0.2
 _NUM_ACTOR_PORTS = 200
-_FIRST_ACTOR_PORT = 20  # offset of the actors' first port from the cluster's first port
+_FIRST_ACTOR_PORT = 20  # the first port of Ray's actors is `first_port` plus this number
 
 # With these settings an idle actor uses 0.4% of a core on a small machine, instead of 0.6%.
 _QUIET = {
@@ -50,9 +50,9 @@ _QUIET = {
     "RAY_task_events_report_interval_ms": "0",
 }
 
-# When memory is short, Ray's memory monitor and Linux's OOM killer would end Tandem's agents first:
-# Ray gives them an OOM score of 1000. That would free nothing, because an agent has 40 MB and is
-# restarted at once. So the monitor is off, and the score is not raised.
+# By default, Ray's memory monitor and Linux's OOM killer would end Tandem's agents first when
+# memory is short, because Ray gives its actors an OOM score of 1000. That would not help: an agent
+# has only 40 MB and is restarted at once. So the monitor is off, and the OOM score is not raised.
 _SPARE_AGENTS = {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_oom_score_adjustment": "0"}
 
 # By default, Ray gives its actors a niceness of 15, which the processes of the agents would
@@ -69,8 +69,8 @@ _WAIT_LONG = {
     "RAY_raylet_start_wait_time_s": f"{START_DEADLINE_S:.0f}",
 }
 
-# With these settings, Ray reports a lost host after about 10 s. A raylet that only was slow counts
-# as lost, too, and is restarted.
+# With these settings, Ray reports a host as dead after about 10 s without an answer. A raylet that
+# was only slow for that long is reported, too, and is restarted.
 _SEE_LOSS = {
     "RAY_health_check_initial_delay_ms": "5000",
     "RAY_health_check_period_ms": "2000",
@@ -88,7 +88,7 @@ class RayNode(msgspec.Struct, frozen=True):
     num_gpus: int = 0
     labels: dict[str, str] = {}
     first_port: int = 0
-    head_address: str = ""  # address of the GCS to join; empty: this is the head
+    head_address: str = ""  # address of the head's GCS; empty: this node is the head
     tls_dir: str = ""  # folder with ca.crt, tls.crt and tls.key; empty: plain text
 
     @property
@@ -218,7 +218,7 @@ def start_head(temp_dir: Path, node: RayNode | None = None) -> tuple[str, dict[s
 
         def start_ray_processes(self) -> None:
             super().start_ray_processes()
-            # Ray itself gives up after 30 s, which a busy machine may need.
+            # Ray itself would give up after 30 s, but a busy machine may need longer.
             _wait_until_registered(self)
 
     node = node or RayNode()

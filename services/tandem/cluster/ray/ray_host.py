@@ -66,7 +66,7 @@ class RayHost:
         self._ends = EndWatch()
         self._ended = False
         self._redis_lost = False
-        self._host_before = ""  # host of the head that last held the lease
+        self._host_before = ""  # host of the latest head that this host has seen
 
     @property
     def is_up(self) -> bool:
@@ -92,7 +92,7 @@ class RayHost:
             self._ends.add(name, pid)
 
     def tick(self) -> None:
-        """Looks for an event of the table in the module's docstring and changes the state."""
+        """Checks for the events in the table at the top of this module, and changes the state."""
         try:
             self._tick()
         except UNREACHABLE as error:

@@ -82,9 +82,11 @@ class ScaleChannel:
         self.is_superseded = True
 
     def _run(self) -> None:
-        # Requests that were taken from Redis, but not handled yet. If the next write shows that
-        # another head has taken over, they are pushed back for its controller. Old ones are dropped
-        # then, because that controller may have handled newer requests already.
+        # Requests that were taken from Redis, but not handled yet. The next write shows whether the
+        # controller of another head has taken over. If not, the requests are handled. If so, they
+        # are put back into Redis for the other controller. Requests that were taken more than
+        # LEASE_S ago are dropped instead, because the other controller may have handled newer ones
+        # already.
         taken: list[bytes | str] = []
         taken_at = 0.0
         while taken or not self.is_superseded:
@@ -115,7 +117,7 @@ class ScaleChannel:
         return taken if isinstance(taken, list) else ()
 
     def _take(self, bodies: Sequence[bytes | str]) -> None:
-        """Merges requests, oldest first, and passes the sizes to `on_sizes`."""
+        """Merges requests, of which the newest size of each pool counts, and calls `on_sizes`."""
         sizes: dict[Pool, int] = {}
         for body in bodies:
             try:
@@ -126,8 +128,8 @@ class ScaleChannel:
             self._on_sizes(sizes)
 
     def _write(self) -> bool:
-        """Writes the heartbeat, and the state if there is one. Returns False if there is a later
-        head."""
+        """Writes the heartbeat, and the state if there is one. Returns False if another head with a
+        higher fencing number has taken over."""
         self._num_beats += 1
         beat = ControllerBeat(os.getpid(), self._num_beats, self._number)
         values: dict[str, bytes | str] = {CONTROLLER_KEY: msgspec.json.encode(beat)}

@@ -53,26 +53,30 @@ class AutoscaleConfig(Options):
     """Seconds between two decisions."""
     idle_s: Seconds = 40.0
     """Seconds without a request, after which pools get their smallest size at once. 0: off."""
-    history_s: Constant[float] = 600.0  # forecasts use the loads of this period
-    # Pools are sized for this quantile of the loads, each measured over ten seconds. Requests may
-    # queue in periods with a higher load.
+    history_s: Constant[float] = 600.0  # forecasts use the loads of the last `history_s` seconds
+    # The load is measured over periods of ten seconds, and pools are sized for this quantile of the
+    # measurements. With 0.7, requests may have to queue in 30% of the periods.
     load_quantile: Constant[float] = 0.7
-    # This quantile of the latencies must be within the service levels: with 0.95, 95% of them.
+    # Fraction of the requests and tokens whose latency must be within the service levels.
     slo_quantile: Constant[float] = 0.95
-    # target share of time in which workers are busy at the load of `load_quantile`
+    # Fraction of the time in which workers should be busy at the load for which pools are sized.
     utilization: Constant[float] = 0.9
-    kv_use_max: Constant[float] = 0.85  # largest allowed use of a decode worker's KV pool
-    # A pool does not become smaller than its largest wanted size in the last `down_window_s`
+    # Target for the used fraction of the decode workers' KV pools. With more use, the decode pool
+    # grows.
+    kv_use_max: Constant[float] = 0.85
+    # A pool does not shrink below the largest size that it needed in the last `down_window_s`
     # seconds.
     down_window_s: Constant[float] = 600.0
-    # A pool shrinks only if the load needs less than this share of the smaller pool's capacity.
-    # With 0.8, pools shrink later: there are fewer changes and service-level misses for 6% more
+    # Before a pool shrinks, the number of workers that the load needs is divided by this. Example:
+    # a load needs 3.7 workers. With 1.0, a pool of 5 shrinks to 4. With 0.8, it stays at 5, because
+    # 3.7 / 0.8 = 4.6. In a simulation, 0.8 gave fewer changes and service-level misses, but 6% more
     # worker-hours (docs/autoscaler.md).
     down_margin: Constant[float] = 1.0
-    down_interval_s: Constant[float] = 60.0  # shortest time between two scale-downs
-    # A pool shrinks by at most this share of its size at a time, or by one worker if that is more.
+    down_interval_s: Constant[float] = 60.0  # shortest time in seconds between two scale-downs
+    # Largest fraction of a pool's workers that one scale-down removes. At least one is removed.
     step_down: Constant[float] = 0.25
-    # shortest time between two changes of direction (growth, shrinking)
+    # Shortest time in seconds from one change of direction to the next. A change of direction is
+    # growth after shrinking, or shrinking after growth.
     reversal_s: Constant[float] = 600.0
 
     def check_together(self) -> None:

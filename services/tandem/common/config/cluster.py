@@ -18,18 +18,21 @@ Pool = Literal["router", "grpc", "prefill", "decode"]
 SIZED_POOLS: tuple[Pool, ...] = ("router", "prefill", "decode")  # pools whose size operators set
 ROUTER_POOLS: tuple[Pool, ...] = ("router", "grpc")
 REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
-# Prefix of the variables with the Redis URLs for each kind of process: a launcher has
-# TANDEM_REDIS_URL_OF_worker and TANDEM_REDIS_URL_OF_router, because each kind has a Redis user of
-# its own. A worker gets the first URL as its REDIS_URL_VARIABLE.
+# Start of the names of a launcher's variables with Redis URLs, one for each kind of process, such
+# as TANDEM_REDIS_URL_OF_worker. The URLs differ, because each kind of process has its own Redis
+# user. The launcher passes the URL for workers to each worker, as the worker's REDIS_URL_VARIABLE.
 REDIS_URL_OF_KIND = "TANDEM_REDIS_URL_OF_"
 TOKEN_VARIABLE = "TANDEM_CLUSTER_TOKEN"
-# variable with the API key for operators' commands; child processes do not get it
+# Variable with the API key that commands send. For `tandem up`, it is also the key that the new
+# cluster needs. Child processes do not get it.
 API_KEY_VARIABLE = "TANDEM_API_KEY"
+API_KEY_FILE_VARIABLE = "TANDEM_API_KEY_FILE"  # variable with the path of a file with the key
 CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
-# Signal that announces a router's end. The router continues to serve but reports that it is not
-# ready.
+# Signal to a router that will soon be stopped. The router continues to serve, but its readiness
+# probe fails, so that no new clients connect.
 LEAVE_SIGNAL = signal.SIGUSR1
-# variable with the path of the run folder, in which Ray's agents find the spec of their host
+# Variable with the path of the run folder. Agents that Ray starts read the spec of their host
+# there.
 RUN_FOLDER_VARIABLE = "TANDEM_RUN_FOLDER"
 
 
@@ -43,7 +46,7 @@ class ClusterConfig:
     """URL of Redis, with its password."""
     token: Annotated[str, Parameter(env_var=TOKEN_VARIABLE)] = field(repr=False)
     """Token with which calls between the cluster's processes authenticate."""
-    record_ttl_s: float = 5.0  # a worker counts as dead if its record is older
+    record_ttl_s: float = 5.0  # a worker whose record in Redis is older than this counts as dead
     record_interval_s: float = 1.0
 
     @classmethod

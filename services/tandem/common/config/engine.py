@@ -19,7 +19,9 @@ from tandem.common.options import (
     Options,
     Positive,
     PositiveOrNone,
+    PositiveSize,
     Seconds,
+    Size,
     Text,
     option_name,
 )
@@ -92,16 +94,16 @@ class EngineOptions(Options):
     """Format of the weights. auto: the data type of the computation; int8: native kernels only."""
     block_size: Positive = 16
     """Number of tokens in a KV block."""
-    kv_bytes_max: Annotated[Positive, Parameter(name="--kv-memory")] = 1 << 30
-    """Memory of a worker's KV pool, in bytes."""
+    kv_bytes_max: Annotated[PositiveSize, Parameter(name="--kv-memory")] = 1 << 30
+    """Memory of a worker's KV pool, such as 4GiB."""
     num_blocks: PositiveOrNone = None
     """Number of blocks in the KV pool, instead of --kv-memory. 0: by memory."""
-    kv_host_bytes: Annotated[Count, Parameter(name="--kv-host-memory")] = 0
-    """Host memory for copies of KV blocks that leave the pool, in bytes. 0: none."""
+    kv_host_bytes: Annotated[Size, Parameter(name="--kv-host-memory")] = 0
+    """Host memory for copies of KV blocks that leave the pool. 0: none."""
     kv_disk_path: Text = ""
     """Folder for copies of KV blocks on disk, in which each worker has its own. Default: none."""
-    kv_disk_bytes: Annotated[Positive, Parameter(name="--kv-disk-size")] = 16 << 30
-    """Largest size of a worker's copies on disk, in bytes."""
+    kv_disk_bytes: Annotated[PositiveSize, Parameter(name="--kv-disk-size")] = 16 << 30
+    """Largest size of a worker's copies on disk."""
     kv_store_url: Text = ""
     """Object store for copies of KV blocks, s3://BUCKET/PREFIX, which all workers of a model share.
     Default: none."""
@@ -177,9 +179,10 @@ class EngineConfig(EngineOptions):
 
     model: ModelName
     model_revision: ModelRevision = ""
-    # At some positions a grammar allows only one token. Up to this many consecutive tokens of this
-    # kind are computed together; more would delay the other sequences. 0: one token at a time. The
-    # setting does not change any token.
+    # A token is forced if a grammar allows no other token at its position. After a sampled token,
+    # up to this many forced tokens are appended in the same step. With more, the next step would
+    # take longer and delay other sequences. The setting does not change which tokens are generated.
     forced_max: Constant[int] = 16
-    # True: reports of stored blocks include token ids, for KV events.
+    # True: the engine's reports of stored blocks include the blocks' token ids, which KV events
+    # need.
     report_block_tokens: Constant[bool] = False

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 from cyclopts import Group, Parameter
 
 from tandem.common.options import Text
 
-# Groups of options, in the order of help texts. Options in PROCESS depend on where a process runs;
-# those in MEASUREMENT are not for operators.
+# Groups of options, in the order in which help texts show them. PROCESS has the options that depend
+# on where a process runs. MEASUREMENT has options that only tests and measurements need.
+# Help texts show MEASUREMENT only if the variable TANDEM_DEV is set.
 PROCESS = Group("Process", sort_key=1)
 REQUESTS = Group("Requests", sort_key=2)
 HTTP = Group("HTTP", sort_key=3)
@@ -18,7 +20,7 @@ ENGINE = Group("Engine", sort_key=5)
 TRANSFER = Group("KV transfer", sort_key=6)
 KV_EVENTS = Group("KV events", sort_key=7)
 LIFECYCLE = Group("Lifecycle", sort_key=8)
-MEASUREMENT = Group("Tests and measurements", sort_key=9)
+MEASUREMENT = Group("Tests and measurements", sort_key=9, show=bool(os.environ.get("TANDEM_DEV")))
 Own = Parameter(group=PROCESS)
 ModelName = Annotated[
     str, Parameter(help="Hugging Face folder, GGUF file or hub name.", group=PROCESS)
@@ -28,4 +30,8 @@ ModelRevision = Annotated[
     Parameter(
         help="Commit, tag or branch of a hub model; only a commit never changes.", group=PROCESS
     ),
+]
+ServedModelName = Annotated[
+    Text,
+    Parameter(help="Name of the model in the API. Default: the model's own name.", group=PROCESS),
 ]

@@ -15,7 +15,14 @@ from tandem.common.config.answers import AnswerConfig
 from tandem.common.config.autoscale import AutoscaleConfig
 from tandem.common.config.cluster import SIZED_POOLS, ClusterConfig
 from tandem.common.config.gateway import GatewayOptions
-from tandem.common.config.groups import HTTP, REQUESTS, ModelName, ModelRevision, Own
+from tandem.common.config.groups import (
+    HTTP,
+    REQUESTS,
+    ModelName,
+    ModelRevision,
+    Own,
+    ServedModelName,
+)
 from tandem.common.config.tls import PublicTls, TlsDir
 from tandem.common.options import (
     Constant,
@@ -24,7 +31,9 @@ from tandem.common.options import (
     Port,
     Positive,
     PositiveSeconds,
+    PositiveSize,
     Seconds,
+    Size,
     Switch,
     Text,
     by_comma,
@@ -54,7 +63,7 @@ class AddressConfig(Options):
     requests_per_address: Count = 0
     """Largest number of unanswered requests of an address. 0: half of --connections-max."""
 
-    unparsed_bytes_per_address: Count = 0
+    unparsed_bytes_per_address: Size = 0
     """Bytes of --unparsed-bytes-max that one address may have. 0: half of them."""
 
     def check_together(self) -> None:
@@ -121,7 +130,7 @@ class AdmissionOptions(Options):
     """Serve everybody while there is no API key, on an address that is not loopback, too."""
     keys_file: Annotated[Text, Own] = ""
     """JSON file of key records, such as a mounted Secret, beside the keys in Redis."""
-    grpc_memory: Positive = 1 << 30
+    grpc_memory: PositiveSize = 1 << 30
     """Bytes by which a gRPC replica or an endpoint picker may grow; then it drains and ends."""
     keys_max_age_s: Seconds = 0.0
     """Seconds without news of the keys, after which requests with keys are refused. 0: never."""
@@ -134,8 +143,7 @@ class RouterOptions(AdmissionOptions):
 
     model: ModelName
     model_revision: ModelRevision = ""
-    served_model_name: Annotated[Text, Own] = ""
-    """Name of the model in the API. Default: the model's own name."""
+    served_model_name: ServedModelName = ""
     host: Annotated[str, Own] = "127.0.0.1"
     """Address of both public ports."""
     api: Annotated[Literal["both", "http", "grpc"], Own] = "both"
@@ -148,8 +156,8 @@ class RouterOptions(AdmissionOptions):
     """Name of the router."""
     tls_dir: TlsDir = ""
     tls: PublicTls = field(default_factory=PublicTls)
-    # Pool -> Kubernetes object (RESOURCE/NAME) in this pod's namespace. The scale of the object is
-    # the size of the pool.
+    # Pool -> Kubernetes object in this pod's namespace, such as statefulsets/NAME. The number of
+    # replicas of the object is the size of the pool.
     scale_objects: Annotated[
         Mapping[str, str],
         Own,
@@ -164,7 +172,7 @@ class RouterOptions(AdmissionOptions):
     """Seconds that a request waits for an empty pool. To start from zero: over a cold start."""
     drain_deadline_s: Seconds = 30.0
     """Seconds for live requests to end once the router is told to stop."""
-    header_bytes_max: Annotated[Positive, _Http] = 64 << 10
+    header_bytes_max: Annotated[PositiveSize, _Http] = 64 << 10
     """Largest request header, in bytes."""
     headers_max: Annotated[Positive, _Http] = 100
     """Largest number of fields in a request header."""
@@ -178,7 +186,7 @@ class RouterOptions(AdmissionOptions):
     """Seconds that a client may take no byte of its answer; then it is cut. Also for gRPC."""
     connections_max: Annotated[Positive, _Http] = 4096
     """Largest number of open connections."""
-    unparsed_bytes_max: Annotated[Positive, _Http] = 256 << 20
+    unparsed_bytes_max: Annotated[PositiveSize, _Http] = 256 << 20
     """Largest number of bytes of all request bodies that have arrived and are not parsed yet."""
     allowed_hosts: Annotated[tuple[str, ...], _Http, by_comma("NAME,...", _parse_hosts)] = ()
     """Further names in `Host` that a router on a loopback address accepts, such as a proxy's."""
@@ -188,7 +196,7 @@ class RouterOptions(AdmissionOptions):
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     gateway: GatewayOptions = field(default_factory=GatewayOptions)
     body_bytes_max: Constant[Positive] = 4 << 20
-    # Largest number of requests that wait for an empty pool. This is also the largest number of
+    # Largest number of requests that wait because a pool has no worker. The same number limits the
     # requests that wait for their tenant's turn.
     hold_requests_max: Constant[Positive] = 256
     request_deadline_s: Constant[float] = 600.0
@@ -212,8 +220,8 @@ class RouterOptions(AdmissionOptions):
     def has_leaking_port(self) -> bool:
         """True if clients reach this process only over gRPC.
 
-        gRPC's core never frees the tables of some compressed headers (HPACK), so the memory of the
-        process grows. The process may then have to restart.
+        The gRPC library never frees the tables of some compressed headers (HPACK), so the memory of
+        such a process grows until it must restart.
         """
         return self.api == "grpc" or bool(self.gateway.endpoint_picker)
 

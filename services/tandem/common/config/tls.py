@@ -11,7 +11,7 @@ from tandem.common.config.groups import HTTP, Own
 from tandem.common.options import Options, Text
 from tandem.errors import ConfigError
 
-# Kind of a process. Unlike a worker's role, it never changes.
+# Kind of a process. The kind of a process never changes, while a worker's role may change.
 Kind = Literal["router", "worker", "controller"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

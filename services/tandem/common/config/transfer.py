@@ -54,20 +54,20 @@ class TransferConfig(Options):
     warm_blocks: Count = 0
     """Number of KV blocks that a new worker imports from its peers. 0: it starts cold."""
     connect_deadline_s: Constant[float] = 5.0
-    # Interval of the heartbeats that a producer sends on the stream of a lease.
+    # Seconds between two heartbeats that a producer sends to the consumer of a lease.
     heartbeat_interval_s: Constant[float] = 0.5
     release_deadline_s: Constant[float] = 5.0
-    # A block is quarantined while an unfinished pull may still write to it. If more blocks than
-    # this are quarantined, no pull starts until the NIXL agent is replaced.
+    # Largest number of quarantined blocks. A block is quarantined while an unfinished pull may
+    # still write to it. With more of them, no pull starts until the NIXL agent is replaced.
     quarantine_blocks_max: Constant[int] = 256
-    # largest number of open leases of one producer, which refuses further leases
+    # Largest number of open leases of one producer. The producer refuses further leases.
     leases_max: Constant[int] = 256
     leases_per_consumer_max: Constant[int] = 128
-    # Largest number of bytes that this worker pulls at the same time. At most half of this is for
-    # pulls from one peer.
+    # Largest number of bytes in all running pulls of this worker. The pulls from one peer may have
+    # at most half of these bytes.
     pull_bytes_in_flight_max: Constant[Positive] = 256 << 20
-    # A producer keeps the computed blocks of a lease until the lease is released. These blocks may
-    # be at most this share of the pool.
+    # A producer refuses new leases while more than this fraction of its KV pool is in finished
+    # blocks of leases that consumers have not released yet.
     leased_blocks_max_share: Constant[float] = 0.9
 
     @property

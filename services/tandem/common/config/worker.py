@@ -99,5 +99,6 @@ class WorkerConfig(WorkerOptions):
     cluster: Constant[ClusterConfig]
 
     def check_together(self) -> None:
-        if "#" in self.worker_id:  # the prefix tree uses # in the names of a worker's tiers
+        # The prefix tree names a worker's tier WORKER_ID#TIER.
+        if "#" in self.worker_id:
             raise ConfigError(f"worker-id is {self.worker_id!r}; it must not have a '#'")

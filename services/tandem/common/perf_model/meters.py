@@ -8,11 +8,11 @@ shared machine:
 - An outlier, such as a step that the machine's scheduler interrupted, has a smaller weight.
 - `_CHANGE_AFTER` outliers in a row on the same side mean a change. Older data is then dropped.
 - No coefficient is negative.
-- Each fit is drawn slightly to the previous one, and the first fit to the default.
+- Each fit is drawn slightly towards the previous fit, and the first fit towards the default.
 
-The last measure matters if the observations cannot separate two coefficients. For example, if all
-steps have 512 tokens, they show only the sum step_s + 512 * token_s. The fit then keeps the
-previous ratio of step_s to token_s.
+The fourth measure matters if the observations cannot separate two coefficients. For example, if all
+steps have 512 tokens, the observations determine only the sum step_s + 512 * token_s. The fit then
+keeps the previous ratio of step_s to token_s.
 """
 
 import math
@@ -22,9 +22,9 @@ from itertools import combinations
 from tandem.common.perf_model.rates import PairRate, default_pair
 
 _KEEP = 0.98
-# weight of the previous coefficient in a fit; the observations have a total weight of 1
+# Weight of the previous coefficients in a new fit, relative to the weight of all observations.
 _INERTIA = 0.01
-# an observation is an outlier if its error is larger than this multiple of the expected error
+# An observation is an outlier if its error is more than `_OUTLIER` times the expected error.
 _OUTLIER = 3.0
 _CHANGE_AFTER = 8
 # The coefficients are solved after each of the first `_SOLVED_ALWAYS` observations, and then after
@@ -33,7 +33,7 @@ _SOLVED_ALWAYS = 64
 _SOLVED_EVERY = 4
 _ERROR_FIRST = 0.2
 _ERROR_KEEP = 0.9
-_ERROR_MIN = 0.02  # smallest expected relative error, that of a quiet machine
+_ERROR_MIN = 0.02  # smallest value of the expected relative error, which a quiet machine has
 _LATENCY_MIN_S = 1e-5
 _BYTE_MIN_S = 1e-12
 _SECONDS_MIN = 1e-9
@@ -79,8 +79,8 @@ class LinearMeter:
     def _start(self, scale: float) -> None:
         """Resets the fit to the default, scaled by `scale`."""
         self._error = _ERROR_FIRST  # expected relative error of an observation
-        # Number of outliers in a row. It is positive if they took longer than expected, negative if
-        # they took less time.
+        # Number of outliers in a row: 3 if the last three observations took too long, -3 if they
+        # took too little time.
         self._outliers = 0
         self._a = [[0.0] * self._size for _ in self._guess]
         self._b = [0.0] * self._size
@@ -109,8 +109,8 @@ class LinearMeter:
                 line[j] = _KEEP * line[j] + weight * x * y
 
     def _solve(self) -> tuple[float, ...]:
-        """Returns the best coefficients of which none is negative. Tries all subsets of the
-        coefficients (there are few), and sets the coefficients outside the subset to 0."""
+        """Returns the coefficients with the best fit among those without a negative one. Tries each
+        subset of the coefficients (there are few), with the other coefficients set to 0."""
         a = [line.copy() for line in self._a]
         b = self._b.copy()
         for i in range(self._size):
@@ -127,8 +127,8 @@ class LinearMeter:
                 x = [0.0] * self._size
                 for i, value in zip(kept, solved, strict=True):
                     x[i] = value
-                # smallest loss with the coefficients in `kept`, minus a constant that all subsets
-                # share
+                # The smallest loss that is possible with the coefficients in `kept`. A constant
+                # that is the same for all subsets is left out.
                 loss = -_dot(b, x)
                 if loss < lowest:
                     best = tuple(x)
@@ -139,8 +139,8 @@ class LinearMeter:
 
 
 class PairMeter:
-    """Fits the rate of pulls over one transport from one peer. A pull takes latency_s + bytes /
-    bytes_per_s."""
+    """Fits the rate of pulls from one peer over one transport. The duration of a pull is
+    latency_s + bytes / bytes_per_s."""
 
     def __init__(self, transport: str) -> None:
         guess = default_pair(transport)

@@ -17,14 +17,15 @@ import msgspec
 
 from tandem.common.perf_model.rates import PairRate, WorkerRates, token_contexts
 
-ASK_S = 2e-3  # seconds to open, answer and release a lease
-# A decode worker prefills itself if this takes less than 0.95 times the time of the best peer.
+ASK_S = 2e-3  # seconds that the messages of a lease take: to open, to answer and to release it
+# A decode worker prefills a prompt itself if this takes less than 0.95 times as long as the best
+# peer would take.
 LOCAL_MARGIN = 0.95
-# Factor by which prefill may be faster than predicted. A request is refused at its arrival only if
-# it would be late even then.
+# Prefill may be up to 1.25 times as fast as predicted. An arriving request is refused only if its
+# first token would be late even with this speed.
 RATES_OFF = 1.25
-# A waiting prompt is refused if less than this multiple of its predicted duration is left until its
-# deadline.
+# A waiting prompt whose prefill is predicted to take 2 s is refused when less than 1.05 * 2 s are
+# left until the deadline of its first token.
 OWN_SPARE = 1.05
 
 
@@ -40,7 +41,8 @@ class Prefill(NamedTuple):
     """The prefill work of one prompt or of several."""
 
     num_tokens: int
-    # Sum over the tokens of the number of tokens before each: 0 + 1 + 2 for the first three.
+    # Sum, over the tokens to compute, of the number of tokens before each: 0 + 1 + 2 for three
+    # tokens at the start of a prompt.
     contexts: int
 
     @classmethod
@@ -71,12 +73,12 @@ def summed(prefills: Iterable[Prefill]) -> Prefill:
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """The parts of a prompt's prefill time on one worker."""
+    """The predicted prefill time of a prompt on one worker, in three parts."""
 
-    queue_s: float  # seconds until the prefill starts: the worker's queue or a longer wait
+    queue_s: float  # seconds until the prompt's prefill starts
     pull_s: float  # seconds to pull the prefix from a holder; 0: no prefix is pulled
-    compute_s: float  # seconds to compute the tokens from `start` on
-    start: int  # number of the prompt's first tokens that are cached or pulled
+    compute_s: float  # seconds to compute the tokens from number `start` to the end of the prompt
+    start: int  # number of tokens at the start of the prompt that are cached or pulled
 
     @property
     def total_s(self) -> float:
@@ -94,10 +96,11 @@ def expect(
     holders: Iterable[Holder] = (),
     block_size: int = 16,
 ) -> Expected:
-    """Predicts the prefill of a prompt that starts after the queue, and not before `after_s`.
+    """Predicts the prefill of a prompt. The prefill starts after `queue_s` or after `after_s`,
+    whichever is later.
 
-    The prefix is pulled from the holder with which the prompt is computed soonest. If computing the
-    prefix is as fast, it is not pulled.
+    The prefix is pulled from the holder with which the prefill ends soonest. The prefix is not
+    pulled if the prefill would end as soon without a pull.
     """
     if queue_s < after_s:
         queue_s = after_s
@@ -108,8 +111,8 @@ def expect(
     for holder in holders:
         reached = holder.num_tokens
         pair = holder.rate
-        # Computing the tokens that this holder lacks takes at least `token_s` for each. If this
-        # alone is as slow as the best choice so far, the holder is skipped.
+        # Each token that this holder does not have takes at least `token_s` to compute. The holder
+        # is skipped if these tokens alone take as long as the best choice so far.
         if reached <= cached_tokens or (num_tokens - reached) * token_s >= lowest_s:
             continue
         pulled_bytes = rates.moved_bytes((reached - cached_tokens) / block_size)
@@ -171,8 +174,8 @@ def is_local_faster(local_s: float, remote_s: float) -> bool:
 def likely_rates(
     reported: Iterable[WorkerRates], by: Callable[[WorkerRates], float] = token_seconds
 ) -> WorkerRates | None:
-    """Sorts the workers with measured rates by `by` and returns the rates of the worker in the
-    middle. Returns None if no rates were measured."""
+    """Returns the median of the measured rates, in the order of `by`. Returns None if no rates were
+    measured."""
     known = sorted((rates for rates in reported if rates.measured), key=by)
     return known[(len(known) - 1) // 2] if known else None
 

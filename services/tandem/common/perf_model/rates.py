@@ -20,17 +20,17 @@ from tandem.common.kv_tiers import DISK, KV_TIERS
 
 
 class PrefillRate(msgspec.Struct, frozen=True):
-    """The cost of prefill in seconds. The defaults are those of a small model on a CPU."""
+    """The cost of prefill in seconds. The default values are typical of a small model on a CPU."""
 
     step_s: float = 5e-3
     token_s: float = 1e-3
     token_context_s: float = 1e-7
 
     def seconds(self, num_tokens: int, context: float = 0, step_tokens: int = 512) -> float:
-        """Returns the seconds to prefill `num_tokens` tokens that follow `context` others. A step
-        has `step_tokens` tokens.
+        """Returns the seconds to prefill `num_tokens` tokens that follow `context` others, in steps
+        of `step_tokens` tokens.
 
-        The result never falls with more tokens, a longer context or a smaller step.
+        The result does not decrease if there are more tokens, a longer context or smaller steps.
         """
         if num_tokens <= 0:
             return 0.0
@@ -46,7 +46,7 @@ class PrefillRate(msgspec.Struct, frozen=True):
 
 
 class DecodeRate(msgspec.Struct, frozen=True):
-    """The cost of a decode step in seconds. A step computes one token for each of its sequences."""
+    """The cost of a decode step in seconds. A decode step computes one token for each sequence."""
 
     step_s: float = 1e-2
     sequence_s: float = 1e-3
@@ -61,14 +61,14 @@ class PairRate(msgspec.Struct, frozen=True):
     transport: str  # "nixl" or "grpc"
     latency_s: float  # duration of the smallest pull
     bytes_per_s: float
-    reason: str = ""  # why the worker does not use a better transport; empty if there is none
+    reason: str = ""  # why a faster transport is not used; empty if this is the fastest one
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency_s + (num_bytes / self.bytes_per_s if num_bytes > 0 else 0.0)
 
     @property
     def is_measured(self) -> bool:
-        """True if the rate differs from the default for its transport."""
+        """True if the rate was measured: it differs from the default rate of the transport."""
         guess = default_pair(self.transport)
         return (self.latency_s, self.bytes_per_s) != (guess.latency_s, guess.bytes_per_s)
 
@@ -77,8 +77,8 @@ class WindowBytes(msgspec.Struct, frozen=True):
     """The KV of layers with sliding-window attention. Only the last blocks of a prompt are
     transferred for these layers."""
 
-    num_blocks: int  # largest number of a prompt's blocks that are transferred for these layers
-    block_bytes: int  # size of a block in these layers
+    num_blocks: int  # number of blocks at a prompt's end that are transferred for these layers
+    block_bytes: int  # bytes of one block's KV in these layers
 
 
 _TIER_BYTES_PER_S = {tier.name: tier.bytes_per_s for tier in KV_TIERS}
@@ -101,19 +101,18 @@ class WorkerRates(msgspec.Struct, frozen=True):
 
     prefill: PrefillRate = PrefillRate()
     decode: DecodeRate = DecodeRate()
-    step_tokens: int = 512  # token budget of a step
-    block_bytes: int = 0  # size of one KV block over all layers
+    step_tokens: int = 512  # largest number of tokens in a step
+    block_bytes: int = 0  # bytes of one block's KV in all layers together
     # True: measured rates. False: default rates, because nothing was measured.
     measured: bool = False
     # one entry for each group of layers with sliding-window attention
     windows: tuple[WindowBytes, ...] = ()
     tiers: tuple[TierRate, ...] = ()  # tiers below the KV pool, fastest first
-    load_queue_s: float = 0.0  # seconds until the current loads from tiers have ended
+    load_queue_s: float = 0.0  # seconds until all current loads from tiers have ended
 
     def moved_bytes(self, num_blocks: float) -> float:
-        """Returns the bytes to transfer for the last `num_blocks` blocks of a prompt.
-
-        The last block may be partial. The result never falls with more blocks.
+        """Returns the bytes to transfer for the last `num_blocks` blocks of a prompt. The number
+        need not be whole: 2.5 blocks are two full blocks and half a block.
         """
         num_bytes = num_blocks * self.block_bytes
         for window in self.windows:

@@ -37,22 +37,23 @@ from tandem.common.perf_model.predict import LOCAL_MARGIN
 from tandem.common.perf_model.rates import PrefillRate
 
 UNSURE = 1.5
-# A choice that computes during a load is made only if others are slower by this factor.
+# Blocks are computed during a load only if every other choice costs at least GAIN_MIN times as
+# much, and at least GAIN_MIN_S seconds more. The duration of a small chunk varies by GAIN_MIN_S.
 GAIN_MIN = 1.1
-# The others must also be slower by this many seconds, by which the duration of a small chunk
-# varies.
 GAIN_MIN_S = 0.02
 
 
 class TierReach(msgspec.Struct, frozen=True):
-    """A tier that has a prompt's first `num_blocks` blocks and loads one in `block_s`."""
+    """A tier that has a prompt's first `num_blocks` blocks. The load of one block takes `block_s`
+    seconds."""
 
     num_blocks: int
     block_s: float
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A peer that has a prompt's first `num_blocks` blocks; a pull starts after `latency_s`."""
+    """A peer that has a prompt's first `num_blocks` blocks. A pull of n blocks takes
+    `latency_s` + n * `block_s` seconds."""
 
     num_blocks: int
     latency_s: float
@@ -60,13 +61,14 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Producer(msgspec.Struct, frozen=True):
-    """A peer that could compute the prompt, beginning after `wait_s`. This worker would then pull
-    the blocks from the peer."""
+    """A peer that could compute the prompt, beginning in `wait_s` seconds. This worker would then
+    pull the blocks from the peer."""
 
     rate: PrefillRate
     step_tokens: int
     wait_s: float
-    # number of the prompt's first blocks that the peer will have `there_s` seconds after its start
+    # The peer has the prompt's first `num_blocks` blocks `there_s` seconds after it has begun. Then
+    # it computes the other blocks.
     num_blocks: int = 0
     there_s: float = 0.0
     block_s: float = 0.0  # seconds to pull a block from the peer
@@ -74,15 +76,16 @@ class Producer(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A prompt, and the worker that would compute its missing part."""
+    """A prompt whose missing blocks must be obtained, and the speed and queue of the worker that
+    needs them."""
 
     num_tokens: int
     block_size: int
     num_held: int  # number of the prompt's first blocks that are in the pool
     rate: PrefillRate
     step_tokens: int
-    queue_s: float = 0.0  # seconds until the computation of the prompt can start
-    num_delayed: float = 0.0  # number of sequences that the computation of the prompt delays
+    queue_s: float = 0.0  # seconds until the worker can begin to compute the prompt
+    num_delayed: float = 0.0  # number of other sequences that wait while the prompt is computed
 
     def compute_s(self, first: int, end: int | None = None) -> float:
         """Returns the seconds to compute blocks first..end - 1, or from `first` to the last token
@@ -98,12 +101,14 @@ class LoadChoice(msgspec.Struct, frozen=True):
     held, or computed during the load."""
 
     first: int
-    end: int  # at most `first` if no block is loaded
+    end: int  # index after the last block to load; at most `first` if no block is loaded
     # True: the blocks from `end` on are pulled from a peer. False: they are computed here.
     pulls: bool
     there_s: float  # seconds until all blocks before `end` are in the pool
     seconds: float  # seconds until the whole prompt is computed
-    cost_s: float  # `seconds` plus the delay of other sequences
+    # `seconds`, plus the seconds that other sequences wait, with a margin for uncertain choices.
+    # The choice with the lowest cost is made.
+    cost_s: float
 
     @property
     def loads(self) -> bool:
@@ -142,7 +147,8 @@ def choose_soonest(
 def produced_s(prompt: Prompt, producer: Producer, held: int) -> float:
     """Returns the seconds until all blocks from `held` on have been pulled from the producer.
 
-    Instead of computing the first `held` blocks, the producer may pull them from this worker.
+    The producer may pull the first `held` blocks from this worker instead of computing these
+    blocks.
     """
 
     def compute_s(first: int) -> float:
@@ -173,11 +179,11 @@ def load_seconds(tiers: Iterable[TierReach], first: int, end: int) -> float:
 def meeting_block(
     compute_s: Callable[[int], float], load_s: Callable[[int], float], first: int, end: int
 ) -> int:
-    """Returns the block at which computing from the front and loading from the back meet soonest.
+    """Returns the block b at which computing from the front and loading from the back end soonest.
 
-    This is the block b in first..end for which the longer of two durations is shortest:
-    `compute_s(b)`, to compute the blocks before b, and `load_s(b)`, to load the blocks from b on.
-    The first must not fall with b, the second must not rise.
+    Blocks before b are computed in `compute_s(b)` seconds, and blocks from b on are loaded in
+    `load_s(b)` seconds, at the same time. The result is the b in first..end for which the longer of
+    the two durations is shortest. A larger b must not make compute_s smaller or load_s larger.
     """
     low = first
     high = end
@@ -202,8 +208,8 @@ class _Load(msgspec.Struct, frozen=True):
 
 
 def _first_loaded(prompt: Prompt, load: _Load, end: int) -> int:
-    """Returns the first block of the best load that ends with block `end` - 1. The missing blocks
-    before it are computed during the load."""
+    """Returns the best first block for a load that ends with block `end` - 1. The missing blocks
+    before the first block are computed during the load."""
 
     def compute_s(block: int) -> float:
         return prompt.queue_s + UNSURE * prompt.compute_s(prompt.num_held, block)
@@ -216,8 +222,8 @@ def _first_loaded(prompt: Prompt, load: _Load, end: int) -> int:
 def _after(
     prompt: Prompt, load: _Load, end: int, offer: Offer | None, producer: Producer | None
 ) -> Iterator[LoadChoice]:
-    """Yields the choices that load the blocks from `num_held` to `end` - 1. They differ in how the
-    blocks from `end` on are obtained."""
+    """Yields choices that load the blocks from `num_held` to `end` - 1. In the first choice, this
+    worker computes the blocks from `end` on. In the others, a peer provides these blocks."""
     yield _with_load(prompt, load, prompt.num_held, end)
     if offer is not None and offer.num_blocks > end:
         yield _with_pull(prompt, load, end, offer)

@@ -47,24 +47,29 @@ from tandem.common.perf_model.rates import (
     WorkerRates,
 )
 
-_MARGIN = 0.9  # share of the target to use: the fit is a mean, so half of the steps take longer
-_DECODE_SHARE = 1.5  # a step may always take this multiple of the predicted decode time
-# The number of tokens in a step is rounded down to a multiple of this. So kernels see few shapes
-# and full tiles.
+# Steps are planned for this fraction of the target time. Predictions are means, so about half of
+# the steps take longer than predicted.
+_MARGIN = 0.9
+_DECODE_SHARE = 1.5  # a mixed step may always take 1.5 times the predicted decode time
+# The number of tokens in a mixed step is rounded down to a multiple of this, so that kernels have
+# full tiles and few different shapes.
 _ROWS = 16
-_TOKENS_MIN = 4  # smallest number of prefill tokens in a step
-# a chunk has about this multiple of the previous chunk's tokens at most, in case the fit is wrong
+_TOKENS_MIN = 4  # smallest number of prefill tokens in a mixed step
+# A chunk has at most about twice as many tokens as the last one, in case the prediction is wrong.
 _GROWTH = 2
 _COST_MIN = 0.1  # smallest value of `a`, the relative cost of a prefill token beside decode
 # Largest plausible `a`. It may exceed 1: a small chunk also reads the KV of all tokens before it.
 _COST_MAX = 4.0
-# A mixed step is slow if it takes longer than `_SLOWER` times the predicted decode time plus
+# A mixed step counts as slow if it takes longer than 1.5 times the predicted decode time, plus
 # `_COST_MAX` times the predicted time of its chunks alone.
 _SLOWER = 1.5
 _CHANGE_AFTER = 4  # number of slow mixed steps in a row after which the machine counts as slower
-_PREFILL_SHARE_MIN = 0.1  # at least this share of a mixed step's time counts as prefill
-_COST_KEEP = 0.8  # weight of earlier mixed steps, so that about the last 5 count
-_OUTLIER = 3.0  # the measured time of a chunk counts up to this multiple of the predicted time
+# In the reported prefill rate, at least this fraction of a mixed step's time counts as prefill.
+_PREFILL_SHARE_MIN = 0.1
+# With each new mixed step, the weight of the earlier ones is multiplied by this. With 0.8, `a`
+# depends mainly on the last 5 mixed steps.
+_COST_KEEP = 0.8
+_OUTLIER = 3.0  # the time of a chunk counts as at most 3 times the predicted time
 _DECODE_CONTEXT_S = DEFAULT_PREFILL.token_context_s
 
 
@@ -92,17 +97,18 @@ class StepTimeModel:
         """`itl_target_s` is the target time between two tokens; 0 means no limit."""
         self._target_s = itl_target_s
         guess = msgspec.structs.astuple(DEFAULT_PREFILL)
-        # cost of prefill in large chunks, fitted to steps without decode
+        # Cost of prefill in large chunks, fitted to the steps without decode. The sizes of chunks
+        # are computed from it.
         self._prefill = LinearMeter(guess)
-        # cost of prefill for the worker's report, fitted to all steps with prefill
+        # Cost of prefill that the worker reports, fitted to all steps with prefill.
         self._reported = LinearMeter(guess)
         self._decode = LinearMeter(
             (DEFAULT_DECODE.step_s, DEFAULT_DECODE.sequence_s, _DECODE_CONTEXT_S)
         )
         self._beside_decode = _CostBesideDecode()
         self._num_slower = 0  # number of slow mixed steps in a row
-        self._last_tokens: int | None = None  # prefill tokens of the last mixed step
-        # mean number of tokens before a decoded token in the last decode-only step
+        self._last_tokens: int | None = None  # number of prefill tokens in the last mixed step
+        # Mean length of the contexts of the sequences in the last decode-only step, in tokens.
         self._mean_context = 0.0
 
     @property
@@ -113,8 +119,8 @@ class StepTimeModel:
 
     @property
     def decode_rate(self) -> DecodeRate | None:
-        """Rate of decode-only steps; None before the first one. It applies to sequences that are as
-        long as those of the last decode-only step were on average."""
+        """Rate of decode-only steps; None before the first one. The rate depends on the length of
+        sequences, and applies to the mean length in the last decode-only step."""
         if not self._decode.num_observations:
             return None
         step_s, sequence_s, context_s = self._decode.coefficients
@@ -155,7 +161,8 @@ class StepTimeModel:
             self._mean_context = decode[1] / decode[0]
 
     def chunk_max(self, work: StepWork, context: int) -> int | None:
-        """Returns the largest next chunk, in tokens, of a step that already has `work`.
+        """Returns the largest number of tokens of a prompt that may be added, as one chunk, to a
+        step that already has `work`.
 
         The chunk follows `context` other tokens of its prompt. None means that only the scheduler's
         budget limits the chunk.
@@ -166,7 +173,9 @@ class StepTimeModel:
         left_s = max(_MARGIN * self._target_s, _DECODE_SHARE * alone_s)
         left_s -= self._decode_s(work.decode_tokens, work.decode_contexts + context)
         cost = self._beside_decode.cost
-        if (self._last_tokens or 0) > _ROWS:  # chunks of more rows gain nothing from shared weights
+        # A chunk costs less beside decode because it shares the read of the weights with decode. A
+        # chunk of more than `_ROWS` tokens gains nothing from that.
+        if (self._last_tokens or 0) > _ROWS:
             cost = max(cost, 1.0)
         left_s /= cost
         left_s -= self._prefill_s(work.prefill_tokens, work.prefill_contexts)
@@ -185,7 +194,8 @@ class StepTimeModel:
         return max(fits, _TOKENS_MIN - work.prefill_tokens)
 
     def _observe_mixed(self, seconds: float, around_s: float, alone_s: float) -> None:
-        """Adds a mixed step with the predicted decode time `around_s` and chunk time `alone_s`."""
+        """Adds a mixed step that took `seconds`. `around_s` is the predicted time of the step's
+        decode, and `alone_s` the predicted time of its chunks in a step without decode."""
         is_slower = seconds > _SLOWER * around_s + _COST_MAX * alone_s
         self._num_slower = self._num_slower + 1 if is_slower else 0
         if self._num_slower < _CHANGE_AFTER:

@@ -1,8 +1,9 @@
 """Cancels tasks and waits until they have ended.
 
 `asyncio.wait_for` in Python 3.11 loses a cancellation that arrives when the awaited call has just
-ended (CPython issue 81839), and redis-py sends each command through it. A loop that uses Redis
-would then run for ever, and so would the code that awaits its end.
+ended (CPython issue 81839), and redis-py sends each command through `wait_for`. A loop that uses
+Redis could so miss a cancellation and run for ever, and code that waits for the end of the loop
+would hang.
 """
 
 import asyncio

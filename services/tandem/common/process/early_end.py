@@ -15,7 +15,8 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 def end_on_sigterm() -> None:
-    """Ends the process at once at SIGTERM, until another handler replaces this one.
+    """Installs a handler with which SIGTERM ends the process at once. The program may later replace
+    the handler.
 
     The kernel drops a signal to the first process of a container if the process has no handler for
     it. Without this handler, a pod that is deleted while its program loads would run until its
@@ -33,7 +34,7 @@ def quietly(main: Callable[[], int | None]) -> None:
     try:
         status = main()
     except KeyboardInterrupt:
-        sys.stderr.write("\n")  # a new line, because the terminal has printed ^C
+        sys.stderr.write("\n")  # ends the line on which the terminal has printed ^C
         status = _INTERRUPTED
     sys.exit(status)
 

@@ -1,5 +1,5 @@
-"""Finds out how a process ended if it is not a child of this process, and whether a process is
-stopped.
+"""Finds out how a process ended that is not a child of this process. Also finds out whether a
+process is stopped.
 
 Until the parent has reaped an ended process, /proc has the exit status. After that, Linux 6.15 and
 later report the status to any process that has a pidfd. Older systems report it only to the parent.
@@ -23,8 +23,8 @@ _REAPED_S = 0.5
 def ending(pid: int, pidfd: int, oom_kills_before: int | None) -> str:
     """Describes how a process ended, such as `exit status 1` or `ended by SIGKILL`.
 
-    Returns "" if the system does not report it. `oom_kills_before` is the result of `oom_kills`
-    while the process ran.
+    Returns "" if the system does not report how the process ended. `oom_kills_before` is the result
+    of a call of `oom_kills` while the process still ran.
     """
     give_up_at = time.monotonic() + _REAPED_S
     while (status := _zombie_status(pid, pidfd)) is None:

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Runs imports without collections, and excludes what they create from later ones.
+    """Context manager for imports: no garbage is collected meanwhile, and objects that the imports
+    create are excluded from later collections.
 
     The collections would find no garbage and take a tenth of the time of the imports.
     """
@@ -28,8 +29,8 @@ def exempt_loaded() -> None:
     loaded."""
     gc.collect()
     gc.freeze()
-    # Python starts the next full collection when the number of new objects reaches a quarter of
-    # those that survived the last one. After the first `collect`, these are some hundred thousand,
-    # so much garbage could pile up. After this second one they are few, because frozen objects do
-    # not count.
+    # Python starts the next full collection when the number of new objects exceeds a quarter of the
+    # number of objects that survived the last one. Without this second call, that number would be
+    # some hundred thousand, so much garbage could pile up. Frozen objects do not count, so few
+    # objects survive the second call.
     gc.collect()

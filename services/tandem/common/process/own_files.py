@@ -1,4 +1,4 @@
-"""Opens folders and files that no other user can have prepared.
+"""Opens folders and files safely, if other local users may have prepared the place.
 
 Another local user who can write next to the folder could create a symbolic link, a hard link or a
 folder with the same name before this process starts. So no link is followed, the owner is checked,
@@ -18,8 +18,8 @@ _FILE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 def open_parent(path: Path) -> int:
     """Opens a folder that others may share, such as a mounted disk. Creates it if necessary.
 
-    Raises OSError if the folder, or a symbolic link at its path, belongs to a user other than root
-    and this one.
+    Raises OSError if the folder, or a symbolic link at its path, belongs to another user than root
+    or this process's user.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -43,7 +43,7 @@ def make_folder(path: Path) -> None:
 
 def open_folder(path: Path, *, dir_fd: int | None = None) -> int:
     """Opens a folder that only this user may use. Creates it if necessary. `dir_fd` is the
-    descriptor of its parent folder.
+    descriptor of the parent folder.
 
     Raises OSError if `path` is a link, or if other users own the folder or may write it.
     """

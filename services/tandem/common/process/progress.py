@@ -29,7 +29,8 @@ from rich.text import Text
 SHOWN_AFTER_S = 2.0
 REDRAWS_PER_S = 10.0
 _POLL_S = 0.5
-# largest number of rows; a large pool may have more workers than the screen has lines
+# Largest number of rows that are shown, because a pool may have more workers than a screen has
+# lines.
 _STEPS_MAX = 8
 _BAR_COLUMNS = 20
 
@@ -48,10 +49,8 @@ class Waiting:
     """The bars of one wait. Any thread may call its methods."""
 
     def __init__(self, *steps: ProgressRow, redraws_per_s: float = REDRAWS_PER_S) -> None:
-        """With `redraws_per_s` 0, bars are drawn only when they appear and at each `show`.
-
-        No thread then draws between two calls of `show`, so that code that is measured there has
-        its core to itself.
+        """If `redraws_per_s` is 0, bars are drawn only when they appear and at each `show`. So no
+        other thread disturbs a measurement between two calls of `show`.
         """
         console = Console(stderr=True, highlight=False)
         self._is_seen = sys.stderr.isatty() and not console.is_dumb_terminal
@@ -75,7 +74,7 @@ class Waiting:
         self._tasks: dict[str, TaskID] = {}
         self._lock = threading.RLock()
         self._is_on = self._is_over = False
-        self._num_hiding = 0  # number of open `hidden` contexts
+        self._num_hiding = 0  # number of `with` statements of `hidden` that are running now
         self._timer = threading.Timer(SHOWN_AFTER_S, self._start)
         self._timer.daemon = True
         self.show(*steps)
@@ -94,7 +93,7 @@ class Waiting:
             self._is_on = False
 
     def show(self, *steps: ProgressRow) -> None:
-        """Sets the rows. A row keeps its bar while its name stays the same."""
+        """Sets the rows. A row with the same name as before keeps its bar and its elapsed time."""
         with self._lock:
             steps = steps[:_STEPS_MAX]
             for name in self._tasks.keys() - {step.name for step in steps}:

@@ -21,11 +21,11 @@ from tandem.models.config.text_part import names_in_model
 from tandem.models.files import few, naming
 from tandem.models.gguf.names import gguf_names
 
-# Old checkpoints store a table of RoPE frequencies per layer. The tables are ignored, because the
-# config determines the frequencies.
+# Names of the tables of RoPE frequencies that old checkpoints store for each layer. The tables are
+# ignored, because the frequencies are computed from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
-# Error messages call the config of a GGUF file "its header", and that of safetensors "config.json".
+# Name of a GGUF file's config in error messages, in place of "config.json".
 _IN_GGUF = "its header"
 
 
@@ -34,7 +34,7 @@ class _Stored(TensorHeader):
     """The header of a stored tensor, with the file that contains the tensor."""
 
     file: Path
-    name: str  # the tensor's name in `file`; a GGUF name, for example
+    name: str  # the tensor's name in `file`, such as blk.0.attn_q.weight in a GGUF file
 
 
 def check_weights(files: Sequence[Path], config: ModelConfig) -> Shapes:

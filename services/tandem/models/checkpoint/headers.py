@@ -21,7 +21,7 @@ from tandem.models.files import naming
 
 # Floating-point types, which are converted to the compute dtype.
 FLOATS = ("F32", "BF16", "F16", "F64", "F8_E4M3", "F8_E5M2", "F8_E8M0")
-_HEADER_BYTES_MAX = 100_000_000  # limit of the safetensors library
+_HEADER_BYTES_MAX = 100_000_000  # largest header that the safetensors library accepts
 _BITS = {
     "F4": 4,
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -55,7 +55,7 @@ class Form:
 class Header:
     """The header of a safetensors file."""
 
-    raw: bytes  # the header's JSON as stored
+    raw: bytes  # the JSON text of the header, exactly as in the file
     tensors: Mapping[str, TensorHeader]
 
 

@@ -1,8 +1,8 @@
 """Finds the static scales that a checkpoint has for a KV cache in fp8: one number per layer for K,
 and one for V.
 
-The names of the scales of K are listed here. The scales of V have the same names with v in place of
-k, such as `v_proj.v_scale`.
+The table lists the names of the scales of K. The scales of V have the same names with v_scale in
+place of k_scale, and v_proj in place of k_proj.
 
 name of the scale of K in layer N           used by
 model.layers.N.self_attn.k_scale            compressed-tensors

@@ -32,7 +32,7 @@ from tandem.models.config.model import ModelConfig
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
-# For each value of `ModelConfig.norms`: field of LayerWeights -> name of the norm in checkpoints.
+# Value of `ModelConfig.norms` -> (field of LayerWeights -> name of the norm in checkpoints).
 NORMS = {
     "before": {
         "attention_norm": "input_layernorm",
@@ -109,7 +109,7 @@ def _attention_shapes(config: ModelConfig, layer: str, stored: Collection[str]) 
 def _latent_shapes(
     config: ModelConfig, latent: Latent, layer: str, stored: Collection[str]
 ) -> Shapes:
-    """Returns the shapes of a layer's latent attention, without its norms of the hidden state. The
+    """Returns the shapes of a layer's latent attention: the table in this module's docstring. The
     names in `stored` decide between one matrix kv_b_proj and two matrices k_b_proj and v_b_proj."""
     hidden = config.hidden_size
     heads = config.num_attention_heads

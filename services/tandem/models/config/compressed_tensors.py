@@ -30,9 +30,9 @@ _PATTERN = "re:"
 _REPEATS = re.compile(r"[*+{]")
 _REPEATS_MAX = 6
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
-# format of a checkpoint in which each group of `config_groups` states its own format
+# Value of `format` if the groups in `config_groups` have formats of their own.
 _MIXED = "mixed-precision"
-# Format name -> coding, type of the numbers, allowed bits.
+# Format name -> (coding, type of the numbers, allowed numbers of bits).
 _FORMATS: Mapping[str, tuple[Coding, str, tuple[int, ...]]] = {
     "float-quantized": ("scaled", "float", (8,)),
     "int-quantized": ("scaled", "int", (8,)),

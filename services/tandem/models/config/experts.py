@@ -15,7 +15,7 @@ class ExpertGroups:
     token, and then the token's experts from these groups."""
 
     num: int
-    top: int  # groups chosen for each token
+    top: int  # number of groups chosen for each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,14 @@ class Experts:
     """The experts of one layer. A router chooses `top_k` experts for each token. The layer's output
     is the weighted sum of the outputs of these experts.
 
-    The weights are the softmax of the router's logits, over all experts or over the chosen ones.
-    With `is_corrected` the weights are the sigmoids of the logits.
+    The weights are computed from the router's logits: by softmax over all experts, by softmax over
+    the chosen experts, or with `is_corrected` by sigmoid.
     """
 
     num: int
-    top_k: int  # experts chosen for each token
+    top_k: int  # number of experts chosen for each token
     inner: int  # intermediate size of each expert
-    is_normalized: bool  # True: a token's weights are made to sum to 1 before `scale` is applied.
+    is_normalized: bool  # True: weights are divided by their sum before `scale` is applied.
     has_biases: bool = False  # True: the router and all matrices of the experts have biases.
     is_corrected: bool = False  # True: experts are ranked by sigmoid(logit) plus a learned bias.
     groups: ExpertGroups | None = None
@@ -98,8 +98,8 @@ def _groups(config: Mapping[str, Any], family: Family, num: int, top_k: int) -> 
     if not family.is_corrected and config.get("topk_method") == "greedy":
         return None
     groups = ExpertGroups(size(config, "n_group"), size(config, "topk_group"))
-    # With `is_corrected` a group's score is the sum of the scores of its two best experts, so a
-    # group needs two experts.
+    # Smallest number of experts in a group. With `is_corrected` it is 2, because a group's score is
+    # then the sum of the scores of the group's two best experts.
     least = 2 if family.is_corrected else 1
     if num % groups.num or num // groups.num < least or groups.top > groups.num:
         raise UnsupportedModel(

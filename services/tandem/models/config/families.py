@@ -1,4 +1,5 @@
-"""The table of supported architectures, keyed by their name in config.json.
+"""The table of supported architectures. A key of the table is the name of an architecture in
+config.json.
 
 A row states the properties that all models of an architecture share, and defaults for the keys that
 config.json may leave out. model.py and layers.py read the other properties from config.json.
@@ -23,7 +24,7 @@ class Family:
         "before": on the input;
         "after": on the output, before the residual is added;
         "around": on both.
-    norm_offset: a number added to the stored weights of norms.
+    norm_offset: a number added to the stored weights of norms: 1 for Gemma, otherwise 0.
     qk_norm: RMSNorm of q and k before RoPE:
         "": none;
         "head": over each head;
@@ -37,14 +38,14 @@ class Family:
         "all": all;
         "switched": all if `use_sliding_window` is true, else none;
         "chosen": none unless `use_sliding_window` is true. Then the layers that `layer_types`
-            names, or without `layer_types`: in families with `has_no_rope_layers` the layers
-            without RoPE, in others the layers from number `max_window_layers` on;
-        "pattern": the layers that `layer_types` names, or without `layer_types`: all but every
-            n-th layer, where n is `sliding_window_pattern`. With 6, layers 0 to 4 have a window,
-            and layer 5 has none.
+            names. Without `layer_types`, the layers without RoPE in families with
+            `has_no_rope_layers`, and the layers from number `max_window_layers` on in others;
+        "pattern": the layers that `layer_types` names. Without `layer_types`, all but every n-th
+            layer, where n is `sliding_window_pattern`. With 6, layers 0 to 4 have a window, and
+            layer 5 has none.
     pattern: the default of `sliding_window_pattern`.
     rope_theta: the default of `rope_theta`.
-    has_rope_by_kind: layers with a window have different RoPE parameters from the others.
+    has_rope_by_kind: layers with a window and layers without one have different RoPE parameters.
     has_no_rope_layers: some layers have no RoPE (`no_rope_layers`).
     is_fused: checkpoints store q, k and v as one matrix, and gate and up as one.
     has_partial_rope: RoPE may rotate only a part of each head (`partial_rotary_factor`); the only
@@ -67,8 +68,8 @@ class Family:
     is_latent: attention is latent (latent.py).
     has_extra_layers: checkpoints may have additional layers for multi-token prediction
         (`num_nextn_predict_layers`), which are not run.
-    has_sinks: each head has an attention sink: the softmax over the head's scores has one more,
-        learned score, which has no value vector.
+    has_sinks: each head has an attention sink: a learned score that the softmax over the head's
+        attention scores includes. No value vector belongs to this score.
     has_clamped_gates: the gate and up projections are clamped to `swiglu_limit`.
     quantization: a `quant_method` that only checkpoints of this family may have. The methods that
         all families may have are in quantization.py.

@@ -1,7 +1,8 @@
 """Reads fields of config.json and checks their types.
 
-A field of the wrong type raises UnsupportedModel, which names the field and its value. Accepting it
-could change answers silently: the string "false", for example, is truthy in Python.
+A field of the wrong type raises UnsupportedModel, which names the field and its value. If such a
+value were accepted, answers could change silently: the string "false", for example, is truthy in
+Python.
 """
 
 import math

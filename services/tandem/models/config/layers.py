@@ -16,9 +16,10 @@ from tandem.models.config.rope import NO_ROPE, Rope, read_ropes
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 LAYERS_MAX = 4096  # maximum number of layers; a larger number means that config.json is broken
-# Values that transformers uses for absent keys.
-_DEFAULT_WINDOW_LAYERS = 28  # Qwen: number of layers without a window
-_DEFAULT_NO_ROPE_INTERVAL = 4  # SmolLM3: every 4th layer has no RoPE
+# transformers' default of `max_window_layers` (Qwen): the first 28 layers have no window.
+_DEFAULT_WINDOW_LAYERS = 28
+# transformers' default of `no_rope_layer_interval` (SmolLM3): every 4th layer has no RoPE.
+_DEFAULT_NO_ROPE_INTERVAL = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def _have_rope(config: Mapping[str, Any], family: Family, num_layers: int) -> li
     """Returns, for each layer, whether it applies RoPE."""
     if not family.has_no_rope_layers:
         return [True] * num_layers
-    # a list with one number per layer; despite the name, 1 means that the layer has RoPE
+    # `no_rope_layers` has one number per layer. Despite its name, 1 means that the layer has RoPE.
     given = config.get("no_rope_layers")
     if given is not None:
         have_rope = _one_per_layer(given, "no_rope_layers", num_layers)
@@ -101,8 +102,8 @@ def _have_window(config: Mapping[str, Any], family: Family, have_rope: list[bool
 
 
 def _check_layer_types(config: Mapping[str, Any], slide: Sequence[bool]) -> None:
-    """Raises UnsupportedModel if `layer_types` contradicts `slide`. `slide` says which layers have
-    a sliding window, according to other keys of the config."""
+    """Raises UnsupportedModel if the key `layer_types` contradicts the other keys of the config.
+    `slide` says for each layer whether the other keys give it a sliding window."""
     kinds = config.get("layer_types")
     if kinds is None:
         return

@@ -67,7 +67,7 @@ class ModelConfig:
     attention_out_bias: bool
     mlp_bias: bool
     qk_norm: QkNorm  # RMSNorm of q and k, before RoPE
-    max_model_len: int  # tokens
+    max_model_len: int  # largest number of tokens of a prompt and its completion together
     eos_token_ids: tuple[int, ...]
     torch_dtype: str  # dtype of the checkpoint; the engine chooses its own compute dtype
     norms: Norms = "before"
@@ -76,18 +76,18 @@ class ModelConfig:
     multipliers: Multipliers = Multipliers()
     logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
     attention_cap: float | None = None  # attention scores become cap * tanh(scores / cap)
-    # The softmax of each head has one more, learned score (an attention sink).
+    # True: each head has an attention sink, a learned score that the head's softmax includes.
     has_sinks: bool = False
-    # clamped SwiGLU, which replaces `activation`; None: `activation` is used
+    # Clamped SwiGLU, which is used instead of `activation`. None: `activation` is used.
     gate_clamp: GateClamp | None = None
-    is_mxfp4: bool = False  # Experts are stored as MXFP4: 32 numbers of 4 bits share a scale.
+    is_mxfp4: bool = False  # True: experts are in MXFP4 (32 numbers of 4 bits share a scale).
     expert_form: ExpertForm = ""  # naming scheme of the experts' tensors
-    # quantization schemes; None: matrices are stored in torch_dtype
+    # Quantization scheme of each matrix. None: all matrices are stored in `torch_dtype`.
     quantization: Quantization | None = None
-    has_kv_scales: bool = False  # The checkpoint has static scales for a KV cache in fp8_e4m3.
-    is_fused: bool = False  # Checkpoints store q, k and v as one matrix, and gate and up as one.
+    has_kv_scales: bool = False  # True: the checkpoint has static scales for KV in fp8_e4m3.
+    is_fused: bool = False  # True: checkpoints store q, k and v as one matrix, gate and up as one.
     latent: Latent | None = None  # sizes of latent attention; None: grouped-query attention
-    # number of multi-token prediction layers in the checkpoint; they are not run
+    # Number of layers in the checkpoint for multi-token prediction. Tandem does not run them.
     num_extra_layers: int = 0
     # True: the model is the text part of a multimodal checkpoint (text_part.py).
     is_text_part: bool = False

@@ -28,9 +28,11 @@ class Scheme:
     # Number of consecutive inputs of a row that share a scale. 0: all inputs of a row, or all
     # weights of the matrix, share a scale.
     group_size: int = 0
-    # numbers of outputs and inputs that share a scale; None: scales are not per block
+    # (outputs, inputs) of a block of weights that share a scale, such as (128, 128). None: scales
+    # are not per block.
     block: tuple[int, int] | None = None
-    # number that is added to stored zero points; 1 if the file stores zero point - 1
+    # Number that is added to each stored zero point. It is 1 if files store each zero point minus
+    # 1.
     zero_offset: int = 0
     # Only for the coding "packed". True: zero points are stored. False: all zero points are the
     # middle of the range of numbers, such as 8 with 4 bits.
@@ -40,9 +42,9 @@ class Scheme:
     def growth_max(self) -> float:
         """Largest ratio of a matrix's size in memory to its size in the file.
 
-        In memory, integers are in blocks of 32 or 64 inputs, each with a scale and possibly a zero
-        point: 32 weights of 4 bits and a scale of 2 bytes take 4.5 bits per weight. fp8 matrices
-        have scales for each output."""
+        In memory, integers are stored in blocks of 32 or 64 inputs. Each block has a scale and
+        possibly a zero point. Example: 32 weights of 4 bits and a scale of 2 bytes take 4.5 bits
+        per weight. fp8 matrices have scales for each output."""
         if self.is_float:
             return 1.04
         return 4.5 / 4 if self.bits == 4 else 8.5 / 8
@@ -56,7 +58,7 @@ class Quantization:
     `by_name` has priority over `by_pattern`, and `by_pattern` over `default`.
     """
 
-    # scheme of modules without another match; None: they are not quantized
+    # Scheme of modules that `by_name` and `by_pattern` do not match. None: not quantized.
     default: Scheme | None = None
     by_name: Mapping[str, Scheme] = field(default_factory=dict)
     # Patterns are matched at the start of a module's name, and the first match wins.

@@ -24,7 +24,7 @@ class RopeScaling:
     defaults.
 
     linear: all frequencies are divided by `factor`.
-    llama3: the wavelength of a frequency decides (the number of tokens for one turn):
+    llama3: the wavelength of a frequency, which is the number of tokens for one turn, decides:
         above original context / `low_freq_factor`: the frequency is divided by `factor`;
         below original context / `high_freq_factor`: the frequency is kept;
         between: the result is interpolated.
@@ -71,7 +71,8 @@ class Rope:
 
     theta: float | None  # base of the rotation frequencies; None: the layer has no RoPE (NoPE)
     scaling: RopeScaling | None = None
-    rotary_share: float = 1.0  # fraction of a head's elements that are rotated: the first ones
+    # Fraction of a head's elements that RoPE rotates. With 0.25 it is the first quarter of them.
+    rotary_share: float = 1.0
     is_long: bool = False  # True: longrope uses `long_factors`.
 
     def for_contexts(self, max_model_len: int) -> "Rope":
@@ -148,8 +149,8 @@ def read_rope(config: Mapping[str, Any], *, default_theta: float = 10000.0) -> R
     )
     if partial > 1:
         raise UnsupportedModel(f"partial_rotary_factor is {partial}; it must be at most 1")
-    # Phi-3 has this key at the top level of config.json. As in transformers, the value at the top
-    # level has priority.
+    # Phi-3 has this key at the top level of config.json. As in transformers, this value has
+    # priority over the one in the RoPE parameters.
     outside = config.get("original_max_position_embeddings")
     if outside is not None:
         parameters["original_max_position_embeddings"] = outside

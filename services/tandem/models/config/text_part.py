@@ -27,7 +27,8 @@ from typing import Any
 from tandem.errors import UnsupportedModel
 
 _SUFFIX = "ForConditionalGeneration"
-# Architecture without `_SUFFIX` -> model_type to use if text_config has none.
+# Name of the multimodal architecture, without `_SUFFIX` -> model_type of the text part, which is
+# used if `text_config` has no model_type.
 _DEFAULT_KINDS: Mapping[str, str] = {
     "AudioFlamingo3": "qwen2",
     "DeepseekVL": "llama",
@@ -63,7 +64,8 @@ _DEFAULT_KINDS: Mapping[str, str] = {
     "VipLlava": "llama",
     "Voxtral": "llama",
 }
-# model_type of a text part -> model_type with the same results for prompts without images.
+# model_type of a text part -> model_type of the text-only model with the same results for prompts
+# without images.
 _PLAIN_KINDS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 _SIZE_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _SPECIAL = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
-# general.architecture -> the equivalent Hugging Face class and model_type. GGUF files of Mistral
-# models have the architecture llama, because both compute the same.
+# general.architecture -> (Hugging Face class, model_type). GGUF files of Mistral models have the
+# architecture llama, because a Mistral model is computed as a Llama model is.
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
@@ -37,10 +37,11 @@ ARCHITECTURES = {
     "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
 }
 _GEMMAS = ("gemma2", "gemma3")
-# Number of layers by which Gemma 2 27B and Gemma 3 27B are recognized. In these two models, the
-# scale of attention scores follows from hidden size / number of heads instead of the head size.
+# Numbers of layers by which files of Gemma 2 27B and Gemma 3 27B are recognized. Only in these two
+# Gemma models, the scale of attention scores is computed from hidden size / number of heads. Others
+# compute it from the head size.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
-# A llama file with experts is Mixtral.
+# Values of general.architecture whose models may have experts. With experts, llama means Mixtral.
 _WITH_EXPERTS = ("llama", "qwen3moe", "gpt-oss", "deepseek2")
 # Keys whose value must equal attention.key_length, because config.json has one head size. Latent
 # attention is an exception.
@@ -62,8 +63,8 @@ def hf_config(
     tensor_names: frozenset[str],
     rope_tables: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:
-    """Returns the contents of config.json. `rope_tables` has the RoPE tables in the file by their
-    names, which are in names.ROPE_TABLES.
+    """Returns the contents of config.json. `rope_tables` maps the names in names.ROPE_TABLES to the
+    RoPE tables of the file.
 
     Raises UnsupportedModel naming a key that config.json cannot express or that is not supported.
     """

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.models.config.model import ModelConfig
-from tandem.models.files import naming
+from tandem.models.files import naming, writing
 from tandem.models.gguf.split import parts_of, whole_name
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tandem.models.gguf.metadata import GgufMetadata
 
 CACHE_DIR_VARIABLE = "TANDEM_CACHE_DIR"
-# name of the file in a converted folder that records the GGUF file's path
+# Each converted folder has a file of this name, which records the path of the GGUF file.
 CONVERSION_FILE = "tandem_conversion.json"
 
 # Part of the cache key. It must be incremented with every change to the output of a conversion.
@@ -59,24 +59,25 @@ def keep_conversion(place: Path, source: Path, convert: Callable[[Path], None]) 
     """Returns the cache folder `place`. If the folder does not exist, `convert` is called with a
     new folder to fill. `source` is the path of the file to convert; the folder records this path.
     If the folder exists and records the path of another copy of the file, the recorded path is
-    changed to `source`."""
+    changed to `source`. Raises ConfigError if the cache cannot be written."""
     if place.is_dir() and _source(place) == str(source.resolve()):
         return place
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with place.with_name(place.name + ".lock").open("w") as lock:
-        # If this process dies, the operating system releases the lock.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if place.is_dir():
-            _set_source(place, source)
-        else:
-            unfinished = place.with_name(place.name + ".unfinished")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-            try:
-                convert(unfinished)
-                unfinished.rename(place)
-            finally:
+    with writing(place.parents[1], CACHE_DIR_VARIABLE):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with place.with_name(place.name + ".lock").open("w") as lock:
+            # If this process dies, the operating system releases the lock.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if place.is_dir():
+                _set_source(place, source)
+            else:
+                unfinished = place.with_name(place.name + ".unfinished")
                 shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir()
+                try:
+                    convert(unfinished)
+                    unfinished.rename(place)
+                finally:
+                    shutil.rmtree(unfinished, ignore_errors=True)
     return place
 
 
@@ -174,11 +175,11 @@ def _convert(files: Sequence[Path], folder: Path) -> None:
 
     with naming(files[0]):
         stored, metadata, config, generation = _read(files)
-        # raises UnsupportedModel for a model that cannot be run
+        # This call raises UnsupportedModel if the model cannot be run.
         ModelConfig.from_hf(config, generation)
         tensors = [tensor for tensor in stored if tensor.name not in ROPE_TABLES]
         for tensor in tensors:
-            # raises UnsupportedModel for an unknown tensor
+            # This call raises UnsupportedModel if the tensor is unknown.
             hf_name(tensor.name, config["architectures"][0])
         write_json(folder / "config.json", config)
         write_json(folder / "generation_config.json", generation)

@@ -13,11 +13,12 @@ from tandem.errors import UnsupportedModel
 if TYPE_CHECKING:
     from tandem.models.gguf.metadata import GgufMetadata
 
-# Values of expert_gating_func. Older files lack the key and use softmax.
+# Values of expert_gating_func: 0 stands for an absent key (older files), which means softmax.
 _SOFTMAX = (0, 1)
 _SIGMOID = 2
-# (layers, experts) -> (expert groups, groups chosen for each token). Older converters left these
-# keys out; the values are those of the published DeepSeek V2 and V3.
+# (number of layers, number of experts) -> (number of expert groups, number of groups chosen for
+# each token). The entries are DeepSeek V2 and V3. They are needed because older GGUF files of these
+# models do not store the numbers of groups.
 _GROUPS = {(60, 160): (8, 3), (61, 256): (8, 4)}
 
 

@@ -1,8 +1,8 @@
 """Finds the tokens of a GGUF model that end an answer.
 
-End tokens are those that the file names, and others that this module recognizes by their text.
-Recognition by text is needed because converters name only one end token: they name `<eos>` for an
-instruction-tuned Gemma, whose turns end with `<end_of_turn>`. Texts and exceptions are llama.cpp's
+A GGUF file often names only one of them: for an instruction-tuned Gemma it names `<eos>`, although
+a turn ends with `<end_of_turn>`. So this module also recognizes end tokens by their text. The list
+of texts, and the rules for when such a token does not end an answer, are those of llama.cpp
 (special_eog_ids in https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp).
 """
 
@@ -26,13 +26,12 @@ _ENDS = frozenset(
         *("<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|tool_response>"),
     )
 )
-# Texts of tokens that end an answer only if they are marked as control tokens. Ordinary text may
-# contain these: `</s>` is also an HTML tag, for which Gemma has a token.
+# Texts of tokens that end an answer only if the tokens are marked as control tokens. Ordinary text
+# may contain these texts: `</s>` is also an HTML tag, for which Gemma has a token.
 _ENDS_IF_CONTROL = frozenset(
     (
         *("</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~["),
-        # Code models write these tokens after the end of a file, before the next file or before
-        # padding.
+        # Code models write these tokens after the end of a source file.
         *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
         *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
     )

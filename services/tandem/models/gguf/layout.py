@@ -1,9 +1,9 @@
 """Reads the keys of a GGUF file and the locations of its tensors, in one pass.
 
-The gguf package's reader trusts the counts and lengths in a file, so a wrong one can make it run
-for hours or exhaust memory. It also keeps four numpy views of each string, which takes a gigabyte
-for a large vocabulary. This reader checks each count against the size of the file, which limits
-the time and memory of a read. A file consists of:
+The reader in the package gguf trusts the counts and lengths in a file, so a wrong count can make
+the reader run for hours or exhaust memory. That reader also keeps four numpy views of each string,
+which take a gigabyte for a large vocabulary. The reader of this module checks each count against
+the size of the file, so the time and memory of a read are limited. A file consists of:
 
     magic, version, num_tensors, num_keys | keys and values | tensor infos | padding | tensor data
 
@@ -31,16 +31,16 @@ _ALIGNMENT_KEY = "general.alignment"
 _KEYS_MAX = 1 << 16
 _TENSORS_MAX = 1 << 16
 _DIMS_MAX = 4
-# Maximum number of items in all arrays of a file; the largest vocabularies with merges have 1.5
-# million items.
+# Maximum sum of the lengths of all arrays in a file. The largest vocabularies with their merges
+# have 1.5 million items.
 _ITEMS_MAX = 1 << 22
 
 _UINT32 = 4
 _STRING = 8
 _ARRAY = 9
-# Number types -> their format characters in the struct module.
+# GGUF number of a type -> format character of the type in Python's struct module.
 _SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_SIZE_BYTES = 8  # size of the length that precedes each string
+_SIZE_BYTES = 8  # each string is preceded by its length, a number of 8 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class StoredTensor:
     file: Path
     name: str
     type: gguf.GGMLQuantizationType
-    shape: tuple[int, ...]  # sizes in torch's order: the length of a row is last
-    begin: int  # offset of the first byte in the file
-    end: int  # offset after the last byte in the file
+    shape: tuple[int, ...]  # sizes in torch's order: (rows, length of a row) for a matrix
+    begin: int  # offset in the file of the tensor's first byte
+    end: int  # offset in the file of the byte after the tensor's last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class _Scan:
             return (
                 self._skip_strings(num_items) if self._skips_strings else self._strings(num_items)
             )
-        # raises ValueError for nested arrays, which no model has
+        # This call raises ValueError for an array of arrays, which no model has.
         return self._numbers(kind, num_items)
 
     def _numbers(self, kind: int, num: int) -> list[Any]:

@@ -54,8 +54,8 @@ _DEEPSEEK = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "exp_probs_b": _CORRECTION,
 }
-# Names that a model family has instead of those in `_INNER`, or in addition. A key is the start of
-# a Hugging Face class name; a value maps GGUF names to Hugging Face names.
+# Start of a Hugging Face class name -> (GGUF name -> Hugging Face name). These names of a model
+# family replace those in `_INNER` or are added to them.
 _NAMES_BY_FAMILY = {
     "Gemma": {"ffn_norm": "pre_feedforward_layernorm"},
     "Phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},

@@ -48,7 +48,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "swin_norm": (False,),
     "use_parallel_residual": (False,),
 }
-# Exceptions by architecture. None: another module reads the key. Tuple: allowed values of the key.
+# Architecture -> key -> rule that replaces the key's rule in `_NEUTRAL`. None: another module reads
+# the key, so every value is allowed here. Tuple: the allowed values.
 _READ: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
     "deepseek2": dict.fromkeys(
         (

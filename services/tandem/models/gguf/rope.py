@@ -59,9 +59,9 @@ def _longrope(metadata: GgufMetadata, tables: Mapping[str, np.ndarray]) -> dict[
 def _llama3_scaling(rope_freqs: np.ndarray, *, theta: float) -> dict[str, Any]:
     """Derives the llama3 scaling parameters from GGUF's table of frequency divisors.
 
-    The file stores only the table. Llama 3.1, 3.2 and 3.3 differ only in the factor, which is the
-    table's largest entry. The table computed from these parameters is compared with the stored one;
-    a difference raises UnsupportedModel.
+    A GGUF file stores only the table. The factor is the table's largest entry, and the other
+    parameters are the same in Llama 3.1, 3.2 and 3.3. To check this, the table is computed again
+    from the parameters. A difference from the stored table raises UnsupportedModel.
     """
     factor = float(rope_freqs.max())
     low = 1.0

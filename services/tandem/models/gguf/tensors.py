@@ -46,13 +46,14 @@ class GgufBlocks:
 
     data: torch.Tensor  # uint8 [rows, bytes of a row]
     type: BlocksType
-    shape: tuple[int, ...]  # sizes in numbers, although `data` has bytes
-    offset: float = 0.0  # number that `numbers` subtracts from unquantized values
-    # Number of heads, if the rows of each head are in llama.cpp's order (see `unpermute`). 0: rows
-    # are in Hugging Face's order.
+    shape: tuple[int, ...]  # shape of the dequantized tensor; a row counts weights, not bytes
+    # `numbers` subtracts this from unquantized values: 1 for Gemma's norm weights, otherwise 0.
+    offset: float = 0.0
+    # 0: the rows are in Hugging Face's order. Otherwise the number of heads, and the rows of each
+    # head are in llama.cpp's order (see `unpermute`).
     num_heads: int = 0
-    # int32 [in]. Position p of a row has the weight of input order[p]. None: position p has the
-    # weight of input p.
+    # int32 [in]: position p of a stored row has the weight of input order[p]. None: the inputs are
+    # stored in their own order.
     order: torch.Tensor | None = None
 
     @property

@@ -27,8 +27,8 @@ from tandem.models.gguf.end_tokens import CONTROL, UNUSED, USER_DEFINED, token_t
 from tandem.models.gguf.metadata import GgufMetadata, special_key
 
 _SPACE = "▁"
-# Maximum length of a token of the vocabulary, in characters. The time to find the merges of a token
-# grows with the square of the length.
+# Maximum length of a token in the vocabulary, in characters. The time to find the merges of a token
+# grows with the square of the token's length.
 _PIECE_MAX = 1024
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -90,8 +90,8 @@ _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 _NFC_NAMES = ("qwen2", "deepseek-r1-qwen")
 _BEGINNING_WITH_BOS = (*_LLAMA3_NAMES, "tekken")
 _IGNORING_MERGES = (*_LLAMA3_NAMES, "tekken")
-# Value of tokenizer.ggml.pre -> patterns that split the text. Each pattern splits the pieces that
-# the previous pattern left.
+# Value of tokenizer.ggml.pre -> regular expressions that split a text before BPE. The first one
+# splits the text, and each following one splits the pieces further.
 _PATTERNS = {
     **dict.fromkeys(("gpt-2", "olmo"), (_GPT2,)),
     **dict.fromkeys(("smollm", "refact"), (r"\p{N}", _GPT2)),
@@ -105,6 +105,11 @@ _PATTERNS = {
     "deepseek-v3": _DEEPSEEK3,
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
+
+
+def write_tokenizer_json(tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes tokenizer.json to `folder`. Raises OSError, unlike `Tokenizer.save`."""
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
 
 def write_tokenizer(metadata: GgufMetadata, folder: Path) -> None:
@@ -131,7 +136,7 @@ def write_tokenizer(metadata: GgufMetadata, folder: Path) -> None:
         bos_token="bos", eos_token="eos", unk_token="unknown", pad_token="padding"
     )
     _add_boundaries(tokenizer, metadata, pre=pre, tokens=tokens)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_tokenizer_json(tokenizer, folder)
     tokenizer_config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

@@ -1,7 +1,8 @@
 """Compiles grammar texts for a model's vocabulary, within limits.
 
-llguidance limits its memory and work by counts instead of time, so a grammar fails on every machine
-or on none. A compiled grammar is a matcher in its initial state, which each sequence copies.
+The limits of llguidance are counts of items and states, not times. So a grammar that is too large
+fails on every machine, fast or slow. A compiled grammar is a matcher in its initial state, which
+each sequence copies.
 """
 
 import re
@@ -17,11 +18,10 @@ from tokenizers import Tokenizer
 from tandem.errors import BadRequest
 from tandem.models.folder import ModelFolder
 
-# Memory: all sequences with one grammar share a lexer, which takes at most about 40 MB.
-# Time: the time for a mask grows with the number of parser items, and with the square of the number
-# of items in one row of the parser. An ambiguous grammar adds items to a row with each token. With
-# these limits a mask takes up to 10 ms; with llguidance's defaults it takes up to 0.5 s.
-# A JSON object needs four items in a row for each optional property: 800 items for 200 properties.
+# With these limits, a grammar takes at most about 40 MB, for the lexer that all sequences with the
+# grammar share. A mask takes up to 10 ms; with llguidance's default limits it takes up to 500 ms.
+# The time for a mask grows with the square of `max_items_in_row`. Each optional property of a JSON
+# object needs four items in a row, so an object may have 800 / 4 = 200 optional properties.
 _LIMITS = LLParserLimits(
     max_items_in_row=800,
     step_max_items=5_000,
@@ -35,9 +35,9 @@ _LIMITS = LLParserLimits(
 _SPECIAL = b"\xff"
 # llguidance writes the special token 7 as b"\xff[7]" in a byte string.
 _SPECIAL_TOKEN = re.compile(rb"\xff\[(\d+)\]")
-# Of a forced text (the only text that the grammar allows next), at most this many bytes are
-# tokenized to find the next token. llguidance would tokenize the complete text for each token, and
-# hold the GIL meanwhile.
+# A text is forced if the grammar allows no other text next. To find the next token, at most this
+# many bytes from the start of the forced text are tokenized. llguidance would tokenize the whole
+# forced text for each token, and hold the GIL meanwhile.
 _FORCED_BYTES_MAX = 256
 
 
@@ -47,7 +47,7 @@ class GrammarCompiler:
     may share a compiler."""
 
     tokenizer_file: Path
-    vocab_size: int  # number of the model's logits
+    vocab_size: int  # number of logits that the model computes for each token
     eos_token_ids: Sequence[int]
     _tokenizer: LLTokenizer | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -64,8 +64,8 @@ class GrammarCompiler:
         matcher = LLMatcher(self._vocabulary(), text, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise BadRequest(matcher.get_error())
-        # The text that the grammar forces at its start is computed now. The matcher caches the
-        # text, and copies of the matcher inherit the cache.
+        # The call computes the text with which every completion must begin. The matcher and its
+        # copies keep the text, so no sequence computes it again.
         matcher.compute_ff_bytes()
         return matcher
 
@@ -75,9 +75,9 @@ class GrammarCompiler:
             matcher = self.compile(text)
         except BadRequest as error:
             return error.message
-        # If every completion begins with the same text, such as a brace, the check continues after
-        # that text. If that text contains special tokens (marked by the byte `_SPECIAL`, which is
-        # invalid in UTF-8), the check stays at the start.
+        # If every completion begins with the same text, such as a brace, the mask after this text
+        # is checked. If the text contains special tokens (marked by the byte `_SPECIAL`), the mask
+        # of the first token is checked.
         begins = matcher.compute_ff_bytes()
         if begins and _SPECIAL not in begins:
             text = begins.decode(errors="ignore")
@@ -92,10 +92,9 @@ class GrammarCompiler:
     def forced_token(self, matcher: LLMatcher) -> int | None:
         """Returns the next token if the grammar allows only one text; else None.
 
-        For example, a grammar may force the text `<|im_end|>` but not allow the special token with
-        this text. llguidance returns the special token all the same. This method then returns the
-        longest ordinary token with which the text begins. Only the beginning of a long text is
-        tokenized.
+        A grammar may force the text `<|im_end|>` without allowing the special token with this text.
+        llguidance returns the special token nevertheless. This method then returns the longest
+        ordinary token with which the text begins, such as `<|`.
         """
         text: bytes = matcher.compute_ff_bytes()
         if not text:

@@ -50,15 +50,18 @@ from tandem.models.grammars.compiler import GrammarCompiler
 log = logging.getLogger(__name__)
 
 GRAMMARS_MAX = 32  # maximum number of cached grammars; each takes at most 40 MB, usually far less
-GRAMMAR_BYTES_MAX = 1 << 20  # maximum total size of the texts of cached grammars
-LONG_TEXT_BYTES = 16 << 10  # Longer texts have their own compile thread: they may take seconds.
-MASK_WAIT_S = 0.02  # longest time from the start of a step for which the step waits for masks
-SLOW_MASK_S = 0.002  # A mask that takes more CPU time is slow. Ordinary masks take 0.1 ms.
-# maximum time per step for which the engine's thread searches forced tokens
+GRAMMAR_BYTES_MAX = 1 << 20  # maximum sum of the sizes of the cached grammars' texts
+# Grammar texts with more bytes than this are compiled by a second thread, because they may take
+# seconds.
+LONG_TEXT_BYTES = 16 << 10
+MASK_WAIT_S = 0.02  # longest time that a step waits for masks, counted from the start of the step
+SLOW_MASK_S = 0.002  # CPU seconds; a mask that takes longer is slow. Usual masks take 0.0001 s.
+# Maximum time in each step that the engine's thread spends on the search for forced tokens.
 FORCED_SEARCH_S = 0.005
 SKIPS_MAX = 10
-# After a skipped step has been counted, further skipped steps are not counted for this time.
-# Otherwise a first mask of 100 ms would exceed SKIPS_MAX with steps of 5 ms.
+# Of the steps that a sequence skips, at most one is counted in each period of this length. Example:
+# a sequence that waits 100 ms for a mask skips 20 steps of 5 ms, of which only 2 count. Without
+# this rule it would exceed SKIPS_MAX.
 SKIP_S = 0.05
 
 Mask = npt.NDArray[np.int32]
@@ -66,7 +69,7 @@ Mask = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class _Compiled:
-    matcher: Future[LLMatcher]  # result: a matcher in the grammar's initial state
+    matcher: Future[LLMatcher]  # matcher in the grammar's initial state, which sequences copy
     # Held while a thread uses the lexer, which all matchers of the grammar share.
     lock: threading.Lock = field(default_factory=threading.Lock)
     # True: a matcher failed, so the shared lexer may be invalid. The grammar is compiled again for
@@ -92,18 +95,18 @@ class GrammarMatcher:
         self._matcher: LLMatcher | None = None
         self._num_consumed = 0
         self._token_ids = list(token_ids)
-        # A mask has one bit for each logit of the model. llguidance's vocabulary may be larger.
+        # Number of bits of a mask: one for each logit. llguidance's vocabulary may be larger.
         self._vocab_size = masks.vocab_size
         self.mask: Mask = np.zeros(-(-self._vocab_size // 32), np.int32)
         # The only token that `mask` allows, if the grammar forces a token.
         self.forced: int | None = None
         self.error = ""
-        # job that computes the next mask; it may have finished
+        # The job that computes the next mask, running or finished. None: it was not started yet.
         self.update_job: Future[None] | None = None
-        self.is_started = False  # True: the job has locked the lexer, or has finished.
-        self.num_skipped = 0  # steps skipped since the job started
-        self._counted_until = 0.0  # Steps skipped before this time do not count.
-        self.cost_s: float | None = None  # CPU time of the last mask
+        self.is_started = False  # True: `update_job` has begun to compute, or has finished.
+        self.num_skipped = 0  # number of counted steps that were skipped while `update_job` ran
+        self._counted_until = 0.0  # A step that is skipped before this time is not counted.
+        self.cost_s: float | None = None  # CPU seconds that the last mask took
 
     @property
     def is_compiled(self) -> bool:
@@ -135,8 +138,8 @@ class GrammarMatcher:
             self.update_job.cancel()
 
     def skip(self) -> str:
-        """Counts a skipped step. If the sequence has skipped too many steps and must end, returns
-        the reason, else ""."""
+        """Counts a skipped step. If the sequence must end because it has skipped too many steps,
+        returns the reason, otherwise ""."""
         now = time.perf_counter()
         if self.is_started and now >= self._counted_until:
             self.num_skipped += 1
@@ -148,7 +151,8 @@ class GrammarMatcher:
     def find_forced(self) -> int | None:
         """Returns the next token if the grammar forces one. Returns None if the grammar allows
         several tokens, or if the search might delay the engine."""
-        # The lock is not awaited: a mask thread that uses the same grammar may hold it for long.
+        # If the lock is taken, the search is omitted. A mask thread that uses the same grammar may
+        # hold the lock for long.
         if self.is_slow or not self._masks.may_search or not self._compiled.lock.acquire(False):
             return None
         started = time.perf_counter()
@@ -275,7 +279,7 @@ class GrammarMasks:
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
         self._num_bytes = 0
         self._awaited: list[GrammarMatcher] = []
-        self.search_s = 0.0  # time spent on forced tokens since the last step began
+        self.search_s = 0.0  # seconds spent on the search for forced tokens in the current step
 
     def matcher(self, text: str, token_ids: list[int]) -> GrammarMatcher | None:
         """Returns a matcher for a completion that has the tokens `token_ids` so far and must match

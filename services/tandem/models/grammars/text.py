@@ -25,16 +25,16 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "lark
 
 SOURCE_BYTES_MAX = 128 << 10
 DEPTH_MAX = 100  # maximum nesting depth of a schema
-# Maximum nesting depth after references are expanded. References are `$ref` in a schema and rule
-# names in a grammar. The compiler's stack (grammar_checker.py) is large enough for at least four
-# times this depth.
+# Maximum nesting depth if the target of a reference counts as nested in the reference. References
+# are `$ref` in a schema and rule names in a grammar. The stack of the compiler (grammar_checker.py)
+# is large enough for at least four times this depth.
 EXPANDED_DEPTH_MAX = 250
 # Maximum number of lists and objects in a schema. The target of a `$ref` counts twice: at its place
-# in the schema and at the reference.
+# in the schema, and once for all references to it.
 VISITS_MAX = 200_000
-# Limit of the sum, and of the least common multiple, of all `multipleOf` divisors in a schema. The
-# compiler creates a state for each remainder: 7 states for `multipleOf: 7`. At the limit it takes
-# at most 0.2 s. Zeros at the end of a divisor cost nothing, so 700 counts as 7.
+# Neither the sum nor the least common multiple of all `multipleOf` divisors in a schema may exceed
+# this. The compiler creates a state for each remainder, for example 7 states for `multipleOf: 7`,
+# in at most 0.2 s. Zeros at the end of a divisor need no states, so 700 counts as 7.
 DIVISORS_MAX = 100_000
 # White space between JSON tokens. It is limited because a small model might never stop writing it.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
@@ -49,8 +49,8 @@ class StructuredOutput:
     kind: Kind
     source: str = ""  # a schema or a list of choices as JSON, a regular expression, or a grammar
     is_lenient: bool = False  # True: unsupported keywords of a schema are ignored.
-    # Lark grammar of a completion of which only a part has the format: `@form` stands for that
-    # part. "": the whole completion has the format.
+    # "": the whole completion has the format. Otherwise only a part of the completion has it, and
+    # this is the Lark grammar of the completion, in which `@form` stands for the part.
     head: str = ""
 
     def __post_init__(self) -> None:
@@ -68,8 +68,8 @@ def grammar_text(wanted: StructuredOutput) -> str:
     form = _form_text(wanted)
     if not wanted.head:
         return form
-    # llguidance returns schemas and regular expressions as a JSON list of one grammar, others as
-    # Lark.
+    # llguidance's text for a schema or a regular expression is a JSON list with one grammar. For
+    # all other kinds, the text is a Lark grammar.
     is_list = wanted.kind in ("json_object", "json_schema", "regex")
     [grammar] = json.loads(form)["grammars"] if is_list else [{"lark_grammar": form}]
     return json.dumps({"grammars": [{"lark_grammar": wanted.head}, {**grammar, "name": "form"}]})
@@ -183,7 +183,7 @@ def _divisor(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 1
     try:
-        # The compiler also reads the value as a float, and larger integers overflow.
+        # The compiler reads the value as a float. Larger integers would overflow there.
         number = float(value)
     except OverflowError:
         return 1

@@ -34,11 +34,11 @@ _CONFIG_BYTES_MAX = 1 << 20
 _DIGEST_BYTES = 16
 _CHUNK_BYTES = 1 << 20
 _DTYPES = ("F32", "F16", "BF16")
-# Fields that do not affect results, whatever their value.
+# Fields whose values do not affect results.
 _NEUTRAL = {
     "auto_mapping",
     "base_model_name_or_path",
-    "corda_config",  # settings of an initialization method; `init_lora_weights` names the method
+    "corda_config",  # settings for one value of `init_lora_weights`
     "eva_config",
     "inference_mode",
     "lora_dropout",
@@ -63,9 +63,10 @@ _READ = {
     "target_modules",
     "use_rslora",
 }
-# Other initialization methods also change the base model's weights.
+# Accepted values of `init_lora_weights`. Methods that are not listed change the base model's
+# weights.
 _INITIALIZED = (True, False, None, "gaussian", "eva", "orthogonal")
-_PREFIX = "base_model.model."  # prefix of tensor names in the file
+_PREFIX = "base_model.model."  # prefix of all tensor names in an adapter's weights file
 _TYPES: Mapping[str, tuple[type | tuple[type, ...], str]] = {
     "rank_pattern": (dict, "an object of names and ranks"),
     "alpha_pattern": (dict, "an object of names and numbers"),
@@ -86,7 +87,7 @@ class LoraFolder:
     """An adapter's folder that passed the checks against a model. The weights are not read yet."""
 
     path: Path
-    modules: Mapping[str, LoraModule]  # by module name, such as model.layers.0.mlp.up_proj
+    modules: Mapping[str, LoraModule]  # module name, such as model.layers.0.mlp.up_proj -> module
     tensors: Mapping[str, tuple[str, str]]  # module name -> names of A and B in the file
     config: bytes  # contents of adapter_config.json
 
@@ -96,8 +97,8 @@ class LoraFolder:
         return max(module.rank for module in self.modules.values())
 
     def digest(self) -> str:
-        """Returns a hex digest of the config that was read by `open_lora` and of the weights file
-        as it is now."""
+        """Returns a hex digest of the adapter: of `config` and of the current contents of the
+        weights file."""
         digest = _begin_digest(self.config)
         with naming(self.path / WEIGHTS_FILE), (self.path / WEIGHTS_FILE).open("rb") as stream:
             while chunk := stream.read(_CHUNK_BYTES):
@@ -105,8 +106,8 @@ class LoraFolder:
         return digest.hexdigest()
 
     def read_weights(self) -> tuple[bytes, str]:
-        """Returns the contents of the weights file, and the digest of the config and these
-        contents. Even if the file changes later, the two results belong together."""
+        """Returns the contents of the weights file, and the adapter's digest, which is computed
+        from the returned contents and not from a second read of the file."""
         with naming(self.path / WEIGHTS_FILE):
             weights = (self.path / WEIGHTS_FILE).read_bytes()
         digest = _begin_digest(self.config)

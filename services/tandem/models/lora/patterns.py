@@ -18,12 +18,12 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-CPU_S = 1  # CPU time of the child process; usual configs take milliseconds
-DEADLINE_S = 60.0  # wall-clock time; long because the machine may be busy
+CPU_S = 1  # maximum CPU seconds of the child process; usual configs take milliseconds
+DEADLINE_S = 60.0  # maximum elapsed seconds; far more than CPU_S, because the machine may be busy
 _MEMORY_BYTES = 1 << 30
 _PLAIN_MAX = 2000
-# Expressions of only these characters are matched without a child process: they have no repetition,
-# so matching cannot take exponential time.
+# Expressions that consist only of these characters are matched without a child process. Such an
+# expression has no repetition, so matching it cannot take exponential time.
 _PLAIN = re.compile(r"[\w.-]*", re.ASCII)
 
 

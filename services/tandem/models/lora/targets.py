@@ -17,9 +17,10 @@ from tandem.models.lora.patterns import Pattern, match_all
 
 _IN_A_LIST = re.compile(r".*\.[^.]*\.(\d+)\.")
 ALL_LINEAR = "all-linear"
-# In a layer with experts, "mlp.up_proj" becomes "mlp.shared_experts.up_proj".
+# Prefix of the MLP modules that an adapter can change in a layer with experts. Other layers have
+# the prefix "mlp.".
 SHARED_MLP = "mlp.shared_experts."
-# PEFT can also adapt these modules, but Tandem does not support it.
+# Modules that PEFT can adapt and Tandem cannot.
 _OTHERS = ("lm_head", "model.embed_tokens", "model.norm")
 
 

@@ -20,18 +20,20 @@ import tokenizers
 
 from tandem.errors import ConfigError
 
-LOAD_CPU_S = 60  # enough to load a large vocabulary on a slow machine and to try the texts
+LOAD_CPU_S = 60  # maximum CPU seconds to load a tokenizer and to try the test texts
 MEMORY_BYTES = 8 << 30
 TEXTS_S = 5.0
 _DEADLINE_S = 300.0
-_AROUND_MAX = 64  # maximum number of tokens that the rules add around each text, such as bos
+_AROUND_MAX = 64  # maximum number of tokens, such as bos, that the rules add to an empty text
 _TOKENS_PER_BYTE_MAX = 16
-# maximum mean number of characters that a token becomes when it is decoded
+# Maximum length of the decoded text of a test's tokens, in characters per token.
 _CHARACTERS_PER_TOKEN_MAX = 4096
 _GROWTH_MAX = 64  # largest factor by which all replacement rules together may lengthen a text
-# number of letters in a test text for which an expression with exponential time needs a day
+# Length of the test texts that detect expressions with exponential time. On a text with this many
+# equal letters, such an expression runs for a day.
 _REPEATS = 40
-# number of letters in a test text for which an expression with cubic time needs minutes
+# Length of the test texts that detect expressions with cubic time. On a text with this many
+# letters, such an expression runs for minutes.
 _RUN = 2000
 
 
@@ -82,9 +84,12 @@ def check_rules(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
 
 
 def _check_growth(tokenizer: tokenizers.Tokenizer) -> None:
-    """Raises ConfigError if the replacement rules could make a text too long. The largest possible
-    growth is computed from the rules, because the test texts may not contain the strings that the
-    rules replace."""
+    """Raises ConfigError if the replacement rules could make a text too long.
+
+    The largest possible growth is computed from the rules: a rule that replaces "ab" by 6
+    characters makes a text at most 3 times as long. Test texts would not show the growth if they do
+    not contain the replaced string.
+    """
     for part in ("normalizer", "decoder"):
         if (component := getattr(tokenizer, part)) is None:
             continue
@@ -106,8 +111,8 @@ def _check_growth(tokenizer: tokenizers.Tokenizer) -> None:
 def _texts() -> Iterator[str]:
     letters = [*string.printable, "é", "ß", "Ж", "中", "あ", "🙂", "\u0301", "\u00a0"]
     yield from letters
-    # Some matchers try an expression such as (a+)+! only on a text with its last character, "!".
-    # `endings` contains every character that may be the last one.
+    # Some matchers do not try an expression such as (a+)+! on a text that does not contain "!".
+    # `endings` therefore contains every ASCII character with which an expression may end.
     endings = "\0" + "".join(3 * mark for mark in string.punctuation) + string.printable
     for ending in ("!", "a", "1", " ", "\n", "\0", endings):
         for letter in letters:

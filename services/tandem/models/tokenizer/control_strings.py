@@ -37,7 +37,8 @@ _MARK = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
 
 
 class ControlStrings:
-    """The special tokens of one tokenizer as strings. It is safe to share between threads."""
+    """Encodes the special tokens that clients write as ordinary text, for one tokenizer. Threads
+    may share the object."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, nonce: str) -> None:
         """`nonce` is a random string that clients cannot guess."""

@@ -61,11 +61,11 @@ class _PieceText:
 class _WindowText:
     """Text of other tokenizers (SentencePiece), in which a token's text depends on its neighbours.
 
-    The class decodes a window of a few token ids. The window consists of the context, which are the
-    ids of the last emitted text, and of the pending ids. The context is needed because the decoder
-    drops the space of a text's first token. The new text is the window's text without the context's
-    text at its start. For example, if the context is "Hello" and the window decodes to
-    "Hello world", the new text is " world".
+    The class decodes a window of a few token ids. The first ids of the window are the context: the
+    ids of the text that was emitted last. The other ids are pending. The new text is the text of
+    the window after the text of the context. For example, if the context is "Hello" and the window
+    decodes to "Hello world", the new text is " world". Without the context it would be "world",
+    because the decoder drops the space of a text's first token.
 
         ids:  ... emitted before | context | pending
                                  '-------- window --'
@@ -91,7 +91,8 @@ class _WindowText:
         self._window.append(token_id)
         text = self._window_text()
         if len(self._window) == 1 and not text:
-            # The first token has no text if it is a space, which the decoder drops at the start.
+            # A first token without text is a space, which the decoder drops at the start of a text.
+            # It becomes the context.
             self._num_context = 1
             return ""
         num_pending = len(self._window) - self._num_context

@@ -31,13 +31,14 @@ from tandem.errors import ConfigError, UnsupportedModel
 from tandem.models.config.fields import size
 from tandem.models.files import naming, read_json, read_json_if_any
 from tandem.models.gguf.convert import CONVERSION_FILE, cache_root, keep_conversion, write_json
-from tandem.models.gguf.tokenizer import pre_tokenizer
+from tandem.models.gguf.tokenizer import pre_tokenizer, write_tokenizer_json
 from tandem.models.tokenizer.tokenizer import BYTE_OF_LETTER
 from tandem.models.tokenizer_settings import read_tokenizer_settings
 
-# Part of the cache key. It must be incremented with every change to the output of a conversion.
+# Part of the key of cached folders. It must be incremented with each change of this module that
+# changes the written files.
 _VERSION = 1
-# maximum length of a token; the longest tokens of published models have 128 bytes
+# Maximum length of a token in bytes. The longest tokens of published models have 128 bytes.
 _TOKEN_BYTES_MAX = 1024
 _SPECIAL_MAX = 1 << 16
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s*")
@@ -51,8 +52,8 @@ class _Family:
     """The tokenizer settings of a model family that are not in its tiktoken file."""
 
     pre: str  # name of the pre-tokenizer in GGUF files
-    special: Sequence[str]  # special tokens; the first one has the id after the last rank
-    reserved: str  # format of the names of further special tokens, with {id} or {number}
+    special: Sequence[str]  # first special tokens; their ids follow the last rank
+    reserved: str  # format of the names of all further special tokens, with {id} or {number}
     num_special: int
     reserved_from: int = 0
     bos: str = ""
@@ -93,7 +94,8 @@ _KIMI = _Family(
     ends=("[EOS]",),
 )
 _BY_NUM_RANKS = {128_000: _LLAMA3, 151_643: _QWEN, 163_584: _KIMI}
-# Part of the tokenizer's class name or code file name in tokenizer_config.json -> model family.
+# Text that occurs in the name of the tokenizer's class or code file (tokenizer_config.json) ->
+# model family.
 _BY_CODE = {"kimi": _KIMI, "moonshot": _KIMI, "qwen": _QWEN}
 _TEKKEN_SPECIAL = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
@@ -106,7 +108,7 @@ _TEKKEN_SPECIAL = (
 class _Tokens:
     """A tokenizer's contents, before they are written as a tokenizer.json."""
 
-    ranked: Mapping[bytes, int]  # token -> id, in the order of the ranks
+    ranked: Mapping[bytes, int]  # token -> id, in the order of the tokens' ranks
     special: Mapping[str, int]
     pre: Any
     composes: bool
@@ -147,7 +149,7 @@ def with_tokenizer_json(folder: Path, file: Path, *, cache_dir: Path | None = No
         settings = read_tokenizer_settings(folder / "tokenizer_config.json")
         with naming(file):
             tokens = _tekken(file) if file.suffix == ".json" else _tiktoken(settings, file)
-            _build(tokens).save(str(made / "tokenizer.json"))
+            write_tokenizer_json(_build(tokens), made)
         _write_settings(folder, made, file, settings, tokens)
         conversion = {"name": folder.name, "source": str(folder.resolve()), "version": _VERSION}
         write_json(made / CONVERSION_FILE, conversion)

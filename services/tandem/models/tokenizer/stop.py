@@ -1,9 +1,10 @@
 """Applies stop strings to a stream of text.
 
 If the text so far ends with the beginning of a stop string, this end of the text is held back until
-more text arrives: with the stop string "END", of the text "the EN" only "the " is passed on. The
-stop string that is complete first ends the text. If several are complete at the same character, the
-longest one does. The result does not depend on how the text is split into pieces.
+more text arrives. For example, with the stop string "END", the text "the EN" gives "the ", and "EN"
+is held back. The stop string that is complete first ends the text. If several stop strings are
+complete at the same character, the longest one counts. The result does not depend on how the text
+is split into pieces.
 """
 
 from collections.abc import Sequence

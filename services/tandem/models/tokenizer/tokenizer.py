@@ -198,15 +198,14 @@ class Tokenizer:
 
     def encode_part(self, window: RenderedText, start: int, stop: int) -> list[int] | None:
         """Encodes `window` and returns the ids of the tokens in `window.text[start:stop]`; None if
-        a token crosses `start` or `stop`. A token that is added at an end of the text, such as bos
-        at its start, is included if `start` or `stop` is at that end."""
+        a token crosses `start` or `stop`. Tokens that are added at the start of the text, such as
+        bos, are included if `start` is 0, and those at the end if `stop` is the end of the text."""
         encoding = self._encode_rendered(window)
         ids: list[int] = encoding.ids
         first = 0
         last = len(ids) if stop == len(window.text) else 0
-        # Some tokenizers exclude spaces from offsets: if a space precedes `stop`, the last token
-        # may end before `stop`. The result therefore ends with the last token that begins before
-        # `stop`.
+        # The result ends with the last token that begins before `stop`. This token may end before
+        # `stop`, too, because the offsets of some tokenizers leave out spaces.
         places = zip(encoding.offsets, encoding.sequence_ids, strict=True)
         for index, ((begin, end), sequence) in enumerate(places):
             if sequence is None:  # an added token such as bos, which has no text
@@ -221,17 +220,20 @@ class Tokenizer:
 
     @cached_property
     def joined(self) -> frozenset[bytes]:
-        """The two-byte sequences inside tokens that consist of a byte that is no space, and then a
-        space or a line break. The token "in a" contributes b"n ". A text may be split for encoding
-        before a space only if no token can cross the split."""
+        """The two-byte sequences inside tokens in which a space or a line break follows a byte that
+        is no white space. For example, the token "in a" contributes b"n ".
+
+        Long texts are encoded in pieces. A text must not be split inside one of these sequences,
+        because a token may contain the bytes on both sides of the split.
+        """
         found: set[bytes] = set()
         for token_id in range(self.vocab_size):
             found.update(_BEFORE_SPACE.findall(self.token_bytes(token_id)))
         return frozenset(found)
 
     def count_tokens(self, piece: RenderedText) -> int:
-        """Returns the number of tokens of a piece of text. Spaces at the ends of the piece do not
-        count if the tokenizer has special tokens that absorb neighbouring spaces."""
+        """Returns the number of tokens of a piece of text. If the tokenizer has special tokens that
+        absorb neighbouring spaces, spaces at both ends of the piece do not count."""
         if self._strips_spaces:
             piece = RenderedText(piece.text.strip(), piece.is_renamed)
         return len(self.encode_rendered(piece))
@@ -242,7 +244,8 @@ class Tokenizer:
 
     @property
     def nonce(self) -> str:
-        """The nonce to pass to further tokenizers of this folder. It must be kept from clients."""
+        """The nonce to pass to further tokenizers of this folder. Clients must not learn the
+        nonce."""
         return self._control_strings.nonce
 
     def added_token_id(self, string: str) -> int | None:
@@ -292,8 +295,8 @@ def _bytes_of(token: str) -> bytes:
         return token.encode()
 
 
-# GPT-2's alphabet for bytes: printable characters represent themselves, and the characters from
-# U+0100 on represent the other bytes in order.
+# GPT-2 represents each byte by a letter. The bytes in `_PRINTABLE` are represented by the character
+# with the same code, and all other bytes, in order, by the characters from U+0100 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(0x100) if byte not in _PRINTABLE]
 BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTABLE} | {

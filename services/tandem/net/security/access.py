@@ -59,13 +59,18 @@ class Access:
         if need == "nothing" or (is_admin and self._is_loopback and not authorization):
             return None
         self._ring.check_fresh(now)
-        if not self._ring.records and self._is_open:
+        if not self.needs_key:
             return None
         record = self._ring.authenticate(_bearer(authorization), now=now)
         if record.role not in _ROLES[need]:
             allowed = " or ".join(_ROLES[need])
             raise Forbidden(f"the API key's role is {record.role}; this call needs {allowed}")
         return record
+
+    @property
+    def needs_key(self) -> bool:
+        """True if a client's call needs an API key."""
+        return bool(self._ring.records) or not self._is_open
 
     def claimed(self, authorization: list[str]) -> KeyRecord | None:
         """Returns the record of the key that a refused call names. The secret was not checked, so

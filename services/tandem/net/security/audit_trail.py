@@ -26,8 +26,8 @@ Kind = Literal["changes", "refusals"]
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """The sender of a call. `key_id` and `tenant` are those of the key that the call named. If the
-    call was refused, the secret may have been wrong, and the sender may not have the key."""
+    """The sender of a call. `key_id` and `tenant` belong to the API key whose id the call gave. If
+    the call was refused, they are only claimed: the call may have given a wrong secret."""
 
     address: str
     key_id: str = ""

@@ -1,7 +1,8 @@
 """API keys: their text, their records, and which of two records is newer. This module does no I/O.
 
-A key is the text `tandem-ID-SECRET`. The record of a key has only the SHA-256 of the secret. The
-secret has 256 random bits, so a slower hash would not make guessing it harder.
+A key is the text `tandem-ID-SECRET`, or a text that an operator chose (`record_of`). The record of
+a key has only the SHA-256 of the secret. A generated secret has 256 random bits, so a slower hash
+would not make guessing it harder.
 
 A new key has version 1. Each change creates a record with the next version:
 
@@ -134,15 +135,30 @@ def revoke(record: KeyRecord, *, now: float) -> KeyRecord:
     )
 
 
+def record_of(text: str, *, now: float) -> KeyRecord:
+    """Creates the record of a key whose text an operator chose, such as `sk-my-own-key`. It allows
+    all calls."""
+    key_id, secret = parse_key(text)
+    return KeyRecord(
+        key_id=key_id,
+        version=1,
+        tenant="default",
+        role="operator",
+        digest=_digest(secret),
+        created_at=now,
+    )
+
+
 def parse_key(text: str) -> tuple[str, str]:
-    """Splits a key into id and secret. Raises Unauthenticated if the text is not a key."""
+    """Splits a key into id and secret. The id of a key that is not `tandem-ID-SECRET` is a part of
+    its hash, and all of the key is secret. Raises Unauthenticated if the text is empty."""
     prefix, _, rest = text.partition("-")
     key_id, _, secret = rest.partition("-")
-    if prefix != KEY_PREFIX or not key_id or not secret:
-        raise Unauthenticated(
-            f"the API key is not one of this cluster's; a key looks like {KEY_PREFIX}-ID-SECRET"
-        )
-    return key_id, secret
+    if prefix == KEY_PREFIX and key_id and secret:
+        return key_id, secret
+    if not text:
+        raise Unauthenticated("an empty API key is not one of this cluster's")
+    return f"own{_digest(text)[: 2 * _ID_BYTES]}", text
 
 
 def check_secret(record: KeyRecord, secret: str, *, now: float) -> None:

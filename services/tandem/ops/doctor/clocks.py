@@ -49,10 +49,10 @@ def kernel_clock_status() -> int | None:
 def time_sync(host: HostFiles) -> Finding:
     """Checks that the clock is synchronized with other hosts.
 
-    If the kernel says that its clock is synchronized, this is true. If the kernel says that it is
-    not, this may be wrong, because chrony without `rtcsync` does not inform the kernel. So the
-    check then looks for time daemons of this host. In a container these are not visible, and the
-    result is "not known".
+    The kernel's status "synchronized" is reliable. The status "not synchronized" may be wrong,
+    because chrony without `rtcsync` does not inform the kernel. In this case the check looks for
+    time daemons of the host. In a container such daemons are not visible, and the result is
+    "not known".
     """
     name = "time sync"
     status = kernel_clock_status()

@@ -60,8 +60,8 @@ def _cuda_of_torch() -> str:
     """Returns the major version of CUDA for which PyTorch is built, such as "12". Returns "cpu" for
     a build without CUDA, and "" if the version is unknown."""
     build = installed_version("torch").partition("+")[2]
-    # PyPI's build of PyTorch has no suffix such as +cu126. The installed CUDA package tells the
-    # version.
+    # The version of PyPI's build of PyTorch has no suffix such as +cu126. So the version of the
+    # installed CUDA package is used.
     if not build:
         for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
             if version := installed_version(package):

@@ -12,7 +12,7 @@ from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.router.workers.troubles import is_disk_full
 from tandem.transfer.nixl.reach import host_identity
 
-# default of --connections-max, which limits HTTP and gRPC connections separately
+# default of --connections-max: the limit for HTTP connections, and again for gRPC connections
 _CONNECTIONS = 4096
 _OTHER_FILES = 256
 _SHARED_MIN = 64 << 20
@@ -80,7 +80,7 @@ def open_files(host: HostFiles) -> Finding:
 def memlock(host: HostFiles) -> Finding:
     """Checks the limit on locked memory. Only RDMA needs it: the kernel locks the memory that a
     device reads."""
-    # Tandem does not raise the soft limit, so the soft limit counts.
+    # The soft limit is checked, because Tandem does not raise it.
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return Finding("memlock", "unlimited")
@@ -117,8 +117,8 @@ def run_disk(host: HostFiles) -> Finding:
 
 
 def _disk(name: str, folders: tuple[Path, ...], cost: str, remedy: str) -> Finding:
-    """Checks the free space of the disks with these folders. The result is about the fullest disk.
-    The folders need not exist."""
+    """Checks the free space of the disks with these folders. The result names only the fullest
+    disk. The folders need not exist."""
     usages = {folder: shutil.disk_usage(_present(folder)) for folder in folders}
     folder, usage = min(usages.items(), key=lambda pair: pair[1].free / max(1, pair[1].total))
     found = f"{usage.free / 1e9:.3g} of {usage.total / 1e9:.3g} GB free in {folder}"

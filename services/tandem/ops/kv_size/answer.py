@@ -36,14 +36,14 @@ class KvSizeAnswer:
     block_size: int
     context: int
     batch: int
-    dtypes: list[KvSize]  # one entry for each KV dtype, with 1 rank
-    # one entry for the model, and one for each variant with another number of KV heads
+    dtypes: list[KvSize]  # one entry for each KV dtype, for --tensor-parallel 1
+    # one entry for the model, then one for each variant of the model with fewer or more KV heads
     attention: list[KvSize]
     ranks: list[KvSize]  # one entry for each value of --tensor-parallel
     # one entry for each KV dtype and each value of --tensor-parallel; empty without --memory
     device: list[DeviceFit]
     workers: Workers | None
-    rates: WorkerRates | None  # speed of a worker, from which `workers` was computed
+    rates: WorkerRates | None  # speed of one worker, used to compute `workers`
 
 
 def compute(options: KvSizeOptions) -> KvSizeAnswer:

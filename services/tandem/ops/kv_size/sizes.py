@@ -31,14 +31,15 @@ class KvSize:
     attention: str  # kind of attention: MHA, GQA, MQA or MLA
     kv_heads: int  # number of KV heads in the whole model
     dtype: str
-    # dtype in which the model computes. Quantized latent KV (MLA) stores the rotated keys in it.
+    # dtype in which the model computes. In quantized latent KV (MLA), the rotated keys have this
+    # dtype.
     computed_dtype: str
     tensor_parallel: int
     heads_per_rank: int
-    token_bytes: int | float  # bytes of KV for one token; not an integer if blocks are padded
+    token_bytes: int | float  # KV of one token; not an integer if blocks are padded
     block_bytes: int
-    sequence_blocks: int  # blocks of one sequence in the KV group where it needs the most blocks
-    # blocks of one sequence in each KV group (layers with the same attention window)
+    sequence_blocks: int  # largest number in `group_blocks`
+    # for each KV group (the layers with the same attention window): blocks that one sequence needs
     group_blocks: tuple[int, ...]
     sequence_bytes: int
     batch_bytes: int
@@ -53,8 +54,8 @@ class DeviceFit:
     tensor_parallel: int
     weights_bytes: int
     free_bytes: int
-    num_blocks: int  # blocks that fit, in the KV group with the most blocks
-    # blocks that fit, in each KV group (layers with the same attention window)
+    num_blocks: int  # largest number in `group_blocks`
+    # for each KV group (the layers with the same attention window): blocks that fit on the device
     group_blocks: tuple[int, ...]
     num_tokens: int
     num_sequences: int

@@ -16,7 +16,7 @@ from tandem.router.autoscaler.demand import Demand, Observation, PoolSeen
 from tandem.router.autoscaler.policy import Autoscaler, decode_tokens_per_s
 
 _WORKERS_MAX = 1_000_000
-_REQUESTS = 1_000  # number of requests in the interval that the autoscaler observes
+_REQUESTS = 1_000  # requests in the interval that the autoscaler observes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,8 @@ class Workers:
     prefill_why: str
     decode_why: str
     prompt_s: float  # seconds that a prefill worker needs for one prompt
-    decode_tokens_per_s: float  # tokens per second of one decode worker
-    # mean number of sequences that decode at the same time, in all workers together
+    decode_tokens_per_s: float  # tokens per second of one decode worker within the ITL limit
+    # mean number of sequences that decode at the same time, summed over all decode workers
     sequences: float
     sequence_blocks: int  # blocks of one sequence: the prompt and its completion
     worker_blocks: int  # blocks in the KV pool of one worker; 0: unknown, so KV use is ignored
@@ -57,9 +57,9 @@ def workers_needed(
     )
     prompt_s = prefill_seconds(rates, load.prompt_tokens, 0)
     tokens_per_s = decode_tokens_per_s(rates.decode, itl_s)
-    # Little's law: number of decoding sequences = requests per second * seconds that a request
-    # decodes. Every sequence is assumed to run in the largest batch that meets the ITL limit.
-    # `in_batch` is the size of this batch.
+    # `in_batch` is the number of sequences in the largest decode batch that meets the ITL limit.
+    # Every sequence is assumed to run in such a batch. By Little's law, the number of decoding
+    # sequences is requests per second * seconds that a request decodes.
     in_batch = max(1.0, (itl_s - rates.decode.step_s) / max(rates.decode.sequence_s, 1e-9))
     sequences = load.requests_per_s * load.completion_tokens * in_batch / tokens_per_s
     sequence_blocks = -(-(load.prompt_tokens + load.completion_tokens) // block_size)

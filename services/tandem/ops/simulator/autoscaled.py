@@ -1,7 +1,7 @@
 """Runs the autoscaler in the simulator, and resizes the simulated pools as it decides.
 
-Every `interval_s` the autoscaler's policy gets an observation: a router's counters, and the
-workers' loads as that router knows them, which are a little old. An added worker is ready after a
+Every `interval_s` seconds, the autoscaler's policy gets an observation: a router's counters, and
+the router's view of the workers' loads, which is a little old. An added worker is ready after a
 cold start.
 """
 
@@ -25,7 +25,8 @@ class Autoscaled:
     simulation must have the maximum number of workers of both pools."""
 
     def __init__(self, simulation: Simulation, config: AutoscaleConfig) -> None:
-        self.decisions: list[tuple[float, ScalingDecision]] = []  # (time, decision) of each change
+        # (simulated time in seconds, decision) of each decision that changed a pool's size.
+        self.decisions: list[tuple[float, ScalingDecision]] = []
         self._simulation = simulation
         self._config = config
         self._policy = Autoscaler(config, simulation.clock.now_s)

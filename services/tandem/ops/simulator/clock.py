@@ -22,7 +22,7 @@ class Clock:
         self.at(self.now_s + delay_s, action, *arguments)
 
     def run(self) -> None:
-        """Runs the planned actions, and those that they plan, until none is left."""
+        """Runs the planned actions until none is left. An action may plan further actions."""
         while self._planned:
             self.now_s, _, action, arguments = heappop(self._planned)
             action(*arguments)

@@ -1,5 +1,5 @@
-"""The options of `tandem simulate`, and what is made from them: the simulated cluster, the arrivals
-of requests, and the loads."""
+"""The options of `tandem simulate`. The simulated cluster, the arrivals of requests and the loads
+are made from the options."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

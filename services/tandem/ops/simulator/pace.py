@@ -35,9 +35,10 @@ class Sent:
 
     worker_id: str
     at_s: float
-    predicted_s: float  # prefill time that the worker's reported (nominal) rates predict
-    counted_s: float  # seconds that were added to the worker's prefill share
-    # True: the worker may pull blocks, which changes the prefill time, so the pace is not updated
+    predicted_s: float  # prefill seconds that the worker's nominal rates predict
+    counted_s: float  # seconds that were added to the worker's prefill share for this prompt
+    # True: the worker may pull blocks, which changes the observed time. The pace then ignores this
+    # prompt.
     may_pull: bool
 
 
@@ -48,8 +49,8 @@ class _Observed:
 
 
 class Paces:
-    """Learns each worker's pace, and replaces predicted by observed seconds in the workers' prefill
-    shares."""
+    """Learns the pace of each worker. Corrects the workers' prefill shares: at the first token of a
+    prompt, the observed seconds replace the predicted ones."""
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
@@ -73,8 +74,8 @@ class Paces:
         return Sent(worker_id, now_s, predicted_s, counted_s, may_pull)
 
     def first_token(self, sent: Sent, worker_id: str, now_s: float) -> None:
-        """Records the first token of a prompt. `worker_id` is the worker that computed the token,
-        which may be another one than the worker to which the prompt was sent."""
+        """Records the first token of a prompt. `worker_id` is the worker that computed the token.
+        It may differ from `sent.worker_id`, the worker to which the prompt was sent."""
         self._shares.sent(sent.worker_id, -sent.counted_s, sent.at_s)
         seen = self._seen[worker_id]
         seen_s = now_s - max(sent.at_s, seen.last_token_s)

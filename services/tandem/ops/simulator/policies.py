@@ -30,7 +30,8 @@ from tandem.router.placement.costs import cached_tokens
 
 Policy = Callable[..., Placement | None]  # a function with the signature of `choose`
 Pick = Callable[[Work, list[WorkerSnapshot], Mapping[str, int], Random], WorkerSnapshot]
-# function of (prompt, worker, number of the prompt's blocks that the worker has cached)
+# The arguments are the prompt, the worker, and the number of the prompt's blocks that the worker
+# has cached. The result is the cost of placing the prompt on the worker.
 Cost = Callable[[Work, WorkerSnapshot, int], float]
 
 
@@ -76,9 +77,12 @@ def _in_turn() -> Pick:
 
 
 def _lowest(cost: Cost, temperature: float = 0.0) -> Pick:
-    """Returns a function that picks the worker with the lowest cost, at random among equals. If
-    `temperature` is not 0, the pick is random: costs are scaled to 0..1, and a cost c has the
-    probability exp(-c / temperature), up to a common factor."""
+    """Returns a function that picks a worker by cost.
+
+    If `temperature` is 0, it picks the worker with the lowest cost, at random among equals.
+    Otherwise the pick is random: the costs are scaled to the range 0 to 1, and a worker with the
+    scaled cost c is picked with a probability proportional to exp(-c / temperature).
+    """
 
     def pick(
         work: Work, workers: list[WorkerSnapshot], matches: Mapping[str, int], rng: Random

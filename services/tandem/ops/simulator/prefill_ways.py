@@ -93,12 +93,11 @@ def exposed_pull_s(
     scenario: Scenario, pair: PairRate, source: SimulatedWorker, task: Task, cached_tokens: int
 ) -> float:
     """Returns the seconds from the end of the prefill at `source` until a decode worker has pulled
-    all blocks.
+    all blocks. `cached_tokens` is the number of prompt tokens that `source` had cached or loaded.
 
-    The decode worker pulls each chunk's blocks while the next chunk is computed. If the prefill
-    takes 3 s and the pull of all blocks 5 s, about 2 s of the pull remain. If the pull is faster
-    than the prefill, only the last chunk remains. `cached_tokens` is the number of prompt tokens
-    that `source` had cached or loaded.
+    The decode worker pulls each chunk's blocks while `source` computes the next chunk. If the
+    prefill takes 3 s and the pull of all blocks 5 s, the result is about 2 s. If the pull is faster
+    than the prefill, the result is the time to pull the last chunk.
     """
     rates = scenario.rates
     size = scenario.block_size

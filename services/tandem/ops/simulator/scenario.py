@@ -14,8 +14,7 @@ from tandem.common.perf_model.rates import DecodeRate, PairRate, PrefillRate, Ti
 from tandem.ops.simulator.traces import BLOCK_SIZE, Arrival, span_s
 from tandem.router.admission.predict import TtftLimit
 
-# rates of a worker, guessed for an 8B model on one large GPU; `--rates` replaces them by measured
-# rates
+# Rates of a worker that are used without `--rates`: a guess for an 8B model on one large GPU.
 DEFAULT_RATES = WorkerRates(
     prefill=PrefillRate(step_s=8e-3, token_s=5e-5, token_context_s=1e-9),
     decode=DecodeRate(step_s=8e-3, sequence_s=1.5e-4),
@@ -23,8 +22,8 @@ DEFAULT_RATES = WorkerRates(
     block_bytes=BLOCK_SIZE * (128 << 10),
     measured=True,
 )
-# maximum number of blocks of which a worker remembers that they are in the object store, as
-# `REMEMBERED` in services/tandem/engine/tiers/object_store/storage.py
+# Number of blocks of the object store that a worker can remember. It equals `REMEMBERED` in
+# services/tandem/engine/tiers/object_store/storage.py.
 KNOWN_IN_STORE = 65_536
 DEFAULT_PAIR = PairRate("nixl", 2e-3, 20e9)
 
@@ -54,17 +53,18 @@ class Scenario:
 
     num_decode: int = 8
     num_prefill: int = 0  # 0: decode workers prefill their prompts themselves
-    kv_tokens: int = 3_000_000  # tokens that the KV pool of each worker can hold
-    # number of blocks that each tier of a worker can hold, in the order of `rates.tiers`
+    kv_tokens: int = 3_000_000  # number of tokens that the KV pool of one worker can hold
+    # Number of blocks that each tier of one worker can hold, in the order of `rates.tiers`.
     tier_blocks: tuple[int, ...] = ()
     tier_policy: str = "value"
-    # nominal rates of each worker, which the placement policy knows
+    # Nominal rates, which the placement policy assumes for every worker. The true rates of a worker
+    # differ from them by at most the fraction `rate_error`.
     rates: WorkerRates = DEFAULT_RATES
     pair: PairRate = DEFAULT_PAIR
-    rate_error: float = 0.3  # maximum relative difference between nominal and true rates
-    # number of cores of the machine on which all workers run; 0: each worker has a core of its own
+    rate_error: float = 0.3
+    # Number of cores that all workers share. 0: each worker has a core of its own.
     cores: float = 0.0
-    # seconds from a worker's report of its load until the router receives the report
+    # Seconds that a worker's report of its load needs to reach the router.
     report_age_s: float = 0.5
     sequences_max: int = 256
     queue_max: int = 256
@@ -114,10 +114,10 @@ def full_load_factor(scenario: Scenario, arrivals: Sequence[Arrival]) -> float:
     """Returns the factor by which the arrivals of a trace must be sped up to give a load of 100%.
     If the workers need 1800 s of work for a trace of 3600 s, the factor is 2.
 
-    At 100% the workers are always busy, although they share one unlimited cache. So no policy can
-    serve more. The work is the prefill of tokens that were not in an earlier prompt, and the decode
-    of all tokens. Without prefill workers, a step that computes a chunk of a prompt also decodes,
-    so only further decode steps are added.
+    The work is what remains with one unlimited cache that all workers share: the prefill of tokens
+    that were not in an earlier prompt, and the decode of all tokens. So no policy can serve more
+    than a load of 100%. Without prefill workers, a step that computes a chunk of a prompt also
+    decodes, so the work has fewer steps for decode only.
     """
     rates = scenario.rates
     seen = set[bytes]()

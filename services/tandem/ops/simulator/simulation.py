@@ -52,8 +52,8 @@ class Simulation:
         self._rng = Random(scenario.seed)
         self.clock = Clock()
         self._index = MemoryIndex()
-        # holder of blocks (a worker, or a tier of a worker) -> number of the holder's next event in
-        # the prefix index
+        # Holder of blocks (a worker's KV pool, or a tier of a worker) -> serial number of the next
+        # event that the holder sends to the prefix index.
         self._logs: dict[str, int] = {}
         host = SharedCores(scenario.cores) if scenario.cores else None
         self._has_tiers = bool(scenario.rates.tiers)
@@ -64,7 +64,7 @@ class Simulation:
             )
             for worker_id, role in scenario.roles.items()
         }
-        # counters from which the autoscaler computes the demand, as in a router
+        # The autoscaler computes the demand from these counters of requests and tokens.
         self.meter = DemandMeter()
         self._calibration = Calibration()
         self.view = View(scenario, self.clock, list(self.workers.values()))
@@ -84,7 +84,7 @@ class Simulation:
         self._plan_arrival(0)
         self.clock.run()
 
-    # The workers call the next methods, which are those of `Listener`.
+    # The workers call the next methods, which implement `Listener`.
     def reserved(self, worker: SimulatedWorker, task: Task) -> None:
         self._ask_candidate(_request(task))
 
@@ -350,8 +350,8 @@ class Simulation:
 
     def _lose(self, request: Request, task: Task | None) -> None:
         if task is not None and task is request.lease:
-            # The prefill worker died before its blocks were pulled. So another worker computes the
-            # prompt again.
+            # The prefill worker died before the decode worker had pulled all blocks. Another worker
+            # computes the prompt again.
             request.lease = None
             self._ask_candidate(request)
             return
@@ -366,7 +366,7 @@ class Simulation:
         request.num_migrations += 1
         # A request that migrates has no deadline for its first token.
         request.first_token_by = math.inf
-        # the worker was decoding the task when it died
+        # If the worker was decoding the task when it died, the number of generated tokens is known.
         if task is not None and task.tokens_left is not None:
             request.num_current_output_tokens = task.output_tokens - task.tokens_left
         request.num_output_tokens += request.num_current_output_tokens

@@ -1,8 +1,8 @@
 """Reads and transforms request traces: Mooncake's JSONL and Azure's CSV.
 
-As in Mooncake's traces, a block of a prompt is an integer: two prompts with the same integers have
-the same text. A copy of a trace gets another `salt`, so that its prompts differ from those of the
-original. All randomness comes from a seed.
+As in Mooncake's traces, an integer stands for the text of a block: two prompts that begin with the
+same integers begin with the same text. A copy of a trace gets another `salt`, so the copied prompts
+differ from the original ones. All randomness comes from a seed.
 """
 
 import csv
@@ -19,8 +19,8 @@ from typing import Any
 
 BLOCK_SIZE = 512  # tokens of a block in Mooncake's traces
 DAY_S = 86_400.0
-# relative request rate in each hour from midnight, for a service used by people: low at night, with
-# two peaks
+# Request rate of a service used by people, in each hour of a day from midnight on. The rate is low
+# at night and has two peaks. Only the ratios between the numbers matter.
 DAY = (
     *(0.45, 0.34, 0.27, 0.23, 0.22, 0.25, 0.35, 0.55, 0.8, 1.1, 1.35, 1.45),
     *(1.4, 1.4, 1.5, 1.6, 1.55, 1.45, 1.3, 1.25, 1.25, 1.15, 0.9, 0.65),
@@ -38,7 +38,9 @@ class Arrival:
     at_s: float
     num_tokens: int  # prompt tokens
     output_tokens: int
-    block_ids: tuple[int, ...] = ()  # Equal ids: the prompts are equal up to the end of this block.
+    # One id for each block of the prompt. Two prompts with the same id have the same text up to the
+    # end of this block.
+    block_ids: tuple[int, ...] = ()
     salt: bytes = b""
     in_session: bool = False  # True: a later request will probably extend this prompt
 
@@ -64,7 +66,7 @@ def read_trace(path: Path) -> list[Arrival]:
 
 def spread_bursts(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
     """Spreads requests that arrive at the same time over the interval until the next arrivals, at
-    random times. Their order stays.
+    random times. The order of the requests does not change.
 
     In Mooncake's traces, for example, about 10 requests arrive together every 3 s.
     """
@@ -96,8 +98,8 @@ def shift_time(arrivals: Sequence[Arrival], shift_s: float) -> list[Arrival]:
 
 
 def rename_prefixes(arrivals: Sequence[Arrival], name: str) -> list[Arrival]:
-    """Returns the same requests with other prompts. Two of the new prompts have a common prefix
-    where the old prompts had one. A new and an old prompt have none."""
+    """Returns the same requests with other prompts. Two new prompts have a common prefix if the two
+    old ones had one, and of the same length. A new and an old prompt have no common prefix."""
     salt = name.encode() + b"/"
     return [replace(a, salt=salt) for a in arrivals]
 
@@ -120,8 +122,8 @@ def lay_on_day(
     each hour: with [1, 3, ...] the second hour has about three times as many requests as the first.
     Between the middles of two hours the rate changes linearly.
 
-    If the trace is too short, copies with other prompts follow it. The time between requests is
-    stretched to fit the rate, so requests that arrive close together still do.
+    If the trace has fewer requests, copies with other prompts follow it. The times between requests
+    are stretched or compressed to give the rate. Bursts of requests remain bursts.
     """
     period_s = span_s(arrivals)
     copies: list[Arrival] = []
@@ -129,8 +131,9 @@ def lay_on_day(
         renamed = rename_prefixes(arrivals, f"day {seed} {number}") if number else arrivals
         copies += [replace(a, at_s=a.at_s + number * period_s) for a in renamed]
     del copies[num_requests:]
-    # `until[m]` is the sum of the weights of the first m minutes. The loop below moves a request at
-    # the fraction f of the trace to the minute at which the fraction f of all weights has passed.
+    # Each minute of the day has a weight, and `until[m]` is the sum of the first m weights. The
+    # last loop moves a request from the middle of the trace, for example, to the minute at which
+    # half of the sum of all weights is reached.
     num_hours = len(hours)
     weights = []
     for minute in range(num_hours * 60):

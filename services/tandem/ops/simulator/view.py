@@ -34,10 +34,10 @@ class _Known:
     worker: SimulatedWorker
     load: WorkerLoad
     rates: WorkerRates  # rates that the worker reported, corrected by the observed speed
-    # at the time of the report: seconds until the running loads from tiers end
+    # Seconds from the worker's report to the end of the loads from tiers that were running then.
     load_queue_s: float = 0.0
-    # (time, prefill work) of each request that was sent to the worker since the worker made the
-    # report
+    # (time, prefill work) of each request that the router has sent since the worker made its
+    # report.
     sent: deque[tuple[float, Prefill]] = field(default_factory=deque)
     reporting: bool = False
     changed: bool = False
@@ -59,12 +59,12 @@ class View:
         self.roster = Roster(self._snapshot(known) for known in self._known.values())
 
     def tick(self) -> None:
-        """Brings `roster` up to the current time: prefill work that was sent long ago has less
-        weight. Callers must call this method before they read `roster`."""
+        """Updates `roster` to the current time, because older prefill work counts less in the
+        workers' shares. Callers must call this method before they read `roster`."""
         now_s = self._clock.now_s
         if self._shares.rebase(now_s):
-            # `rebase` has rescaled all shares. The roster has sums of shares, so it is built again
-            # from the new ones.
+            # `rebase` has rescaled all shares. The roster contains sums of shares, so a new roster
+            # is made.
             self.roster = Roster(self._snapshot(known) for known in self._known.values())
         self.roster.second_weight = self._shares.second_weight(now_s)
 

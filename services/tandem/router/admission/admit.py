@@ -19,11 +19,11 @@ class AdmissionDecision:
     """Whether one request is accepted, and by how much its first token would be late."""
 
     late_s: float  # seconds by which the first token would be too late; 0: the request is accepted
-    # The predicted TTFT, with which the measured TTFT is compared later. None: the calibration
-    # does not use this request.
+    # The request's predicted TTFT. The calibration compares it with the measured TTFT later. None:
+    # the calibration does not use this request.
     promise: Promise | None = None
-    # Longest useful TTFT in seconds. A worker that keeps deadlines refuses the request if the first
-    # token would be later.
+    # Longest useful TTFT in seconds, which the router sends to the workers. Workers that keep
+    # deadlines refuse the request if its first token would be later.
     within_s: float = math.inf
 
     @property
@@ -45,7 +45,8 @@ def admit(
     """Decides about a placed request. Every request is accepted until a worker reports its rates.
 
     Workers that keep deadlines refuse a late request themselves, just before they would compute its
-    prompt. For them, only requests that are clearly late are refused here.
+    prompt. If all workers of the placement do so, this function refuses only a request that is
+    clearly late.
 
     `ahead_s` is the time that the request waits in the router before it is submitted.
     `completion_tokens` is the mean number of output tokens of a request (0 if unknown). `now` is in
@@ -54,14 +55,14 @@ def admit(
     factor = calibration.factor
     margin = calibration.margin
     within_s = allowed_s(work, placement, limit, slower=factor, margin=1.0)
-    # No worker has reported measured rates, so the router cannot predict. A worker may have
-    # measured its rates after its last report, so workers that keep deadlines receive the limit.
+    # No worker has reported measured rates, so the router cannot predict the TTFT. The workers
+    # receive the limit nevertheless: they may have measured their rates since their last report.
     if within_s == math.inf:
         limit_s = limit.seconds(work.num_tokens)
         return AdmissionDecision(0.0, within_s=limit_s if keep_deadlines(placement) else math.inf)
     predicted_s = ahead_s + expected_ttft_s(work, placement, completion_tokens=completion_tokens)
-    # The workers refuse late requests themselves, so the router refuses only if it is sure. With
-    # margin 0.75, a request is refused if even 75% of its predicted TTFT exceeds the limit.
+    # The workers refuse late requests themselves, so the router refuses only clearly late ones.
+    # Example: with margin 0.75 and a limit of 3 s, predictions above 4 s are refused.
     if keep_deadlines(placement):
         if factor * margin * predicted_s > within_s:
             return AdmissionDecision(factor * predicted_s - within_s)

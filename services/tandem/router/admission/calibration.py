@@ -1,15 +1,14 @@
 """Learns from measured TTFTs by which factor TTFT predictions are wrong. Does no I/O.
 
 Predictions omit some influences, such as other programs on the machine and the network. These
-influences lengthen all long waits by about the same factor. So later predictions are multiplied by
-the mean of measured / predicted. Example: if 2 s were predicted and 3 s are measured, the ratio is
-1.5, and its weight of 0.1 moves a factor of 1.0 to 1.04.
+influences lengthen all long waits by about the same factor. So each prediction is multiplied by the
+mean ratio measured / predicted of earlier requests. Example: 2 s were predicted and 3 s are
+measured. This ratio of 1.5 has the weight 0.1, so a mean of 1.0 becomes 1.04.
 
-- The ratios are averaged as logarithms, so that 2 and 1/2 cancel each other.
-- The spread of the ratios determines which fraction of the limit a prediction may use (`margin`),
-  so that 99 of 100 accepted requests keep the limit.
-- Only requests whose prediction is near the limit are used. A short wait on an idle cluster has a
-  relatively large overhead, which does not apply to long waits.
+- The mean is taken over the logarithms of the ratios, so that 2 and 1/2 cancel each other.
+- The more the ratios vary, the smaller is the fraction of the limit that a prediction may use
+  (`margin`). The fraction is chosen so that 99 of 100 accepted requests keep the limit.
+- Short waits are not used: their ratios are dominated by a constant overhead.
 """
 
 import math
@@ -18,13 +17,13 @@ from typing import Self
 
 from tandem.router.admission.predict import MARGIN
 
-# Only predictions of at least this fraction of the limit are used. The fraction is a constant: if
-# it shrank with `margin`, shorter waits would be used. Ratios of short waits vary more, which would
-# shrink `margin` further.
+# The calibration uses only requests whose predicted TTFT is at least this fraction of their limit.
 LEARNED_SHARE_MIN = 0.3
-_LATE = 0.1  # weight of the newest ratio in the mean
-_FACTORS = (0.5, 8.0)  # smallest and largest ratio; ratios outside are replaced by the nearer one
-_SPREADS = 2.33  # 99% of a normal distribution is less than this many deviations above the mean
+_LATE = 0.1  # weight of the newest ratio measured / predicted in the mean
+# Smallest and largest ratio measured / predicted. A ratio of 10, for example, counts as 8.
+_FACTORS = (0.5, 8.0)
+# 99% of a normal distribution lies below mean + 2.33 standard deviations.
+_SPREADS = 2.33
 _MARGINS = (0.4, 0.85)
 
 
@@ -41,21 +40,22 @@ class Calibration:
     """The learned correction of predictions. Immutable: `kept` returns an updated copy."""
 
     log_factor: float = 0.0
-    # variance of the logarithms of measured / predicted
+    # Variance of log(measured TTFT / predicted TTFT). The default makes `margin` equal to MARGIN.
     variance: float = (math.log(MARGIN) / _SPREADS) ** 2
 
     @property
     def margin(self) -> float:
         """Largest fraction of the limit that the corrected prediction of a request may use.
 
-        The rest is a reserve, with which 99 of 100 accepted requests keep the limit.
+        Example: with a margin of 0.75 and a limit of 4 s, the prediction may be at most 3 s. The
+        reserve of 1 s is for errors of the prediction.
         """
         lowest, highest = _MARGINS
         return min(highest, max(lowest, math.exp(-_SPREADS * math.sqrt(self.variance))))
 
     @property
     def factor(self) -> float:
-        """Factor that corrects a predicted TTFT."""
+        """The factor by which a predicted TTFT must be multiplied."""
         return math.exp(self.log_factor)
 
     def promise(self, predicted_s: float, limit_s: float, now: float) -> Promise | None:

@@ -11,15 +11,17 @@ from tandem.common.perf_model.predict import likely_rates, token_seconds
 from tandem.common.perf_model.rates import WorkerRates
 from tandem.router.placement.costs import WorkerSnapshot
 
-# Longest prefill queue, in seconds, of a worker with capacity. The worker's load report is up to
-# 1.5 s old when the router reads it, so a shorter queue could be empty already.
+# A worker has capacity if it can compute its prefill queue in at most this many seconds. The value
+# exceeds 1.5 s, the age that a load report may have: the worker must not run dry before the router
+# learns of it.
 QUEUED_MAX_S = 3.0
-WAITING_MAX = 4  # a decode worker with capacity has fewer waiting sequences than this
-COMPLETION_TOKENS_LIKELY = 256  # assumed output tokens of a request with a larger max_tokens
+WAITING_MAX = 4  # a decode worker has capacity if fewer sequences than this wait in its queue
+# A request is assumed to generate `max_tokens` output tokens, but at most this many.
+COMPLETION_TOKENS_LIKELY = 256
 
 
 def has_capacity(workers: Iterable[WorkerSnapshot], *, queued_max_s: float) -> bool:
-    """Returns whether a request may be submitted now.
+    """Returns whether the workers have capacity for one more request.
 
     Without decode workers the result is True, because the dispatcher then holds the request until a
     decode worker is ready.
@@ -36,8 +38,8 @@ def has_capacity(workers: Iterable[WorkerSnapshot], *, queued_max_s: float) -> b
 def work_s(workers: Iterable[WorkerSnapshot], num_missing: int, completion_max: int) -> float:
     """Estimates how many seconds of worker time a request takes.
 
-    The sum is the time to prefill `num_missing` tokens, and the time by which the request lengthens
-    decode steps while its output is generated.
+    The result is the time to prefill the `num_missing` tokens of the prompt that are not cached,
+    plus the time by which the request lengthens the decode steps that generate its output.
     """
     rates = likely_rates(w.rates for w in workers) or WorkerRates()
     completion = min(completion_max, COMPLETION_TOKENS_LIKELY)

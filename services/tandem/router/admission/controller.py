@@ -42,7 +42,7 @@ class AdmissionController:
         self._have_tenants = have_tenants
         self._metrics = metrics
         self._calibration = Calibration()
-        # mean delay of first tokens by the network and the event loops, in seconds
+        # Mean seconds that a first token takes from the worker's engine to this router's stream.
         self.wire_s = 0.0
         self._num_wires = 0
         self._limit = TtftLimit(config.ttft_limit_s, config.ttft_limit_token_s, OWN_TIMES)
@@ -128,10 +128,11 @@ class AdmissionController:
         return has_capacity(self._view.snapshots(), queued_max_s=self._queued_max_s())
 
     def _queued_max_s(self) -> float:
-        """Returns the longest prefill queue, in seconds, of a worker with capacity.
+        """Returns the limit of a prefill queue in seconds: a worker with a longer queue has no
+        capacity.
 
-        The result is at most half of the queue at which requests are refused. So, as the load
-        grows, requests wait for their tenants' turns before any request is refused.
+        The limit is at most half of the queue length at which requests are refused. So, as the
+        load grows, requests begin to wait in the tenants' queues before any request is refused.
         """
         if not self._limit.base_s:
             return QUEUED_MAX_S

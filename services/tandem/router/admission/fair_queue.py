@@ -25,16 +25,16 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _TenantQueue(Generic[T]):
-    start: float  # start of the first waiting request on the virtual clock
-    cost: float = 0.0  # sum of the costs of the waiting requests
-    span: float = 0.0  # sum of cost / weight of the waiting requests
-    # item -> (arrival number, cost, cost / weight), in order of arrival
+    start: float  # virtual time at which the tenant's first waiting request starts
+    cost: float = 0.0  # sum of the costs of the tenant's waiting requests
+    span: float = 0.0  # sum of cost / weight of the tenant's waiting requests
+    # waiting request -> (arrival number, cost, cost / weight), in order of arrival
     waiting: dict[T, tuple[int, float, float]] = field(default_factory=dict)
 
     def cost_until(self, start: float) -> float:
-        """Returns the cost of the waiting requests between now and the virtual time `start`.
+        """Returns the cost of this tenant's requests that start before the virtual time `start`.
 
-        A request that begins before `start` and ends after `start` counts in part.
+        The cost of a request that starts before `start` and ends after it counts in proportion.
         """
         if start <= self.start:
             return 0.0
@@ -49,8 +49,8 @@ class FairQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._queues: dict[str, _TenantQueue[T]] = {}
-        # tenant without a waiting request -> virtual end of the tenant's last request, if that is
-        # later than `_now`
+        # tenant without a waiting request -> virtual time at which the tenant's last request ends
+        # (only times later than the current virtual time `_now`)
         self._ends: dict[str, float] = {}
         self._now = 0.0
         self._number = 0
@@ -72,7 +72,7 @@ class FairQueue(Generic[T]):
         self._size += 1
 
     def pop(self) -> T:
-        """Removes and returns the next item. Raises IndexError if none waits."""
+        """Removes and returns the next item. Raises IndexError if the queue is empty."""
         if not self._queues:
             raise IndexError("nobody waits")
         tenant = min(self._queues, key=self._turn)
@@ -106,8 +106,7 @@ class FairQueue(Generic[T]):
     def cost_ahead(self, tenant: str) -> float:
         """Estimates the cost of the requests that are served before a new request of this tenant.
 
-        A request of another tenant that ends after the new request's virtual start counts in part.
-        All requests of a tenant are assumed to have the same weight.
+        The estimate assumes that all requests of one tenant have the same weight.
         """
         own = self._queues.get(tenant)
         start = own.start + own.span if own else max(self._now, self._ends.get(tenant, 0.0))

@@ -2,16 +2,17 @@
 
     TTFT = max(slot wait, prefill queue) + prompt
     slot wait        seconds until the decode worker has a running slot and blocks for the request
-    prefill queue    seconds in which the prefilling worker computes the prompts in its queue
-    prompt           seconds in which that worker computes the request's prompt
+    prefill queue    seconds that the worker that prefills needs for the prompts in its queue
+    prompt           seconds that the same worker needs for the request's prompt
 Example: a slot wait of 2 s, a prefill queue of 3 s and a prompt of 1 s give a TTFT of 4 s.
 
-The decode worker decides where the prompt is prefilled (`worker/decode/prefill_choice.py`). It
-prefills the prompt itself only if that is clearly faster than a prefill worker, although its
-running sequences are delayed. The prediction assumes the same choice.
+The decode worker decides where the prompt is prefilled (`worker/decode/prefill_choice.py`). The
+decode worker prefills the prompt itself only if that is clearly faster than a prefill worker,
+including the delay of the decode worker's running sequences. The prediction assumes the same
+choice.
 
-Rates and loads are inexact, so only a fraction of the limit may be used by a prediction. While no
-worker has measured rates, no request is refused.
+Reported rates and loads are inexact, so a request is accepted only if its prediction is below a
+fraction of the limit, such as 75%. While no worker has measured its rates, no request is refused.
 """
 
 import math
@@ -22,7 +23,9 @@ from tandem.router.placement.choose import Placement, Work, WorkerSnapshot
 from tandem.router.placement.costs import computing_s, slot_wait_s, with_likely_rates
 
 OWN_TIMES = 2.0  # the router's value of `TtftLimit.own_times`
-MARGIN = 0.75  # fraction of the limit that a prediction may use, until errors were measured
+# Largest fraction of the TTFT limit that a prediction may use, until the calibration has measured
+# the errors of predictions.
+MARGIN = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +34,9 @@ class TtftLimit:
 
     base_s: float
     token_s: float = 0.0  # seconds added to the limit for each token of the prompt
-    # The limit is at least this multiple of the prompt's prefill time on an idle worker. So a long
-    # prompt is not refused on an idle cluster. 0: a strict limit, such as a service level.
+    # The limit is at least this many times the prompt's prefill time on an idle worker, so that an
+    # idle cluster accepts every prompt. Example: a prompt that takes 10 s has a limit of at least
+    # 20 s with 2.0. 0: the limit depends only on `base_s` and `token_s`.
     own_times: float = 0.0
 
     def seconds(self, num_tokens: int) -> float:
@@ -51,8 +55,8 @@ def expected_ttft_s(work: Work, placement: Placement, *, completion_tokens: floa
 def computing_worker(work: Work, placement: Placement) -> WorkerSnapshot:
     """Returns the worker that is expected to prefill the prompt.
 
-    The result is the first prefill candidate or the decode worker itself. The decode worker makes
-    the actual choice later.
+    The result is the first prefill candidate or the decode worker itself. The decode worker may
+    choose differently later.
     """
     _, is_local = _expect(work, placement, 0.0)
     return placement.decode if is_local else placement.prefill_worker
@@ -61,7 +65,7 @@ def computing_worker(work: Work, placement: Placement) -> WorkerSnapshot:
 def _expect(work: Work, placement: Placement, after_s: float) -> tuple[float, bool]:
     """Returns (seconds until the prompt is computed, whether the decode worker computes it).
 
-    The computation begins at the earliest after `after_s` seconds.
+    The prompt's computation begins in `after_s` seconds at the earliest.
     """
     missing = placement.tokens_missing
     way = placement.decode.prefill_at
@@ -80,7 +84,7 @@ def _expect(work: Work, placement: Placement, after_s: float) -> tuple[float, bo
 
 
 def keep_deadlines(placement: Placement) -> bool:
-    """Returns whether all workers of a placement refuse requests that would be too late."""
+    """Returns whether all workers of a placement refuse a request that would miss its limit."""
     return all(w.keeps_deadlines for w in (placement.decode, *placement.prefill_candidates))
 
 
@@ -92,10 +96,11 @@ def allowed_s(
     slower: float = 1.0,
     margin: float = MARGIN,
 ) -> float:
-    """Returns the largest acceptable predicted TTFT; infinite if no worker has measured rates.
+    """Returns the largest acceptable predicted TTFT in seconds.
 
-    `slower` multiplies the workers' reported times. `margin` is the fraction of the limit that a
-    prediction may use.
+    The result is infinite if no worker has measured its rates. `slower` is the factor by which the
+    workers are slower than they report. `margin` is the fraction of the limit that a prediction
+    may use.
     """
     workers = with_likely_rates([*placement.prefill_candidates, placement.decode])
     if not any(w.rates.measured for w in workers):
@@ -110,10 +115,10 @@ def allowed_s(
 def _prefilled_s(work: Work, worker: WorkerSnapshot, missing: int, *, after_s: float) -> float:
     """Predicts the seconds until the worker has computed the prompt.
 
-    The computation begins at the earliest after `after_s` seconds.
+    The prompt's computation begins in `after_s` seconds at the earliest.
     """
     load = worker.load
     rates = beside_decode(worker.rates, load.chunk_tokens, load.num_running)
     cached = work.num_tokens - missing
-    queue_s = load.queue_s(rates)  # includes the time of decode steps between the chunks
+    queue_s = load.queue_s(rates)  # includes the decode steps between the queue's prefill chunks
     return expect(rates, work.num_tokens, cached, queue_s=queue_s, after_s=after_s).total_s

@@ -1,13 +1,13 @@
 """Queues in the router, in which tenants' requests wait until the workers have capacity.
 
-Workers serve their own queues in order of arrival, whatever the tenant. So the queues of the
-workers are kept short, and the tenants take turns here.
+A worker serves its own queue in order of arrival, whatever the tenant. So the router keeps the
+workers' queues short, and the tenants take turns in the router.
 
 A request passes through two states here:
 - waiting: The request is in its tenant's queue until the workers have capacity and it is the
   tenant's turn. If the client leaves, the request is removed at no cost to its tenant.
-- released: The request may be submitted to workers. The next request is released only after this
-  one was submitted or could not be placed, so that the workers' load includes this one by then.
+- released: The request may be submitted to workers. The next request is released only when this
+  request has been submitted or has failed, so that the workers' load already includes it.
 If there is capacity and no request waits, a new request is released at once.
 """
 
@@ -22,13 +22,13 @@ _RETRY_AFTER_S = 1.0
 
 
 class TenantQueues:
-    """The requests that wait for a turn.
+    """The requests that wait in the router for their tenants' turns.
 
     The caller must call `release_next` whenever the workers may have gained capacity.
     """
 
     def __init__(self, has_capacity: Callable[[], bool], *, waiting_max: int = 256) -> None:
-        # largest number of waiting requests, all tenants together; one more raises QueueFull
+        # Largest number of waiting requests of all tenants together. One more raises QueueFull.
         self.waiting_max = waiting_max
         self._has_capacity = has_capacity
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
@@ -56,8 +56,8 @@ class TenantQueues:
         self._queue.push(tenant, cost, released, weight=weight)
         self.release_next()
         try:
-            # The shield keeps a cancellation of this task from cancelling `released`, because
-            # `release_next` may still set the result of `released`.
+            # Without the shield, a cancellation of this task would cancel `released` too. Then
+            # `release_next` could not set the result of `released` any more.
             await asyncio.shield(released)
         except asyncio.CancelledError:
             if not self._queue.remove(tenant, released):

@@ -1,10 +1,10 @@
 """Finds a request's tenant, from its API key or from the header that a gateway sets.
 
 The header `x-tandem-tenant` is used only if the router is configured to trust it, because otherwise
-a client could name any tenant. The blocks of each tenant are hashed with the tenant's own salt. So
-tenants with the same prompt share no blocks and cannot learn of each other's prompts by timing.
-Requests without a tenant share blocks among themselves. Clients cannot choose a salt (`cache_salt`
-is refused).
+a client could name any tenant. The KV blocks of each tenant are hashed with the tenant's own salt.
+So two tenants with the same prompt share no KV blocks, and neither can find out by a short TTFT
+which prompts the other has sent. Requests without a tenant share blocks among themselves. Clients
+cannot choose a salt (`cache_salt` is refused).
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ def visible_tenant(key: KeyRecord | None) -> str | None:
 def cache_salt(cluster_token: str, tenant: str) -> bytes:
     """Returns the salt of a tenant's block hashes, the same on every router; b"" without a tenant.
 
-    The salt is one of the fields from which the parent hash of a prompt's first block is computed
-    (`chain_root`).
+    The hash of a prompt's first block depends on the salt, and the hash of each later block on the
+    hash of the block before it.
     """
     return tenant_salt(cluster_token.encode(), tenant) if tenant else b""

@@ -22,15 +22,15 @@ from tandem.common.perf_model.rates import DecodeRate
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0)
 NO_COUNTS = (0,) * (len(EDGES) + 1)
 Counts = tuple[int, ...]
-_LATE = 50  # the mean output length is taken over about this many recent requests
+_LATE = 50  # number of recent requests that `output_tokens_mean` averages, approximately
 
 
 class Demand(msgspec.Struct, frozen=True):
     """Counters since a router started, or their sum over all routers."""
 
     num_requests: int = 0  # all requests, including refused ones
-    # Seconds that one worker needs to prefill the uncached tokens of all requests. The workers'
-    # measured rates give this time.
+    # Seconds that one worker would need to prefill the uncached prompt tokens of all requests,
+    # computed from the workers' measured rates.
     prefill_s: float = 0.0
     num_ended: int = 0
     output_tokens: int = 0  # output tokens of all ended requests
@@ -43,8 +43,8 @@ class Demand(msgspec.Struct, frozen=True):
     def since(self, earlier: Demand) -> Demand:
         """Returns the growth since `earlier`.
 
-        A counter that is lower than in `earlier` shows that the router has restarted. Then the
-        current counts are returned.
+        A counter that is lower than in `earlier` shows that the router has restarted and counts
+        from 0 again. In this case the whole current counts are the growth.
         """
         grown = self._with(earlier, -1)
         went_back = grown.num_requests < 0 or grown.num_ended < 0 or min(grown.ttft) < 0
@@ -65,7 +65,8 @@ class DemandMeter:
     """Counts the demand on one router, or in one simulation."""
 
     def __init__(self) -> None:
-        self.output_tokens_mean = 0.0  # recent mean per request; 0 if no request has ended
+        # Mean number of output tokens of the last ended requests; 0 if no request has ended.
+        self.output_tokens_mean = 0.0
         self._num_requests = self._num_ended = self._output_tokens = 0
         self._prefill_s = 0.0
         self._ttft = list(NO_COUNTS)
@@ -106,9 +107,9 @@ class PoolSeen(msgspec.Struct, frozen=True):
     wanted: int  # the configured number of workers, including workers that are starting
     num_ready: int
     queued_s: float = 0.0  # seconds that one worker would need to prefill all queued prompts
-    num_waiting: int = 0  # sequences in the workers' queues
-    kv_use: float = 0.0  # used fraction of the median worker's KV cache, 0 to 1
-    num_running: int = 0  # number of leases, pulls, and sequences that hold blocks
+    num_waiting: int = 0  # number of sequences in the queues of all workers of the pool
+    kv_use: float = 0.0  # used fraction of a worker's KV cache, 0 to 1; median over the workers
+    num_running: int = 0  # number of sequences, pulls and leases that hold KV blocks, all workers
 
     @property
     def is_idle(self) -> bool:
@@ -126,15 +127,16 @@ class Observation(msgspec.Struct, frozen=True):
     demand: Demand
     prefill: PoolSeen
     decode: PoolSeen
-    decode_rate: DecodeRate = DecodeRate()  # measured duration of a worker's decode steps
+    decode_rate: DecodeRate = DecodeRate()  # measured duration of decode steps by batch size
     num_held: int = 0  # requests that routers hold because a pool is empty
 
 
 def quantile(counts: Counts, share: float) -> float:
     """Returns the `share` quantile of the latencies, as a multiple of the SLO limit.
 
-    The value is rounded up to a bucket's upper edge, or to 16 above the last edge. It is 0 without
-    latencies.
+    Example: the 0.9 quantile is 1.5 if 90% of the latencies are at most 1.5 times the limit. The
+    result is the upper edge of a bucket, 16 for latencies above the last edge, and 0 if there are
+    no latencies.
     """
     total = sum(counts)
     seen = 0

@@ -3,9 +3,9 @@
 - A pool grows at once to its requested size.
 - A pool shrinks only some time after its last change, and at most by the fraction `step_down` of
   its size at a time. Example: with 0.25, 8 workers become 6, then 5.
-- A pool does not shrink below any size (`keep`) that was to be kept in the last `down_window_s`
-  seconds. With a `down_margin` of 0.8, for example, a load of 3.7 workers requests 4 workers, but
-  keeps 5 if there are 5. So a pool whose load varies a little does not oscillate.
+- A pool shrinks only to a size that leaves some of its capacity unused. With a `down_margin` of
+  0.8, a pool of 5 workers shrinks to 4 only when 4 * 0.8 = 3.2 workers are enough, and has been so
+  for `down_window_s` seconds. So a pool whose load varies a little does not oscillate.
 - A change of direction, such as shrinking after growing, needs at least `reversal_s` seconds since
   the previous change of direction. There are two exceptions: a pool grows at once after a step (a
   sudden increase) of the load, and if it is empty.
@@ -20,7 +20,7 @@ from tandem.common.config.autoscale import AutoscaleConfig
 
 class SizeStep(NamedTuple):
     size: int
-    held: str  # reason why `size` is not the requested size; empty if the two are equal
+    held: str  # why `size` differs from the requested size, for operators; "" if they are equal
 
 
 class Stabilizer:
@@ -30,8 +30,7 @@ class Stabilizer:
         self._config = config
         self._kept: deque[tuple[float, int]] = deque()
         self._direction = 0  # direction of the last change: 1 up, -1 down
-        # Time of the last change of the size. It begins with now, so that the pool does not shrink
-        # at once.
+        # Time of the last change of the size. The initial value `now_s` delays the first shrinking.
         self._changed_s = now_s
         self._reversed_s = -float("inf")
 
@@ -46,8 +45,9 @@ class Stabilizer:
     ) -> SizeStep:
         """Returns the next size of a pool that has `size` workers and needs `wanted` workers.
 
-        The pool does not shrink below any `keep` or `wanted` of the last `down_window_s` seconds.
-        `is_urgent`: the pool may grow even just after a change of direction.
+        `keep` is the smallest size to which the pool may shrink. The pool does not shrink below any
+        `keep` or `wanted` of the last `down_window_s` seconds. `is_urgent` allows the pool to grow
+        even if it has just shrunk.
         """
         config = self._config
         most = self._most_kept(now_s, max(wanted, keep))

@@ -6,23 +6,27 @@
              |x   x x   x   x
              +-------------|------
                before       after the step
-There is a step if n >= 2 e + 10, where n is the number of requests after the step, and e is the
-number that the rate before the step predicts for the same time. Example: if 4 requests are
-expected, 18 are a step. Random arrivals give 18 only once in four million times. The forecast needs
-this detection, because its line over ten minutes follows a step only minutes later.
+The requests of the last seconds are compared with the rate of requests before. There is a step if
+n >= 2 e + 10, where n is the number of recent requests, and e is the number expected from the rate
+before. Example: 4 requests in 10 s before make 4 expected in the last 10 s; 18 requests are a step.
+Random arrivals give 18 only once in four million times. The forecast needs this detection, because
+it fits a line to ten minutes of loads, which follows a sudden increase only after minutes.
 """
 
 from collections.abc import Sequence
 
-_TIMES = 2  # a step has at least this multiple of the expected requests, plus `_MORE`
-_MORE = 10  # additional requests of a step, because small numbers of requests vary by chance
-_LATEST_S = 60.0  # an increase that takes longer than this is not a step
+# A step has at least _TIMES * expected + _MORE requests. `_MORE` is there because small numbers of
+# requests vary by chance.
+_TIMES = 2
+_MORE = 10
+_LATEST_S = 60.0  # a step is looked for only in the last 60 s
 
 
 def step_start(samples: Sequence[tuple[float, int]]) -> int | None:
-    """Returns the index of the first (seconds, requests) sample after a step; None without a step.
+    """Returns the index of the first sample after a step of the load; None if there is no step.
 
-    The samples before the step must cover at least as much time as those after it.
+    A sample is (duration in seconds, number of requests). The samples before a step must cover at
+    least as much time as the samples after it.
     """
     all_s = sum(seconds for seconds, _ in samples)
     all_requests = sum(requests for _, requests in samples)

@@ -1,19 +1,19 @@
 """Decides how many workers each pool should have, from observations. Does no I/O.
 
     signal  size that the signal requests
-    load    the forecast's upper bound, one cold start ahead, divided by the target utilization
-    step    as `load`, in the minute after a sudden increase (step) of the load was detected
-    queue   enough workers to finish, in a minute, what is still queued when a new worker is ready
+    load    the upper bound of the load in one cold start, divided by the target utilization
+    step    the size of `load`, under this name for a minute after a sudden increase of the load
+    queue   enough workers to finish in a minute the prompts still queued when new workers are ready
     ttft    a quarter more workers in the pool where requests wait, if the TTFT quantile is too high
     itl     a quarter more decode workers, if the ITL quantile is too high
     kv      enough decode workers to bring the use of their KV cache below its limit
     held    at least one decode worker, if requests wait for an empty pool
-The requested size of a pool is the largest of these, within the configured bounds. `hysteresis.py`
-decides when the pool gets that size. A pool gets its smallest size at once if it is idle, which
-means that no request arrived or ran for a while.
+The requested size of a pool is the largest size that any signal requests, within the configured
+bounds. `hysteresis.py` decides when the pool gets the requested size. If no request arrived or ran
+for a while, both pools are idle, and each gets its smallest size at once.
 
-Loads are measured in workers: 1.0 keeps one worker busy. They follow from the measured rates of the
-workers. Example: 10 requests a second that each need 0.2 s of prefill are a load of 2.0 on the
+Loads are measured in workers: a load of 1.0 keeps one worker busy. Example: 10 requests a second
+that each need 0.2 s of prefill, according to the workers' measured rates, are a load of 2.0 on the
 prefill pool. Without a prefill pool (its bounds are 0), decode workers carry both loads.
 
 This module knows no clock, network or Ray. The router runs it (`router/scaling/autoscale.py`), and
@@ -37,27 +37,27 @@ from tandem.router.autoscaler.load_step import step_start
 Role = Literal["prefill", "decode"]
 
 OUTPUT_TOKENS_GUESS = 256  # assumed output tokens of a request until a request has ended
-_RECENT_S = 60.0  # largest age of the latencies considered; older ones already had their effect
-_COUNT_MIN = 10  # a quantile of fewer latencies is ignored, because it varies by chance
-_DRAIN_S = 60.0  # time in which a queue should be empty once new workers are ready
-_MORE = 0.25  # fraction of the pool to add when the SLO is missed
-# A pool is idle only after a pause of this multiple of the mean pause between requests. Random
-# arrivals have such a pause once in 3,000 pauses.
+_RECENT_S = 60.0  # the signals `ttft` and `itl` use the latencies of the last 60 s
+_COUNT_MIN = 10  # the signals `ttft` and `itl` need at least this many latencies
+_DRAIN_S = 60.0  # the signal `queue` requests enough workers to empty the queue in this time
+_MORE = 0.25  # fraction of a pool's workers to add if a latency exceeds its SLO limit
+# The pools are idle only if no request arrived for 8 times the mean pause between requests. At a
+# steady load, random arrivals have such a pause only once in 3,000 requests.
 _PAUSES = 8
 # For this many seconds after a sudden rise of the load, a pool may grow even if it just shrank.
 _STEP_S = 60.0
 
 
 class ScalingDecision(msgspec.Struct, frozen=True):
-    """The decision for one pool. `line` explains it to operators."""
+    """The decision about one pool's size. `line` explains the decision to operators."""
 
     role: Role
     size: int  # current number of workers
     wanted: int  # number of workers that the signals request, within the bounds
     to: int  # new number of workers
-    # Name of the signal that requests the largest size, or one of three other reasons. "bounds":
-    # the requested size is outside the configured bounds. "start": no load is known yet. "idle":
-    # the pool had no request for a while.
+    # Name of the signal that requests the largest size, such as "load", or one of these reasons:
+    # "bounds" (a signal requests a size outside the configured bounds), "start" (no load is known
+    # yet), "idle" (no request arrived or ran for a while).
     why: str
     line: str
 
@@ -83,10 +83,10 @@ class Autoscaler:
         self._seen: deque[Observation] = deque()
         self._loads: deque[_Load] = deque()
         self._stabilizers = {role: Stabilizer(config, now_s) for role in get_args(Role)}
-        # `_stepped_s`: time when the last step (sudden increase) of the load was detected.
-        # `_step_from_s`: time of the first load after that step.
+        # `_stepped_s` is the time when the last sudden increase of the load was detected, and
+        # `_step_from_s` the earlier time when the increase began.
         self._stepped_s = self._step_from_s = -float("inf")
-        self._busy_s = now_s  # time of the last request
+        self._busy_s = now_s  # last time when a request arrived, waited or ran
 
     def decide(self, seen: Observation) -> tuple[ScalingDecision, ScalingDecision]:
         """Decides the sizes of the prefill pool and of the decode pool."""
@@ -127,9 +127,9 @@ class Autoscaler:
             self._loads.popleft()
 
     def _is_idle(self, seen: Observation) -> bool:
-        """Returns whether no request arrived, waited or ran for `idle_s`.
+        """Returns whether no request arrived, waited or ran for `idle_s` seconds.
 
-        The pause must also be far longer than the usual pause between requests.
+        The time without requests must also be at least 8 times the usual pause between requests.
         """
         if seen.num_held or not (seen.prefill.is_idle and seen.decode.is_idle):
             self._busy_s = seen.now_s
@@ -162,8 +162,8 @@ class Autoscaler:
     def _forecast(self, loads: Sequence[tuple[float, float]], seen: Observation) -> Forecast:
         """Returns the maximum of two forecasts, field by field.
 
-        One forecast uses all loads. The other uses only the loads since the last step (sudden
-        increase), because the line through all loads follows a step only slowly.
+        One forecast uses all loads. The other forecast uses only the loads since the last sudden
+        increase, because a line through all loads follows an increase only slowly.
         """
         if not loads:
             return Forecast(0.0, 0.0, 0.0)
@@ -214,9 +214,9 @@ class Autoscaler:
         return "step" if seen.now_s - self._stepped_s <= _STEP_S else "load"
 
     def _left_s(self, pool: PoolSeen, load: Forecast) -> float:
-        """Returns the queued work that will remain when a new worker is ready, in seconds.
+        """Returns how much of the queued work remains when a new worker becomes ready.
 
-        Seconds are those of one worker: 6.0 takes three workers 2 s.
+        The unit is seconds of work of one worker: 6.0 takes three workers 2 s.
         """
         spare = max(0.0, max(pool.num_ready, pool.wanted) - load.now)
         return max(0.0, pool.queued_s - spare * self._config.cold_start_s)
@@ -243,7 +243,7 @@ class Autoscaler:
         keep = math.ceil(most_wanted.workers / config.down_margin - 1e-9)
         if not self._loads and pool.wanted:
             wanted = pool.wanted
-            why = "start"  # no load was observed yet
+            why = "start"  # no load was measured yet, so the pool keeps its size
         bounded = min(most, max(least, wanted))
         why = why if bounded == wanted else "bounds"
         to, held = self._stabilizers[role].step(
@@ -267,9 +267,9 @@ class Autoscaler:
 
 
 def decode_tokens_per_s(rate: DecodeRate, itl_s: float) -> float:
-    """Returns the tokens per second of a decode worker with the largest batch that keeps `itl_s`.
+    """Returns the most tokens per second that a decode worker can generate within the ITL limit.
 
-    `itl_s` is the limit of the inter-token latency, ITL.
+    The batch has as many sequences as possible with decode steps of at most `itl_s` seconds.
     """
     sequences = max(1.0, (itl_s - rate.step_s) / max(rate.sequence_s, 1e-9))
     return sequences / (rate.step_s + rate.sequence_s * sequences)

@@ -1,11 +1,11 @@
 """Checks that the prefix tree in Redis names the blocks that the workers really hold.
 
-Every `INTERVAL_S` seconds, up to `SAMPLE` entries of one worker are compared with the worker's
-blocks. The workers are checked in turn. A comparison takes about a millisecond of Redis's time and
-one pass through the worker's hashes. Operators can also compare all workers (`verify`).
+Every `INTERVAL_S` seconds, the audit compares up to `SAMPLE` of one worker's entries in the tree
+with the blocks that this worker holds. The workers take turns. A comparison takes about a
+millisecond of Redis's time. Operators can also compare all workers at once (`verify`).
 Two findings raise an alarm (`trust.py`):
-- An entry differs in three comparisons in a row.
-- A worker is alive, but its publication log in the prefix tree does not change.
+- An entry and the worker's blocks differ in three comparisons in a row.
+- A worker is alive, but has published nothing to the prefix tree for `SILENT_S` seconds.
 """
 
 import asyncio
@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S = 5.0
 SAMPLE = CALL_ENTRIES
-SILENT_S = 10  # a worker that published nothing for longer is suspect; usual is one second
+# A worker usually publishes to the prefix tree once a second. After this many seconds without a
+# publication, the worker's entries may be wrong.
+SILENT_S = 10
 _ROUNDS_SILENT_MAX = 2
 _ANSWER_DEADLINE_S = 30.0
 _WORKERS_AT_ONCE = 4
@@ -60,10 +62,10 @@ class IndexAudit:
                 log.exception("an audit of the prefix tree broke")
 
     async def verify(self, *, everything: bool) -> dict[str, Differences]:
-        """Compares a sample of each worker's entries; with `everything`, all entries.
+        """Compares a sample of each worker's entries (or all entries) with the worker's blocks.
 
-        Returns worker id -> differences. A worker whose entries differ must publish all its blocks
-        again. Raises QueueFull if another verification runs.
+        Returns worker id -> differences. If entries of a worker differ, the worker must publish all
+        its blocks again. Raises QueueFull if another verification runs.
         """
         if self._verifying:
             raise QueueFull("the prefix tree is being verified already", retry_after_s=1.0)
@@ -100,8 +102,8 @@ class IndexAudit:
             log_of_worker = logs.get(holder)
             if log_of_worker is not None and log_of_worker.silent_s <= SILENT_S:
                 continue
-            # Silence in one round raises no alarm. A worker that was cut off from Redis writes its
-            # record shortly before its publication log continues.
+            # Only silence in three rounds in a row raises an alarm. A worker that was cut off from
+            # Redis may look silent for one round: it counts as alive before it publishes again.
             silent[holder] = self._rounds_silent.get(holder, 0) + 1
             if silent[holder] > _ROUNDS_SILENT_MAX:
                 what = "it has no log in the prefix tree"
@@ -112,7 +114,7 @@ class IndexAudit:
         self._rounds_silent = silent
 
     async def _compare(self, worker: KnownWorker, sample: int | None) -> Differences:
-        """Compares the entries of the worker's block pool and of each of its tiers."""
+        """Compares the entries of the worker's block pool and of each tier of the worker."""
         found = Differences()
         for tier in _tiers_of(worker):
             found += await self._compare_holder(worker, tier, sample)
@@ -121,9 +123,9 @@ class IndexAudit:
     async def _compare_holder(
         self, worker: KnownWorker, tier: str, sample: int | None
     ) -> Differences:
-        """Compares the entries of the worker's `tier` ("": block pool) with the blocks there.
+        """Compares the prefix tree's entries of one tier of a worker with the blocks in that tier.
 
-        The results are counted in the metrics. A difference raises an alarm.
+        The tier "" is the block pool. A difference raises an alarm.
         """
         holder = holder_of(worker.record.worker_id, tier)
         address = worker.record.address

@@ -90,8 +90,8 @@ async def counted_match(
 ) -> dict[str, int]:
     """Looks up a prompt's blocks in the prefix tree, and counts the look-up in the metrics.
 
-    Returns worker or tier -> number of leading blocks that it holds. `compatibility` returns the KV
-    compatibility for which `block_hashes` were computed.
+    Returns id of a worker or tier -> number of the prompt's leading blocks held there.
+    `compatibility` returns the KV compatibility for which `block_hashes` were computed.
     """
     began = time.perf_counter()
     outcome = "failed"

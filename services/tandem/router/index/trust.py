@@ -2,14 +2,14 @@
 
 1. An alarm is raised for a worker (table below).
 2. All entries of the worker are removed from the tree, so no router relies on them.
-3. At its next heartbeat, the worker's publisher finds that its entries are gone. It publishes all
-   blocks of the worker again, under a new epoch.
+3. The worker sees at its next heartbeat that its entries are gone, and publishes all its blocks
+   again, under a new epoch.
 So routers need not keep or share a list of distrusted workers.
 
 Alarm    Cause
-hits     predicted tokens were not cached on the worker (`HitWatch`)
-audit    the worker's entries differ from its blocks
-silent   the worker's publication log does not change although the worker is alive
+hits     less than half of the tokens that the tree predicts were cached on the worker (`HitWatch`)
+audit    the worker's entries in the tree differ from the blocks that the worker holds (`audit.py`)
+silent   the worker is alive, but has published nothing for some time (`audit.py`)
 """
 
 import asyncio
@@ -30,12 +30,15 @@ from tandem.router.workers.cluster_view import ClusterView
 log = logging.getLogger(__name__)
 
 Alarm = Literal["hits", "audit", "silent"]
-# Shortest time between two alarms of a worker, in which the worker can publish all blocks again.
+# After an alarm, no other alarm of the worker is raised for this many seconds. In this time the
+# worker publishes all its blocks again.
 RENEWAL_S = 20.0
-WINDOW_TOKENS = 8192  # approximate number of predicted tokens in a worker's window of requests
-EVIDENCE_TOKENS = 1024  # fewest predicted tokens in a window that may raise an alarm
+# `HitWatch` keeps a worker's latest requests with about this many predicted cached tokens in total.
+WINDOW_TOKENS = 8192
+# No alarm is raised while a worker's latest requests have fewer predicted cached tokens in total.
+EVIDENCE_TOKENS = 1024
 REQUESTS_MIN = 4
-HIT_RATIO_MIN = 0.5  # a lower hit ratio raises an alarm; evictions alone lower it far less
+HIT_RATIO_MIN = 0.5  # an alarm is raised if cached tokens / predicted cached tokens is lower
 
 
 class IndexTrust:
@@ -49,7 +52,7 @@ class IndexTrust:
         self._forgetting: set[asyncio.Task[None]] = set()
 
     def observe(self, job: Job) -> None:
-        """Compares how many tokens of an ended request were predicted to be cached and were."""
+        """Compares an ended request's predicted number of cached tokens with the real number."""
         compatibility = self._view.compatibility()
         routed = job.routing.routed
         cached_tokens = job.progress.cached_tokens
@@ -97,15 +100,14 @@ class IndexTrust:
             async with asyncio.timeout(REPLY_TIMEOUT_S):
                 await self._index.forget(holder)
         except UNREACHABLE as error:
-            # The entries were not removed, so the next alarm is allowed at once. The key is missing
-            # if the worker has left meanwhile.
+            # The entries were not removed, so another alarm must be possible at once.
             self._alarmed_at.pop(holder, None)
             log.warning("%s is not forgotten in the prefix tree yet: %r", holder, error)
 
 
 @dataclass(slots=True)
 class _Window:
-    # (predicted tokens, cached tokens) of each request
+    # (number of prompt tokens predicted to be cached, number really cached) of each request
     requests: deque[tuple[int, int]] = field(default_factory=deque)
     predicted: int = 0
     cached: int = 0
@@ -114,10 +116,10 @@ class _Window:
 class HitWatch:
     """Detects workers that have fewer cached tokens than the prefix tree predicts. Does no I/O.
 
-    For each worker it keeps a window of recent requests. For each request the window has the number
-    of prompt tokens that were predicted to be cached, and the number that were cached. Example: of
-    2,000 predicted tokens, 900 were cached; the hit ratio is 0.45. Tokens that were pulled from
-    another worker count as cached.
+    For the recent requests of each worker, the class sums the number of prompt tokens that were
+    predicted to be cached, and the number that were cached. Example: 2,000 tokens were predicted,
+    900 were cached, so the hit ratio is 0.45. Tokens that were pulled from another worker count as
+    cached.
     """
 
     def __init__(self) -> None:
@@ -126,8 +128,8 @@ class HitWatch:
     def observe(self, worker_id: str, predicted: int, cached: int) -> float | None:
         """Adds a request. Returns the hit ratio if it is too low to trust the worker's entries.
 
-        Otherwise returns None. `cached` is the number of reused tokens or less. When a ratio is
-        returned, the worker's window is cleared.
+        Otherwise returns None. `predicted` and `cached` are the request's numbers of prompt tokens.
+        When a ratio is returned, the worker's recent requests are forgotten.
         """
         if predicted <= 0:
             return None
@@ -152,6 +154,6 @@ class HitWatch:
         self._windows.pop(worker_id, None)
 
     def keep(self, worker_ids: Collection[str]) -> None:
-        """Drops the windows of all workers that are not in `worker_ids`."""
+        """Forgets the recent requests of all workers that are not in `worker_ids`."""
         for worker_id in self._windows.keys() - set(worker_ids):
             del self._windows[worker_id]

@@ -1,14 +1,18 @@
 """The counts of a cluster's tenants in Redis: one hash for each tenant with limits.
 
-    key      {tandem:CLUSTER}:limits:TENANT; it expires
-    field    the process of a router
+    key      {tandem:CLUSTER}:limits:TENANT; the key expires
+    field    one process of a router
     value    [time of the write in ms, running requests, window] in MessagePack; the window is
              [bucket, requests, tokens, bucket, requests, tokens, ...] (a bucket is one second)
-Each router writes only its own field, and always all of it. So after an outage of Redis, the next
-write of each router restores the counts. After the last write of a killed router, the requests that
-ran there still count for LEASE_MS, and the requests that it admitted for a minute.
-The PyPI package `limits` does not fit: its sliding log has an entry for each token, its counter
-uses two weighted windows, a call checks one limit, and unused tokens cannot be given back.
+Example of a window: [100, 2, 50, 103, 1, 30]. The router admitted 2 requests with 50 tokens in
+second 100, and 1 request with 30 tokens in second 103.
+
+Each router writes only its own field, and always the complete value. So after an outage of Redis,
+the next write of each router restores the counts. When a router is killed, its running requests
+count for LEASE_MS after its last write, and the requests that it admitted count for a minute.
+
+The PyPI package `limits` does not fit, because one of its calls checks only one limit, and unused
+tokens cannot be given back.
 """
 
 import secrets
@@ -24,14 +28,22 @@ from tandem.router.limits.window import BUCKET_MS, NUM_BUCKETS, WINDOW_MS, Kind,
 
 LEASE_MS = 5000
 
-# KEYS: 1 the tenant's hash. ARGV: 1 the router's process, 2 [running, window] of the router, and
-# for each new request its three limits (requests per minute, tokens per minute, concurrent
-# requests; 0: no limit) and its number of tokens.
-# The script decides about each request in turn, adds the admitted requests to the router's window
-# and writes the router's field. Fields of other routers that are old or cannot be read are removed.
-# It returns {milliseconds of Redis's clock, 1 if the router's field existed, running requests of
-# the other routers, window of the other routers, and for each request 0 or the exceeded limit: 1
-# requests, 2 tokens, 3 concurrent}.
+# Decides about each new request in turn, adds the admitted requests to the calling router's window,
+# and writes this router's field. Fields of other routers that are old or unreadable are removed.
+# KEYS:
+#   1     the tenant's hash
+# ARGV:
+#   1     the field of the calling router
+#   2     [running requests, window] of the calling router
+#   3...  for each new request four numbers: its limits of requests per minute, tokens per minute
+#         and concurrent requests (0: no limit), and its number of tokens
+# Returns:
+#   1     time of Redis's clock in ms
+#   2     1 if the field of the calling router existed, else 0
+#   3     running requests of the other routers
+#   4     window of the other routers
+#   5...  for each new request 0 if it is admitted, else the exceeded limit: 1 requests per minute,
+#         2 tokens per minute, 3 concurrent requests
 _COUNT = f"""
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -91,14 +103,14 @@ class Reply(NamedTuple):
     """The result of one call of the script `_COUNT`."""
 
     now_ms: int
-    was_known: bool  # True: the router's field existed before the call
-    others: Window  # requests and tokens that the other routers admitted
+    was_known: bool  # True: this router's field existed in Redis before the call
+    others: Window  # the tenant's requests and tokens that the other routers admitted
     others_running: int
     refused_by: list[Kind | None]  # for each new request the limit that refuses it; None: admitted
 
 
 class LimitRequest(NamedTuple):
-    """A request to be admitted: the limits of its API key, and the most tokens it may use."""
+    """The limits of a new request's API key, and the most tokens that the request may use."""
 
     limits: Limits
     tokens: int
@@ -110,7 +122,8 @@ class TenantCounts:
     def __init__(self, redis: Client, cluster_id: str, router_id: str) -> None:
         self._redis = redis
         self._prefix = f"{{tandem:{cluster_id}}}:limits"
-        # The random suffix keeps a restarted router from overwriting its previous process's counts.
+        # Each process needs its own field. The random suffix distinguishes a restarted router from
+        # the process before the restart, whose requests still count.
         self._process = f"{router_id}/{secrets.token_hex(4)}"
         self._count = Script(_COUNT)
 

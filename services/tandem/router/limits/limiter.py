@@ -3,21 +3,23 @@
 A request is counted when it is admitted, with the largest number of tokens that it may use (its
 prompt and its `max_tokens`). Unused tokens are given back when the request ends.
 
-The limiter has three states, which differ in what decides about a request:
+The limiter has three states, which differ in where a request is admitted or refused:
     shared     Redis decides, with the counts of all routers
-    alone      Redis is away. This router decides, within its share of each tenant's limits. The
-               share is the fraction of the tenant's traffic that this router admitted when Redis
-               last answered, or 1 / number of routers for a new tenant
-    returning  Redis is back, but other routers have not written their counts yet. This router still
-               decides alone
+    alone      Redis is away. This router decides, within a fraction of each tenant's limits
+    returning  Redis is back, but other routers may not have written their counts yet. This router
+               still decides, as in the state `alone`
+The fraction in the state `alone` is the fraction of the tenant's requests and tokens that this
+router admitted in the minute before Redis's last answer. For a new tenant the fraction is
+1 / number of routers. Example: this router admitted 30 of 40 requests of a tenant with a limit of
+100 requests per minute, so it may admit 75 requests per minute.
 The state changes as follows:
     shared     --Redis does not answer------------> alone
                --Redis was emptied----------------> returning
     alone      --Redis answers--------------------> returning
     returning  --RETURN_S later-------------------> shared
                --Redis does not answer------------> alone
-For each tenant, one call to Redis is made at a time. Requests that arrive during a call are sent
-together in the next call.
+For each tenant, only one call to Redis is in flight at a time. Requests that arrive during a call
+wait, and are sent together in the next call.
 """
 
 import asyncio
@@ -46,20 +48,25 @@ from tandem.router.limits.window import (
 
 log = logging.getLogger(__name__)
 
-# Deadline of a call to Redis. If Redis misses the deadline, the router decides alone, so that
+# If Redis does not answer a call within this many seconds, the router decides alone, so that
 # requests do not wait for Redis.
 DEADLINE_S = 0.5
 TICK_S = 0.5
-WRITE_S = 2.0  # longest interval between two calls for a tenant; counts.LEASE_MS is longer
+# Longest interval between two writes of a tenant's counts to Redis. The interval must be shorter
+# than counts.LEASE_MS, after which the tenant's running requests would no longer count.
+WRITE_S = 2.0
 RETURN_S = 2.0
-_AT_ONCE_MAX = 256  # largest number of requests in one call
-# largest number of simultaneous calls, because each call needs its own connection
+_AT_ONCE_MAX = 256  # largest number of new requests of a tenant in one call to Redis
+# Largest number of simultaneous calls to Redis. Each call uses a connection of its own.
 _CALLS_AT_ONCE_MAX = 8
 
 
 @dataclass(slots=True, eq=False)
 class LimitReservation:
-    """What one request takes of its tenant's limits, from its admission until `settle`."""
+    """The reservation of one request and its largest number of tokens in its tenant's limits.
+
+    The reservation lasts from the request's admission until `settle`.
+    """
 
     tenant: "_Tenant | None"  # None: the request is not counted
     bucket: int
@@ -80,20 +87,20 @@ class _Tenant:
 
     name: str
     window: Window = field(default_factory=Window)  # requests and tokens that this router admitted
-    # requests and tokens that the other routers had admitted when Redis last answered
+    # The tenant's requests and tokens on the other routers, according to Redis's last answer.
     others: Window = field(default_factory=Window)
     others_running: int = 0
     running: int = 0
     share: Share | None = None
     pending: list[_PendingRequest] = field(default_factory=list)
-    is_dirty: bool = False  # True: the counts changed since the last call to Redis
+    is_dirty: bool = False  # True: this router's counts are newer than those sent to Redis
     was_written: bool = False
     written_at: float = 0.0
     calls: asyncio.Task[None] | None = None
 
     @property
     def is_idle(self) -> bool:
-        """True if no request of the tenant is counted on any router. The object may be dropped."""
+        """True if no request of the tenant is counted on any router any more."""
         counts = self.window.buckets or self.others.buckets
         return not (counts or self.running or self.pending or self.calls)
 
@@ -117,7 +124,7 @@ class Limiter:
         self._metrics = metrics
         self._num_routers = num_routers
         self._tenants: dict[str, _Tenant] = {}
-        # Redis's clock minus the monotonic clock of this router, in ms
+        # Redis's wall clock minus this router's monotonic clock, in ms.
         self._clock_ahead_ms = (time.time() - time.monotonic()) * 1000
         self._is_away = False
         self._returning_until = 0.0
@@ -129,9 +136,9 @@ class Limiter:
     ) -> AsyncIterator[LimitReservation]:
         """Reserves `tokens` for a request that runs in the `with` block. Raises RateLimited.
 
-        If the block does not settle the reservation, all of it is given back. `is_counted`: True:
-        some API key of the tenant has limits, so the request is counted even if its own key has
-        none. False: the request is counted only if its own key has limits.
+        If the block does not settle the reservation, the whole reservation is given back. A request
+        whose own API key has limits is always counted. `is_counted` says whether a request without
+        limits of its own is counted too, because another API key of the tenant has limits.
         """
         try:
             reservation = await self._reserve(tenant, limits, tokens, is_counted=is_counted)
@@ -172,13 +179,13 @@ class Limiter:
             tenant.forget_old(self._now_ms())
             if self._is_away:
                 self._call_soon(tenant)
-                return  # one call is enough to detect that Redis is back
+                return  # the call for one tenant is enough to detect that Redis is back
             if now - tenant.written_at > (TICK_S if self._is_alone else WRITE_S):
                 self._write_soon(tenant)
             if tenant.is_idle and not self._is_alone:
                 del self._tenants[tenant.name]
         if not self._tenants:
-            self._is_away = False  # the next request asks Redis again
+            self._is_away = False  # the next request calls Redis, which may be back by then
 
     @property
     def _is_alone(self) -> bool:
@@ -206,8 +213,8 @@ class Limiter:
         try:
             return await waiting.answer
         except asyncio.CancelledError:
-            # The answer may have arrived just before the cancellation; the reservation must then be
-            # settled.
+            # If the request was admitted just before the cancellation, it has a reservation, which
+            # must be given back.
             if (
                 waiting.answer.done()
                 and not waiting.answer.cancelled()
@@ -226,7 +233,10 @@ class Limiter:
             tenant.calls = asyncio.create_task(self._call(tenant), name="limits")
 
     async def _call(self, tenant: _Tenant) -> None:
-        """Calls Redis until no request waits and the counts are written, or Redis is lost."""
+        """Calls Redis until all waiting requests are answered and all counts are written.
+
+        If Redis is lost, this router decides about the waiting requests alone.
+        """
         try:
             is_first = True  # call at least once, to detect whether Redis answers
             while tenant.pending or tenant.is_dirty or is_first:
@@ -271,8 +281,8 @@ class Limiter:
 
     def _answer(self, tenant: _Tenant, pending: list[_PendingRequest], reply: Reply) -> None:
         if self._is_alone:
-            # Redis has already counted the requests that it would admit, but this router decides
-            # itself and may decide otherwise. So the counts of this router must be written again.
+            # Redis has counted the requests that it admitted. This router decides alone and may
+            # refuse some of these requests, so it must write its own counts again.
             tenant.is_dirty |= bool(pending)
             self._answer_alone(tenant, pending)
             return
@@ -301,7 +311,7 @@ class Limiter:
             waiting.answer.set_result(reservation)
 
     def _decide_alone(self, tenant: _Tenant, request: LimitRequest) -> LimitReservation:
-        """Decides by this router's own counts. Raises RateLimited."""
+        """Admits a request by this router's own counts, without Redis. Raises RateLimited."""
         tenant.forget_old(self._now_ms())
         share = self._share(tenant)
         use = tenant.window.use(tenant.running)
@@ -312,7 +322,7 @@ class Limiter:
         return reservation
 
     def _take(self, tenant: _Tenant, request: LimitRequest) -> LimitReservation:
-        """Counts an admitted request."""
+        """Counts an admitted request in its tenant's window on this router."""
         now_ms = self._now_ms()
         reservation = LimitReservation(tenant, bucket_of(now_ms), request.tokens)
         tenant.window.add(reservation.bucket, 1, request.tokens)

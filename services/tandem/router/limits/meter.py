@@ -30,10 +30,10 @@ class TenantMeter:
     def reserved(
         self, tenant: str, limits: Limits, tokens: int
     ) -> AbstractAsyncContextManager[LimitReservation]:
-        """Reserves a request and `tokens`, the most that it may use, while the `with` block runs.
+        """Reserves one request and `tokens` tokens in a tenant's limits during a `with` block.
 
-        If the block does not settle the reservation, the request was not served, and the
-        reservation is given back. Raises RateLimited.
+        `tokens` is the most that the request may use. If the block does not call `settle`, the
+        request counts as not served, and the reservation is given back. Raises RateLimited.
         """
         is_counted = self._is_limited(tenant)
         return self.limiter.reserved(tenant, limits, tokens, is_counted=is_counted)

@@ -1,7 +1,7 @@
 """A tenant's use of its limits: the headers `x-ratelimit-*` and the error of a refused request.
 
-Names and formats are OpenAI's. `x-ratelimit-reset-*` is the time until none of the current use is
-counted any more.
+Names and formats are OpenAI's. `x-ratelimit-reset-*` is the time until all current use is older
+than a minute and so no longer counted.
 """
 
 import math
@@ -23,8 +23,8 @@ _CONCURRENT_RETRY_S = 1.0
 class Standing(NamedTuple):
     """A tenant's use at one moment, over all routers.
 
-    While Redis is away and each router decides alone (limiter.py), it is only the use on this
-    router, and the router may grant only a `share` of the limits.
+    While Redis is away and each router decides alone (limiter.py), `window` and `running` contain
+    only the use on this router, and the router may grant only the fraction `share` of the limits.
     """
 
     limits: Limits

@@ -1,12 +1,13 @@
 """Counts the tenants' usage by minute and by day, and writes it to Redis in batches.
 
-    a request ends      --> its counts are added to pending rows
-    each second         --> the pending rows become a batch, which is sent to Redis
-    Redis confirms it   --> the batch is dropped
-    Redis is silent     --> the batch is sent again with the same number
-A batch keeps its number until Redis confirms it, and Redis accepts each number once, so a batch
-whose answer was lost is not counted twice. While Redis is away, rows are kept in memory. There are
-few rows: one for each tenant and day, and one for each tenant and minute of the last hours.
+    event                   effect
+    a request ends          its counts are added to the pending rows of its tenant
+    a second has passed     the pending rows become a batch with a number, which is sent to Redis
+    Redis confirms a batch  the batch is dropped
+    Redis does not answer   the same batch is sent again with the same number
+Redis accepts each number only once, so a batch whose confirmation was lost is not counted twice.
+While Redis is away, rows are kept in memory. There are few rows: one for each tenant and day, and
+one for each tenant and minute of the last hours.
 """
 
 import asyncio
@@ -24,11 +25,12 @@ from tandem.router.limits.usage_store import COLUMNS, WINDOWS, Row, UsageRow, Us
 log = logging.getLogger(__name__)
 
 FLUSH_S = 1.0
-ROWS_MAX = 20_000  # pending rows; further tenants are counted together as "other"
+# Largest number of pending rows. Tenants that would need further rows are counted as "other".
+ROWS_MAX = 20_000
 
 
 class UsageQuery(NamedTuple):
-    """A query for usage whose parameters were checked."""
+    """A checked query for the usage in the last `num_windows` minutes or days."""
 
     window: Window
     num_windows: int
@@ -63,7 +65,7 @@ class UsageMeter:
         self._metrics = metrics
         self._pending: dict[Row, list[int]] = {}
         self._batch: Mapping[Row, Sequence[int]] = {}
-        self._number = 1  # number of the batch in flight, or of the next one
+        self._number = 1  # number of the batch that is sent now, or next if none is sent now
         self._flushing = asyncio.Lock()
         self._is_away = False
 
@@ -123,7 +125,7 @@ class UsageMeter:
             ) from error
 
     def _drop_old_minutes(self) -> None:
-        """Drops pending rows of minutes that Redis would no longer keep either."""
+        """Drops pending rows of minutes that are too old to be kept in Redis."""
         kept_from = time.time() - WINDOWS["minute"].kept_s
         for row in [r for r in self._pending if r.window == "minute" and r.start < kept_from]:
             del self._pending[row]

@@ -32,14 +32,15 @@ WINDOWS: Mapping[Window, WindowRetention] = {
     "minute": WindowRetention(60, 6 * 3600),
     "day": WindowRetention(86400, 400 * 86400),
 }
-# How long Redis keeps the number of a process's last batch. A batch whose answer was lost must be
-# sent again within this time, because later Redis would count it twice.
+# Seconds that Redis keeps the number of a process's last batch. If a batch were sent again later
+# than this, Redis would not recognize the number and would count the batch twice.
 _BATCH_KEPT_S = 7 * 86400
 
-# KEYS: 1 the last batch's number, then a hash for each window. ARGV: 1 the number of this batch,
-# 2 seconds to keep that number, then for each hash [seconds to keep the hash, [field, count, ...]].
-# The script adds the counts unless the batch was accepted before. It returns 1 if the batch was
-# added, else 0.
+# Adds the counts of a batch unless the batch was added before.
+# KEYS: 1 the key with the number of the last added batch, then one hash for each window.
+# ARGV: 1 the number of this batch, 2 seconds to keep this number, then for each hash one value
+# [seconds to keep the hash, [field, count, field, count, ...]].
+# Returns 1 if the batch was added, else 0.
 _ADD = """
 if tonumber(redis.call('GET', KEYS[1]) or 0) >= tonumber(ARGV[1]) then return 0 end
 for i = 2, #KEYS do
@@ -51,7 +52,8 @@ redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
 return 1
 """
 
-# KEYS: hashes of windows. ARGV: fields, or none for all. Returns for each hash {field, count, ...}.
+# KEYS: the hashes of the windows to read. ARGV: the fields to read; without ARGV all fields.
+# Returns for each hash {field, count, field, count, ...}.
 _READ = """
 local found = {}
 for i, key in ipairs(KEYS) do
@@ -85,7 +87,7 @@ class UsageRow:
     start: int
     requests: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # included in prompt_tokens
+    cached_tokens: int = 0  # prompt tokens that were cached; also counted in prompt_tokens
     completion_tokens: int = 0
 
 

@@ -1,15 +1,15 @@
 """Counts the requests admitted in the last minute and compares them with limits. Does no I/O.
 
-Time is divided into buckets of one second, numbered by Redis's clock. A window is the current
-bucket and the 60 before it, so it always covers at least a minute:
-    bucket   n-61 | n-60 ... n-1 | n (current)
-             gone | ---- counted, 60 to 61 s ----
-So no 60 seconds contain more than the limit. Used capacity is available again after 60 to 61
-seconds.
+Requests are counted in buckets of one second, numbered by Redis's clock. The window is the current
+bucket n and the 60 buckets before it:
+    bucket   n-61           n-60 ... n-1      n
+             not counted    counted           counted, has just begun
+So every request is counted for at least 60 and at most 61 seconds after its admission, and a tenant
+is never admitted more than its limit in any 60 seconds.
 
-Two other algorithms do not fit. Two weighted windows may allow twice the limit, because they only
-estimate when the requests of the previous minute came. GCRA cannot serve a single request that is
-larger than its burst size.
+Two other algorithms do not fit. A sliding-window counter with two weighted minutes may admit up to
+twice the limit, because it only estimates when the requests of the previous minute came. GCRA
+(a leaky bucket) can never admit a single request that needs more tokens than its burst size.
 """
 
 import math
@@ -45,9 +45,9 @@ class Window:
     buckets: dict[int, list[int]] = field(default_factory=dict)
 
     def add(self, bucket: int, requests: int, tokens: int) -> None:
-        """Adds to a bucket; negative numbers subtract.
+        """Adds to the counts of a bucket. Negative numbers give back what was reserved.
 
-        Negative numbers have no effect on a bucket that was dropped.
+        Negative numbers have no effect if the bucket is no longer in the window.
         """
         counts = self.buckets.get(bucket)
         if counts is None:
@@ -62,8 +62,8 @@ class Window:
     def forget(self, now_ms: float) -> None:
         """Drops the buckets that are not counted at `now_ms`.
 
-        Buckets far in the future are dropped, too. They remain if Redis's clock was set back, for
-        example by a fail-over to another machine.
+        Buckets more than a minute in the future are dropped, too. There are such buckets after
+        Redis's clock was set back, for example by a fail-over to another machine.
         """
         now = bucket_of(now_ms)
         for bucket in [b for b in self.buckets if not -NUM_BUCKETS < b - now < NUM_BUCKETS]:
@@ -81,9 +81,9 @@ class Window:
         return both
 
     def frees_at_ms(self, kind: Kind, needed: float) -> int:
-        """Returns when `needed` of the counted requests or tokens will no longer be counted.
+        """Returns the time at which `needed` requests or tokens will have left the window.
 
-        The result is in ms on Redis's clock.
+        The time is in ms on Redis's clock. The oldest requests leave the window first.
         """
         column = 0 if kind == "requests" else 1
         freed = 0.0
@@ -99,7 +99,10 @@ class Window:
 
 
 def window_of(flat: Iterable[int]) -> Window:
-    """Returns the window of a `flat` list. A bucket may occur more than once."""
+    """Returns the window of the list [bucket, requests, tokens, bucket, requests, tokens, ...].
+
+    If a bucket occurs more than once, its counts are added.
+    """
     window = Window()
     numbers = iter(flat)
     for bucket, requests, tokens in zip(numbers, numbers, numbers, strict=True):
@@ -108,9 +111,9 @@ def window_of(flat: Iterable[int]) -> Window:
 
 
 class Share(NamedTuple):
-    """The fractions of a tenant's limits that one router may use.
+    """The fractions of a tenant's limits per minute that one router may admit, 0 to 1.
 
-    Both fractions are 1 while Redis decides, because Redis knows the use on all routers.
+    While Redis answers, both fractions are 1, because Redis counts the use on all routers.
     """
 
     requests: float = 1.0
@@ -121,9 +124,10 @@ WHOLE = Share()
 
 
 def share_of(own: Use, others: Use) -> Share | None:
-    """Returns the fractions of a tenant's traffic that this router admitted; None without traffic.
+    """Returns which fractions of a tenant's requests and tokens this router admitted.
 
-    `own` is the use on this router, and `others` the use on all other routers.
+    `own` is the use on this router, and `others` the use on all other routers. Returns None if no
+    router admitted a request.
     """
     total = Use(own.requests + others.requests, own.tokens + others.tokens)
     if not total.requests:
@@ -141,7 +145,7 @@ def exceeded(limits: Limits, use: Use, tokens: int, share: Share = WHOLE) -> Kin
         return "requests"
     if tpm and use.tokens + tokens > tpm * share.tokens:
         return "tokens"
-    # Round up, so that a router with a small share may still run one request.
+    # Round up: with a limit of 4 and a share of 0.1, this router may still run one request.
     if most and use.running + 1 > math.ceil(most * share.requests):
         return "concurrent"
     return None

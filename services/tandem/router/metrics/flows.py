@@ -1,16 +1,18 @@
 """Counts recent pulls of KV blocks and migrations of streams for the operators' page. Does no I/O.
 
-When a migration is recorded, its target worker is not known yet. So `Flows` keeps the migration
-until the request runs on another worker, and drops it after `_LOOKS_MAX` calls of `take`. At most
-`_FLOWS_MAX` pairs of workers and `_FLOWS_MAX` migrations are kept.
+When a stream leaves a worker, the stream's new worker is not known yet. So `Flows` keeps the
+migration until the stream runs on another worker. If that does not happen within `_LOOKS_MAX` calls
+of `take`, the migration is dropped.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-_FLOWS_MAX = 256  # largest number of worker pairs, and of migrations whose target is unknown
-_LOOKS_MAX = 30  # calls of `take` after which a migration without a target is dropped
+# Largest number of (source, target) pairs of workers whose pulls are counted, and also the largest
+# number of migrations that wait for their target.
+_FLOWS_MAX = 256
+_LOOKS_MAX = 30  # a migration is dropped if this many calls of `take` have found no target
 
 
 class Flow(NamedTuple):
@@ -43,7 +45,7 @@ class Flows:
         self._moves.append((source, where, 0))
 
     def take(self) -> list[Flow]:
-        """Returns the pulls since the last call, and the migrations whose targets are known now."""
+        """Returns the pulls since the last call, and the migrations whose target is known now."""
         pulled = self._pulled
         self._pulled = Counter()
         flows = [Flow("pull", *pair, number) for pair, number in pulled.items()]

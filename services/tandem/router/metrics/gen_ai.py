@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class EndedRequest(Protocol):
-    """The measured fields of an ended request, which the request log keeps."""
+    """The fields of the request log about an ended request."""
 
     kind: str
     model: str
@@ -57,7 +57,7 @@ def operation_of(kind: str) -> str:
 
 
 class GenAiMetrics:
-    """One router's histograms. With OpenTelemetry's no-op provider, they record nothing."""
+    """One router's histograms. With OpenTelemetry's no-op provider, the histograms do nothing."""
 
     def __init__(self, provider: MeterProvider, sdk: SdkMeterProvider | None = None) -> None:
         self._sdk = sdk
@@ -115,8 +115,8 @@ NO_GEN_AI_METRICS = GenAiMetrics(NoOpMeterProvider())
 def make_gen_ai_metrics(service: str, instance: str) -> GenAiMetrics:
     """Creates the metrics if the environment enables them, else the no-op metrics.
 
-    Raises ConfigError if they are enabled and OpenTelemetry's SDK is not installed. `service` and
-    `instance` name the process in the exported data (`make_resource`).
+    Raises ConfigError if the metrics are enabled but OpenTelemetry's SDK is not installed.
+    `service` and `instance` name the process in the exported data (`make_resource`).
     """
     if not is_enabled("METRICS"):
         return NO_GEN_AI_METRICS

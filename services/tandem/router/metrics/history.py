@@ -20,16 +20,19 @@ from prometheus_client import Counter, Histogram
 from tandem.common.kv_tiers import KV_TIERS
 
 STEP_S = 5.0
-SAMPLES_MAX = 180  # 15 minutes
+SAMPLES_MAX = 180  # number of samples in 15 minutes
 _WELL = ("stop", "length")
 _NO_ERRORS = (*_WELL, "cancelled")
 _KV_TIERS = tuple(tier.name for tier in KV_TIERS)
 _TIERS = (*_KV_TIERS, "peer")
-# The columns of a sample. A column named `..._share` is between 0 and 1. The value None means that
-# nothing was measured, or that no worker has the tier.
+# The columns of a sample. A column named `..._share` is a fraction, 0 to 1. A value is None if it
+# cannot be measured, such as a TTFT without requests or the use of a tier that no worker has.
 COLUMNS = (
-    "at",  # seconds since the epoch
-    *("requests_per_s", "errors_per_s", "cancelled_per_s", "running", "waiting"),
+    "at",  # time of the sample, in seconds since 1970
+    *("requests_per_s", "errors_per_s", "cancelled_per_s"),
+    # Sequences that the workers compute, and requests that wait: for a worker, in a worker's queue,
+    # or for the KV of their prompt.
+    *("running", "waiting"),
     *("ttft_p50_ms", "ttft_p95_ms", "itl_p50_ms", "itl_p95_ms", "tokens_per_s"),
     *("cached_share", "cached_device_per_s", *(f"cached_{tier}_per_s" for tier in _TIERS)),
     *("kv_used_share", "kv_cached_share", *(f"kv_{tier}_share" for tier in _KV_TIERS)),
@@ -40,14 +43,17 @@ Sample = tuple[float | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class WorkerSums:
-    """Counts of blocks, pulls and leases, summed over all workers."""
+    """Counts of blocks, sequences, pulls and leases, summed over all workers."""
 
     blocks_total: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0
-    num_pulls: int = 0
+    num_running: int = 0
+    num_waiting: int = 0  # number of sequences in the workers' queues
+    num_pulls: int = 0  # number of sequences that await the KV of their prompt
     num_leases: int = 0
-    held_shares: Mapping[str, float] = field(default_factory=dict)  # tier -> used fraction, 0 to 1
+    # name of a KV tier -> used fraction of the tier's capacity, 0 to 1
+    held_shares: Mapping[str, float] = field(default_factory=dict)
 
 
 class History:
@@ -61,7 +67,7 @@ class History:
         self.num_taken = 0
 
     def take(self, now: float, sums: WorkerSums) -> None:
-        """Takes a sample. `now` is in seconds since the epoch."""
+        """Takes a sample. `now` is in seconds since 1970."""
         read = self._read()
         elapsed_s = STEP_S if self._before_at is None else max(0.001, now - self._before_at)
         self._samples.append(self._sample(now, elapsed_s, self._before, read, sums))
@@ -111,8 +117,8 @@ class History:
             rate(lambda r: sum(r.outcomes.values())),
             rate(lambda r: sum(n for o, n in r.outcomes.items() if o not in _NO_ERRORS)),
             rate(lambda r: r.outcomes.get("cancelled", 0.0)),
-            _total(self._metrics.requests_running),
-            _total(self._metrics.requests_pending),
+            sums.num_running,
+            _total(self._metrics.requests_pending) + sums.num_waiting + sums.num_pulls,
             *(read.ttft.quantile_ms(before.ttft, share) for share in (0.5, 0.95)),
             *(read.itl.quantile_ms(before.itl, share) for share in (0.5, 0.95)),
             rate(lambda r: r.tokens),
@@ -131,7 +137,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class _Buckets:
-    """A histogram: the buckets' upper bounds, and the number of observations up to each bound."""
+    """A Prometheus histogram. `counts` is the number of observations at or below each bound."""
 
     bounds: Sequence[float]
     counts: Sequence[float]
@@ -139,8 +145,8 @@ class _Buckets:
     def quantile_ms(self, before: _Buckets, share: float) -> float | None:
         """Returns a quantile of the observations since `before`; None without observations.
 
-        If the quantile lies in the last bucket, which has no upper bound, the result is the lower
-        bound of that bucket.
+        The result is in ms. If the quantile lies in the last bucket, which has no upper bound, the
+        result is the last bucket's lower bound.
         """
         counts = [count - was for count, was in zip(self.counts, before.counts, strict=True)]
         if not counts[-1]:

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem.router.metrics.router import Metrics
 
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
-_CLIENT_GONE = 499  # nginx's code for a client that left before the answer
+_CLIENT_GONE = 499  # status, as in nginx, of a call whose client disconnected before the answer
 
 
 class HttpMetrics:
@@ -20,7 +20,7 @@ class HttpMetrics:
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, uncounted: tuple[str, ...]) -> None:
-        """`uncounted` has the paths of probes, which are not counted."""
+        """Calls of the paths in `uncounted`, such as health probes, are not counted."""
         self._app = app
         self._metrics = metrics
         self._uncounted = uncounted

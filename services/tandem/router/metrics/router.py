@@ -148,7 +148,7 @@ class Metrics(MetricSet):
         self.gen_ai = gen_ai
         self.registry = CollectorRegistry()
         self.demand = DemandMeter()  # demand and latencies for the autoscaler
-        self.flows = Flows()  # pulls and migrations for the operators' page
+        self.flows = Flows()  # recent pulls and migrations between workers, for the operators' page
         ProcessCollector(registry=self.registry)
         super().__init__(self.registry)
         self._stages = {stage: self.stage_s.labels(stage=stage) for stage in STAGES}
@@ -198,7 +198,7 @@ class WorkerGauges(Collector):
             rows = [((w.worker_id, w.role), value(w)) for w in workers]
             yield gauges(f"tandem_{name}", text, ["worker", "role"], rows)
         usable = Counted(w.role for w in workers if w.usable)
-        roles = [((role,), usable[role]) for role in get_args(Role)]  # includes empty pools
+        roles = [((role,), usable[role]) for role in get_args(Role)]  # 0 for a role without workers
         yield gauges("tandem_workers_usable", "Workers that may be placed on", ["role"], roles)
         pools = self._view.pool_watch
         sizes = [((name,), float(size)) for name, size in pools.sizes.items()]

@@ -14,9 +14,9 @@
 
     After a migration of a stream:
     move               time until the new worker's first token
-The workers measure prefill, transfer_exposed, first_decode and their parts of queue and move. The
-router measures the other stages. Until the first token, a gap between two stages is added to the
-later stage.
+The workers measure prefill, transfer_exposed and first_decode. The stages queue and move are sums
+of times that the router and the workers measure. The router measures the other stages. Until the
+first token, any time between two stages is added to the later stage.
 """
 
 import time
@@ -39,7 +39,7 @@ STAGES: tuple[Stage, ...] = (*TTFT_STAGES, "transfer_exposed", "first_decode", "
 
 
 class Timeline:
-    """The stages of one request. The times of a repeated stage are added."""
+    """The stages of one request. If a stage occurs more than once, its times are added."""
 
     def __init__(self, span: RequestSpan = NO_SPAN) -> None:
         self.span = span
@@ -48,7 +48,8 @@ class Timeline:
         self.last_token_s = self.began_s
         self.num_tokens = 0  # number of tokens sent to the client
         self.stages_s: dict[Stage, float] = {}
-        # All time before this moment was added to a stage. Used until the first token.
+        # All time from `began_s` to this moment has been added to stages. Until the first token,
+        # the next stage begins here.
         self._covered_until_s = self.began_s
         self._is_submitted = False  # True: a worker has the request and has sent no token yet
 
@@ -69,7 +70,7 @@ class Timeline:
             self.span.stage(name, began_s, ended_s)
 
     def submit(self) -> None:
-        """Records that a worker has the request now."""
+        """Records that the request was sent to a worker."""
         self._is_submitted = True
 
     @asynccontextmanager
@@ -90,7 +91,10 @@ class Timeline:
 
     @property
     def wire_s(self) -> float:
-        """Seconds since the last stage. When the first token arrives, this is the stage `wire`."""
+        """Seconds since the end of the last stage.
+
+        When the first token arrives, these seconds are the stage `wire`.
+        """
         return time.monotonic() - self._covered_until_s
 
     def take(self, timings: pb.SequenceTimings, num_tokens: int) -> None:
@@ -120,7 +124,7 @@ class Timeline:
         return ", ".join(f"{name};dur={1000 * seconds:.3f}" for name, seconds in known)
 
     def _cover_until(self, now: float, name: Stage) -> None:
-        """Adds the time that was added to no stage yet, until `now`, to the stage `name`."""
+        """Adds the time from the end of the last stage until `now` to the stage `name`."""
         if now > self._covered_until_s:
             self._add(name, now - self._covered_until_s)
             self._covered_until_s = now

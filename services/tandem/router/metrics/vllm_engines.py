@@ -56,8 +56,8 @@ _NIXL: tuple[tuple[str, str, Sequence[float], Callable[[NixlCounts], Observed]],
     ("bytes_transferred", "Bytes of a pull", PULL_BYTES, lambda n: n.num_bytes),
     ("num_descriptors", "Blocks of a pull", PULL_BLOCKS, lambda n: n.num_blocks),
 )
-# A prompt token whose KV was computed for this request counts as `local_compute`, also if a prefill
-# worker computed it and the decode worker pulled the KV.
+# vLLM's names for the sources of a prompt token's KV. KV that a prefill worker computed for this
+# request counts as `local_compute` although the decode worker pulls it.
 _SOURCES: tuple[tuple[str, Callable[[EngineCounts], float]], ...] = (
     ("local_compute", lambda c: c.prompt_tokens - c.cached_here - c.cached_elsewhere),
     ("local_cache_hit", lambda c: c.cached_here),
@@ -66,7 +66,7 @@ _SOURCES: tuple[tuple[str, Callable[[EngineCounts], float]], ...] = (
 
 
 def engine_metrics(workers: Sequence[WorkerRecord], model_name: str) -> Iterator[Metric]:
-    """Yields one metric after another, each with one sample per worker."""
+    """Yields the metrics one after another. Each metric has samples of all workers."""
     engines = [((model_name, worker.worker_id), worker.counts) for worker in workers]
     for name, text, value in _COUNTERS:
         counter = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
@@ -88,9 +88,9 @@ def _histogram(
     bounds: Sequence[float],
     engines: Iterable[tuple[tuple[str, str], Observed]],
 ) -> Metric:
-    """Returns a histogram of all engines.
+    """Returns one metric with a histogram for each engine.
 
-    During an upgrade, workers whose version has other buckets are left out.
+    During an upgrade, engines of another version may use other buckets. These engines are left out.
     """
     family = HistogramMetricFamily(f"vllm:{name}", text, labels=_LABELS)
     les = (*map(floatToGoString, bounds), "+Inf")

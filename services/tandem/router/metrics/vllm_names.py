@@ -1,8 +1,8 @@
 """The router's metrics under vLLM's names, for dashboards and tools made for vLLM.
 
-All metrics have the label `model_name` except the HTTP server's, which lack it in vLLM, too. The
-metrics of a worker also have the label `engine`. Names and labels follow vLLM's documentation,
-"Production Metrics", and vLLM's dashboards.
+As in vLLM, all metrics except those of the HTTP server have the label `model_name`. The metrics of
+a worker also have the label `engine`. Names and labels follow vLLM's documentation, "Production
+Metrics", and vLLM's dashboards.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +26,9 @@ def _none(_: Labels) -> Labels:
 class _Name:
     """One of vLLM's metrics, and how its samples are made from those of a Tandem metric.
 
-    `labels` maps the labels of a Tandem sample to vLLM's labels; it returns None if vLLM has no
-    sample for them. Samples that get the same labels are summed. `always` lists labels that have a
-    sample of 0 before anything was counted.
+    `labels` maps the labels of a Tandem sample to vLLM's labels, or to None if vLLM has no such
+    sample. Tandem samples that map to the same labels are summed. `always` lists labels for which
+    the metric has a sample of 0 even before anything was counted.
     """
 
     name: str
@@ -75,10 +75,10 @@ _SAME = (
     "prompt_tokens_cached",
     "generation_tokens",
 )
-_NAMES: dict[str, Sequence[_Name]] = {  # keyed by Tandem's name without `tandem_`
+_NAMES: dict[str, Sequence[_Name]] = {  # Tandem's name without `tandem_` -> vLLM's metrics
     **{name: (_Name(f"vllm:{name}"),) for name in _SAME},
-    # In vLLM, the second metric is the length of the longest of a request's `n` choices. Tandem
-    # exports the total length of the choices under both names.
+    # In vLLM, the `max` metric is the length of the longest of a request's `n` choices. Tandem does
+    # not measure it, and exports the total length of all choices under both names.
     "request_generation_tokens": (
         _Name("vllm:request_generation_tokens"),
         _Name("vllm:request_max_num_generation_tokens"),
@@ -120,7 +120,7 @@ class VllmMetrics:
 
 
 class _Renamed:
-    """Renames the metrics of a Prometheus registry that vLLM has, too. Runs at each scrape."""
+    """Copies those metrics of a Prometheus registry that vLLM also has, under vLLM's names."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry = registry

@@ -1,11 +1,13 @@
 """Writes the grammar that forces an answer to call tools, in the model's own format of calls.
 
-The grammar has this form. The strings `opens`, `between`, `closes`, `before` and `after` are those
-of the model's `CallFrame`, and `before` contains the name of the tool:
+The engine masks tokens that the grammar does not allow. The grammar has this form:
     start: [reasoning] opens call (between call)* closes
     call:  before (arguments that match the tool's schema) after
-For example, a Hermes model writes: <tool_call> {"name": "find", "arguments": {...}} </tool_call>
-`machine.py` parses such an answer like any other.
+The strings `opens`, `between`, `closes`, `before` and `after` are the fields of the model's
+`CallFrame`. Example of a Hermes model, whose `before` is '<tool_call> {"name": "find",
+"arguments": ' and whose `after` is '} </tool_call>':
+    <tool_call> {"name": "find", "arguments": {"q": "x"}} </tool_call>
+`machine.py` parses a forced answer like any other answer.
 """
 
 import json
@@ -20,8 +22,8 @@ from tandem.router.parsers.formats import CallFrame, ReasoningTags, ToolFormat
 from tandem.router.parsers.grammar_rules import GrammarRules, terminals_of
 from tandem.router.parsers.pair_arguments import types_of
 
-# A name that a format writes without quotes, such as `find` in `<function=find>`. It must not
-# contain characters of the tag, because the tag's next character ends the name.
+# A function's name in a format without quotes, such as `find` in `<function=find>`. The characters
+# that surround the name, such as `>`, must not occur in the name.
 _BARE_NAME = re.compile(r"[^\s<>{}\[\]\"]{1,256}")
 
 
@@ -96,8 +98,8 @@ class _CallRules(GrammarRules):
         """Returns the rule of arguments that are written as tagged parameters.
 
         The parameters have the order of the schema. `around` has the strings before and after each
-        value, such as `<parameter=%s>` and `</parameter>`. Raises ValueError for a schema that
-        tagged parameters cannot follow.
+        value, such as `<parameter=%s>` and `</parameter>`. Raises ValueError if the format cannot
+        express the schema.
         """
         for keyword in ("$ref", "allOf", "anyOf", "oneOf"):
             if keyword in schema:

@@ -23,12 +23,12 @@ def call_id(_written: str) -> str:
 
 
 def mistral_call_id(_written: str) -> str:
-    """Returns nine letters and digits, because Mistral's templates refuse other ids."""
+    """Returns a random id of nine characters, because Mistral's templates refuse other ids."""
     return secrets.token_hex(5)[:9]
 
 
 def kimi_call_id(written: str) -> str:
-    """Returns the id that the model wrote before the arguments, such as `functions.find:0`."""
+    """Returns the call's id as the model wrote it before the arguments: `functions.find:0`."""
     return written if written.startswith("functions.") else call_id(written)
 
 
@@ -49,8 +49,8 @@ def _harmony_name(written: str) -> str:
 class CallFrame:
     """The text that a model writes around the arguments of its tool calls.
 
-    `%s` is replaced by the function's name, and `%d` by the number of the call, from 0. Example:
-    `before` is "[TOOL_CALLS]%s[ARGS]" for newer Mistral models.
+    In `before`, `%s` stands for the function's name and `%d` for the call's number in the answer,
+    from 0. Example: `before` is "[TOOL_CALLS]%s[ARGS]" for newer Mistral models.
     """
 
     before: str  # text before a call's arguments
@@ -58,10 +58,11 @@ class CallFrame:
     opens: str = ""  # text before the first call
     between: str = ""  # text between two calls
     closes: str = ""  # text after the last call
-    # The text before and after each parameter's value, where `%s` is the parameter's name. None:
-    # the arguments are written as a JSON object.
+    # Text before and text after each parameter's value, such as ("<parameter=%s>", "</parameter>"),
+    # where `%s` stands for the parameter's name. None: the arguments are written as a JSON object.
     pair: tuple[str, str] | None = None
-    sign: str = ""  # the frame is only for models whose template or tokens have this string
+    # The frame fits only models that have this string in their chat template or added tokens.
+    sign: str = ""
     is_single: bool = False  # True: an answer has at most one call
 
     def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
@@ -97,24 +98,24 @@ class ReasoningTags(NamedTuple):
 class ToolFormat:
     """The format in which a family of models writes tool calls, as a state machine (`machine.py`).
 
-    An answer begins in the state `start`.
+    `states` maps names to states. An answer begins in the state named `start`.
     """
 
     states: Mapping[str, State]
-    frames: Sequence[CallFrame] = ()  # the first frame that fits the model is used (`sign`)
+    frames: Sequence[CallFrame] = ()  # the first frame whose `sign` fits the model is used
     start: str = "content"
     make_id: Callable[[str], str] = call_id
     name_of: Callable[[str], str] = _as_written
     known_names_only: bool = False
     trims_lines: bool = False
-    # The tags of reasoning if the states of this format include reasoning. Such a format parses
-    # every answer, not only answers to chats with tools.
+    # The tags around reasoning if `states` include reasoning, as for gpt-oss. Then the format
+    # parses all answers, also answers to chats without tools. None: `states` have no reasoning.
     thought: ReasoningTags | None = None
-    opens_answer: str = ""  # text before content, if the format marks the start of content
+    opens_answer: str = ""  # markup that the model writes before content; "" for most formats
 
 
 def _listed(opens: str, closes: str, sign: str = "") -> CallFrame:
-    """Returns the frame of calls that are a list of JSON objects."""
+    """Returns the frame of a format that writes all calls as one list of JSON objects."""
     return CallFrame(
         opens=opens,
         before='{"name": "%s", "arguments": ',
@@ -176,8 +177,8 @@ _LLAMA3 = ToolFormat(
     known_names_only=True,
 )
 
-# After the tag [TOOL_CALLS], older models write a list of JSON calls. Newer models write the tag, a
-# function's name and the arguments for each call.
+# Older models:  [TOOL_CALLS][{"name": "find", "arguments": {...}}, ...]
+# Newer models:  [TOOL_CALLS]find[ARGS]{...}[TOOL_CALLS]find[ARGS]{...}
 _MISTRAL = ToolFormat(
     states={
         "content": State(Text.CONTENT, {"[TOOL_CALLS]": "call"}),
@@ -292,7 +293,8 @@ _GRANITE = ToolFormat(
     frames=[_listed("<|tool_call|>[", "]", sign="<|tool_call|>"), _listed("<tool_call>[", "]")],
 )
 
-# For models without their own format: the whole answer is a call, or a list of calls.
+# The format for models without a format of their own. The whole answer is a call as a JSON object,
+# or a list of such calls.
 _JSON = ToolFormat(
     states={"start": State(Text.CALLS), "content": State(Text.CONTENT)},
     frames=[_listed("[", "]")],
@@ -388,12 +390,12 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
 def read_json_too(tool_format: ToolFormat) -> ToolFormat:
     """Returns `tool_format` extended so that it also parses calls in the format `json`.
 
-    This is for models whose chat template does not support tools. The prompt then requests calls in
-    the format `json`, but a model may still write them in `tool_format`.
+    If the chat template of a model does not support tools, the prompt requests calls in the format
+    `json`. The model may still write its calls in `tool_format`.
     """
     states = dict(tool_format.states)
     start = tool_format.start
-    if tool_format.thought is not None:  # a call as JSON may begin where content may begin
+    if tool_format.thought is not None:  # content, or a call as JSON, follows a message's header
         for name, state in tool_format.states.items():
             if state.text in (Text.HEAD, Text.LABEL):
                 to = {t: "json" if n == "content" else n for t, n in state.terminals.items()}
@@ -413,7 +415,8 @@ REASONING_TAGS: Mapping[str, ReasoningTags | None] = {
     "none": None,
 }
 
-# (format, strings). The first format whose strings all occur in the chat template is chosen.
+# (name of a format, strings). The first format whose strings all occur in the chat template is
+# chosen.
 _SIGNS_OF_TOOLS = (
     ("harmony", ("<|channel|>", "<|message|>")),
     ("qwen3_coder", ("<function=", "<parameter=")),

@@ -1,7 +1,7 @@
-"""Writes the parts of a grammar that all constrained answers need, such as reasoning.
+"""Writes the rules that the grammars of all constrained answers need, such as reasoning.
 
-A string that is a single added token of the model, such as <think>, is written as that token's id,
-because llguidance does not match such strings as text.
+Some strings, such as <think>, are a single added token of the model. The grammar contains the ids
+of these tokens, because llguidance does not match added tokens as text.
 """
 
 import json
@@ -18,15 +18,15 @@ _SPACE = r"/[ \n]{1,4}/"
 class GrammarRules:
     """Writes and collects the rules of one grammar, in llguidance's variant of Lark."""
 
-    terminals: Sequence[str]  # strings that free text must not contain
+    terminals: Sequence[str]  # strings that end free text, such as "</think>" or "<tool_call>"
     added_token_id: Callable[[str], int | None]
     rules: list[str] = field(default_factory=list)
 
     def thought(self, tags: ReasoningTags, *, is_open: bool) -> str:
         """Returns the rule of optional reasoning at the start of an answer.
 
-        `is_open`: the prompt ends with the tag that opens reasoning, so the answer only has to
-        close it.
+        `is_open` is True if the prompt ends with the tag that opens reasoning. Then the answer
+        begins within reasoning and must contain only the tag that closes reasoning.
         """
         thought = f"{self.up_to(tags.closes)} {self.rule(_SPACE)}?"
         return thought if is_open else f"({self.text(tags.opens)} {thought})?"
@@ -34,8 +34,8 @@ class GrammarRules:
     def up_to(self, end: str, characters: str = "/(?s:.*)/") -> str:
         """Returns the rule of free text, followed by the string `end`.
 
-        The free text matches `characters`. It does not contain the first terminal that occurs in
-        `end`, because that terminal would end the text.
+        The free text matches the pattern `characters`. Free text before "\\n</think>" must not
+        contain the terminal "</think>", because the parser would end the text there.
         """
         found = (t for t in self.terminals if t in end)
         closes = min(found, key=lambda t: (end.index(t), -len(t)))
@@ -54,9 +54,9 @@ class GrammarRules:
         return name
 
     def text(self, text: str, name: str = "", number: str = "") -> str:
-        """Returns the grammar's terms for a text.
+        """Returns the grammar's notation for a fixed text: quoted strings and ids of added tokens.
 
-        `%s` in the text is replaced by `name`, and `%d` by the term `number`.
+        In the text, `%s` stands for `name`, and `%d` for the grammar's notation `number`.
         """
         terms = []
         pattern = "|".join(["%d", *map(re.escape, sorted(self.terminals, key=len, reverse=True))])
@@ -73,7 +73,7 @@ class GrammarRules:
 
 def terminals_of(tool_format: ToolFormat, reasoning: ReasoningTags | None) -> list[str]:
     """Returns the strings that separate content, reasoning and calls in an answer."""
-    # If the tool format includes reasoning, the states' terminals already separate reasoning.
+    # If the tool format parses reasoning itself, the tags of reasoning are terminals of its states.
     tags = () if reasoning is None or reasoning is tool_format.thought else reasoning
     return [*{t for state in tool_format.states.values() for t in state.terminals}, *tags]
 
@@ -85,9 +85,10 @@ def write_head(
     added_token_id: Callable[[str], int | None],
     begins_in_reasoning: bool,
 ) -> str:
-    """Returns the grammar of an answer that may reason before its constrained part.
+    """Returns the grammar of an answer that may contain reasoning before its constrained part.
 
-    `@form` stands for the grammar of the constrained part. Returns "" if nothing may precede it.
+    In the grammar, `@form` stands for the constrained part. Returns "" if the model writes neither
+    reasoning nor markup before the constrained part.
     """
     grammar = GrammarRules(terminals_of(tool_format, reasoning), added_token_id)
     head = [grammar.text(tool_format.opens_answer)]

@@ -1,8 +1,8 @@
 """Parses JSON one character at a time, as a model writes it.
 
-`JsonText` tracks the nesting depth and which characters may follow. `CallText` parses one call,
-`{"name": ..., "arguments": {...}}`, and returns the arguments while they are written. Neither looks
-ahead, so the result does not depend on how the text is cut into pieces.
+`JsonText` checks that a text is JSON, and finds where the JSON ends. `CallText` parses one call,
+`{"name": ..., "arguments": {...}}`, and returns the arguments while they are written. Both take one
+character at a time, so the result does not depend on how the text is cut into pieces.
 """
 
 import json
@@ -17,9 +17,9 @@ _CLOSES = {"}": "{", "]": "["}
 
 
 class JsonText:
-    """Checks that a text is one JSON value. `expects` tells what may come next:
+    """Checks that a text is one JSON value.
 
-    Value of `expects`    What may come next
+    Value of `expects`    What may come next in the text
     "value"               a value
     "value or ]"          a value or "]", at the start of an array
     "key"                 a key
@@ -34,7 +34,8 @@ class JsonText:
         self.in_string = False
         self._open: list[str] = []
         self._is_key = False
-        # number of hex digits of a \u escape still to come; -1: the last character was a backslash
+        # State of an escape in a string. -1: the last character was a backslash. 1 to 4: so many
+        # hex digits of a \u escape must still follow. 0: no escape.
         self._escape = 0
         self._scalar = ""
 
@@ -118,9 +119,9 @@ class Call(NamedTuple):
 class CallText:
     """Parses one call, a JSON object such as {"name": "find", "arguments": {"q": "x"}}.
 
-    If the name comes before the arguments, `push` returns the text of the arguments while they are
-    written. `is_streaming` is True during that time. Otherwise the text is collected, and `whole`
-    has the call when the object ends.
+    If the name comes before the arguments, `push` returns the arguments' text as it is written, and
+    `is_streaming` is True within the arguments. If the arguments come before the name, `push`
+    returns nothing, and `whole` has the call when the object has ended.
     """
 
     def __init__(self) -> None:
@@ -175,9 +176,9 @@ class CallText:
 
 
 def in_json(char: str, *, in_string: bool) -> str:
-    """Returns the character, escaped if JSON requires that.
+    """Returns the character as valid JSON must contain it.
 
-    Models write unescaped line breaks into strings.
+    Models write line breaks into strings without escaping them.
     """
     return escaped(char) if in_string and char < " " else char
 

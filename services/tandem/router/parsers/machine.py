@@ -1,15 +1,15 @@
 """Splits a model's text into content, reasoning and tool calls while it is generated.
 
 A format is a state machine, given as data. In each state, the text has one meaning, such as content
-or a function's name. A terminal is a string that ends the state and leads to another state. The
+or a function's name. A terminal is a string that ends a state and leads to the next state. The
 format of the Hermes models, for example:
-    State      Meaning of the text        Terminal or other text    Next state
-    content    content                    <tool_call>               call
-    call       a call, as JSON            </tool_call>              between
-    between    white space, is dropped    <tool_call>               call
-                                          any other text            content
+    State      Meaning of the text        What ends the state        Next state
+    content    content                    terminal <tool_call>       call
+    call       a call, as JSON            terminal </tool_call>      between
+    between    white space, is dropped    terminal <tool_call>       call
+                                          text, not white space      content
 Four rules apply to every format:
-- All text except the format's own markup is returned, as content, as reasoning or in a call.
+- All text except markup, such as <tool_call>, is returned as content, as reasoning or in a call.
 - Text that may be the start of a terminal is held back until more text comes. So the result does
   not depend on how the text is cut into pieces.
 - Text that may be a call is held back until the function's name is known and the arguments begin.
@@ -57,7 +57,9 @@ class State:
 
     text: Text
     terminals: Mapping[str, str] = field(default_factory=dict)
-    otherwise: str = "content"  # next state if other text follows than `text` describes
+    # Name of the next state if text follows that this state cannot contain: for example, text that
+    # is not white space in a state of the kind BETWEEN.
+    otherwise: str = "content"
 
 
 @dataclass(slots=True)
@@ -72,7 +74,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Parts:
-    """New text, split into parts. The reasoning comes first, then the content, then the calls."""
+    """The parts of one piece of text. Their order is reasoning, content, calls."""
 
     reasoning: str = ""
     content: str = ""
@@ -81,21 +83,22 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the parser knows of the format and the request, besides the states."""
+    """Settings of the parser for one format and one request, besides the states."""
 
     make_id: Callable[[str], str]  # name as the model wrote it -> id of the call
     name_of: Callable[[str], str]  # name as the model wrote it -> name of the function
     schemas: Mapping[str, Any]  # function name -> schema of the parameters
-    # True: text is a call only if its name is in `schemas`. This is for formats whose calls have no
-    # markup around them and could be ordinary JSON.
+    # True: a call of a function that is not in `schemas` is content. This is for formats without
+    # markup around calls, in which a call cannot be distinguished from other JSON.
     known_names_only: bool = False
     one_call_only: bool = False  # True: the answer ends after the first call
-    # finish reason of an answer that has a call and is not ended by a limit
+    # Finish reason of a complete answer that contains a call.
     finish_reason: str = "tool_calls"
-    # True: a line break before and after a parameter's value is not part of the value
+    # True: the model writes each parameter's value on lines of its own, so the line breaks before
+    # and after the value are removed.
     trims_lines: bool = False
-    # Terminals that begin a call, even within reasoning. If no call of a known function follows,
-    # the terminal and the text after it are still reasoning.
+    # Terminals, such as <tool_call>, that may begin a call even within reasoning. A terminal that
+    # no call of a known function follows is part of the reasoning.
     call_marks: frozenset[str] = frozenset()
 
 
@@ -109,26 +112,30 @@ class AnswerParser:
         self._strips_start = self._state.text is Text.REASONING
         self._parts = Parts()
         self._pending = ""
-        self._space = ""  # held-back white space, returned if more content or reasoning follows
-        self._raw = ""  # held-back text that becomes content or reasoning if no call follows
-        # True: a terminal that begins a call has occurred within reasoning (`Rules.call_marks`),
-        # and no complete name of a known function has followed yet.
+        # White space at the end of content or reasoning. It is returned if more text follows.
+        self._space = ""
+        # Text that looks like the start of a call. If no call follows, this text becomes content or
+        # reasoning.
+        self._raw = ""
+        # True: one of `Rules.call_marks` has occurred within reasoning, but it is not yet known
+        # whether a call follows.
         self._has_mark_in_reasoning = False
-        self._word = ""  # text so far of the current word or parameter's name
+        self._word = ""  # text so far of a function's name, a parameter's name or another word
         self._name = ""
-        self._is_open = False  # True: a call has been returned whose arguments have not ended
+        self._is_open = False  # True: the last call was returned, but its arguments have not ended
         self._after_call = False
         self._in_list = False
         self._arguments: JsonText | None = None
         self._call: CallText | None = None
-        self._is_raw = False  # True: the arguments are invalid JSON and end at the next terminal
+        # True: the arguments are invalid JSON. They are returned unchanged up to the next terminal.
+        self._is_raw = False
         self._pairs: PairArguments | None = None
         self.num_calls = 0
         self.is_done = False  # True: the answer is complete, and further text is ignored
 
     @property
     def finish_reason(self) -> str:
-        """The finish reason of an answer that was not ended by a limit."""
+        """The finish reason if the answer ends here without reaching a limit such as max_tokens."""
         return self._rules.finish_reason if self.num_calls else "stop"
 
     @property
@@ -194,12 +201,12 @@ class AnswerParser:
         return True
 
     def _leave(self, terminal: str) -> None:
-        """Enters the state to which a terminal leads."""
+        """Ends the current state at `terminal`, and enters the next state."""
         kind = self._state.text
         name = self._state.terminals[terminal]
         next_kind = self._states[name].text
-        # No call followed the terminal within the reasoning, so the reasoning continues. The
-        # present terminal is read again, because it may end the reasoning.
+        # One of `call_marks` occurred within reasoning, but no call followed, so the reasoning
+        # continues. In reasoning, `terminal` may have another effect, so it is read again.
         if self._has_mark_in_reasoning and next_kind is Text.CONTENT:
             self._enter(name)
             self._pending = terminal + self._pending
@@ -217,7 +224,7 @@ class AnswerParser:
         elif kind in _HEADS:
             if self._states[name] is self._state:
                 self._raw += terminal
-            else:  # hold back only the header of a call, which is content if no arguments follow
+            else:  # hold back a call's header, which becomes content if no arguments follow
                 self._raw = terminal if next_kind is Text.NAME else ""
             self._after_call = self._after_call and next_kind is not Text.NAME
         elif not self._is_open and not (self._after_call and next_kind in (*_OUTSIDE, Text.INSIDE)):
@@ -257,7 +264,7 @@ class AnswerParser:
         self._word = ""
 
     def _take(self, text: str) -> str:
-        """Takes the text that belongs to the current state, and returns the rest."""
+        """Takes the beginning of `text` that the current state may contain; returns the rest."""
         kind = self._state.text
         if kind is Text.CONTENT:
             self._add_content(text)
@@ -276,9 +283,9 @@ class AnswerParser:
         return ""
 
     def _take_word(self, text: str) -> str:
-        """Takes a word in the header of a call or message, and returns the text after it.
+        """Takes a word in the header of a call or message, and returns the text after the word.
 
-        Text that is no word leads to the state `otherwise`.
+        Further text leads to the state `otherwise`.
         """
         found = _WORD.match(self._word + text)
         assert found is not None  # the pattern also matches an empty text
@@ -290,9 +297,9 @@ class AnswerParser:
         return text[num_taken:]
 
     def _take_space(self, text: str) -> str:
-        """Takes white space, and returns the text after it.
+        """Takes white space, and returns the text after the white space.
 
-        That text begins JSON or leads to another state.
+        The returned text begins the JSON of a call, or leads to another state.
         """
         rest = text.lstrip(SPACE)
         if not self._is_open and not self._after_call:
@@ -315,7 +322,10 @@ class AnswerParser:
         return rest
 
     def _take_mark(self, char: str) -> bool:
-        """Returns whether the character is a bracket of a list of calls, or separates two calls."""
+        """Takes a bracket of a list of calls, or a separator of two calls.
+
+        Returns False if the character is neither.
+        """
         if self._after_call and (char in ",;" or (char == "]" and self._in_list)):
             self._in_list = self._in_list and char != "]"
             return True
@@ -378,8 +388,8 @@ class AnswerParser:
     def _end_name(self, next_kind: Text) -> bool:
         """Ends the name of a call. Returns False if the text cannot be a call.
 
-        If the arguments are written as tagged parameters, the call is added here. Otherwise it is
-        added when the JSON of the arguments begins.
+        A call whose arguments are written as tagged parameters is added to the result here. Other
+        calls are added when the JSON of their arguments begins.
         """
         self._name = self._word.strip()
         if next_kind in (Text.ARGUMENTS, Text.SKIPPED, Text.LABEL):
@@ -387,7 +397,10 @@ class AnswerParser:
         return self._open_call(self._name, has_pairs=True)
 
     def _open_call(self, written: str, *, has_pairs: bool = False) -> bool:
-        """Adds a call to the result. Returns False if there can be no call with this name here."""
+        """Adds a call to the result. Returns False if the text cannot be a call.
+
+        Example: within reasoning, a call of an unknown function is ordinary text.
+        """
         rules = self._rules
         name = rules.name_of(written)
         is_known = name in rules.schemas or not (
@@ -454,10 +467,11 @@ class AnswerParser:
 def split_at_terminal(terminals: Mapping[str, str], text: str, *, final: bool) -> tuple[str, str]:
     """Returns (text before the first terminal, the terminal or "").
 
-    If `text` ends with what may be the beginning of a terminal, neither result has that end, unless
-    `final` is True. Example with the terminal "</think>": "so </thi" gives ("so ", "").
+    Unless `final` is True, more text may follow. Then a possible beginning of a terminal at the end
+    of `text` is in neither result. Example: with the terminal "</think>", "so </thi" gives
+    ("so ", "").
     """
-    if not any(t[0] in text for t in terminals):  # most pieces of an answer return here
+    if not any(t[0] in text for t in terminals):  # the usual case, which must be fast
         return text, ""
     end = min((at for t in terminals if (at := text.find(t)) >= 0), default=len(text))
     if not final:

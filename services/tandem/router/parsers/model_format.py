@@ -29,8 +29,9 @@ from tandem.router.parsers.grammar_rules import write_head
 from tandem.router.parsers.machine import AnswerParser, Rules, State, Text
 
 _PLAIN = ToolFormat(states={"content": State(Text.CONTENT)})
-_TAIL_TOKENS = 16  # tokens at the end of the prompt that may contain the tag that opens reasoning
-# Template variables that turn reasoning off.
+# The tag that opens reasoning, such as <think>, is looked for in this many last tokens of a prompt.
+_TAIL_TOKENS = 16
+# Names of chat template variables that turn reasoning on (True) or off (False).
 _SWITCHES = ("enable_thinking", "thinking")
 _OWN_VARIABLES = frozenset(("tools", "add_generation_prompt"))
 
@@ -60,7 +61,7 @@ class ModelFormat:
         self._variables = frozenset() if template is None else template.variables
         # The format of answers to chats with tools. If the template does not support tools, the
         # router writes the tools into the prompt and requests calls in the format `json`
-        # (told_tools.py).
+        # (told_tools.py), so answers in that format must be parsed, too.
         self._calls = self._format if self.takes_tools else read_json_too(self._format)
         if tools == "auto" and not (self.takes_tools or self._reads_all):
             self._calls = replace(self._calls, frames=TOOL_FORMATS["json"].frames)
@@ -78,8 +79,8 @@ class ModelFormat:
     def written_calls(self, calls: Sequence[tuple[str, Mapping[str, Any]]], *, tools: bool) -> str:
         """Returns the tool calls of an earlier answer as text in the model's own format.
 
-        Returns "" if the chat template writes calls into the prompt itself. `tools`: the chat has
-        tools.
+        Returns "" if the chat template writes calls into the prompt itself. `tools` is True if the
+        chat has tools.
         """
         template = self._template_of(tools=tools)
         if template is None or template.shows_calls:
@@ -89,7 +90,7 @@ class ModelFormat:
     def shows_results(self, *, tools: bool) -> bool:
         """Returns whether the chat template writes the results of tool calls into the prompt.
 
-        `tools`: the chat has tools.
+        `tools` is True if the chat has tools.
         """
         template = self._template_of(tools=tools)
         return template is None or template.shows_results
@@ -119,8 +120,8 @@ class ModelFormat:
         effort that the model does not support.
         """
         taken = self._variables - _OWN_VARIABLES
-        # Clients send the switches of `_SWITCHES` to all models, so a switch that this template
-        # lacks is ignored.
+        # Clients send `enable_thinking` or `thinking` to all models. So these variables are ignored
+        # if this model's template does not use them; other unknown variables are refused.
         requested = {
             name: v for name, v in requested.items() if name in taken or name not in _SWITCHES
         }
@@ -138,7 +139,7 @@ class ModelFormat:
         if wanted is None:
             return {}
         switch = self._switch()
-        return {switch: wanted} if switch else {}  # without a switch, the model's default applies
+        return {switch: wanted} if switch else {}
 
     def _effort(self, effort: str | None) -> dict[str, Any]:
         if effort is None:
@@ -170,8 +171,8 @@ class ModelFormat:
     ) -> AnswerParser | None:
         """Returns the parser of an answer to a chat; None if all text of the answer is content.
 
-        `finish_reason` is the finish reason of an answer with calls. `continued` is the content of
-        the chat's last message if the answer continues that message.
+        `finish_reason` is the finish reason of an answer with calls. If the answer continues the
+        chat's last message, `continued` is the content of that message; otherwise None.
         """
         if not (tools or self._reads_all or self._reasoning):
             return None
@@ -208,7 +209,7 @@ class ModelFormat:
     def after_reasoning(
         self, wanted: StructuredOutput, prompt_token_ids: Sequence[int]
     ) -> StructuredOutput:
-        """Returns the constraint `wanted`, changed so that the answer may reason before it."""
+        """Returns a constraint that allows reasoning, followed by what `wanted` allows."""
         head = write_head(
             self._format if self._reads_all else _PLAIN,
             self._thought(prompt_token_ids),
@@ -248,8 +249,8 @@ def make_answer_parser(
 ) -> AnswerParser:
     """Returns the parser of one answer. `schemas` maps a function's name to its parameters' schema.
 
-    `begins_in_content`: the prompt ends within the content of a message, which the answer
-    continues. `begins_in_reasoning`: the prompt ends within reasoning.
+    `begins_in_content` is True if the answer continues the content of the prompt's last message.
+    `begins_in_reasoning` is True if the prompt ends within reasoning, such as after "<think>".
     """
     tool_format = tools or _PLAIN
     states = dict(tool_format.states)
@@ -260,8 +261,8 @@ def make_answer_parser(
         states["reasoning"] = State(Text.REASONING, {**marks, reasoning.closes: start})
         states["begin"] = State(Text.BETWEEN, {reasoning.opens: "reasoning"}, otherwise=start)
         for name, state in tool_format.states.items():
-            # If a call was made within the reasoning, the tag that ends the reasoning comes after
-            # the call.
+            # A model may make a call within reasoning. Then the tag that closes reasoning, such as
+            # </think>, follows the call.
             if state.text is Text.BETWEEN:
                 terminals = {**state.terminals, reasoning.closes: "content"}
                 states[name] = replace(state, terminals=terminals)

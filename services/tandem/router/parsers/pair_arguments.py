@@ -1,8 +1,8 @@
 """Builds the JSON of a call's arguments from parameters that a model writes as tags.
 
 For example, <parameter=city>Rome</parameter> becomes {"city": "Rome"}. The tags do not show the
-type of a value, so the types come from the function's schema. A string is returned while the model
-writes it. Any other value is returned once it is complete.
+type of a value, so the types come from the function's schema. A string value is returned while the
+model writes the string. Any other value is returned once the value is complete.
 """
 
 import ast
@@ -14,7 +14,8 @@ from typing import Any
 from tandem.router.parsers.json_text import escaped, loaded
 
 _PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
-# Longest Python literal that is parsed, which takes at most 10 ms. A longer one is treated as text.
+# Longest value that is parsed as a Python literal, such as {'a': True}. Parsing takes up to 10 ms.
+# A longer value is treated as text.
 _LITERAL_CHARACTERS_MAX = 1 << 13
 _TYPE_NAMES: dict[type, tuple[str, ...]] = {
     bool: ("boolean",),
@@ -27,13 +28,14 @@ _TYPE_NAMES: dict[type, tuple[str, ...]] = {
 
 
 class PairArguments:
-    """Writes the JSON of one call's arguments; each method returns the next piece of the JSON.
+    """Writes the JSON of one call's arguments. Each method returns the next piece of the JSON.
 
     The caller calls `begin_value`, `push` and `end_value` for each parameter, and then `end`.
+    Example: the pieces `{"city": "`, `Rome`, `"` and `}` of the JSON `{"city": "Rome"}`.
     """
 
     def __init__(self, schema: Mapping[str, Any] | None, *, trims_lines: bool) -> None:
-        """`trims_lines`: a line break before and after a value is not part of the value."""
+        """If `trims_lines` is True, a line break before and after each value is removed."""
         properties = (schema or {}).get("properties")
         self._properties = properties if isinstance(properties, dict) else {}
         self._trims_lines = trims_lines
@@ -86,9 +88,9 @@ class PairArguments:
         return f'"{escaped(held)}"'
 
     def cut(self, key: str = "") -> str:
-        """Returns the last piece of the JSON if the answer ends within a value or a name.
+        """Returns the last piece of the JSON if the answer ends within a parameter.
 
-        `key` is the incomplete name of a parameter; "" if the answer ends within a value.
+        `key` is the incomplete name of the parameter; "" if the answer ends within a value.
         """
         if key:
             return f'{"{" if self._is_first else ", "}"{escaped(key)}'
@@ -109,7 +111,7 @@ def _from_python(text: str) -> str:
     if not text.startswith(("{", "[", "(")) or len(text) > _LITERAL_CHARACTERS_MAX:
         return ""
     try:
-        with warnings.catch_warnings(action="ignore"):  # ignore warnings about invalid escapes
+        with warnings.catch_warnings(action="ignore"):  # invalid escapes in the text cause warnings
             return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return ""

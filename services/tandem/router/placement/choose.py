@@ -1,12 +1,12 @@
 """Chooses where a request goes: a decode worker, and prefill workers in order of preference.
 
-The cost of a worker is the predicted number of seconds that the request loses there (`costs.py`).
-A worker is chosen in three steps:
-1. The near-best workers are those whose cost is close to the lowest cost.
-2. Of the near-best workers, those with many more requests than the others are left out.
-3. Of the remaining workers, those with the most of the prompt cached are kept, and one of them is
-   chosen at random. The choice is random because the router knows only loads of the recent past, so
-   several routers might otherwise send their requests to the same worker.
+The cost of a request on a worker is the predicted time in seconds that the request and the requests
+it delays need there (`costs.py`). A worker is chosen in three steps:
+1. Workers whose cost is more than 8 ms above the lowest cost are left out.
+2. Workers with many more requests than the remaining ones are left out.
+3. Of the workers that are left, those with the most of the prompt cached are kept, and one of these
+   is chosen at random. The choice is random because the loads that routers know are slightly old:
+   otherwise several routers might send their requests to the same worker.
 In a large pool, only a random sample and the workers with the most of the prompt cached are
 compared. So a choice among a thousand workers takes little longer than a choice among thirty.
 
@@ -43,17 +43,19 @@ __all__ = [
     "near_best",
 ]
 
-NEAR_BEST_S = 8e-3  # about one decode step, because a reported load is up to one step old
+# Costs in seconds that differ by less than this count as equal. This is about one decode step,
+# because reported loads are up to one decode step old.
+NEAR_BEST_S = 8e-3
 PREFILL_CANDIDATES_MAX = 3
 PREFIX_HOLDERS_MAX = 3
-FEW = 32  # a pool of up to this size is compared completely; a larger one is sampled
-DRAWN = 6  # number of workers drawn at random from each large pool
+FEW = 32  # in a pool of up to this many workers, all workers are compared
+DRAWN = 6  # number of workers that are drawn at random from a pool with more than FEW workers
 DRAWS_MAX = 8 * DRAWN
-# A worker with a cached prefix is left out if it has more requests than 1.25 times the mean of the
-# near-best workers. The mean includes the new request.
+# A worker is left out if its number of requests exceeds the mean of the compared workers by more
+# than this fraction. Example: with a mean of 8 requests, a worker with 11 requests is left out.
 LOAD_EXCESS = 0.25
-# A worker's share of recent prefill work may exceed the mean share by this fraction. The intended
-# limit is 10%. The value is only half of that, because the shares are predictions.
+# A worker's recent prefill work (`shares.py`) may exceed the workers' mean by this fraction. The
+# work is a prediction, so the real excess is larger; with 5% here it should stay below 10%.
 SHARE_EXCESS = 0.05
 
 
@@ -62,12 +64,13 @@ class Placement(msgspec.Struct, frozen=True):
 
     decode: WorkerSnapshot
     prefill_candidates: tuple[WorkerSnapshot, ...]
-    # Other workers that have more of the prompt cached than the worker that is expected to prefill
-    # it, longest prefix first. That worker may pull blocks from them.
+    # Workers from which the prefilling worker may pull cached blocks of the prompt. Each has more
+    # of the prompt cached than the prefilling worker. The worker with the most comes first.
     prefix_holders: tuple[WorkerSnapshot, ...]
-    tokens_missing: int  # number of prompt tokens that must be prefilled
+    tokens_missing: int  # number of prompt tokens that are not cached and must be prefilled
     num_tokens: int  # length of the prompt
-    priced: PricedWorker | None = None  # the decode worker and its cost, if costs were compared
+    # The decode worker and the request's cost there. None: the placement was not made by `choose`.
+    priced: PricedWorker | None = None
     num_compared: int = 0  # number of decode workers whose costs were compared
 
     @property
@@ -95,7 +98,7 @@ class Placement(msgspec.Struct, frozen=True):
         return self.prefill_candidates[0] if self.prefill_candidates else self.decode
 
     def prefill_s(self, work: Work) -> float:
-        """Returns the predicted seconds to compute the missing tokens with an empty queue."""
+        """Returns the predicted seconds to prefill the missing tokens, without queueing."""
         return computing_s(work, self.prefill_worker, self.tokens_missing)
 
 
@@ -111,10 +114,12 @@ def choose(
 ) -> Placement | None:
     """Places a request. Returns None if no decode worker is usable.
 
-    `matches` maps a worker, or a tier of a worker, to the number of the prompt's leading blocks
-    there. `refused` has the epochs of the decode workers that have refused this request. If the
-    decode worker `required_decode` is usable, it is chosen whatever its cost. If the prefill worker
-    `required_prefill` is usable, it is the first prefill candidate whatever its cost.
+    - `matches` maps ids of workers and tiers to the number of the prompt's leading blocks there.
+    - `refused` has the epochs of the decode workers that have refused this request.
+    - `required_decode` is the id of a decode worker that is chosen if it is usable, whatever its
+      cost.
+    - `required_prefill` is the id of a prefill worker that becomes the first prefill candidate if
+      it is usable, whatever its cost.
     """
     roster = workers if isinstance(workers, Roster) else Roster(workers)
     if len(roster.compatibility_keys) > 1:
@@ -182,8 +187,9 @@ def _choose_in_one_group(
 ) -> Placement | None:
     """Places a request during an upgrade, on workers of only one version.
 
-    Workers of the old and the new version cannot exchange KV, so each version is a group. One group
-    is drawn at random, with the number of its usable decode workers as weight.
+    Workers of the old and the new version cannot exchange KV, so the workers of each version are a
+    group. One group is drawn at random, weighted by the groups' numbers of usable decode workers.
+    Example: with 3 old and 1 new decode workers, 75% of the requests go to the old version.
     """
     groups: dict[bytes, Roster] = {}
     for worker in roster.by_id.values():
@@ -207,7 +213,7 @@ def _choose_in_one_group(
 
 
 def _only(name: str, roster: Roster, refused: frozenset[str]) -> list[WorkerSnapshot]:
-    """Returns a list with the decode worker `name`, or an empty list if it is not usable."""
+    """Returns a list of the decode worker `name` only; an empty list if this worker is unusable."""
     worker = roster.by_id.get(name)
     if worker is None or worker.role != "decode" or worker.epoch in refused:
         return []
@@ -222,7 +228,7 @@ def _num_usable(work: Work, roster: Roster, refused: frozenset[str]) -> int:
 def near_best(candidates: Sequence[PricedWorker]) -> list[PricedWorker]:
     """Returns the candidates whose cost is at most `NEAR_BEST_S` above the lowest cost.
 
-    The loads behind the costs are not up to date, so smaller differences mean nothing.
+    Smaller differences mean nothing, because the costs follow from loads that are slightly old.
     """
     limit = min([c.cost_s for c in candidates]) + NEAR_BEST_S
     return [c for c in candidates if c.cost_s <= limit]
@@ -233,12 +239,14 @@ def _hold_most(
 ) -> list[PricedWorker]:
     """Returns the candidates that have the most of the prompt cached.
 
-    Candidates with many more requests than the mean (`LOAD_EXCESS`) are left out. Otherwise all
-    routers would send requests with the same prefix to one worker before its load is reported.
+    Candidates with many more requests than the candidates' mean (`LOAD_EXCESS`) are left out.
+    Otherwise all routers might send requests with the same prefix to one worker before they learn
+    of the worker's load.
     """
     if len(candidates) == 1 or not matches:
         return candidates
-    # Blocks in a tier count only if loading them is faster than computing them.
+    # If workers have tiers, `reused` also counts blocks in a tier that are faster loaded than
+    # computed.
     if roster.num_with_tiers:
         held = [c.reused.num_tokens for c in candidates]
     else:
@@ -258,15 +266,16 @@ def _pick(candidates: list[PricedWorker], rng: Random) -> PricedWorker:
 
 
 def _within_share(work: Work, candidates: list[PricedWorker], roster: Roster) -> list[PricedWorker]:
-    """Returns the candidates that have not had too much of the recent prefill work (`shares.py`).
+    """Returns the candidates without too much recent prefill work (`shares.py`).
 
-    A worker's share may exceed the mean by the fraction `SHARE_EXCESS`, plus the prefill seconds
-    that the worker's cached blocks save for this request. If all workers exceed that, the one with
-    the lowest share is returned.
+    A worker's recent prefill work may exceed the mean of the workers by the fraction `SHARE_EXCESS`
+    plus the seconds of prefill that the worker's cached blocks save for this request. Example: the
+    mean is 100 s, and cached blocks save 3 s. The worker is returned if its recent work is at most
+    105 s + 3 s. If no worker is within its limit, the worker with the least work is returned.
 
-    A later turn of a conversation saves nearly all of its prefill on the worker that has its
-    blocks, so it stays there. Conversations that only share a prefix, such as a system prompt, save
-    less and are spread over several workers.
+    So a later turn of a conversation stays on the worker that has the conversation's blocks cached,
+    because these blocks save nearly all of its prefill. Different conversations with the same
+    system prompt save less, and are spread over several workers.
     """
     limit = (1 + SHARE_EXCESS) * roster.mean_prefill_share(candidates[0].worker.role)
     fit = [
@@ -279,7 +288,7 @@ def _within_share(work: Work, candidates: list[PricedWorker], roster: Roster) ->
 
 
 def _saved_s(work: Work, candidate: PricedWorker) -> float:
-    """Returns the seconds of prefill that the worker's cached blocks save."""
+    """Returns the seconds of prefill that the worker's cached blocks save for the request."""
     reused = candidate.reused
     if not reused.num_tokens:
         return 0.0
@@ -299,9 +308,8 @@ def _order_prefill(
 ) -> list[PricedWorker]:
     """Returns the prefill candidates in order of preference.
 
-    The first candidate is the worker `required`. If that is not among `workers`, it is a random one
-    of the near-best workers whose share of recent prefill work is not too large. The other
-    candidates follow in order of cost.
+    The worker `required` is first. If `required` is not among `workers`, a cheap worker without too
+    much recent prefill work is first. The other candidates follow in order of cost.
     """
     held = {h.worker_id: cached_tokens(work, h, matches) for h in holders}
     priced = [price_prefill(work, w, matches, held=held) for w in workers]
@@ -324,8 +332,8 @@ def _shortlist(
 ) -> list[WorkerSnapshot]:
     """Returns the workers whose costs are compared.
 
-    Those are all workers of a small pool. Of a large pool, they are `holders` and a random sample.
-    Workers that cannot load the request's adapter are left out.
+    In a small pool, all workers are compared. In a large pool, `holders` and a random sample of
+    workers are compared. Workers that cannot load the request's adapter are left out.
     """
     pool = roster.pool(role)
     by_id = roster.by_id
@@ -352,10 +360,11 @@ def _shortlist(
 
 
 def _by_worker(matches: Mapping[str, int]) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """Returns two maps from a worker to the number of the prompt's leading blocks there.
+    """Returns two maps from a worker's id to the number of the prompt's leading blocks there.
 
-    The first map has the number of blocks in the worker's block pool. The second map has the
-    maximum over the block pool and all tiers of the worker.
+    The first map counts the blocks in the worker's block pool only. The second map has the largest
+    number in the block pool or any tier of the worker. Example: `matches` has 3 blocks in the pool
+    of worker a and 8 in a tier of a; the maps have 3 and 8 for a.
     """
     pools = {holder: depth for holder, depth in matches.items() if MARK not in holder}
     reach: dict[str, int] = {}
@@ -366,16 +375,16 @@ def _by_worker(matches: Mapping[str, int]) -> tuple[Mapping[str, int], Mapping[s
 
 
 def _deepest(roster: Roster, matches: Mapping[str, int], rng: Random) -> list[WorkerSnapshot]:
-    """Returns the few workers that have the most of the prompt, in descending order.
+    """Returns the few usable workers that have the most leading blocks of the prompt.
 
-    Equal workers are in random order.
+    The worker with the most blocks comes first. Workers with equally many are in random order.
     """
     if not matches:
         return []
     found = _usable_of_deepest(roster, matches, rng)
     if len(found) >= PREFIX_HOLDERS_MAX or len(matches) <= FEW:
         return found
-    # Too few of the workers with the most blocks are usable, so search among the usable ones.
+    # Too few of the found workers are usable, so search again, only among usable workers.
     by_id = roster.by_id
     usable = {n: d for n, d in matches.items() if (w := by_id.get(n)) is not None and w.usable}
     return _usable_of_deepest(roster, usable, rng) if usable else []
@@ -387,8 +396,8 @@ def _usable_of_deepest(
     few = PREFIX_HOLDERS_MAX + 2
     names = list(matches)
     if len(names) > FEW:
-        # Often a thousand workers have only the first block, and a few workers have more. Find
-        # these few without sorting the thousand.
+        # Often many workers have equally many blocks, such as all blocks of a system prompt. Use
+        # only those with the largest number, which saves sorting the others.
         deepest = max(matches.values())
         among = [name for name, depth in matches.items() if depth == deepest]
         names = among if len(among) >= few else names

@@ -2,26 +2,25 @@
 
 The cost of a decode worker is the sum of:
 - the time to compute the prompts in the worker's queue
-- an amount for each running and each waiting sequence
-- the wait for a running slot, from the mean output length of requests
-- the time to obtain the KV of the prompt, which is loaded from a tier, pulled or computed,
-  whichever is fastest
-- a penalty for each needed block that is not free
+- some time for each running and each waiting sequence
+- the expected wait for a running slot, if all slots are taken
+- the time to obtain the KV of the prompt: loaded from a tier, pulled from a prefill worker or
+  computed, whichever is fastest
+- a penalty for each needed KV block that is not free
 
 The cost of a prefill worker is the sum of:
 - the time to compute the prompts in the worker's queue
-- an amount for each of the worker's leases
-- the time to obtain the KV of the prompt, as above
+- some time for each lease, which is KV that waits to be pulled
+- the time to obtain the KV of the prompt, as for a decode worker
 
-The time to compute a prompt counts once for the request itself, and once more for each request that
-it delays. In a steady state, as many requests arrive behind it as wait now, so the number of
-waiting sequences (or of leases) is used. Example: a prompt that takes 2 s costs 2 s on a worker
-where no sequence waits, and 8 s where three wait. So long prompts go to workers where no sequence
-waits, and short prompts may wait.
+The time to compute a prompt is counted once for the request itself, and once for each request that
+the prompt delays. The cost assumes that the prompt will delay as many requests as wait at the
+worker now. Example: a prompt that takes 2 s costs 2 s on a worker where no sequence waits, and 8 s
+on a worker where three sequences wait. So long prompts go to workers where no sequence waits.
 
-`perf_model/predict.py` converts the rates in the workers' records into seconds. A worker that has
-not measured its rates is assumed to be like the others. If no worker has, all have the same assumed
-rates, and only the ratios of the costs matter.
+The seconds follow from the workers' measured rates (`perf_model/predict.py`). A worker that has not
+measured its rates gets the rates of the other workers. While no worker has measured its rates, all
+workers get the same assumed rates, so only the ratios of the costs are meaningful.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,15 +42,16 @@ from tandem.common.perf_model.soonest import Prompt, TierReach, choose_soonest
 from tandem.common.worker_load import NO_LOAD, WorkerLoad
 from tandem.prefix_index.holders import source_of
 
-# A running sequence costs the time that it adds to this number of decode steps. A waiting sequence
-# or a lease costs the time to prefill this number of tokens.
+# Costs of the load of a worker. Each running sequence costs the time that it adds to 24 decode
+# steps, each waiting sequence the time to prefill 64 tokens, and each lease that of 32 tokens.
 TOKENS_PER_RUNNING = 24.0
 TOKENS_PER_WAITING = 64.0
 TOKENS_PER_LEASE = 32.0
-PULL_PRICE = 0.25  # cost of pulling KV relative to computing it, if no pull rate was measured
+# Assumed seconds to pull KV, as a fraction of the seconds to compute it, until a pull was measured.
+PULL_PRICE = 0.25
 ADAPTER_READ_S = 0.05  # assumed seconds to read a LoRA adapter that is not in a worker's memory
-# A token for which there is no free block costs the time to compute this number of tokens, because
-# a sequence must be preempted to free a block.
+# Each token of a request for which a decode worker has no free block costs the time to prefill this
+# many tokens, because another sequence must be preempted and computed again.
 SHORTFALL_PRICE = 4.0
 
 
@@ -65,19 +65,21 @@ class WorkerSnapshot:
     role: str  # "prefill" or "decode"
     state: str  # "starting", "ready" or "draining"
     reachable: bool = True
-    load: WorkerLoad = NO_LOAD  # reported load plus the work that the router sent since the report
+    # Last reported load, plus the requests that the router has sent to the worker since.
+    load: WorkerLoad = NO_LOAD
     rates: WorkerRates = field(default_factory=WorkerRates)
-    # Peer's worker id -> measured rate of pulling blocks from the peer.
+    # worker id of another worker -> measured rate at which this worker pulls KV blocks from there
     pairs: Mapping[str, PairRate] = field(default_factory=dict, hash=False)
-    # Workers with different keys cannot exchange KV. All have the same key except during an
-    # upgrade.
+    # Only workers with equal keys can exchange KV. Keys differ only during an upgrade.
     compatibility_key: bytes = b""
-    prefill_share: float = 0.0  # recent prefill work; only ratios have a meaning (`shares.py`)
-    adapters: frozenset[str] = frozenset()  # digests of the adapters in the worker's memory
-    # digests of adapters that the worker recently failed to read
+    # The worker's recent prefill work in weighted seconds, to be compared with that of other
+    # workers (`shares.py`).
+    prefill_share: float = 0.0
+    adapters: frozenset[str] = frozenset()  # digests of the LoRA adapters in the worker's memory
+    # Digests of the LoRA adapters that the worker recently failed to read from disk.
     adapters_failed: frozenset[str] = frozenset()
-    lora_rank_max: int = 0  # largest rank of an adapter that the worker loads; 0: it loads none
-    keeps_deadlines: bool = False  # True: the worker refuses requests that would be too late
+    lora_rank_max: int = 0  # largest rank of a LoRA adapter that the worker can load; 0: none
+    keeps_deadlines: bool = False  # True: the worker refuses a request that misses its TTFT limit
     # Where a decode worker's prompts are prefilled. "remote": on a prefill worker. "local": on the
     # decode worker. "": the decode worker chooses for each prompt.
     prefill_at: str = ""
@@ -106,12 +108,12 @@ class WorkerSnapshot:
 class Work:
     """The properties of a request that placement needs."""
 
-    num_tokens: int  # length of the model's input
+    num_tokens: int  # number of prompt tokens (after a migration also the generated tokens)
     block_size: int = 16
     adapter: Adapter | None = None  # LoRA adapter; None: the request uses the base model
-    # largest number of the request's tokens whose KV a worker keeps; None: all tokens
+    # A worker keeps the KV of at most this many of the request's tokens. None: of all tokens.
     budget_tokens: int | None = None
-    completion_tokens: float = 0.0  # expected output length; 0: unknown
+    completion_tokens: float = 0.0  # expected number of output tokens; 0: unknown
 
     def num_kept(self, num_tokens: int) -> int:
         """Returns for how many of `num_tokens` tokens a worker keeps the KV."""
@@ -119,10 +121,10 @@ class Work:
 
 
 class Reuse(msgspec.Struct, frozen=True):
-    """How many leading tokens of a prompt a worker reuses, and the seconds until it has their KV.
+    """How many leading tokens of a prompt a worker reuses, and how long loading their KV takes.
 
-    The KV in the block pool is there at once, so `load_s` is 0 if nothing is loaded from a tier.
-    While the worker loads blocks from a tier, it may compute others of these tokens itself.
+    KV in the block pool is usable at once. `load_s` is the number of seconds to load further KV
+    from a tier; 0 if none is loaded.
     """
 
     num_tokens: int
@@ -147,11 +149,12 @@ def price_decode(
     """Returns the cost of a request that decodes on the worker.
 
     More load never lowers the cost, and more cached blocks never raise the cost. `producers` are
-    the ids of the prefill workers. Without prefill workers, the worker computes the missing tokens
-    itself.
+    the ids of the prefill workers that may prefill the prompt. If `producers` is empty, the decode
+    worker computes the missing tokens itself.
     """
     reused = reuse(work, worker, matches)
-    num_missing = work.num_kept(work.num_tokens - reused.num_tokens) / work.block_size  # in blocks
+    # number of blocks, fractions included
+    num_missing = work.num_kept(work.num_tokens - reused.num_tokens) / work.block_size
     rates = worker.rates
     load = worker.load
     cost_s = (
@@ -175,15 +178,15 @@ def price_decode(
 def slot_wait_s(work: Work, decode: WorkerSnapshot, completion_tokens: float) -> float:
     """Predicts the seconds until a new request gets a running slot and blocks on a decode worker.
 
-    On a full worker, each running slot becomes free after `completion_tokens` decode steps. Example
-    with 10 slots, 100 tokens and steps of 0.02 s: a slot becomes free every 0.2 s, and a request
-    behind 4 waiting sequences waits for 1 s.
+    On a full worker, each running slot becomes free after `completion_tokens` decode steps.
+    Example: 10 slots are taken by requests of 100 output tokens, and a decode step takes 0.02 s.
+    Then a slot becomes free every 0.2 s, and a request behind 4 waiting sequences waits for 1 s.
     """
     load = decode.load
     num_there = load.num_slots_taken + load.num_waiting
     num_to_end = num_there + 1 - load.num_running_slots if load.num_running_slots else 0
-    # Waiting sequences have no blocks yet, so the blocks of all queued tokens are still needed. If
-    # no sequence waits, the queued tokens are of running prompts, which have all of their blocks.
+    # `queued_tokens` counts the prompts of waiting sequences, which still need KV blocks. If no
+    # sequence waits, it counts only prompts in computation, which have all their blocks already.
     queued = load.queued_tokens if load.num_waiting else 0
     num_blocks = (queued + work.num_kept(work.num_tokens)) / work.block_size
     if load.lacking_blocks(num_blocks, load.num_waiting + 1) > 0:
@@ -204,8 +207,9 @@ def price_prefill(
 ) -> PricedWorker:
     """Returns the cost of a request whose prompt the worker prefills.
 
-    More load never lowers the cost. More cached blocks, on this or another worker, never raise the
-    cost. `held` maps the ids of other workers to the number of the prompt's tokens cached there.
+    More load never lowers the cost, and more cached blocks never raise the cost. `held` maps the
+    ids of other workers, from which this worker may pull KV, to the number of the prompt's tokens
+    that are cached there.
     """
     reused = reuse(work, worker, matches)
     cached = reused.num_tokens
@@ -240,8 +244,8 @@ def _adapter_s(adapter: Adapter, worker: WorkerSnapshot) -> float:
 def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reuse:
     """Returns the tokens of the prompt that the worker has in its block pool or loads from a tier.
 
-    A tier is used only if loading is faster than computing. `perf_model/soonest.py` decides this,
-    here as in the worker's engine.
+    Blocks are loaded from a tier only if that is faster than computing them. The worker's engine
+    makes the same decision with the same code (`perf_model/soonest.py`).
     """
     held = cached_tokens(work, worker, matches)
     rates = worker.rates
@@ -251,13 +255,14 @@ def reuse(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]) -> Reu
     tiers = []
     for tier in rates.tiers:
         depth = matches.get(source_of(worker.worker_id, tier.name), 0)
-        # The last token of a prompt is always computed, so its block is not loaded.
+        # The last token of a prompt is always computed, so the block of this token is not loaded.
         depth = min(depth, (work.num_tokens - 1) // work.block_size)
         if depth > in_pool:
             tiers.append(
                 TierReach(depth, _load_s(rates, tier, depth - in_pool) / (depth - in_pool))
             )
-    # No tier has more blocks than the block pool, or the block pool has the whole prompt.
+    # Nothing is loaded if no tier has more blocks of the prompt than the block pool, or if the
+    # block pool has the whole prompt (`cached_tokens` has then subtracted the last token).
     if not tiers or held < in_pool * work.block_size:
         return Reuse(held)
     choice = choose_soonest(
@@ -303,7 +308,7 @@ def cached_tokens(work: Work, worker: WorkerSnapshot, matches: Mapping[str, int]
 
 
 def with_likely_rates(workers: Sequence[WorkerSnapshot]) -> list[WorkerSnapshot]:
-    """Gives each worker without measurements the median prefill rate of the other workers."""
+    """Returns the workers. Those without measured rates get the median rates of the others."""
     if all(w.rates.measured for w in workers):
         return list(workers)
     likely = likely_rates(w.rates for w in workers)
@@ -319,8 +324,8 @@ def _missing_s(
 ) -> float:
     """Returns the seconds to obtain `num_missing` blocks, pulled from a producer or computed.
 
-    The eviction of other blocks adds no cost. In Mooncake's trace, twice the memory saves only 1.5%
-    of the prefill, so the loss of an evicted block matters little.
+    The new blocks may evict cached blocks of other prompts, which costs nothing here. A replay of
+    Mooncake's trace shows why: twice the memory for cached blocks saves only 1.5% of the prefill.
     """
     rates = worker.rates
     computed_s = (1 + worker.load.num_waiting) * prefill_seconds(rates, work.num_tokens, cached)

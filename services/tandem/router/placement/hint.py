@@ -1,12 +1,13 @@
 """Signs and reads placement hints, which name the workers chosen for a request. Does no I/O.
 
 With a Kubernetes gateway, an endpoint picker chooses the decode worker and the prefill worker of a
-request. It writes both into a request header, the hint, and signs the hint with the cluster's
-token. The gateway sends the request to the decode worker's front, which is a router beside this
-worker. The front reads the hint.
+request. The picker writes the ids of both workers into a request header, the hint, and signs the
+hint with the cluster's token:
     x-tandem-placement-hint: BASE64URL(JSON).HEX(HMAC-SHA256)
-A client cannot create a hint, because it lacks the token. A copied hint is of no use for another
-request, because a hint is valid only for one request id and a short time.
+The gateway sends the request to a router in the pod of the chosen decode worker. This router reads
+the hint and places the request accordingly.
+A client cannot create a hint, because the client does not know the cluster's token. A copied hint
+is of no use for another request, because a hint is valid only for one request id and a short time.
 """
 
 import base64
@@ -17,9 +18,11 @@ import hmac
 import msgspec
 
 HINT_HEADER = "x-tandem-placement-hint"
-AGE_MAX_S = 30.0  # longest validity of a hint, including the difference between hosts' clocks
+# A hint is valid for this many seconds. The hosts' clocks may differ by a few of these seconds.
+AGE_MAX_S = 30.0
 _CHARACTERS_MAX = 4096
-_PURPOSE = b"tandem placement hint"  # is signed too; other uses of the token sign another text
+# This text is signed with the hint, so that no other signature by the same token is a valid hint.
+_PURPOSE = b"tandem placement hint"
 
 
 class PlacementHint(msgspec.Struct, frozen=True):
@@ -27,8 +30,8 @@ class PlacementHint(msgspec.Struct, frozen=True):
 
     request_id: str  # value of the header x-request-id
     at: float  # time when the hint was made, in seconds since 1970
-    decode: str  # worker id
-    prefill: str = ""  # worker id
+    decode: str  # id of the decode worker
+    prefill: str = ""  # id of the prefill worker
 
 
 def sign(hint: PlacementHint, token: str) -> str:

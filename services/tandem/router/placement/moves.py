@@ -2,21 +2,21 @@
 
 The router then submits the returned requests to workers with room. A waiting request has no KV yet,
 so no computed KV is lost. A worker has room if no sequence waits there, a running slot is free, and
-its prefill queue is nearly empty.
+the worker's prefill queue is nearly empty.
 """
 
 from collections.abc import Iterable
 
 from tandem.router.placement.costs import WorkerSnapshot
 
-QUEUED_MAX_S = 0.1  # longest prefill queue of a worker with room
+QUEUED_MAX_S = 0.1  # a worker has room only if it can compute its prefill queue in this time
 
 
 def find_moves(workers: Iterable[WorkerSnapshot]) -> dict[str, int]:
-    """Returns the number of waiting requests that each worker should return, by worker id.
+    """Returns worker id -> number of waiting requests that the worker should return.
 
-    In total, at most as many requests are returned as the workers with room have free running
-    slots. The workers with the longest queues return requests first.
+    Example: the workers with room have 3 free running slots, and 2 and 5 requests wait at two other
+    workers. Then the worker where 5 wait returns 3 requests.
     """
     decode = [w for w in workers if w.role == "decode" and w.usable and w.load.num_running_slots]
     num_free = sum(_num_free(w) for w in decode)

@@ -14,17 +14,19 @@ from tandem.router.placement.costs import Work, cached_tokens
 
 Reason = Literal["prefix", "load_over_prefix", "load"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
-# A client sends this header to request a description of the placement, which the response then has
-# in a header of the same name.
+# If a request has this header, the response describes the request's placement in a header of the
+# same name.
 PLACEMENT_HEADER = "x-tandem-placement"
-TIMING_HEADER = "x-tandem-timing"  # requests the times of the stages in the header `server-timing`
+# If a request has this header, the response lists the times of the request's stages (such as queue
+# and prefill) in the header `server-timing`.
+TIMING_HEADER = "x-tandem-timing"
 _NO = ("", "0", "false", "no", "off")
 
 
 def reason_of(work: Work, placement: Placement, matches: Mapping[str, int]) -> Reason:
     """Returns why the request got this placement.
 
-    `matches` must be the argument that `choose` was called with.
+    `matches` must be the argument `matches` with which `choose` made the placement.
     """
     reused = work.num_tokens - placement.tokens_missing
     holders = placement.prefix_holders
@@ -33,6 +35,34 @@ def reason_of(work: Work, placement: Placement, matches: Mapping[str, int]) -> R
     return "prefix" if reused else "load"
 
 
+def sentence_of(kind: Reason, placement: Placement) -> str:
+    """Says in words why the request got this placement; "" if costs were not compared."""
+    if placement.priced is None:
+        return ""
+    decode = placement.decode
+    reused = placement.priced.reused.num_tokens
+    all_reused = placement.num_tokens - placement.tokens_missing
+    holder = decode if reused >= all_reused else placement.prefill_worker
+    load = decode.load
+    requests = "request" if load.num_running == 1 else "requests"
+    busy = f"{load.num_running} {requests} running and {load.num_waiting} waiting"
+    delay = f"predicted delay was {placement.priced.cost_s * 1000:.0f} ms, with {busy}"
+    whose = "Its" if kind == "prefix" and holder is decode else f"{decode.worker_id}'s"
+    rest = (
+        f"{whose} {delay}; no other decode worker was much better."
+        if placement.num_compared > 1
+        else f"{decode.worker_id} was the only decode worker to choose from."
+    )
+    match kind:
+        case "prefix":
+            held = f"{all_reused:,} of the {placement.num_tokens:,} prompt tokens"
+            return f"{holder.worker_id} already held {held}, and no worker held more. {rest}"
+        case "load_over_prefix":
+            return f"A worker that held more of the prompt was too busy. {rest}"
+        case _:
+            return f"No worker held a part of the prompt, so the load decided. {rest}"
+
+
 def asks(value: str | None) -> bool:
-    """Returns whether a request header is on: it was sent, with a value other than "0" or "no"."""
+    """Returns whether a request header was sent with a value other than "0" or "no"."""
     return value is not None and value.strip().lower() not in _NO

@@ -1,7 +1,7 @@
-"""Keeps the workers by id, and the ids of each pool, for placement. Does no I/O.
+"""Keeps what placement must know of all workers. Does no I/O.
 
-A router keeps one roster and updates it when a worker changes. The time of an update does not
-depend on the number of workers, so no request makes the router iterate over all workers.
+A router keeps one roster, and updates the roster when a worker changes. Sums and counts over all
+workers are kept up to date, so that the placement of a request need not iterate over all workers.
 """
 
 from collections import Counter
@@ -11,9 +11,9 @@ from tandem.router.placement.costs import WorkerSnapshot
 
 
 class Roster:
-    """The latest snapshot of each worker, by worker id.
+    """The latest snapshot of each worker, by worker id, with counts and sums over the workers.
 
-    `second_weight` is the amount that one second of prefill adds to a worker's share now
+    `second_weight` is the number that one second of prefill now adds to a worker's `prefill_share`
     (`shares.py`).
     """
 
@@ -32,10 +32,11 @@ class Roster:
         self.second_weight = 1.0
         self.num_with_tiers = 0  # number of workers that load blocks from a tier
         self.num_unmeasured = 0  # number of workers that have not measured their rates yet
-        # KV compatibility key -> number of workers. There is one key except during an upgrade.
+        # KV compatibility key -> number of workers with this key. Except during an upgrade, all
+        # workers have the same key.
         self.compatibility_keys: Counter[bytes] = Counter()
         self._pools: dict[str, list[str]] = {}
-        # role -> [number of usable workers, sum of their shares of recent prefill]
+        # role -> [number of usable workers, sum of the usable workers' `prefill_share`]
         self._sums: dict[str, list[float]] = {}
         for worker in workers:
             self.put(worker)
@@ -58,7 +59,7 @@ class Roster:
         self.by_id[worker.worker_id] = worker
 
     def remove(self, worker_id: str) -> None:
-        """Removes a worker; does nothing if it is unknown."""
+        """Removes a worker; does nothing if the worker is unknown."""
         known = self.by_id.pop(worker_id, None)
         if known is not None:
             self._drop_key(known)
@@ -83,6 +84,6 @@ class Roster:
         return self._pools.get(role, ())
 
     def mean_prefill_share(self, role: str) -> float:
-        """Returns the mean share of recent prefill of the usable workers with this role."""
+        """Returns the mean `prefill_share` of the usable workers with this role."""
         count, total = self._sums.get(role, (0.0, 0.0))
         return total / count if count else 0.0

@@ -1,17 +1,17 @@
 """Counts the recent prefill work of each worker, called the worker's share. Does no I/O.
 
-When a prompt is sent to a worker, its predicted prefill seconds are added to the worker's share.
-Older work counts less: compared with new work, it loses half of its weight every `HALF_LIFE_S`
-seconds. To achieve this without reducing all shares all the time, new work is added with a weight
-that doubles in that time (`second_weight`). Example: 1 s of prefill adds 1.0 to a share at time 0,
-and 2.0 after 300 s. So only the ratios between shares have a meaning.
+When a prompt is sent to a worker, the prompt's predicted prefill seconds are added to the worker's
+share. Work of 300 s ago (`HALF_LIFE_S`) must count half as much as new work. Instead of halving all
+shares every 300 s, new work is added with a weight that doubles every 300 s (`second_weight`).
+Example: 1 s of prefill adds 1.0 to a share at time 0, 2.0 after 300 s and 4.0 after 600 s. So the
+value of a share has no unit, and only the ratio of two shares has a meaning.
 
 Each router keeps the shares of its own requests. If each router balances its shares, the total work
 of the workers is balanced, too.
 """
 
-# The half-life is long compared with a prompt (seconds), so that one long prompt does not dominate
-# a share. It is short compared with changes of pool sizes and of the clients' load.
+# Seconds after which work counts half. A prompt takes a few seconds, so one long prompt does not
+# dominate a share. The load of a cluster usually changes more slowly than this.
 HALF_LIFE_S = 300.0
 REBASE_S = 100 * HALF_LIFE_S
 
@@ -38,8 +38,8 @@ class Shares:
         elapsed_s = now_s - self._origin_s
         if elapsed_s < REBASE_S:
             return False
-        # The negative power becomes 0 after a very long pause. `1 / second_weight(now_s)` is not
-        # used, because `second_weight` overflows after 1,024 half-lives (85 h).
+        # Do not use `1 / second_weight(now_s)` here: `second_weight` overflows after 1,024
+        # half-lives (85 h), but this negative power only becomes 0.
         scale = 2.0 ** (-elapsed_s / HALF_LIFE_S)
         self._shares = {name: share * scale for name, share in self._shares.items()}
         self._origin_s = now_s
@@ -48,8 +48,8 @@ class Shares:
     def join(self, worker_id: str, mean_share: float) -> None:
         """Adds a new or returned worker with the mean share of the other workers.
 
-        If the share began at 0, the worker would get all requests until its share were as large as
-        the others.
+        A worker whose share began at 0 would get all requests until its share had reached those of
+        the other workers.
         """
         self._shares[worker_id] = mean_share
 

@@ -68,7 +68,8 @@ ALLOWED = {
 def refusal(name: str, given: object = None, *, why: str = "") -> BadRequest:
     """Returns the error for a field whose value is not in `ALLOWED`.
 
-    The message shows the value `given`, or `why`, a description of the value, if `why` is set.
+    The message shows the value `given`. If `why` is set, the message has this description of the
+    value instead.
     """
     return refusal_of(name, ALLOWED[name], given, why=why)
 
@@ -86,8 +87,8 @@ def rename(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
     own = error.param
     if own is None or own not in names:
         return error
-    # Replace the name only where it is the subject, as in "stop must be ...". Elsewhere the same
-    # word may be an ordinary word.
+    # Replace the field's name only if a verb or value follows, as in "stop must be ...". Elsewhere
+    # the same word may be ordinary English.
     message = re.sub(rf"\b{own}\b(?= (must|has|is|cannot|\d|'))", names[own], error.message)
     return type(error)(message, param=names[own])
 

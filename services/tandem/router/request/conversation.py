@@ -31,13 +31,13 @@ class ToolCall:
 @dataclass(frozen=True, slots=True)
 class Message:
     role: str
-    content: str | None  # None for an assistant message that only has tool calls
+    content: str | None  # None: the message is an assistant message with only tool calls
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""  # name of the speaker, or of a tool's function
     reasoning: str = ""
-    # The texts of the content if the client sent a list of texts. As in vLLM, `content` is these
-    # texts joined by line breaks.
+    # The texts, if the client sent the content as a list of texts. `content` then has all texts,
+    # joined by line breaks as in vLLM.
     parts: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
@@ -71,29 +71,30 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages and tools for the model's chat template. Two fields determine the prompt's end:
+    """The messages and tools of a chat, from which the model's chat template makes the prompt.
 
-    Field                       The prompt ends
-    `add_generation_prompt`     with the header of a new assistant message
-    `continue_final_message`    within the last message, which the answer continues
-    neither                     after the last message
+    Field that is True          End of the prompt
+    `add_generation_prompt`     the header of a new assistant message
+    `continue_final_message`    the last message without its end; the answer continues it
+    neither                     the end of the last message
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()  # definitions of tools, as the client sent them
     tool_choice: Literal["auto", "none", "required"] = "auto"
-    # name of the only function that the answer may call, with `tool_choice` "required"; "": any
+    # With `tool_choice` "required": name of the only function that the answer may call. "": the
+    # answer may call all functions of `tools`.
     only_tool: str = ""
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
-    # True: `reasoning_effort` is ignored if the chat template does not support it. False: the
-    # request is then refused.
+    # Only if the chat template does not support `reasoning_effort`. True: the field is ignored.
+    # False: the request is refused.
     effort_is_hint: bool = False
-    thinking: bool | None = None  # None: the model's default
+    thinking: bool | None = None  # whether the model shall reason; None: the model's default
     template_options: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    # True: the tokenizer adds special tokens such as bos to the prompt that the template wrote.
+    # True: the tokenizer adds special tokens, such as a bos token, to the text of the template.
     add_special_tokens: bool = False
 
     def __post_init__(self) -> None:
@@ -149,7 +150,7 @@ class Conversation:
     def template_input(
         self,
     ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]] | None, Mapping[str, Any]]:
-        """Returns (messages, tools, options), the arguments of `Tokenizer.render_prompt`."""
+        """Returns the arguments (messages, tools, options) of `Tokenizer.render_prompt`."""
         messages = [message.template_input() for message in self.messages]
         return messages, list(self.tools) or None, self.template_options
 

@@ -22,11 +22,12 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0  # included in completion_tokens
-    # cached_tokens split by tier. None: the KV pool was the only tier of the workers that served
-    # the request.
+    # How many of cached_tokens came from each tier. None: the workers that served the request have
+    # no tiers besides the KV pool.
     cached_by_tier: CachedTokens | None = None
-    storable_tokens: int = 0  # number of prompt tokens in full blocks, which are now cached
-    # True: a new worker chose again which blocks the KV budget keeps (docs/kv_budgets.md)
+    storable_tokens: int = 0  # number of prompt tokens in full KV blocks; only these can be cached
+    # True: the request moved to a new worker, which had to choose again which tokens' KV is kept
+    # within the request's KV budget (docs/kv_budgets.md).
     is_budget_restarted: bool = False
 
     @property
@@ -39,7 +40,7 @@ class Usage:
 
     @property
     def marks(self) -> dict[str, Any]:
-        """Usage fields that an answer contains only if they are true, with any API."""
+        """Usage fields that an answer of any API contains only if they are true."""
         return {"budget_restarted": True} if self.is_budget_restarted else {}
 
     def __add__(self, other: "Usage") -> "Usage":
@@ -71,17 +72,18 @@ class Delta:
     usage: Usage
     finish_reason: str = ""  # "stop", "length" or "tool_calls"
     prompt_token_ids: list[int] | None = None
-    stop_reason: str | int | None = None  # for "stop": the stop string or the client's stop token
-    # log probabilities of each token in token_ids; empty if not requested
+    # The client's stop string or stop token id that ended the choice. None: neither ended it.
+    stop_reason: str | int | None = None
+    # Log probabilities, one entry for each token in token_ids; empty if not requested.
     logprobs: list[LogprobEntry] = field(default_factory=list)
     # In the first delta, if requested: log probabilities of the prompt's tokens after the first.
     prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
     # In the first delta, if requested: the hidden state of the prompt's last token.
     embedding: list[float] = field(default_factory=list)
     routed: Routed | None = None  # the workers that run the choice, and why they were chosen
-    timeline: Timeline | None = None  # stage times so far
-    limit_headers: Mapping[str, str] = field(default_factory=dict)  # `x-ratelimit-*`
-    reasoning: str = ""  # reasoning text, which precedes the content
+    timeline: Timeline | None = None  # the request's stages, such as queue and prefill, so far
+    limit_headers: Mapping[str, str] = field(default_factory=dict)  # headers `x-ratelimit-*`
+    reasoning: str = ""  # new reasoning text, which precedes the content in `text`
     tool_calls: tuple[CallDelta, ...] = ()
     index: int = 0  # index of the choice among the choices of the request
     # In the last delta of the request: usage of all completions, with the prompt counted once.
@@ -91,7 +93,8 @@ class Delta:
 def normalized(state: Sequence[float]) -> "array[float]":
     """Returns a hidden state scaled to Euclidean length 1.
 
-    Raises Incompatible if the state is empty, because the worker does not support embeddings.
+    Raises Incompatible if the state is empty. A worker without support for embeddings sends an
+    empty state.
     """
     if not state:
         raise Incompatible("the worker that was asked knows no embeddings; update the workers")

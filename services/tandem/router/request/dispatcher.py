@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _OnPlaced = Callable[[Job, Work, Placement, dict[str, int]], T]
 
-# A request that may generate at most this many more tokens does not migrate, because it ends sooner
-# if it stays.
+# A request whose max_tokens leaves at most this many tokens to generate does not migrate from a
+# draining worker, because it ends sooner if it stays.
 FINISH_TOKENS = 32
 MIGRATE_AGAIN_S = 1.0
 _RETRY_AFTER_S = 1.0
@@ -64,10 +64,12 @@ class Dispatcher:
         on_end: Callable[[Job], None],
         have_tenants: Callable[[], bool],
     ) -> None:
-        """`match` looks up block hashes in the prefix tree: worker or tier -> number of blocks.
+        """Creates the dispatcher of one router.
 
-        `on_end` is called for each successful job that has no parent. `have_tenants` returns
-        whether requests may have tenants now. Only then do tenants take turns.
+        - `match` looks up block hashes in the prefix tree. It returns id of a worker or tier ->
+          number of leading blocks held there.
+        - `on_end` is called for each successful job that has no parent.
+        - `have_tenants` returns whether requests may have tenants. Only then do tenants take turns.
         """
         self._config = config
         self._view = view
@@ -77,7 +79,7 @@ class Dispatcher:
         self._on_end = on_end
         self._pending = PendingQueue(config, view, metrics)
         self.admission = AdmissionController(config, view, metrics, have_tenants=have_tenants)
-        self._migrations = Migrations(metrics, view.events)
+        self._migrations = Migrations(metrics, view.events, view.moves)
         self._returns = Returns(view)
 
     @property
@@ -141,16 +143,15 @@ class Dispatcher:
     async def _wait_for_parent(self, job: Job) -> None:
         if job.parent is not None:
             await job.parent.may_fork.wait()
-            # The parent was admitted for the whole request. So the child waits if all workers are
-            # full, instead of being refused.
+            # The whole request was admitted with the parent. So if all workers are full, a child
+            # waits; it is not refused.
             job.routing.unassigned_since = time.monotonic()
             job.routing.is_admitted = True
 
     async def _submit(self, job: Job) -> Attempt:
         """Submits the job. Waits while no decode worker is usable.
 
-        While all workers are full, a new job is refused, and a job that a worker accepted before
-        waits.
+        If all workers are full, a new job is refused. A job that a worker accepted before waits.
         """
         routing = job.routing
         while True:
@@ -177,8 +178,9 @@ class Dispatcher:
     async def place(self, job: Job) -> Placement | None:
         """Chooses the workers of a job that another process will submit.
 
-        Until `note_elsewhere` is called, the prompt counts as load of the prefill worker. Returns
-        None while no decode worker is usable. Raises QueueFull, Overloaded and AdapterUnavailable.
+        Until `note_elsewhere` is called, the job's prompt counts as load of the prefill worker.
+        Returns None if no decode worker is usable. Raises QueueFull, Overloaded and
+        AdapterUnavailable.
         """
         return await self._place(job, self._count_in)
 
@@ -190,16 +192,16 @@ class Dispatcher:
         )
 
     async def _try_submit(self, job: Job) -> Attempt | None:
-        """Places and submits the job once. Returns None while no decode worker is usable.
+        """Places and submits the job once. Returns None if no decode worker is usable.
 
         Raises QueueFull and Overloaded.
         """
         return await self._place(job, self._send)
 
     async def _place(self, job: Job, on_placed: _OnPlaced[T]) -> T | None:
-        """Places the job, calls `on_placed` with the placement, and returns what that returns.
+        """Places the job, calls `on_placed` with the placement, and returns the call's result.
 
-        Returns None while no decode worker is usable.
+        Returns None if no decode worker is usable.
         """
         compatibility = self._view.compatibility()
         block_size = compatibility.block_size if compatibility else 16
@@ -229,11 +231,12 @@ class Dispatcher:
                 return on_placed(job, work, placement, matches)
 
     async def _migrate(self, job: Job, old: Attempt) -> Attempt:
-        """Moves a running job to another worker, because its worker drains.
+        """Moves a running job from a draining worker to another worker.
 
-        The new worker pulls the job's blocks from the old one. Meanwhile the attempt `old`
-        continues to generate. Returns the attempt whose tokens are used from now on: the new one,
-        or `old` if `old` finishes first or no other worker accepts the job.
+        The new worker pulls the job's KV blocks from the draining worker, which meanwhile continues
+        to generate tokens (attempt `old`). Returns the attempt whose tokens are used from now on.
+        This is `old` if `old` finishes first or no other worker accepts the job, else the new
+        attempt.
         """
         job.to(JobState.MIGRATING)
         routing = job.routing
@@ -278,8 +281,8 @@ class Dispatcher:
     def _send(self, job: Job, work: Work, placement: Placement, matches: dict[str, int]) -> Attempt:
         """Submits the job to the decode worker of the placement.
 
-        The caller chooses the worker and calls this without an await in between. So the worker
-        cannot have left the view.
+        Between the choice of the worker and this call, there must be no await. So the worker is
+        still in the cluster view.
         """
         client = self._view.client(placement.decode.worker_id)
         assert client is not None
@@ -320,9 +323,10 @@ class Dispatcher:
             job.routing.refused |= {w.epoch for w in workers if 0 < w.load.longest_sequence <= size}
 
     def _note_prefilled(self, job: Job, by: str = "") -> None:
-        """Removes the job's prompt from the load of the prefill worker, if it still counts there.
+        """Stops counting the job's prompt as load of the prefill worker.
 
-        `by` is the id of the worker that computed the prompt; "" if no worker did.
+        `by` is the id of the worker that computed the prompt; "" if no worker did. Further calls
+        have no effect.
         """
         if job.routing.requested_prefill is not None:
             worker_id, prefill, sent_at = job.routing.requested_prefill
@@ -359,8 +363,8 @@ class Dispatcher:
                             self._metrics.flows.note_pull(
                                 pulled.prefill_worker_id, attempt.worker_id, pulled.blocks_pulled
                             )
-                # `is_committed`: the worker has all KV of the prompt. Older workers do not send it,
-                # but a second token implies it.
+                # `is_committed` says that the worker has all KV of the prompt. Workers of older
+                # versions do not send this field, but their second token shows the same.
                 if update.is_committed or len(progress.output_token_ids) + len(token_ids) > 1:
                     job.may_fork.set()
                 if update.workers_lost > attempt.num_lost:
@@ -377,8 +381,8 @@ class Dispatcher:
                 # resume this generator after that step.
                 if finish_reason:
                     # `on_end` compares the prefix tree's prediction with the tokens that were
-                    # cached. It is not called for a job with a parent, because the matches of such
-                    # a job include the parent's blocks, which are not from the prefix tree.
+                    # cached. For a job with a parent, the prediction is not from the prefix tree
+                    # alone: the parent's blocks were added to it.
                     if job.parent is None:
                         self._on_end(job)
                     job.to(JobState.ENDED)
@@ -399,16 +403,16 @@ class Dispatcher:
         """Returns a placement; None while no decode worker is usable.
 
         Raises Overloaded or QueueFull if all workers have refused the job because of their load.
-        Raises NeverFits or AdapterUnavailable if a worker refused the job for good. But for a job
-        that ran on a worker before, the result is None instead, because a worker that can run the
-        job may come back.
+        Raises NeverFits or AdapterUnavailable if a worker refused a new job for good. For a job
+        that a worker accepted before, the result is None instead, so that the job waits: a worker
+        that can run the job may come back.
         """
         routing = job.routing
         refused = frozenset(routing.refused)
         required_decode, required_prefill = job.required_workers
         roster = self._view.roster()
         placement = None
-        if routing.returned_by:  # first try all workers except the one that returned the job
+        if routing.returned_by:  # prefer all other workers to the worker that returned the job
             avoided = refused | {routing.returned_by}
             placement = choose(work, roster, matches, self._rng, refused=avoided)
             routing.returned_by = ""
@@ -430,8 +434,8 @@ class Dispatcher:
     ) -> AbstractAsyncContextManager[None]:
         """Returns a context manager that waits for the tenant's turn.
 
-        Only the first submission of a job waits. A job that is submitted again has waited before,
-        and a child's parent has waited for the whole request.
+        Only the first submission of a request waits. A job that is submitted again has waited
+        already, and so has the parent of a child.
         """
         if job.routing.num_submissions or job.parent is not None or job.routing.has_turn:
             return nullcontext()
@@ -478,7 +482,7 @@ def _prefill_of(work: Work, placement: Placement) -> Prefill:
 
 
 class _Migrate(Exception):
-    """Signals that the worker drains and the job should continue on another worker."""
+    """Signals that the job's worker drains, so the job should move to another worker."""
 
 
 class PendingQueue:
@@ -491,10 +495,10 @@ class PendingQueue:
         self.num_pending = 0
 
     async def wait(self, refused: frozenset[str], *, is_begun: bool) -> None:
-        """Waits until a decode worker is usable, other than those with an epoch in `refused`.
+        """Waits until a decode worker whose epoch is not in `refused` is usable.
 
-        Raises NoWorkers after `hold_deadline_s`, or if the queue is full. A request that a worker
-        accepted before (`is_begun`) waits even if the queue is full.
+        Raises NoWorkers after `hold_deadline_s`. If the queue is full, a new request raises
+        NoWorkers at once, and a request that a worker accepted before (`is_begun`) waits.
         """
         if not is_begun and self.num_pending >= self._config.hold_requests_max:
             raise NoWorkers(

@@ -54,6 +54,7 @@ from tandem.router.request.request import (
 )
 from tandem.router.request.text import text_stream
 from tandem.router.workers.cluster_view import ClusterView
+from tandem.router.workers.rows import NO_DECODE_WORKER
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class LoadedModel:
     preparer: PromptPreparer
     model_format: ModelFormat
     created_s: int  # time when the model's files were written, in seconds since 1970
-    # defaults for sampling fields that clients omit
+    # The model's own default values for sampling fields that clients omit.
     sampling: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -99,8 +100,8 @@ class Generator:
         self._tracing = tracing
         self.requests = RequestLog()
         self._num_running = 0
-        # The reason why this router accepts no new requests; "": it accepts them. Running requests
-        # continue.
+        # Why this router refuses new requests, such as the end of the process. Running requests
+        # continue. "": the router accepts new requests.
         self.end_reason = ""
 
     @property
@@ -136,7 +137,7 @@ class Generator:
 
     @property
     def num_running(self) -> int:
-        """Number of open requests: running, queued or being tokenized."""
+        """Number of requests that this router has accepted and not yet answered completely."""
         return self._num_running
 
     @property
@@ -158,16 +159,16 @@ class Generator:
         known = self._view.known()
         if known and not any(self._view.is_compatible(w.record) for w in known):
             return "all workers serve another model than this router"
-        return "no decode worker is ready"
+        return NO_DECODE_WORKER
 
     @asynccontextmanager
     async def without_workers(
         self, tenant: str, limits: Limits, number: int = 1
     ) -> AsyncIterator[Mapping[str, str]]:
-        """Applies the limits of an API key to `number` requests without a worker, such as tokenize.
+        """Applies an API key's limits to `number` requests that need no worker, such as tokenize.
 
-        The requests count as running while the `with` block runs, and use no tokens. Yields the
-        headers `x-ratelimit-*`. Raises RateLimited.
+        The requests count as running during the `with` block, and use no tokens. Yields the headers
+        `x-ratelimit-*`. Raises RateLimited.
         """
         async with AsyncExitStack() as held:
             reserved = [
@@ -212,7 +213,7 @@ class Generator:
 
     @contextmanager
     def _place(self) -> Iterator[LoadedModel]:
-        """Counts a request that needs no worker as open while the `with` block runs.
+        """Counts a request that needs no worker as an open request during the `with` block.
 
         Yields the model. Raises NoWorkers and QueueFull.
         """
@@ -234,9 +235,9 @@ class Generator:
     ) -> AsyncGenerator[Delta, None]:
         """Yields the deltas of the answer, at least one. Closing the generator cancels the request.
 
-        `trace` has the client's headers `traceparent` and `tracestate`. `together` is shared by all
-        requests of one HTTP body; None if this is the body's only request. Raises only errors of
-        services/tandem/errors.py.
+        `trace` has the client's headers `traceparent` and `tracestate`. `together` is the state
+        that the requests of one HTTP body share; None if the body has only this request. Raises
+        only errors of services/tandem/errors.py.
         """
         together = together or self.together()
         request = self.with_defaults(request)
@@ -304,8 +305,8 @@ class Generator:
             with record.timeline.stage("tokenize"):
                 job = await self.prepare(request, model, record.timeline, together)
                 generated_max = job.request.max_tokens * request.num_sequences
-                # The tenant's limits and the prefix tree are both in Redis. The two calls run at
-                # the same time.
+                # The look-up in the prefix tree and the check of the tenant's limits are both calls
+                # to Redis. They run at the same time.
                 are_counted = request.limits.are_counted
                 with self._services.dispatcher.looking_up(job) if are_counted else nullcontext():
                     reservation = await held.enter_async_context(
@@ -425,11 +426,11 @@ async def _beams(
 def pool_tokens_of(
     request: ClientRequest, pool_tokens: int | None, config: RouterConfig
 ) -> int | None:
-    """Returns how many tokens the request may have so that it fits into KV pools of `pool_tokens`.
+    """Returns how many tokens the request may have to fit into a KV pool of `pool_tokens` tokens.
 
-    None means any number. That is the result for a request with a KV budget of at most half the
-    pool, because such a request never occupies much more than its budget. Raises BadRequest if the
-    operator allows no budgets.
+    None means any number: a request with a KV budget of at most half the pool always fits, because
+    the request never occupies much more than its budget. Raises BadRequest if the request has a KV
+    budget and the operator does not allow KV budgets.
     """
     budget = request.kv_budget
     if budget is not None and config.kv_budgets == "refuse":
@@ -445,11 +446,13 @@ def pool_tokens_of(
 class BodyRequests:
     """The state that the requests of one HTTP body share. Each prompt of the body is one request.
 
-    No request is placed before all are prepared, so that one invalid prompt fails the whole body.
+    No request is placed before all requests of the body are prepared, so that one invalid prompt
+    fails the whole body before anything is generated.
 
     The answer to the body may have at most `logprobs_max` log probabilities, because an answer that
-    is not streamed is built in memory. Example: each of `n` = 8 choices repeats the prompt's log
-    probabilities, so a prompt of 1,000 tokens with 5 alternatives each gives 8 x 1,000 x 6.
+    is not streamed is built in memory. Example: a prompt of 1,000 tokens is answered with 8 choices
+    and prompt_logprobs 5. Each choice repeats 1 + 5 log probabilities for each prompt token, so the
+    answer has 8 x 1,000 x 6 = 48,000 log probabilities.
     """
 
     def __init__(self, num_requests: int = 1, *, logprobs_max: int) -> None:
@@ -464,12 +467,12 @@ class BodyRequests:
     def reserve_logprobs(
         self, request: ClientRequest, num_prompt_tokens: int, max_tokens: int
     ) -> int:
-        """Counts, before a request is placed, the log probabilities that it adds to the answer.
+        """Reserves the log probabilities of one request within `logprobs_max`.
 
-        `max_tokens` is the largest number of completion tokens. If the client did not set
-        max_tokens, the result may be smaller, so that the answer keeps `logprobs_max`. Otherwise
-        `max_tokens` is returned. Raises BadRequest if the answer would have too many log
-        probabilities.
+        Returns the largest number of completion tokens that the request may generate. If the client
+        set max_tokens, this is `max_tokens`. Otherwise the result may be smaller than `max_tokens`,
+        so that the answer does not exceed `logprobs_max`. Raises BadRequest if the answer would
+        have too many log probabilities.
         """
         of_token = request.num_logprobs_kept
         needed = self._num_logprobs + request.num_prompt_logprobs * num_prompt_tokens

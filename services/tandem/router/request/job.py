@@ -17,18 +17,18 @@ The states of a job and their next states:
                      the new worker has generated a token       SUBMITTED
                      no other worker accepts the job            SUBMITTED
                      the draining worker finishes first         SUBMITTED
-From PLACING, WAITING, PENDING and SUBMITTED, an error leads to FAILED, and a caller that leaves to
-CANCELLED.
+From PLACING, WAITING, PENDING and SUBMITTED, an error leads to FAILED. If the client disconnects,
+these states change to CANCELLED.
 
 Only the Dispatcher changes the state of a job, by `Job.to`. When a job leaves a worker, the
 Dispatcher closes the job's `Attempt`, which cancels the job on that worker.
 
-A job fails after it has lost a few workers (migration_budget.py). A job that a worker accepted once
-is not refused for lack of capacity: it waits while all workers are full or none is usable.
+A job fails after it has lost a few workers (migration_budget.py). A job that a worker has accepted
+once is not refused later if all workers are full or no worker is usable; the job waits.
 
-A job knows token ids, not text. On another worker, a job continues with the prompt and the output
-so far. It generates the same tokens there, because the random numbers of sampling depend only on
-the seed and the token's position.
+A job knows token ids, not text. A job that moves to another worker continues with the prompt and
+the output so far as its input. The tokens are the same as without the move, because the random
+numbers of sampling depend only on the seed and the token's position.
 """
 
 import asyncio
@@ -60,21 +60,22 @@ from tandem.router.admission.capacity import COMPLETION_TOKENS_LIKELY
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.placement.choose import Placement, Work, WorkerSnapshot
 from tandem.router.placement.costs import reuse
-from tandem.router.placement.reasons import Reason
+from tandem.router.placement.reasons import Reason, sentence_of
 from tandem.router.request.migration_budget import LOSSES_MAX
 from tandem.router.request.request import ClientRequest
 
 if TYPE_CHECKING:
     from tandem.net.store.registry import KvCompatibility
 
-# A worker receives 98% of the remaining time as its deadline for the first token. The other 2% are
-# a reserve for steps that take longer than predicted.
+# Fraction of the time left until the TTFT limit that a worker gets for the first token. Example: if
+# 10 s are left, the worker refuses the job if the first token would take more than 9.8 s.
 WORKER_SHARE = 0.98
-# Shortest deadline for the first token. It is positive, because workers read 0 as no deadline.
+# Shortest time in seconds that a worker gets for the first token. The value is not 0, because
+# workers read 0 as no limit.
 FIRST_TOKEN_MIN_S = 1e-3
 
 
-RETURNS_MAX = 4  # how often workers may return one request from their queues
+RETURNS_MAX = 4  # how often workers may return one request from their queues to the router
 
 
 class JobState(Enum):
@@ -108,12 +109,12 @@ class PreparedRequest:
     client: ClientRequest
     sampling: SamplingParams  # the client's parameters with all defaults filled in, for engines
     token_ids: list[int]
-    grammar: str = ""  # grammar of the completion; "" allows any text
+    grammar: str = ""  # grammar that the completion must match; "": any text is allowed
     cache_salt: bytes = b""
     adapter: Adapter | None = None  # None: the base model
     block_size: int = 0  # the workers' block size; 0: unknown
-    # number of leading prompt tokens whose KV is pinned, if the client requested a pin; 0: that of
-    # the whole prompt and the answer
+    # Only used if the client requested a pin: the KV of this many leading prompt tokens is pinned.
+    # 0: the KV of the whole prompt and the completion is pinned.
     pinned_tokens: int = 0
 
     @property
@@ -136,9 +137,9 @@ class PreparedRequest:
 
     @property
     def storable_tokens(self) -> int:
-        """Number of prompt tokens in full blocks, which are cached once they are computed.
+        """Number of prompt tokens in full KV blocks. Only full blocks can be cached.
 
-        If only leading tokens of the prompt are pinned, only those are counted.
+        If only leading tokens of the prompt are pinned, only the full blocks of these are counted.
         """
         size = self.block_size
         num_tokens = self.pinned_tokens or len(self.token_ids)
@@ -178,15 +179,16 @@ def prepare_request(
         sampling = SamplingParams(temperature=0.0)
         logprobs = 2 * client.sampling.n
     stop_token_ids = set(client.sampling.stop_token_ids or ())
-    # With a grammar, only an end token can end the completion, even with `ignore_eos`.
+    # A completion with a grammar must be able to end where the grammar ends, also with
+    # `ignore_eos`.
     if grammar or not client.sampling.ignore_eos:
         stop_token_ids.update(eos_token_ids)
     return PreparedRequest(
         client,
         sampling.resolved(
             seed=secrets.randbits(64) if seed is None else seed % 2**64,
-            # A worker generates at least one token. If the client requested none, the router
-            # leaves the token out of the answer.
+            # A worker generates at least one token. If max_tokens is 0, the router leaves this
+            # token out of the answer.
             max_tokens=max(1, max_tokens),
             stop_token_ids=sorted(stop_token_ids),
             bad_words_token_ids=[run for run in bad_words if max(run) < vocab_size],
@@ -201,30 +203,33 @@ def prepare_request(
 
 @dataclass(slots=True)
 class Progress:
-    """A request's tokens and timings so far, over all workers."""
+    """A job's tokens and timings so far, over all workers that have run the job."""
 
-    # hashes of the prompt's full blocks; `Job.hashes` appends those of the output
+    # Hashes of the prompt's full blocks. `Job.hashes` appends the hashes of the output's blocks.
     block_hashes: list[bytes]
     timeline: Timeline
     output_token_ids: list[int] = field(default_factory=list)
     # If requested: log probabilities of the prompt's tokens after the first.
     prompt_logprobs: list[LogprobEntry] = field(default_factory=list)
-    # if requested: the hidden state of the prompt's last token
+    # If requested: the hidden state of the prompt's last token.
     embedding: list[float] = field(default_factory=list)
     # number of prompt tokens whose KV was cached when the first token was generated
     cached_tokens: int = 0
-    # cached_tokens split by tier; None: the KV pool is the only tier of the first token's worker
+    # How many of cached_tokens came from each tier. None: the worker that generated the first token
+    # has no tiers besides the KV pool.
     cached_by_tier: CachedTokens | None = None
     timings: pb.SequenceTimings = field(default_factory=pb.SequenceTimings)
-    # numbers of the attempts that generated output tokens
+    # Numbers of the submissions to workers that have generated output tokens.
     attempts: set[int] = field(default_factory=set)
     num_migrations: int = 0
     num_lost: int = 0  # number of prefill and decode workers that were lost while they ran the job
 
     def take_source(self, update: pb.SequenceUpdate) -> None:
-        """Records the attempt that sent an update. The first update also has the cached tokens."""
-        # The cached tokens are those at the first token. The jobs of later beam steps begin with
-        # output tokens, so they have no such update.
+        """Records which submission generated the tokens of an update.
+
+        The job's first update also tells how many prompt tokens were cached.
+        """
+        # The jobs of later beam steps begin with output tokens. Their cached tokens do not count.
         if not (self.attempts or self.output_token_ids):
             self._take_cached(update)
         self.attempts.add(update.attempt)
@@ -237,10 +242,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """The workers of a submission, and why they were chosen."""
+    """The placement of one submission, and why its workers were chosen."""
 
     placement: Placement
-    # id of a worker or tier -> number of the prompt's leading blocks there, as known at placement
+    # id of a worker or tier -> number of the prompt's leading blocks found there before placement
     matches: dict[str, int]
     kind: Reason
 
@@ -249,47 +254,53 @@ class Routed:
         """Why these workers were chosen, in one line."""
         return f"{self.kind}: {self.placement.summary}"
 
+    @property
+    def sentence(self) -> str:
+        """Why these workers were chosen, in words for operators."""
+        return sentence_of(self.kind, self.placement)
+
 
 @dataclass(slots=True)
 class Routing:
-    """The routing of a request: the current workers and the workers to avoid.
+    """The routing of a job: its current workers, and the workers that have refused it.
 
-    Times are monotonic seconds.
+    Times are in seconds on the monotonic clock.
     """
 
     routed: Routed | None = None
-    # the prefix-tree look-up for the first placement, if it was started before the placement
+    # The look-up in the prefix tree for the first placement. None: it was not started in advance.
     lookup: Task[dict[str, int]] | None = None
     num_submissions: int = 0
-    # (id of the prefill worker, its work, time of the submission) while the prompt counts as load
-    # of that worker; None: the prompt counts as load of no prefill worker
+    # (id of a prefill worker, work of the job's prompt, time of the submission) while the router
+    # counts the prompt as load of this worker. None: the prompt is not counted.
     requested_prefill: tuple[str, Prefill, float] | None = None
     is_admitted: bool = False
-    is_urgent: bool = False  # True: admitted, however late the first token may be
-    has_turn: bool = False  # True: the request does not wait for its tenant's turn
-    # predicted TTFT, to compare with the measured one; None: there is no prediction, or the first
-    # token has arrived
+    is_urgent: bool = False  # True: admitted even if the first token will be too late
+    has_turn: bool = False  # True: the job need not wait for its tenant's turn
+    # The predicted TTFT, from which the calibration learns when the first token arrives. None: the
+    # first token has arrived, or there is no prediction.
     promise: Promise | None = None
-    # time after which a first token is useless, so that workers may refuse the request
+    # Latest useful time of the first token. Workers may refuse a job that would miss this time.
     first_token_by: float = math.inf
-    # time since when no worker has the request, although it was accepted before; None: a worker
-    # has it, or no worker has accepted it yet
+    # Set while no worker has a job that a worker had accepted before: the time since when. None: a
+    # worker has the job, or no worker has accepted the job yet.
     unassigned_since: float | None = None
-    leaves: str = ""  # id of the worker from which the request migrates; "": no migration runs
-    # time before which no migration is tried again, because the last one found no worker
+    leaves: str = ""  # id of the worker from which the job migrates now; "": no migration runs
+    # After a failed migration: the earliest time of the next attempt to migrate.
     stays_until: float = -math.inf
-    refused: set[str] = field(default_factory=set)  # epochs of workers that refused the request
-    retry_after_s: float | None = None  # shortest retry time that a full worker has sent
-    num_returns: int = 0  # how often workers have returned the request from their queues
-    # epoch of the worker that has just returned the request; "" again after the next placement
+    refused: set[str] = field(default_factory=set)  # epochs of the workers that refused the job
+    # Shortest time to wait before a retry, of those sent by workers whose queues were full.
+    retry_after_s: float | None = None
+    num_returns: int = 0  # how often workers have returned the job from their queues to the router
+    # Epoch of the worker that has just returned the job. The next placement clears this field.
     returned_by: str = ""
-    # refusal by a worker that could not generate the first token in time
+    # The last refusal by a worker that could not generate the first token in time.
     overloaded: Overloaded | None = None
-    # refusal by a worker that can never run the request
+    # The last refusal by a worker that can never run the job.
     cannot_take: NeverFits | AdapterUnavailable | None = None
 
     def clear_refusals(self) -> None:
-        """Allows the workers that refused the request to be tried again."""
+        """Allows the workers that refused the job to be chosen again."""
         self.refused.clear()
         self.retry_after_s = self.overloaded = None
 
@@ -298,9 +309,9 @@ class Routing:
 class Job:
     """One completion on its way through the router. Only `to` changes `state`.
 
-    A request has one or several jobs (choices/). A job with a `parent` begins once the KV of the
-    prompt is complete on the parent's worker, or the parent has ended. If possible, the job is
-    placed on the same worker and uses this KV.
+    A request has one or several jobs (choices/). A job with a `parent` begins once the parent's
+    worker has all KV of the prompt, or the parent has ended. If possible, the job is placed on the
+    parent's worker and uses the KV there.
     """
 
     request: PreparedRequest
@@ -309,7 +320,7 @@ class Job:
     state: JobState = JobState.PLACING
     index: int = 0  # index among the jobs of the request
     parent: "Job | None" = None
-    # set when the jobs that have this job as `parent` may begin
+    # This event is set when the jobs whose `parent` is this job may begin.
     may_fork: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -335,10 +346,10 @@ class Job:
 
     @property
     def is_budget_restarted(self) -> bool:
-        """True if a second worker has chosen again which blocks to keep within the KV budget.
+        """True if a second worker had to choose again which blocks to keep within the KV budget.
 
-        A KV budget that keeps the blocks with the most attention depends on the attention so far.
-        A worker that continues the job must measure it anew.
+        Some KV budgets keep the blocks that have received the most attention so far. A worker that
+        continues the job does not know this attention and must measure it again.
         """
         budget = self.request.client.kv_budget
         keeps_hitters = budget is not None and budget.keeps_hitters
@@ -346,10 +357,10 @@ class Job:
 
     @property
     def required_workers(self) -> tuple[str, str]:
-        """Ids of the (decode worker, prefill worker) that are used if possible; "": any worker.
+        """Ids of the (decode worker, prefill worker) to use if they are usable; "": any worker.
 
-        A job with a parent uses the parent's decode worker. An endpoint picker's hint applies only
-        to the first submission.
+        A job with a parent prefers the parent's decode worker. Another job prefers the workers of
+        the endpoint picker's hint, but only for the first submission.
         """
         if self.parent is not None:
             worker = self.parent.worker
@@ -367,8 +378,8 @@ class Job:
     def hashes(self, compatibility: "KvCompatibility | None") -> list[bytes]:
         """Returns the hashes of all full blocks of the input: the prompt and the output so far.
 
-        While no KV compatibility is known, blocks of the output are left out. With a KV budget
-        there are no hashes, because KV under a budget is not shared.
+        If `compatibility` is None, blocks of the output are left out. A job with a KV budget has no
+        hashes, because KV under a budget is not shared.
         """
         block_hashes = self.progress.block_hashes
         if self.request.client.kv_budget is not None:
@@ -384,7 +395,7 @@ class Job:
         return block_hashes
 
     def _tokens(self, start: int, end: int) -> list[int]:
-        """Returns the input's tokens from `start` to `end`, without copying the other tokens."""
+        """Returns the tokens from `start` to `end` of the prompt followed by the output."""
         token_ids = self.request.token_ids
         output_token_ids = self.progress.output_token_ids
         prompt = len(token_ids)
@@ -398,7 +409,7 @@ class JobStep:
 
     token_ids: list[int]
     finish_reason: str = ""
-    # log probabilities of each token in token_ids; empty if not requested
+    # Log probabilities, one entry for each token in token_ids; empty if not requested.
     logprobs: list[LogprobEntry] = field(default_factory=list)
 
 
@@ -428,8 +439,8 @@ def submission(
 ) -> pb.SubmitSequence:
     """Returns the message that submits a job to a decode worker.
 
-    `leaves` is the worker from which the job migrates. The new worker can pull all blocks of the
-    job from it.
+    `leaves` is the worker from which the job migrates. The new worker can pull all KV blocks of the
+    job from `leaves`. None: the job does not migrate.
     """
     request = job.request
     progress = job.progress
@@ -457,7 +468,7 @@ def submission(
 
 def model_input(request: PreparedRequest, output_token_ids: Sequence[int] = ()) -> pb.SequenceInput:
     """Returns the request as engines receive it: the prompt, followed by the output so far."""
-    # `to_message` also takes fields such as max_tokens from `request.sampling`.
+    # `to_message` reads the message's fields from `request` and from `request.sampling`.
     return to_message(pb.SequenceInput, request, token_ids=[*request.token_ids, *output_token_ids])
 
 

@@ -1,10 +1,10 @@
 """Makes decode workers keep the KV of completions whose clients will probably continue them.
 
-That is the case if the client requested retention, or if the answer has tool calls, because the
-client sends the results of the calls in its next request. When such a completion ends, a
-KeepRequest is sent to its decode worker in the background. The worker pins the blocks for some
-time. The reply is recorded in `RequestRecord.kept`. If the worker cannot pin the blocks, they are
-only evicted sooner; the request does not fail.
+The KV is kept if the client requested retention, or if the answer has tool calls: then the client
+will send the results of the calls in its next request. When such a completion ends, the router
+sends a KeepRequest to the decode worker in the background, and the worker pins the blocks for some
+time. The worker's reply is recorded in `RequestRecord.kept`. If the worker cannot pin the blocks,
+the blocks may be evicted sooner, but the request does not fail.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _ASKED_MAX = 256  # largest number of KeepRequests without a reply
 
 class Keeper:
     def __init__(self, view: ClusterView, tool_pin_s: float) -> None:
-        """`tool_pin_s`: shortest time for which the KV is kept after an answer with tool calls.
+        """`tool_pin_s` is the shortest pin in seconds after an answer with tool calls.
 
         With 0, the KV is kept only if the client requested retention.
         """
@@ -37,17 +37,18 @@ class Keeper:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_end(self, job: Job, record: "RequestRecord", waits_for_tools: bool) -> None:
-        """Sends a KeepRequest for a completion's KV, if that KV should be kept.
+        """Sends a KeepRequest if the KV of an ended completion should be kept.
 
-        `waits_for_tools`: the answer has tool calls, so the KV is kept for at least `tool_pin_s`.
+        `waits_for_tools` is True if the answer has tool calls, so that the KV is kept for at least
+        `tool_pin_s` seconds.
         """
         client = job.request.client
         worker = job.worker
         pin_s = client.retention.pin_s
         pinned_tokens = job.request.pinned_tokens
         if waits_for_tools and self._tool_pin_s:
-            # After tool calls, the KV of all tokens is kept. If the client requested a pin of only
-            # leading tokens, the worker has already pinned those for the requested time.
+            # After tool calls, the KV of all tokens is kept. A client may have requested a pin of
+            # only leading tokens. The worker has already pinned those tokens for that time.
             pin_s = self._tool_pin_s if pinned_tokens else max(pin_s, self._tool_pin_s)
             pinned_tokens = 0
         compatibility = self._view.compatibility()

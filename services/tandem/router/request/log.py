@@ -1,8 +1,8 @@
 """Keeps facts about a router's recent requests: outcome, placement, stages, tokens, migrations.
 
-While a request runs, the facts are read from its jobs on demand. When it ends, the facts are stored
-and the jobs are dropped. The log has at most REQUESTS_MAX requests; the oldest are dropped. Each
-router replica has its own log, in memory. A log contains no prompt and no text.
+While a request runs, the facts are read from the request's jobs on demand. When the request ends,
+the facts are stored and the jobs are dropped. The log keeps the last REQUESTS_MAX requests. Each
+router replica has its own log, in memory. A log contains no prompt and no generated text.
 """
 
 import logging
@@ -33,8 +33,8 @@ class RequestRecord:
     kind: str
     timeline: Timeline
     tenant: str = ""
-    model: str = ""  # the served name or an adapter's name
-    client_id: str = ""  # the client's id of the request; not unique
+    model: str = ""  # model name of the answer: the served model or a LoRA adapter
+    client_id: str = ""  # id that the client sent with the request; not unique
     created: float = field(default_factory=time.time)  # seconds since 1970
     outcome: str = RUNNING
     error: str = ""
@@ -42,7 +42,7 @@ class RequestRecord:
     e2e_s: float | None = None
     jobs: list[Job] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    # result of pinning the request's KV; empty if nothing was to be pinned
+    # How much of the request's KV was pinned after its end (keeper.py). Empty: no pin was needed.
     kept: dict[str, Any] = field(default_factory=dict)
 
     def fail(self, error: TandemError) -> None:
@@ -92,7 +92,7 @@ class RequestRecord:
         }
 
     def _facts(self) -> dict[str, Any]:
-        """Returns the facts about the request, from its jobs.
+        """Collects the facts about the request from `jobs`.
 
         Pulled blocks and bytes, migrations and lost workers are sums over all jobs. The other facts
         are those of the first job.
@@ -110,6 +110,7 @@ class RequestRecord:
         )
         return {
             "placement": routed.reason if routed else "",
+            "placement_sentence": routed.sentence if routed else "",
             "decode_worker": routed.placement.decode.worker_id if routed else "",
             "prefill_worker": timings.prefill_worker_id,
             "transport": timings.transport,
@@ -168,9 +169,9 @@ class RequestLog:
     def find_choices(self, name: str, tenant: str | None = None) -> list[RequestRecord]:
         """Returns all requests of an HTTP body with several prompts.
 
-        `name` is the id of the body, whose requests have the ids `name`-0, `name`-1, ... It may
-        also be a client's own id, and then all requests with that id are returned. The list may be
-        empty.
+        `name` is the id of the body. Example: with `name` "abc", the requests of the body have the
+        ids abc-0, abc-1, and so on. `name` may also be an id that the client sent; then all
+        requests with this id are returned. The list may be empty.
         """
         request_id = _request_id(name)
         return [

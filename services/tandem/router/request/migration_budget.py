@@ -2,20 +2,20 @@
 
 Two limits apply:
 - One request fails when it has lost `LOSSES_MAX` workers.
-- All requests of a router together may migrate at most as many times in a minute as there were
-  requests in that minute. Example: with 100 requests in the last minute, the crash of a worker
-  with all of them causes 100 migrations, which are allowed. If they then crash the next worker, no
-  further migration is allowed.
+- The number of migrations in a minute is at most the number of requests in that minute, over all
+  requests of a router. Example: 100 requests run on one worker, which crashes. All 100 requests
+  may migrate to another worker. If they crash this worker too within a minute, no request migrates
+  again.
 Migrations away from a draining worker are not counted.
 """
 
 from collections import Counter
 from typing import Literal, get_args
 
-# A request fails when it loses this many workers, prefill and decode workers together. So it
-# migrates after at most two crashes.
+# A request fails at the crash of its third worker, prefill and decode workers together. After the
+# first and the second crash, the request migrates.
 LOSSES_MAX = 3
-MIGRATIONS_MIN = 10  # migrations that are allowed in a minute even with fewer requests
+MIGRATIONS_MIN = 10  # this many migrations a minute are always allowed
 _WINDOW_S = 60
 
 MigrationReason = Literal["crash", "drain"]
@@ -25,8 +25,8 @@ MIGRATION_REASONS: tuple[MigrationReason, ...] = get_args(MigrationReason)
 class MigrationBudget:
     """Counts migrations after crashes in the last minute, and limits them.
 
-    The limit is the number of requests that were open in that minute, at least `MIGRATIONS_MIN`.
-    Times are in seconds on one monotonic clock.
+    The limit is the number of requests that ran at any time in the last minute, or `MIGRATIONS_MIN`
+    if that is more. All times are in seconds on one monotonic clock.
     """
 
     def __init__(self) -> None:

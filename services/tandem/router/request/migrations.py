@@ -1,7 +1,8 @@
 """Decides whether a request may continue on another worker, or fails.
 
-The question arises if a worker refused the request, was lost, or drains. migration_budget.py limits
-the number of migrations. If the request may not continue, the error for the client is raised.
+This decision is needed when a worker has refused the request, was lost, or drains. The number of
+migrations is limited (migration_budget.py). If the request may not continue, the error for the
+client is raised.
 """
 
 import logging
@@ -31,6 +32,7 @@ from tandem.router.request.migration_budget import (
     MigrationReason,
 )
 from tandem.router.workers.events import EventLog
+from tandem.router.workers.recent_moves import RecentMoves
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +44,10 @@ REFUSALS = (QueueFull, NoWorkers, NeverFits, AdapterUnavailable)
 class Migrations:
     """Counts the migrations and lost workers of all requests of a router."""
 
-    def __init__(self, metrics: Metrics, events: EventLog) -> None:
+    def __init__(self, metrics: Metrics, events: EventLog, moves: RecentMoves) -> None:
         self._metrics = metrics
         self._events = events
+        self._moves = moves
         for reason in MIGRATION_REASONS:
             metrics.migrations.labels(reason=reason)  # export 0 before the first migration
         self.budget = MigrationBudget()
@@ -71,7 +74,7 @@ class Migrations:
 
     def note_loss(self, job: Job, error: WorkerLost) -> None:
         """Records the loss of the job's worker. Raises WorkerLost if the job may not migrate."""
-        # The request was accepted once, so the next worker must not refuse it as too late.
+        # A worker has accepted the request once, so the next worker must not refuse it as too late.
         job.routing.first_token_by = math.inf
         is_crash = not isinstance(error, WorkerLeft)
         if is_crash and (why_not := self._count_loss(job)):
@@ -84,6 +87,7 @@ class Migrations:
         """Records that the request migrates, or has migrated, from the worker `off`."""
         job.progress.num_migrations += 1
         self._metrics.flows.note_move(off, partial(_worker_of, job))
+        self._moves.note(off, time.monotonic())
         self._metrics.migrations.labels(reason=reason).inc()
         if (routed := job.routing.routed) is not None:
             how = "after a loss" if reason == "crash" else "off a worker that leaves"
@@ -112,8 +116,8 @@ class Migrations:
     def _count_loss(self, job: Job) -> str:
         """Counts a lost worker. Returns why the request may not migrate, or "" if it may."""
         progress = job.progress
-        # A decode worker also reports prefill workers that it lost (`workers_lost`), so the maximum
-        # may be reached already.
+        # `num_lost` may have reached the maximum already, because it also counts lost prefill
+        # workers, which the decode worker has reported (`workers_lost`).
         if progress.num_lost < LOSSES_MAX:
             progress.num_lost += 1
         if progress.num_lost == LOSSES_MAX:
@@ -140,9 +144,10 @@ def lost_for_good(job: Job, why: str) -> WorkerLost:
 def raise_if_refused(job: Job, adapter: Adapter | None, can_decode: Callable[[], bool]) -> None:
     """Raises the error for the client if no decode worker can be chosen because of refusals.
 
-    Returns if the job may wait for a usable decode worker. `can_decode` returns whether there is a
-    usable decode worker that has not refused the job. After NeverFits or AdapterUnavailable, a job
-    that a worker accepted before still waits, because a worker that can run the job may come back.
+    Returns normally if the job may wait for a usable decode worker. A job that a worker accepted
+    before always waits if workers refuse it with NeverFits or AdapterUnavailable, because a worker
+    that can run the job may come back. `can_decode` returns whether there is a usable decode worker
+    that has not refused the job.
     """
     routing = job.routing
     if routing.overloaded is not None:

@@ -1,8 +1,7 @@
-"""A checked generation request. The HTTP and gRPC APIs both convert their requests into it.
+"""The checked generation request, `ClientRequest`, which the HTTP and gRPC APIs both produce.
 
-A `ClientRequest` is valid when it is constructed, except for checks that need the model
-(`check_against`). Every error names the field and the allowed values. This module knows no wire
-format.
+The constructor makes all checks that do not need the model; `check_against` makes the others. Every
+error names the field and the allowed values. This module knows no wire format.
 """
 
 import math
@@ -26,8 +25,8 @@ from tandem.router.request.allowed import LENGTH_PENALTY_MAX, refusal
 from tandem.router.request.conversation import Conversation
 
 MESSAGES_MAX = 4096
-# A prompt with more than this many characters for each token of the context cannot fit, so it is
-# refused without tokenizing.
+# A prompt is refused without tokenizing if it has more characters than this number times the
+# context length. Example: at most 64 * 8,192 characters with a context of 8,192 tokens.
 CHARACTERS_PER_TOKEN_MAX = 64
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -36,8 +35,8 @@ _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 Prompt = str | tuple[int, ...] | Conversation
 _UNLIMITED = SamplingParams(max_tokens=None)
-# Sampling fields for which a model may have its own defaults. The fields are those of vLLM. As in
-# vLLM, a model's `do_sample` has no effect.
+# Sampling fields whose defaults are read from a model's generation_config.json, as in vLLM. Its
+# field `do_sample` has no effect, also as in vLLM.
 MODEL_DEFAULTS = frozenset(("temperature", "top_p", "top_k", "min_p", "repetition_penalty"))
 
 
@@ -46,32 +45,35 @@ class ClientRequest:
     prompt: Prompt
     model: str = ""  # "": the served model
     sampling: SamplingParams = _UNLIMITED
-    # sampling fields of MODEL_DEFAULTS that the client did not send
+    # Names of the fields in MODEL_DEFAULTS that the client did not send.
     omitted: frozenset[str] = frozenset()
-    # largest number of completion tokens if `sampling` sets none; None: the rest of the context
+    # Largest number of completion tokens if the client did not set max_tokens. None: as many as the
+    # context has after the prompt.
     default_max_tokens: int | None = None
-    # form that the completion must have, such as a JSON schema; None: any text
+    # The form that the completion must have, such as a JSON schema. None: any text.
     structured_output: StructuredOutput | None = None
     # True: the answer's text begins with the prompt, or with the chat's final assistant message
     echo: bool = False
     embed: bool = False  # True: the answer is the hidden state of the prompt's last token
     is_whole: bool = False  # True: the answer is sent only when it is complete
-    # True: the tokenizer adds special tokens such as bos to a text prompt
+    # True: the tokenizer adds special tokens, such as a bos token, to a text prompt.
     add_special_tokens: bool = True
-    # number of completions to generate, of which the best `n` are returned; None: `n`
+    # Number of completions to generate. The best `n` of these are returned. None: generate `n`.
     best_of: int | None = None
     use_beam_search: bool = False  # True: beam search with `n` beams
     length_penalty: float = 1.0  # exponent of the number of tokens in the score of a beam
-    retention: Retention = NO_RETENTION  # retention of the KV that the client requests
-    # the first messages of the chat if only their KV is to be pinned; None: that of all messages
+    retention: Retention = NO_RETENTION  # how long the client wants the request's KV to be kept
+    # The first messages of the chat, if only the KV of these is to be pinned. None: the KV of all
+    # messages is pinned.
     pinned_chat: Conversation | None = None
-    is_of_session: bool = False  # True: a header names the client's session
-    kv_budget: KvBudget | None = None  # None: each token sees all KV before it
+    is_of_session: bool = False  # True: the client sent a header with the name of its session
+    # Limit of the tokens whose KV is kept. None: the KV of all tokens is kept.
+    kv_budget: KvBudget | None = None
     tenant: str = ""  # "": no tenant
-    limits: Limits = NO_LIMITS  # limits of the API key
-    # workers that the endpoint picker chose when it routed the request to this router
+    limits: Limits = NO_LIMITS  # limits of the request's API key
+    # The workers that a Kubernetes endpoint picker has chosen for the request. None: no picker.
     hint: PlacementHint | None = None
-    client_id: str = ""  # the client's own id of the request; not unique
+    client_id: str = ""  # id that the client sent with the request; not unique
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
@@ -110,10 +112,7 @@ class ClientRequest:
             )
 
     def _is_not_for_beams(self) -> str:
-        """Returns the name of a field that beam search does not support and the client has set.
-
-        Returns "" if there is no such field.
-        """
+        """Returns a set field that beam search does not support; "" if there is none."""
         sampling = self.sampling
         chat = self.prompt
         form = self.structured_output
@@ -152,24 +151,29 @@ class ClientRequest:
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """Number of prompt log probabilities in the answer for each position of the prompt. The
-        number is summed over all choices."""
+        """Number of log probabilities in the answer for each prompt token, over all choices.
+
+        Example: `n` = 2 and prompt_logprobs 5 give 2 * (1 + 5) = 12.
+        """
         number = self.sampling.prompt_logprobs
         return 0 if number is None else self.sampling.n * (1 + number)
 
     @property
     def num_logprobs_kept(self) -> int:
-        """Number of log probabilities that the router keeps in memory for each token position.
+        """Number of log probabilities that the router keeps in memory for each position.
 
-        The number is summed over all completions. It is 0 if tokens are sent as they arrive.
+        Example: 3 completions with logprobs 5 give 3 * (1 + 5) = 18. The result is 0 if tokens are
+        sent to the client as they arrive.
         """
         number = self.sampling.logprobs
         is_kept = self.is_whole or self.num_sequences > self.sampling.n
         return 0 if number is None or not is_kept else self.num_sequences * (1 + number)
 
     def check_against(self, *, vocab_size: int, max_model_len: int) -> None:
-        """Makes the checks that need the model but no tokenizer: of token ids that the client sent,
-        and of limits. Raises BadRequest."""
+        """Makes the checks that need the model's sizes but no tokenizer. Raises BadRequest.
+
+        The checks concern token ids that the client sent, and lengths.
+        """
         check_token_ids("stop_token_ids", self.sampling.stop_token_ids or (), vocab_size)
         check_token_ids("logit_bias", self.sampling.logit_bias or (), vocab_size)
         if isinstance(self.prompt, tuple):
@@ -186,7 +190,7 @@ class ClientRequest:
             )
 
     def prompt_tokens_max(self, max_model_len: int) -> int | None:
-        """Returns the number of the prompt's last tokens to keep; None means all."""
+        """Returns to how many of its last tokens the prompt is truncated; None: it is not."""
         if self.sampling.truncate_prompt_tokens != -1:
             return self.sampling.truncate_prompt_tokens
         return max(1, max_model_len - max(1, self.sampling.max_tokens or 1))
@@ -196,10 +200,10 @@ class ClientRequest:
     ) -> int:
         """Returns the largest number of completion tokens.
 
-        That is the client's max_tokens. Without max_tokens, the result is as large as the context,
-        a KV pool of `pool_tokens`, the API key and `default_max_tokens` allow. Raises
+        If the client set max_tokens, the result is max_tokens. Otherwise the result is as large as
+        the context, a KV pool of `pool_tokens`, the API key and `default_max_tokens` allow. Raises
         ContextTooLong if prompt and completion do not fit into the context, and OverKeyLimit if the
-        API key allows less than max_tokens.
+        API key allows fewer than max_tokens.
         """
         left = max_model_len - num_prompt_tokens
         if num_prompt_tokens < 1:
@@ -294,8 +298,8 @@ class ClientRequest:
     def wishes(self) -> Retention:
         """The retention of the request's KV: the client's wishes within the limits of its API key.
 
-        `returns` (the prompt will probably be sent again) is True if the client requests it or a
-        pin, names a session, sends tools, or sends an earlier answer.
+        The field `returns` says that the prompt will probably be sent again. It is True if the
+        client says so, requests a pin, names a session, sends tools, or sends an earlier answer.
         """
         retention = self.retention
         chat = self.prompt
@@ -359,7 +363,7 @@ def num_characters(prompt: Prompt) -> int:
 
 
 def _context(max_model_len: int) -> str:
-    # Clients search the message for this text, which is OpenAI's, and then shorten the prompt.
+    # This is the text of OpenAI's message. Some clients search for it, and then shorten the prompt.
     return f"This model's maximum context length is {max_model_len} tokens"
 
 

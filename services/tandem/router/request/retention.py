@@ -13,10 +13,10 @@ from tandem.common.retention import PRIORITY_DEFAULT, PRIORITY_MAX, PRIORITY_MIN
 from tandem.errors import BadRequest
 from tandem.router.request.allowed import KEY_CHARACTERS_MAX, refusal
 
-# OpenAI's retentions: KV stays for at least 5 minutes of inactivity, or for a day. Some OpenAI
-# clients write the first one with a hyphen.
+# Values of OpenAI's prompt_cache_retention -> seconds for which the KV is pinned. Some clients of
+# OpenAI write "in_memory" with a hyphen.
 RETENTIONS_S = {"in_memory": 300.0, "in-memory": 300.0, "24h": 86_400.0}
-TTLS_S = {"5m": 300.0, "1h": 3600.0}  # Anthropic's values
+TTLS_S = {"5m": 300.0, "1h": 3600.0}  # values of Anthropic's cache_control -> seconds of a pin
 SESSION_HEADERS = ("x-session-id", "x-correlation-id")
 _SESSION_CHARACTERS_MAX = 256
 

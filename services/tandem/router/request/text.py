@@ -19,19 +19,19 @@ from tandem.router.request.prompt.formats import answer_parser
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New text of a completion, and the tokens from which it was made.
+    """New text of a completion, and the tokens from which the text was made.
 
-    If a stop string ended the text, the tokens after it are left out.
+    If a stop string ended the text, the tokens after the stop string are left out.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: str
-    # the stop string or the client's stop token that ended the text
+    # The client's stop string or stop token id that ended the text. None: neither ended it.
     stop_reason: str | int | None = None
     reasoning: str = ""
     tool_calls: tuple[CallDelta, ...] = ()
-    num_reasoning: int = 0  # number of reasoning tokens so far, including the reasoning tags
+    num_reasoning: int = 0  # number of reasoning tokens since the start, including the tags' tokens
 
 
 class TextStream:
@@ -49,10 +49,12 @@ class TextStream:
         min_tokens: int = 0,
         prompt_text: str = "",
     ) -> None:
-        """`parser` splits the text; None: all text is content. `prompt_text` precedes the text.
+        """Creates the stream of one completion.
 
-        `shows_stop`: the text includes the stop string or token. The text of the first `min_tokens`
-        tokens is not searched for stop strings.
+        - `parser` splits the text. None: all text is content.
+        - `shows_stop` is True if the text includes the stop string or stop token that ended it.
+        - `min_tokens` is the number of first tokens that are not searched for stop strings.
+        - `prompt_text` is put before the completion's text.
         """
         # The parser needs the text of the special tokens that separate content, reasoning and
         # calls, even with `skip_special_tokens`.
@@ -67,15 +69,16 @@ class TextStream:
         self._num_unstopped = min_tokens
         self._prompt_text = prompt_text
         self._num_reasoning = 0
-        # number of the last tokens that may turn out to begin reasoning
+        # Number of last tokens that may be the beginning of a tag that opens reasoning. They count
+        # as reasoning tokens only if the tag is completed.
         self._num_undecided = 0
 
     def push(self, token_ids: list[int], finish_reason: str) -> Piece:
         """Takes new tokens and returns the new text.
 
-        With a `finish_reason`, all text that was held back is returned, too. A last token that
-        ended the sequence with "stop" (an end-of-sequence token or one of the client's stop ids) is
-        in the piece's `token_ids`. It is in the text only with `shows_stop`.
+        With a `finish_reason`, all text that was held back is returned, too. If the last token
+        ended the completion (an end-of-sequence token or one of the client's stop ids), this token
+        is in the piece's `token_ids`, but in the text only with `shows_stop`.
         """
         piece = self._parsed(token_ids, finish_reason)
         if self._prompt_text:
@@ -121,7 +124,7 @@ class TextStream:
             text = self._detokenizer.push(shown)
             return Piece(text + self._rest(finish_reason), token_ids, finish_reason, ended_by)
         texts = []
-        # Push tokens one by one, to know which one completed a stop string.
+        # Push the tokens one by one, to know which token completes a stop string.
         for index, token_id in enumerate(shown):
             if self._num_unstopped > 0:
                 self._num_unstopped -= 1
@@ -140,9 +143,9 @@ class TextStream:
         return Piece("".join(texts), token_ids, finish_reason, ended_by)
 
     def _rest(self, finish_reason: str) -> str:
-        """Returns the text that the detokenizer holds back, if the completion ends here.
+        """Returns the text that the detokenizer has held back, if the completion ends here.
 
-        A last character whose bytes are incomplete is left out.
+        If the bytes of the last character are incomplete, this character is left out.
         """
         return self._detokenizer.flush().rstrip("\ufffd") if finish_reason else ""
 

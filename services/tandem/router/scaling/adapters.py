@@ -4,11 +4,12 @@ Change    What the workers do
 load      every worker reads the folder; workers that can use the adapter serve it under its name
 unload    every worker stops serving the name
 
-The workers' records list the names that they serve. After a change, the router waits until it reads
-records that contain the change.
+Each worker's record lists the names of the adapters that the worker serves. After a change, the
+router waits until the records that it reads contain the change.
 
-A worker that cannot use the folder at first may load the adapter later. This happens if a request
-on that worker needs the adapter and the files in the folder have the adapter's digest by then.
+A worker that could not use the folder may still load the adapter later: when a request on that
+worker needs the adapter, the worker tries again. The files in the folder must have the adapter's
+digest by then.
 """
 
 import asyncio
@@ -33,9 +34,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoaded:
-    """An adapter that is served now.
+    """The result of loading an adapter.
 
-    `refused` maps each worker that could not use the adapter's folder to the reason.
+    `refused` maps the id of each worker that could not use the adapter's folder to the reason.
     """
 
     adapter: Adapter
@@ -146,7 +147,7 @@ class AdapterControl:
         return records
 
     async def _see(self, name: str, adapter: Adapter | None) -> None:
-        """Waits until this router sees the change in the workers' records."""
+        """Waits until the workers' records list `adapter` under `name`; None: under no name."""
         try:
             async with asyncio.timeout(SEEN_DEADLINE_S):
                 while self._view.adapters().get(name) != adapter:

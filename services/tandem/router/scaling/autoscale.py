@@ -1,15 +1,15 @@
 """Runs the autoscaler in a router: adds the demand of all routers and requests pool sizes.
 
 Redis key                    Type and value
-{tandem:CLUSTER}:demand      HASH, router -> msgpack (time, requests held, Demand)
-{tandem:CLUSTER}:autoscaler  STRING, the leader; expires after a few intervals without renewal
-{tandem:CLUSTER}:autoscale   STRING, JSON of the last decisions; expires after the same time
+{tandem:CLUSTER}:demand      HASH, router -> MessagePack of (time, requests held, Demand)
+{tandem:CLUSTER}:autoscaler  STRING, name of the leader; expires if the leader does not renew it
+{tandem:CLUSTER}:autoscale   STRING, JSON of the last decisions; expires like the leader's name
 
-Every router writes its own demand. One router is the leader: it runs the policy
-(`autoscaler/policy.py`) and requests the sizes from the program that owns them (`size_owner.py`),
-as `tandem scale` does. If an HPA or KEDA owns the sizes, it reads the metric
-`tandem_desired_workers`, which every router exports. While Redis does not answer, sizes do not
-change.
+Every router writes its own demand. One router is the leader. The leader runs the policy
+(`autoscaler/policy.py`) and requests the sizes from the program that owns the sizes
+(`size_owner.py`), as `tandem scale` does. If an HPA or KEDA owns the sizes, it reads the decided
+sizes from the metric `tandem_desired_workers` of any router. While Redis does not answer, sizes do
+not change.
 """
 
 import asyncio
@@ -36,13 +36,19 @@ from tandem.router.workers.cluster_view import ClusterView
 
 log = logging.getLogger(__name__)
 
-_DemandRecord = tuple[float, int, Demand]  # (Unix seconds, requests held, counters) of one router
-_WAKE_POLL_S = 0.2  # interval of checks for requests that wait for an empty pool
-_LEASE_INTERVALS = 3  # intervals without renewal after which another router becomes the leader
-_GONE_AFTER_S = 600.0  # counters that a router wrote longer ago are dropped
+# One router's (time of writing in seconds since 1970, number of requests that the router holds
+# because a pool is empty, demand counters).
+_DemandRecord = tuple[float, int, Demand]
+# While the decode pool has no workers, the router looks for held requests this often (seconds).
+_WAKE_POLL_S = 0.2
+# Another router becomes the leader if the leader does not renew its lease for this many intervals
+# of the autoscaler.
+_LEASE_INTERVALS = 3
+_GONE_AFTER_S = 600.0  # the demand of a router that has not written it for this long is dropped
 
-# Makes this router the leader if there is none, and renews its lease if it is the leader.
-# KEYS: 1 the key of the leader's name. ARGV: 1 this router's name, 2 time to live in ms.
+# Makes this router the leader if there is no leader. If this router is the leader already, its
+# lease is renewed.
+# KEYS: 1 the key of the leader's name. ARGV: 1 this router's name, 2 length of the lease in ms.
 # Returns 1 if this router is the leader, else 0.
 _LEAD = """
 if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return 1 end
@@ -70,18 +76,18 @@ class AutoscaleLoop:
         self._config = config
         self._view = view
         self._num_held = num_held
-        self._name = f"{config.router_id}/{secrets.token_hex(4)}"  # unique for this process
+        self._name = f"{config.router_id}/{secrets.token_hex(4)}"  # name of this router's process
         prefix = f"{{tandem:{config.cluster.cluster_id}}}"
         self._demand_key = f"{prefix}:demand"
         self._decisions_key = f"{prefix}:autoscale"
         self._leader_key = f"{prefix}:autoscaler"
         self._lead = Script(_LEAD)
-        self._policy: Autoscaler | None = None  # set while this router is the leader
-        self._last: dict[str, Demand] = {}  # router's name -> counters that were last read
+        self._policy: Autoscaler | None = None  # None: this router is not the leader
+        self._last: dict[str, Demand] = {}  # name of a router -> its counters at the last reading
         self._total = Demand()
 
     async def run(self) -> None:
-        """Runs until cancelled. The caller must not call it if autoscaling is off."""
+        """Runs until cancelled. Must not be called if autoscaling is off."""
         interval_s = self._config.autoscale.interval_s
         while True:
             try:
@@ -93,14 +99,14 @@ class AutoscaleLoop:
             except TandemError as error:
                 log.warning("pool sizes are not asked for: %s", error.message)
             except Exception:
-                # The cause is a bug, or data from a router of another version. The sizes stay, and
-                # requests continue.
+                # The cause is a bug, or data from a router of another version. The pools keep their
+                # sizes, and requests are served.
                 self._policy = None
                 log.exception("autoscaling broke")
             await asyncio.sleep(interval_s)
 
     async def _pause(self) -> None:
-        """Waits for an interval. Returns earlier if a request waits for an empty decode pool."""
+        """Waits for an interval, or until a request arrives while the decode pool is empty."""
         ends_at = time.monotonic() + self._config.autoscale.interval_s
         while (left_s := ends_at - time.monotonic()) > 0:
             await asyncio.sleep(min(left_s, _WAKE_POLL_S))
@@ -114,7 +120,7 @@ class AutoscaleLoop:
     async def _is_awaited(self) -> bool:
         """Returns whether a request is held because a pool is empty.
 
-        The leader considers the requests of all routers, another router only its own.
+        The leader considers the requests of all routers. Another router considers only its own.
         """
         if self._num_held():
             return True
@@ -128,8 +134,7 @@ class AutoscaleLoop:
         mine = msgspec.msgpack.encode((time.time(), self._num_held(), self._meter.demand()))
         await redis.hset(self._demand_key, self._name, mine)
         keep_ms = round(_LEASE_INTERVALS * config.interval_s * 1000)
-        # Only routers become the leader. Endpoint pickers, HTTP fronts and gRPC replicas run this
-        # loop only to write their demand.
+        # Endpoint pickers, HTTP fronts and gRPC replicas write their demand, but cannot be leader.
         may_lead = self._config.gateway.is_router and self._config.api != "grpc"
         lead = may_lead and await self._lead(redis, [self._leader_key], self._name, keep_ms)
         if not lead:
@@ -138,7 +143,7 @@ class AutoscaleLoop:
             self._view.decisions = msgspec.json.decode(encoded or b"[]", type=list[ScalingDecision])
             return
         num_held = await self._sum_demand()
-        owned: dict[str, int] = {}  # the pools whose sizes can be read and set
+        owned: dict[str, int] = {}  # pool -> size, of the pools whose sizes this router can set
         try:
             owned = await self._owner.sizes()
         except TandemError as error:
@@ -146,8 +151,8 @@ class AutoscaleLoop:
         self._view.decisions = decisions = self._decide(num_held, owned)
         await redis.set(self._decisions_key, msgspec.json.encode(decisions), px=keep_ms)
         changes: dict[str, int] = {
-            # The owner's size changes by as many workers as the decision. `d.to` itself cannot be
-            # used, because it also counts workers that were moved from the other pool.
+            # Example: the owner's size of the decode pool is 3, and 1 worker was moved there from
+            # the prefill pool, so `d.size` is 4. To reach 6 workers, the owner's size becomes 5.
             d.role: max(0, owned[d.role] + d.to - d.size)
             for d in decisions
             if d.to != d.size and d.role in owned
@@ -180,7 +185,7 @@ class AutoscaleLoop:
             name = field.decode(errors="replace") if isinstance(field, bytes) else field
             num_held += holds if now - written_at < 3 * self._config.autoscale.interval_s else 0
             seen[name] = demand
-            if not is_first:  # at its first call, a new leader only notes the counters
+            if not is_first:  # a new leader does not know yet how much the counters have grown
                 self._total = self._total.plus(demand.since(self._last.get(name, Demand())))
         self._last = seen
         return num_held
@@ -208,10 +213,10 @@ class AutoscaleLoop:
     def _size(self, role: str, owned: dict[str, int]) -> int:
         """Returns the current size of a pool for the policy.
 
-        If an owner of the size is known, this is the owner's size plus the workers that were moved
-        into the pool, minus those that were moved out. Otherwise it is the last decided size. The
-        number of running workers is not used, because it follows a decision only later. Until then,
-        the policy would request the same change again.
+        If the owner of the size is known, the result is the owner's size, plus the workers that
+        were moved into the pool from the other pool, minus those that were moved out. Otherwise the
+        result is the last decided size. The number of running workers would be wrong: new workers
+        take time to start, and meanwhile the policy would request them again.
         """
         records = [w.record for w in self._view.known()]
         if role not in owned:

@@ -2,8 +2,8 @@
 
     change by 127.0.0.1:40312 over HTTP: sizes, before decode=1 prefill=1, after decode=2 prefill=1
     change by autoscaler of router-0: sizes, before decode=1, after decode=9: refused: ...
-The first line is an accepted change, and the second line is a refused change. Each change is also
-added to the cluster's audit trail.
+The first change was accepted, and the second change was refused. Each change is also added to the
+cluster's audit trail.
 """
 
 import logging
@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 
 _LINE = "change by %s: %s, before %s, after %s"
 _REFUSED = f"{_LINE}: refused: %s"
-_TEXT_MAX = 200  # longest logged name, size list or reason, in characters
+_TEXT_MAX = 200  # names, lists of sizes and reasons are logged with at most this many characters
 
 
 @dataclass(slots=True)
 class Change:
-    """A requested change. The caller sets `before` and `after` as soon as it knows the values."""
+    """A requested change. The caller sets `before` and `after` when the values become known."""
 
     before: str = "unknown"
     after: str = "unknown"
@@ -32,7 +32,10 @@ class Change:
 
 @contextmanager
 def logged_change(trail: AuditTrail, who: Caller, what: str) -> Iterator[Change]:
-    """Logs the change when the `with` block ends, as refused if the block raises a TandemError."""
+    """Logs the change when the `with` block ends.
+
+    The change is logged as refused if the block raises a TandemError.
+    """
     change = Change()
     try:
         yield change

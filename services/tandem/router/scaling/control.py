@@ -38,7 +38,7 @@ class RoleSet(msgspec.Struct, frozen=True):
     worker_id: str
     role: str
     took_s: float  # seconds that the worker needed to change its role
-    seen_s: float  # seconds from the request until this router's placement used the new role
+    seen_s: float  # seconds from the call of `set_role` until this router saw the new role
 
 
 class ClusterControl:
@@ -71,8 +71,8 @@ class ClusterControl:
     async def set_role(self, worker_id: str, role: str = "", *, who: Caller) -> RoleSet:
         """Moves a worker to the pool `role`, or to the other pool if `role` is empty.
 
-        Waits up to `SEEN_DEADLINE_S` until this router's view has the new role. Raises NotNow for
-        the last decode worker, because no worker could answer requests without it.
+        Waits up to `SEEN_DEADLINE_S` seconds until this router's view has the new role. Raises
+        NotNow for the last decode worker, because without it no worker could answer requests.
         """
         started = time.monotonic()
         with logged_change(self._trail, who, f"role of {worker_id}") as change:
@@ -151,7 +151,8 @@ class ClusterControl:
     async def call(self, record: WorkerRecord, method: str, request: Any) -> Any:
         """Calls the gRPC method `method` of a worker and returns the reply.
 
-        Raises NotNow if the worker cannot do it now, and WorkerLost after any other failure.
+        Raises NotNow if the worker refuses the call at present, and WorkerLost after any other
+        failure.
         """
         async with self.view.calls.open(record.address) as channel:
             stub = WorkerStub(channel)  # type: ignore[no-untyped-call]
@@ -178,10 +179,10 @@ class ClusterControl:
     async def _departure(
         self, record: WorkerRecord, way_out: str = "", *, force: bool = False
     ) -> AsyncIterator[None]:
-        """Claims a decode worker (`departures.py`) before the `with` block moves or drains it.
+        """Claims a decode worker (`departures.py`), which the `with` block then moves or drains.
 
-        The claim ends at once if the `with` block raises. Raises NotNow if no decode worker would
-        be left, unless `force` is set. `way_out` is appended to the message of NotNow.
+        If the `with` block raises, the claim ends at once. Raises NotNow if no decode worker would
+        be left, unless `force` is True. `way_out` is advice for the message of NotNow.
         """
         own = frozenset({record.epoch})
         try:

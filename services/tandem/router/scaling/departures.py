@@ -4,10 +4,10 @@
 UNTIL_MS is the time when the claim ends, by the clock of the Redis server. WHO is the router's
 random name.
 
-Claims keep two simultaneous calls from removing the last two decode workers. For example, A and B
+Claims prevent two simultaneous calls from removing the last two decode workers. Example: A and B
 are the only decode workers. Without claims, one call drains A, because B remains. Another call
-drains B, because A seems usable until the routers read its new state. With claims, each call first
-claims its worker and does not count workers that were claimed before.
+drains B, because the other router does not know yet that A drains. With claims, the first call
+claims A. The second call claims B, finds that A is claimed, and is refused.
 
 While Redis does not answer, a router knows only its own claims.
 """
@@ -19,7 +19,8 @@ from contextlib import suppress
 from tandem.net.store.client import UNREACHABLE, Client
 from tandem.net.store.script import Script
 
-CLAIM_S = 3.0  # seconds that a claim lasts; by then, all routers see that the worker leaves
+# Seconds that a claim lasts. Within this time, all routers learn that the claimed worker leaves.
+CLAIM_S = 3.0
 
 # KEYS: 1 the hash of claims. ARGV: 1 the worker's epoch, 2 the claiming router, 3 ms to live.
 # Returns the epochs of the workers that other routers have claimed.
@@ -49,7 +50,8 @@ class Departures:
         self._redis = redis
         self._key = f"{{tandem:{cluster_id}}}:departures"
         self._who = uuid.uuid4().hex
-        self._until: dict[str, float] = {}  # own claims: epoch -> end of the claim
+        # Claims of this router: epoch of the worker -> end of the claim, in monotonic seconds.
+        self._until: dict[str, float] = {}
 
     async def claim(self, epoch: str) -> frozenset[str]:
         """Claims a worker. Returns the epochs of other workers that are already claimed."""
@@ -65,14 +67,14 @@ class Departures:
         return frozenset(others)
 
     def forget(self, epoch: str) -> None:
-        """Drops this router's own record of a claim, because its view has the worker's new state.
+        """Forgets a claim in this router, whose view shows by now that the worker has left.
 
-        The claim stays in Redis, because other routers may not see the new state yet.
+        The claim stays in Redis, because other routers may not see that yet.
         """
         self._until.pop(epoch, None)
 
     async def give_up(self, epoch: str) -> None:
-        """Ends a claim for all routers, because the worker stays in the pool or is back in it."""
+        """Ends a claim for all routers. The caller knows that the worker is still in its pool."""
         self.forget(epoch)
         with suppress(*UNREACHABLE):
             await self._redis.hdel(self._key, epoch)

@@ -1,9 +1,9 @@
 """Requests pool sizes from the program that owns the sizes.
 
 Owner                   When                How the router requests a size
-a pool controller       Ray, `tandem up`    through the controller's list in Redis
-Kubernetes' API server  `--scale-objects`   through the scale of each pool's object
-an HPA, KEDA, a person  otherwise           not at all: the owner reads the size from the metrics
+a pool controller       Ray, `tandem up`    writes the sizes to the controller's list in Redis
+Kubernetes' API server  `--scale-objects`   patches the scale of each pool's object
+an HPA, KEDA, a person  otherwise           not at all; the owner reads the router's metrics
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _KUBERNETES_KEPT_S = 2.0
 _KUBERNETES_WATCH_S = 10.0
 _CONTROLLER_START_S = 3.0
 _HEAD_START_S = 60.0
-_BEFORE_DEADLINE_S = 1.0  # longest time to read the old sizes, which only the log needs
+# Seconds to wait for the sizes before a change. Only the log shows these sizes, so the change does
+# not wait longer.
+_BEFORE_DEADLINE_S = 1.0
 
 
 class SizeOwner:
@@ -131,7 +133,7 @@ class SizeOwner:
     async def _request_from_controller(self, sizes: dict[str, int]) -> bool:
         """Requests sizes from the pool controller; returns False if there is no controller.
 
-        The request is repeated while Ray's head starts, and for a few seconds more, because a
+        The request is repeated for up to a minute while Ray's head starts, and otherwise for 3 s: a
         controller that has just started needs a moment to write its pools to Redis.
         """
         now = asyncio.get_running_loop().time

@@ -23,13 +23,15 @@ class Attempt:
     ) -> None:
         """`tokens_left` is the largest number of tokens that the worker may still send.
 
-        The worker's updates for this attempt have the attempt number `number`.
+        `number` is the attempt's number among the submissions of the request. The worker's updates
+        for this attempt contain the number.
         """
         self.worker_id = worker_id
         self.failure: TandemError | None = None
-        self.is_finished = False  # True: the finish reason "stop" or "length" has arrived
-        self.is_draining = False  # True: the worker drains; its running sequences continue
-        self.num_lost = 0  # number of lost prefill workers that the worker last reported
+        self.is_finished = False  # True: the worker has sent the finish reason "stop" or "length"
+        self.is_draining = False  # True: the worker drains; the running sequences continue there
+        # Number of prefill workers lost during this attempt, as last reported by the decode worker.
+        self.num_lost = 0
         self._number = number
         self._tokens_left = tokens_left
         self._on_close = on_close
@@ -61,7 +63,7 @@ class Attempt:
     async def news_or_end_of(self, other: Attempt) -> None:
         """Waits until this attempt has a token or is over, or until `other` is over.
 
-        The updates stay in the buffer.
+        The updates stay in the buffer, so the next call of `updates` returns them.
         """
         waits = [
             asyncio.create_task(self._until(lambda: self._has_answer or self.is_over)),

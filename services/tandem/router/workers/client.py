@@ -51,16 +51,16 @@ class WorkerClient:
     ) -> None:
         """`on_change` is called when the stream goes up or down, and when the worker drains.
 
-        `on_load` is called when the reported load or the work sent since the report changes.
+        `on_load` is called when the worker reports its load, and when a request is submitted.
         """
         self.worker_id = worker_id
         self.address = address
         self.is_up = False
         self.is_draining = False
-        self.why_down = ""  # reason for the end of the stream or of the last attempt to open one
+        self.why_down = ""  # why the last stream ended or could not be opened; "": none has failed
         self.load: WorkerLoad | None = None
-        # Prefill work of each submission that the worker's reported load does not include yet. The
-        # report says how many submissions its load includes.
+        # Prefill work of the submissions that are not part of the worker's last reported load yet.
+        # With each load, the worker reports how many submissions the load includes.
         self.unreported: deque[Prefill] = deque()
         self._num_reported = 0
         self._calls = calls
@@ -69,7 +69,7 @@ class WorkerClient:
         self._attempts: dict[str, Attempt] = {}
         self._commands: deque[pb.DecodeCommand] = deque()
         self._command_waits = asyncio.Event()
-        self._stub: pb_grpc.WorkerStub | None = None  # set while the stream is up
+        self._stub: pb_grpc.WorkerStub | None = None  # None: the stream is down
         self._heard_at = 0.0  # monotonic seconds of the last message from the worker
         self._task = asyncio.create_task(self._run(), name=f"decode-stream-{worker_id}")
 
@@ -78,7 +78,7 @@ class WorkerClient:
         return len(self._attempts)
 
     def submit(self, message: pb.SubmitSequence, *, prefill: Prefill) -> Attempt:
-        """Submits a sequence. `prefill` is the prefill work that the worker itself will do.
+        """Submits a sequence. `prefill` is the prefill work that the decode worker itself will do.
 
         Raises WorkerLost at once if the stream is down.
         """
@@ -105,7 +105,8 @@ class WorkerClient:
     def return_waiting(self, count: int) -> None:
         """Makes the worker return up to `count` waiting sequences.
 
-        The attempts of returned sequences fail with the error Returned, so they are placed again.
+        The attempts of the returned sequences fail with the error Returned. The dispatcher then
+        places these sequences again.
         """
         if self.is_up:
             returned = pb.ReturnWaiting(count=count)
@@ -180,7 +181,7 @@ class WorkerClient:
             if self.is_draining:
                 self._go_down("it has left", WorkerLeft)
         finally:
-            # This comes first, so that no attempt is added during the clean-up.
+            # Mark the stream as down first, so that no request is submitted during the clean-up.
             self._go_down("its stream broke")
             writer.cancel()
             call.cancel()
@@ -194,7 +195,7 @@ class WorkerClient:
                 self._command_waits.clear()
                 await self._command_waits.wait()
         except Exception as error:
-            # `_serve` reads from the same call. It then also gets an error, and cleans up.
+            # `_serve` reads from the same call, so it also gets an error, and cleans up.
             log.debug("writing to worker %s ended: %r", self.worker_id, error)
             call.cancel()
 

@@ -40,7 +40,8 @@ from tandem.router.workers.loading import LoadingNow, LoadingWorkers
 from tandem.router.workers.pool_watch import PoolWatch
 from tandem.router.workers.pools import read_control
 from tandem.router.workers.problem_watch import ProblemWatch
-from tandem.router.workers.rows import Gone, Seen, worker_rows
+from tandem.router.workers.recent_moves import RecentMoves
+from tandem.router.workers.rows import Gone, Seen, effect_on_requests, worker_rows
 from tandem.router.workers.troubles import clock_of_router
 
 log = logging.getLogger(__name__)
@@ -62,10 +63,11 @@ class ClusterView:
     cluster: ClusterConfig
     redis: Client
     tls_dir: str = ""
-    # Empty until this router has loaded the model. Until then, no worker is compatible.
+    # Identifies the model that this router has loaded. Only workers with the same fingerprint are
+    # compatible. "": the model is not loaded yet, so no worker is compatible.
     model_fingerprint: str = ""
     redis_state: Literal["unknown", "ok", "lost"] = "unknown"
-    pools_json: bytes | None = None  # state of the pools, as written by the pool controller
+    pools_json: bytes | None = None  # JSON of the pools in Redis; None: no pool controller
     pool_watch: PoolWatch = field(default_factory=PoolWatch)
     decisions: list[ScalingDecision] = field(
         default_factory=list
@@ -74,22 +76,26 @@ class ClusterView:
     _listeners: list[Callable[[], None]] = field(default_factory=list)
     _workers: dict[str, KnownWorker] = field(default_factory=dict)
     _roster: Roster = field(default_factory=Roster)
-    _shares: Shares = field(default_factory=Shares)  # recent prefill work by worker
+    _shares: Shares = field(default_factory=Shares)  # recent prefill work of each worker
     _made_at: float = field(default_factory=time.monotonic)
-    _stale: set[str] = field(default_factory=set)  # ids of workers with an outdated snapshot
-    _problems_noted_at: float = 0.0  # monotonic seconds of the last check for problems
-    _read_at: float = 0.0  # monotonic seconds of the last read of the records
+    # Ids of the workers whose snapshot in `_roster` is outdated.
+    _stale: set[str] = field(default_factory=set)
+    _problems_noted_at: float = 0.0  # monotonic time of the last check for problems
+    _read_at: float = 0.0  # monotonic time at which the workers' records were last read from Redis
     _leaving: list[WorkerClient] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _adapters: dict[str, Adapter] = field(default_factory=dict)
-    gone: dict[str, Gone] = field(default_factory=dict)  # recently gone workers, until they return
+    # Workers that have left or were lost recently, by id. A worker that returns is removed here.
+    gone: dict[str, Gone] = field(default_factory=dict)
     _loading: LoadingWorkers = field(default_factory=LoadingWorkers)
     events: EventLog = field(init=False)
     control: ControlWatch = field(default_factory=ControlWatch)
+    moves: RecentMoves = field(default_factory=RecentMoves)
     problems: ProblemWatch = field(init=False)
     _silences: Silences = field(init=False)
     _data_set: bytes = b""
-    # Monotonic seconds. Before this time, Redis may not have all records yet.
+    # Monotonic time. Until then a missing record proves nothing, because workers may not have
+    # written their records yet: Redis was away or emptied, or this process was paused.
     _trusted_from: float = 0.0
 
     def __post_init__(self) -> None:
@@ -119,7 +125,7 @@ class ClusterView:
             await asyncio.gather(*(c.close() for c in clients))
 
     def roster(self) -> Roster:
-        """Returns the current snapshots of all workers. Only outdated snapshots are made again."""
+        """Returns the current snapshots of all workers. Only outdated snapshots are replaced."""
         now_s = time.monotonic() - self._made_at
         if self._shares.rebase(now_s):
             self._roster = Roster()
@@ -190,6 +196,11 @@ class ClusterView:
             found["clock"] = f"this router's clock is {abs(ahead_s):.0f} s {way} the workers'"
         return found
 
+    def effect_on_requests(self, reason: str) -> str:
+        """Returns a sentence on what the current problems mean for requests. `reason` says why none
+        can be served, or is ""."""
+        return effect_on_requests(reason, self.moves.text(time.monotonic()))
+
     def _note_problems(self) -> None:
         if (now := time.monotonic()) - self._problems_noted_at < _NOTE_INTERVAL_S:
             return
@@ -204,9 +215,10 @@ class ClusterView:
         return worker.client if worker else None
 
     def note_prefill(self, worker_id: str, prefill: Prefill) -> float:
-        """Adds sent work to a prefill worker's load until the worker's record includes the work.
+        """Adds the work of a sent prompt to a prefill worker's load.
 
-        Returns the current time in monotonic seconds, which `note_prefilled` needs.
+        The work is removed when the load in the worker's record includes the work. Returns the
+        current monotonic time in seconds, which `note_prefilled` needs.
         """
         now = time.monotonic()
         if worker := self._workers.get(worker_id):
@@ -217,7 +229,7 @@ class ClusterView:
     def note_prefilled(
         self, worker_id: str, prefill: Prefill, sent_at: float, *, by_it: bool
     ) -> None:
-        """Records that work sent to a prefill worker at `sent_at` no longer waits there.
+        """Records that a prompt sent to a prefill worker at `sent_at` no longer waits there.
 
         `by_it` is True if this worker computed the prompt, and False if another worker did.
         """
@@ -227,7 +239,7 @@ class ClusterView:
             self._notify_listeners()
 
     def note_share(self, worker_id: str, prefill_s: float) -> None:
-        """Counts a prompt towards the worker's share of recent prefill work (`shares.py`).
+        """Adds a prompt to the worker's recent prefill work (`shares.py`).
 
         `prefill_s` is the predicted duration of the prompt's prefill in seconds.
         """
@@ -316,7 +328,7 @@ class ClusterView:
             self._trusted_from = now + self.cluster.record_ttl_s
         elif now - self._read_at > self.cluster.record_ttl_s - self.cluster.record_interval_s:
             # The host was suspended or this process was paused. The workers may have been paused,
-            # too, so their missing records do not count yet.
+            # too. So they get time to write their records again, and are not removed meanwhile.
             log.info("no records were read for %.1f s: workers get time", now - self._read_at)
             self._trusted_from = now + self.cluster.record_ttl_s
         self._merge({r.worker_id: r for r in records}, complete=now >= self._trusted_from)
@@ -338,7 +350,7 @@ class ClusterView:
                 changed = True
         for client in [c for c in self._leaving if not c.num_inflight]:
             self._leaving.remove(client)
-            # Polling does not wait until the client is closed. `close` has a deadline.
+            # Polling continues while the client closes.
             asyncio.create_task(client.close())  # noqa: RUF006
         if changed | self._gather_adapters():
             self.notify_change()
@@ -346,10 +358,10 @@ class ClusterView:
             self._notify_listeners()
 
     def _note_gone(self, record: WorkerRecord, *, is_replaced: bool = False) -> None:
-        """Keeps the last record of a worker that has no record any more, and adds an event.
+        """Keeps the last record of a worker that has gone, and adds an event.
 
-        There are three cases: the worker removed its record, the record expired because the worker
-        was silent, or (`is_replaced`) another process with the same worker id wrote a new record.
+        There are three cases: the worker has removed its record; the record has expired, because
+        the worker was silent; or another process has the worker's id now (`is_replaced`).
         """
         now = time.time()
         silent_s = self._silences.silent_s(record.worker_id)
@@ -371,8 +383,8 @@ class ClusterView:
     def _merge_one(self, worker_id: str, record: WorkerRecord) -> bool:
         """Updates one worker from its record.
 
-        Returns True if a waiting request may be affected: the worker is new, or its state or role
-        has changed.
+        Returns True if the worker is new, or if its state or role has changed. Waiting requests
+        must then be placed again.
         """
         known = self._workers.get(worker_id)
         if known is not None and _process(known.record) != _process(record):
@@ -412,9 +424,10 @@ class ClusterView:
         return changed
 
     def _forgotten_before(self, now: float) -> float:
-        """Returns a time in the past. Work sent earlier is no longer added to a worker's load.
+        """Returns a time two intervals of the workers' records before `now`.
 
-        That work is in the worker's record by now, or it never reached the worker.
+        Work that was sent earlier than this is no longer added to a worker's load: either the load
+        in the worker's record includes the work by now, or the work never reached the worker.
         """
         return now - 2 * self.cluster.record_interval_s
 

@@ -16,14 +16,14 @@ from tandem.net.store.control_state import BEAT_INTERVAL_S, ControllerBeat, Head
 
 _SILENT_S = 2.5 * BEAT_INTERVAL_S
 _T = TypeVar("_T", ControllerBeat, Head)
-_SERVED = "requests are served; sizes stand, and workers that end are not started again"
+_EFFECT = "pool sizes cannot change, and workers that end are not started again"
 
 
 class ControlWatch:
     """Watches Ray's head and the pool controller.
 
-    `note` takes the values of their keys in Redis. `problems` has phrases for the headline of the
-    operators' page.
+    The caller passes the values of both programs' keys in Redis to `note`. `problems` has phrases
+    for the headline of the operators' page.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,8 @@ class ControlWatch:
         head = self._head
         if head is None or head.address or head.why:
             return False
-        # On several machines, a head without an address after the first one is one that was lost.
+        # On several machines (`number` is not 0), a controller that has written its pools shows
+        # that a head ran before and was lost. Then the head that starts is not the first.
         return not (head.number and self._is_kept)
 
     @property
@@ -89,17 +90,19 @@ class ControlWatch:
             assert self._head is not None
             why = f" ({self._head.why})" if self._head.why else ""
             since_s = self._now - self._head_at
-            return {"head": f"Ray's head is gone{why} for {since_s:.0f} s: {_SERVED}"}
+            return {
+                "head": f"Ray's head ended {since_s:.0f} s ago{why}: until it is back, {_EFFECT}"
+            }
         if silent_s := self.controller_silent_s:
-            text = f"the pool controller has told nothing for {silent_s:.0f} s: {_SERVED}"
+            text = f"the pool controller has sent no sign of life for {silent_s:.0f} s: {_EFFECT}"
             return {"controller": text}
         return {}
 
     def _lost_lease(self) -> Head | None:
-        """Returns the state to assume for Ray's head after the head's key has expired in Redis.
+        """Returns the state to assume for Ray's head when the head's key is missing in Redis.
 
-        The state has no address, because the key is the lease of the host that ran the head.
-        Returns None if the head had no lease, as on a single machine.
+        On several machines, the key expires when the host of the head is lost. So the returned
+        state has no address. Returns None on a single machine.
         """
         if self._head is None or not self._head.number:
             return None

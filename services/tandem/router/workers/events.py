@@ -20,13 +20,13 @@ from tandem.net.store.registry import WorkerRecord
 
 _STREAM = "all"
 _TELL_EVERY_S = 1.0
-_COUNTED_MAX = 100  # largest number of different outcomes of requests counted per interval
+_COUNTED_MAX = 100  # largest number of different outcomes that are counted in one second
 
 
 class ClusterEvent(msgspec.Struct, frozen=True):
     """An event in the cluster. `about` is a worker's id, an error's code, or empty."""
 
-    at: float  # seconds since the epoch
+    at: float  # time of the event, in seconds since 1970
     kind: str
     about: str
     text: str
@@ -98,8 +98,8 @@ class EventLog:
             if was is not None and was.transport != pair.transport:
                 text += f" now, before over {was.transport}{why}"
                 self.add("transport", name, text, once=f"{epoch}:{peer}:{now.num_writes}")
-            # One event per process and transport is enough: all pairs of workers in which this
-            # process takes part have the same reason.
+            # One event per process and transport is enough, because the reason is the same for
+            # every other worker with which this process exchanges KV.
             elif was is None and why:
                 self.add("transport", name, text + why, once=f"{epoch}:{pair.transport}")
 

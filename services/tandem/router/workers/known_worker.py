@@ -2,9 +2,9 @@
 
 A reported load is always a little old. A prefill worker reports its load in its record, and a
 decode worker on its stream. The router corrects the load in two ways:
-- It adds the work that it has sent and that the load cannot include yet.
-- It subtracts the work that a prefill worker has finished since its record, because the router sees
-  the first tokens long before the next record.
+- The router adds work that it has sent and that the reported load cannot include yet.
+- The router subtracts work that a prefill worker has finished since its last record. The router
+  knows this from the first tokens, which arrive long before the next record.
 
 For example, a worker's record reports a queue of 3 s. Since then, the router has sent a prompt of
 1 s and received the first token of a prompt of 0.5 s. The router then expects a queue of 3.5 s.
@@ -28,18 +28,18 @@ class KnownWorker:
 
     record: WorkerRecord
     client: WorkerClient | None = None
-    # The worker's clock minus this router's clock in seconds, for each of the last records. Several
-    # values are kept, because a record may have been delayed.
+    # The worker's clock minus this router's clock in seconds, one value for each of the last three
+    # records. A delay of a record makes its value wrong, so one value is not enough.
     clocks: deque[float] = field(default_factory=lambda: deque(maxlen=3))
-    # Prompts that were sent to this prefill worker and are not in the load of its record yet, as
-    # (monotonic seconds when sent, prefill work).
+    # Prompts sent to this prefill worker that the load in its record does not include yet. Each is
+    # (monotonic time of sending, prefill work).
     _sent: deque[tuple[float, Prefill]] = field(default_factory=deque)
-    # work that the load of the record includes and that the worker has finished since
+    # Prefill work in the load of the last record that the worker has finished since that record.
     _done: Prefill = NO_PREFILL
 
     @property
     def load(self) -> WorkerLoad:
-        """The load from the worker's stream or its record, whichever is newer."""
+        """The last load that the worker reported, on its stream or in its record."""
         reported = self.client.load if self.client is not None else None
         return (
             reported
@@ -83,10 +83,10 @@ class KnownWorker:
     ) -> bool:
         """Takes a new record; returns whether the worker's snapshot for placement changes.
 
-        If the load has changed, it was measured after the records were last read (`last_read_at`).
-        So the load includes all work sent before `last_read_at`, and this work is no longer added.
-        Work sent before `forgotten_before` is no longer added either, because it may never have
-        reached the worker.
+        `last_read_at` is the time at which the previous record was read. If the load in the new
+        record differs, the worker has measured the load after that time. So the new load includes
+        all work sent before `last_read_at`, and this work is no longer added. Work sent before
+        `forgotten_before` is not added either, because it may never have reached the worker.
         """
         num_sent = len(self._sent)
         self._drop_sent(forgotten_before)

@@ -1,8 +1,8 @@
 """Tracks the workers that load their model, and which of them are alive. Does no I/O.
 
-Each worker that loads its model writes a notice to Redis. If the worker dies, its notice remains.
-If loading fails, the notice contains the reason. The age of a notice is measured by this router's
-clock from the last change of the notice, because the clocks of hosts differ.
+Each worker that loads its model writes a notice to Redis, with the number of loaded bytes. If
+loading fails, the notice contains the reason. If the worker dies, the notice stays unchanged. The
+router measures the time since it last saw the notice change, because the clocks of hosts differ.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _FORGOTTEN_AFTER_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class LoadingNow:
-    """The current state of a worker's notice. `silent_s` is 0 while the notice keeps changing."""
+    """The state of a worker that loads its model. `silent_s` is 0 while the notice changes."""
 
     notice: LoadingNotice
     stalled_s: float = 0.0  # seconds since the number of loaded bytes last grew

@@ -1,9 +1,9 @@
 """Watches the pool sizes, and pools on Kubernetes whose workers do not start. Does no I/O.
 
-    state of a pool                          problem of the pool
-    all requested workers are ready          none
-    a worker is not ready and has a row      none, because the row (`rows.py`) shows the problem
-    a requested worker has no row            after `grace_s` seconds, until all workers are ready
+    state of a pool                          is there a problem of the pool?
+    all requested workers are ready          no
+    a worker is not ready, but has a row     no, because the worker's row (`rows.py`) shows it
+    a requested worker has no row            yes, after `grace_s` seconds, until all are ready
 
 A worker without a row is, for example, a pod that waits for a node or for its image. Such a pod has
 no process that could report. Pools of a pool controller are left out, because the controller's
@@ -19,23 +19,26 @@ from tandem.net.store.registry import WorkerRecord
 from tandem.router.workers.pools import pool_states
 from tandem.router.workers.rows import WorkerRow
 
-_GONE = {"stopped", "lost", "failed"}  # states of rows whose process has ended
+_GONE = {"stopped", "lost", "failed"}  # states of a worker's row after the worker's process ended
 
 
 class PoolWatch:
     """Watches the sizes of pools.
 
-    `note` takes the sizes. `problems` has phrases for the headline of the operators' page.
+    The caller passes the sizes to `note`. `problems` has phrases for the headline of the operators'
+    page.
     """
 
     def __init__(self, grace_s: float = 90.0) -> None:
         """`grace_s` is the time in seconds that a new worker has to start."""
         self.grace_s = grace_s
-        self.owned: dict[str, dict[str, int]] = {}  # sizes reported by Kubernetes, if any
-        self.sizes: dict[str, int] = {}  # last requested size of each pool
-        self.ready: dict[str, int] = {}  # ready workers of each pool
+        # pool -> sizes reported by Kubernetes; empty if Kubernetes does not own the sizes
+        self.owned: dict[str, dict[str, int]] = {}
+        self.sizes: dict[str, int] = {}  # pool -> last requested number of workers
+        self.ready: dict[str, int] = {}  # pool -> number of ready workers
         self._have_agents: set[str] = set()
-        self._short_since: dict[str, float] = {}  # pool -> time since which workers are missing
+        # pool -> monotonic time since which the pool has had fewer ready workers than requested
+        self._short_since: dict[str, float] = {}
         self._now = 0.0
 
     def states(
@@ -56,7 +59,7 @@ class PoolWatch:
         self.ready = {name: s["ready"] for name, s in pools.items() if name not in ROUTER_POOLS}
         for name, ready in self.ready.items():
             if "agents" in pools[name]:
-                # The name is never removed, because Redis may lose the controller's keys.
+                # A pool is never removed from this set, because Redis may lose the list of agents.
                 self._have_agents.add(name)
             size = 0 if name in self._have_agents else self.sizes.get(name, 0)
             if ready < size and (known[name] < size or self._is_overdue(name)):

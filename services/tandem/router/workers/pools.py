@@ -18,7 +18,8 @@ from tandem.net.store.client import UNREACHABLE, UNREADABLE, Client
 from tandem.net.store.control_state import CONTROLLER_KEY, HEAD_KEY, control_key
 from tandem.net.store.registry import WorkerRecord
 
-# Largest length of the list of requests, which grows while there is no controller.
+# Largest number of requests in the list {tandem:CLUSTER}:scale. The list grows while no controller
+# takes the requests.
 _PENDING_MAX = 64
 
 
@@ -68,8 +69,9 @@ def pool_states(
     """Returns the state of each pool: what the controller wrote, and counts of its workers.
 
     `ready` counts the ready workers that belong to the pool, even if they serve in the other pool
-    at present. `serving` counts the ready workers whose present role is this pool. Without a
-    controller, the state has only the counts.
+    at present. `serving` counts the ready workers that serve in this pool at present. Example: of 3
+    ready prefill workers, 1 was moved to decode; the prefill pool has `ready` 3 and `serving` 2.
+    Without a controller, the state has only the counts.
     """
     written = decode_pools(pools_json)
     registered = Counter[str]()

@@ -1,7 +1,7 @@
 """Logs the workers' problems, adds them to the events, and keeps them for metrics.
 
 A problem is logged when it begins and when it ends. If a worker's process ends, its exit cause and
-last log line are logged, because another process may run before an operator looks.
+the error that it logged last are logged, because another process may run before an operator looks.
 """
 
 import logging
@@ -14,8 +14,9 @@ from tandem.router.workers.rows import WorkerRow, ending
 
 log = logging.getLogger(__name__)
 
-_USUAL = {"loading", "starting", "restarting"}  # not logged here, because other events report them
-_SAME_S = 30  # within this many seconds, all routers together add the same event once
+# Usual states during the start of a worker. They are not logged as problems.
+_USUAL = {"loading", "starting", "restarting"}
+_SAME_S = 30  # if several routers add the same event within this many seconds, it is added once
 
 
 class ProblemWatch:
@@ -24,9 +25,9 @@ class ProblemWatch:
     def __init__(self, events: EventLog) -> None:
         self._events = events
         self.rows: list[WorkerRow] = []
-        self.num_starts: dict[str, int] = {}  # worker id -> process starts counted by its agent
+        self.num_starts: dict[str, int] = {}  # worker id -> number of restarts of its process
         self._starts_reported: dict[str, int] = {}
-        self._reported: dict[str, str] = {}  # worker id -> problem
+        self._reported: dict[str, str] = {}  # worker id -> problem at the last call of `note`
         self._cluster_reported: dict[str, str] = {}
 
     def note(
@@ -70,8 +71,8 @@ class ProblemWatch:
             self.num_starts[name] = starts
             self._starts_reported[name] = ended
             if ended > before.get(name, ended):
-                # The time is part of the event's key, because the count alone may repeat: a new
-                # agent counts from 0, and a new worker may have the id of an old one.
+                # The event's key has the number of ended processes and the time. The number alone
+                # may repeat, because a new agent counts from 0 again.
                 when = int(agent.get("since", 0.0)) // _SAME_S
                 text = ending(agent) or "its process ended"
                 self._report("ended", name, text, once=f"{ended}:{when}")

@@ -5,8 +5,11 @@ import time
 from tandem.router.placement.moves import find_moves
 from tandem.router.workers.cluster_view import ClusterView
 
-_LOOK_S = 0.03  # shortest interval between checks, since loads arrive at each step of each worker
-# A worker must have had room for this many seconds, because a new request may take the room.
+# Shortest interval in seconds between two checks. Without this limit, every load report would cause
+# a check, and each worker reports its load at each step.
+_LOOK_S = 0.03
+# Requests are returned only if other workers have had room for them for this many seconds. Often a
+# new request takes the room before.
 _AFTER_S = 0.1
 
 
@@ -16,7 +19,7 @@ class Returns:
     def __init__(self, view: ClusterView) -> None:
         self._view = view
         self._looked_at = 0.0
-        # Monotonic time since which a worker has had room while another worker has had a queue.
+        # Monotonic time since when requests could run on another worker at once. None: none could.
         self._since: float | None = None
         view.listen(self._look)
 

@@ -1,6 +1,6 @@
 """Makes a row for each known worker, alive or not, and a headline of the problems. Does no I/O.
 
-Operators see the rows and the headline. A worker is known if one of these holds:
+Operators see the rows and the headline. A worker is known if one of these is true:
 - It has a record in Redis, or had a record recently.
 - It loads its model and has written a notice.
 - It has an agent, which keeps the worker's process running (`tandem up`).
@@ -16,16 +16,16 @@ from tandem.net.store.registry import WorkerRecord
 from tandem.router.workers.loading import LoadingNow
 from tandem.router.workers.troubles import Trouble, blames_peers, clock_of_router, trouble_of
 
-_PROBLEMS_MAX = 2  # largest number of problems named in the headline
+NO_DECODE_WORKER = "no decode worker is ready"  # reason why requests wait
+_PROBLEMS_MAX = 2  # the headline names at most this many problems
 
 RowState = (
     Literal["ready", "starting", "loading", "draining", "restarting", "silent", "hung"]
     | Literal["not connected", "incompatible", "failed", "stopped", "lost"]
 )
 _IS_WELL = {"ready", "draining"}  # draining is no problem, because an operator requested it
-# If a loading worker reads no weights for _STALLS_S seconds, its row says so. After _STALLED_S
-# seconds, the worker has the trouble "stalled". A short pause is normal, because the worker also
-# imports Python modules.
+# If a loading worker reads no weights for 8 s, the worker's row says so. After 30 s, the worker has
+# the trouble "stalled". A short pause is normal, because the worker also imports Python modules.
 _STALLS_S, _STALLED_S = 8.0, 30.0
 
 
@@ -43,8 +43,8 @@ class Seen:
     is_connected: bool = True
     silent_s: float = 0.0
     stuck_s: float = 0.0
-    num_left: tuple[int, int] = (0, 0)  # number of unfinished sequences and of leases
-    why_down: str = ""  # reason why the worker's stream is down
+    num_left: tuple[int, int] = (0, 0)  # of a draining worker: (unfinished sequences, leases)
+    why_down: str = ""  # why the router's stream to the worker last ended; "": it never ended
     clock_ahead_s: float = 0.0
 
 
@@ -53,17 +53,17 @@ class Gone:
     """A worker whose record has gone. `has_left` is True if the worker ended in order."""
 
     record: WorkerRecord
-    at: float  # seconds since the Unix epoch when the record was found missing
+    at: float  # time in seconds since 1970 at which the router found that the record is missing
     has_left: bool
-    silent_s: float = 0.0  # seconds without a write before the record expired
+    silent_s: float = 0.0  # seconds for which the worker had not written its record before `at`
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
     """A worker as operators see it.
 
-    A `trouble` is a fault of a worker that runs, such as a full disk. Only a ready or loading
-    worker can have one.
+    `trouble` is a fault of a ready or loading worker, such as a full disk. `state` tells whether
+    the worker runs at all.
     """
 
     worker_id: str
@@ -94,9 +94,9 @@ def worker_rows(
 ) -> list[WorkerRow]:
     """Returns the rows, sorted by pool and id.
 
-    `pools` has the state of each pool by the pool's name. If a pool controller exists, the state of
-    a pool also lists the agents of its workers. `loading` has the notices of workers that load
-    their model, by worker id.
+    - `pools` maps each pool's name to its state. If a pool controller exists, the state also lists
+      the agents of the pool's workers.
+    - `loading` maps worker ids to the notices of workers that load their model.
     """
     agents = {
         agent["id"]: (pool, agent)
@@ -114,7 +114,9 @@ def worker_rows(
         _, agent = agents.pop(worker_id, ("", {}))
         if agent.get("state") in ("restarting", "lost"):
             rows.append(_of_agent(worker_id, pool, agent, now))
-        elif worker.silent_s and agent.get("pid", 0) not in (0, worker.record.pid):
+        elif (worker.silent_s or not worker.is_connected) and not _is_of_process(
+            worker.record, agent
+        ):
             # The agent has started another process. The record was written by the previous one.
             progress = (loading or {}).get(worker_id)
             rows.append(_without_record(worker_id, pool, agent, progress, None, now))
@@ -152,14 +154,16 @@ def problems_of(
     """
     problems = [reason] if reason else []
     if redis == "lost":
-        problems.append("Redis does not answer: the last known workers serve on, sizes stand")
+        problems.append(
+            "Redis does not answer: the last known workers are used, and pool sizes cannot change"
+        )
     problems += cluster
     problems += _row_problems(list(rows))
     for pool, state in pools.items():
         wanted = state.get("wanted", state.get("replicas"))
         running = state.get("running", state.get("registered", 0))
-        # Agents report a process later than it begins to serve, so ready workers count as running,
-        # too. At least one router runs, because this router does.
+        # A process may serve before its agent reports it. So the number of running processes is at
+        # least the number of ready workers, and at least 1 router runs: this router.
         running = max(running, state.get("ready", 0), int(pool == "router"))
         if wanted is not None and running < wanted and not problems:
             why = f": {state['waits_why']}" if "waits_why" in state else ""
@@ -167,22 +171,36 @@ def problems_of(
     return problems
 
 
-def headline(problems: list[str], pools: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns one sentence with the first problems, or one saying that all is well."""
+def headline(problems: list[str], pools: Mapping[str, Mapping[str, Any]], effect: str = "") -> str:
+    """Returns a sentence with the first problems and one with their effect on requests
+    (`effect_on_requests`), or one saying that all is well."""
     if not problems:
         ready = ", ".join(f"{s['ready']} {p}" for p, s in pools.items() if p not in ROUTER_POOLS)
-        return f"All is well: workers that are ready: {ready}."
+        return f"All is well. Workers that are ready: {ready}."
     more = len(problems) - _PROBLEMS_MAX
     text = "; ".join(problems[:_PROBLEMS_MAX])
-    end = f"; and {more} more." if more > 0 else "" if text.endswith("?") else "."
-    return text[0].upper() + text[1:] + end
+    text += f"; and {more} more." if more > 0 else "" if text.endswith("?") else "."
+    return " ".join(sentence[0].upper() + sentence[1:] for sentence in (text, effect) if sentence)
+
+
+def effect_on_requests(reason: str, moved: str = "") -> str:
+    """Returns a sentence that says what the problems mean for requests.
+
+    `reason` says why no request can be served, or is "". `moved` says which streams have moved to
+    other workers (`RecentMoves.text`), or is "".
+    """
+    if reason == NO_DECODE_WORKER:
+        return "Requests wait until one is ready."
+    if reason:
+        return "No request is served."
+    return "; ".join(filter(None, (moved, "requests are served"))) + "."
 
 
 def _row_problems(rows: list[WorkerRow]) -> list[str]:
     """Returns a phrase for each faulty worker, and one for each silent host.
 
-    Workers with the same state and note share one phrase. A host counts as silent if it has several
-    workers and all of them are silent or lost.
+    Workers with the same state and note share one phrase. A host is silent if several workers run
+    there, and all these workers are silent or lost. No phrase is made for workers of a silent host.
     """
     hosts: dict[str, list[WorkerRow]] = {}
     for row in rows:
@@ -194,17 +212,19 @@ def _row_problems(rows: list[WorkerRow]) -> list[str]:
         if len(found) > 1 and len(hosts) > 1 and all(r.state in ("silent", "lost") for r in found)
     }
     phrases = [
-        f"host {host} is silent, gone or cut off, with all its workers: "
+        f"host {host} is off or cut off from the network, with all its workers: "
         f"{', '.join(row.worker_id for row in found)}"
         for host, found in silent.items()
     ]
-    same: dict[tuple[str, str], list[str]] = {}
+    same: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         if not row.is_well and row.host not in silent:
-            same.setdefault((row.state, row.note), []).append(row.worker_id)
-    for (state, note), names in same.items():
+            same.setdefault((row.state, row.trouble, row.note), []).append(row.worker_id)
+    for (state, trouble, note), names in same.items():
         verb = "is" if len(names) == 1 else "are"
-        phrases.append(f"{', '.join(names)} {verb} {state}" + (f": {note}" if note else ""))
+        # A worker in trouble serves, so its state, such as "ready", explains nothing.
+        does = "" if trouble else f" {verb} {state}"
+        phrases.append(f"{', '.join(names)}{does}" + (f": {note}" if note else ""))
     return phrases
 
 
@@ -225,7 +245,7 @@ def _of_record(worker: Seen, agent: Mapping[str, Any]) -> tuple[RowState, str]:
     if worker.silent_s:
         return "silent", _silence(worker.silent_s, agent)
     if worker.stuck_s:
-        return "hung", f"its engine has work and made no turn for {worker.stuck_s:.0f} s"
+        return "hung", f"its engine has work, but has made no step for {worker.stuck_s:.0f} s"
     if not worker.is_compatible:
         return "incompatible", "it serves another model than this router"
     if worker.record.state == "draining":
@@ -234,20 +254,31 @@ def _of_record(worker: Seen, agent: Mapping[str, Any]) -> tuple[RowState, str]:
         return "draining", left
     if not worker.is_connected:
         why = f": {worker.why_down}" if worker.why_down else ""
-        return "not connected", f"this router has no stream to {worker.record.address}{why}"
+        return "not connected", f"this router is not connected to {worker.record.address}{why}"
     return worker.record.state, ""
 
 
 def _silence(silent_s: float, agent: Mapping[str, Any]) -> str:
     """Describes a worker that does not write its record."""
-    silence = f"it has written nothing for {silent_s:.0f} s"
+    silence = f"it has not written its record for {silent_s:.0f} s"
     if agent.get("is_stopped"):
-        return f"its process {agent['pid']} is stopped (SIGSTOP); {silence}"
+        return f"{_stopped(agent)}; {silence}"
     if host := agent.get("host"):
-        return f"{silence}: its host {host} is gone or cut off, or it hangs"
+        return f"{silence}: its host {host} is off or cut off from the network, or it hangs"
     if agent.get("state") == "running":
-        return f"{silence}, though its process {agent.get('pid')} runs"
+        return f"{silence}, although its process {agent.get('pid')} exists"
     return silence
+
+
+def _stopped(agent: Mapping[str, Any]) -> str:
+    pid = agent["pid"]
+    return f"its process {pid} is stopped (SIGSTOP); `kill -CONT {pid}` resumes it"
+
+
+def _is_of_process(record: WorkerRecord, agent: Mapping[str, Any]) -> bool:
+    """Returns whether the agent's current process wrote the record. True if there is no agent, or
+    if the agent has not reported a process."""
+    return agent.get("pid", 0) in (0, record.pid)
 
 
 def _without_record(
@@ -262,13 +293,13 @@ def _without_record(
     row = _of_agent(worker_id, pool, agent, now)
     if row.state != "loading":
         return row
-    if last and agent.get("since", 0.0) < last.at:  # the agent's process wrote the lost record
+    if last and agent.get("pid") == last.record.pid:
         if last.has_left:
             return WorkerRow(worker_id, pool, "draining", "its process ends")
         silence = _silence(last.silent_s + max(0.0, now - last.at), agent)
         return WorkerRow(worker_id, pool, "silent", silence, host=host_of(last.record))
     if agent.get("is_stopped"):
-        row = replace(row, note=f"its process {agent['pid']} is stopped (SIGSTOP)")
+        row = replace(row, note=_stopped(agent))
     if progress is None:
         return row
     if progress.notice.failed:
@@ -278,11 +309,13 @@ def _without_record(
 
 
 def _of_agent(worker_id: str, pool: str, agent: Mapping[str, Any], now: float) -> WorkerRow:
-    """Returns the row of a worker from what its agent knows."""
+    """Returns the row of a worker of which only the agent's report is known."""
     match agent.get("state"):
         case "restarting":
-            ended = f"attempt {agent.get('starts', 0) + 1}, {ending(agent)}".removesuffix(", ")
-            return WorkerRow(worker_id, pool, "restarting", ended)
+            note = f"attempt {agent.get('starts', 0) + 1} to start it follows"
+            if ended := ending(agent):
+                note += f"; its last process: {ended}"
+            return WorkerRow(worker_id, pool, "restarting", note)
         case "draining":
             return WorkerRow(worker_id, pool, "draining", "its process ends")
         case "lost":
@@ -292,21 +325,21 @@ def _of_agent(worker_id: str, pool: str, agent: Mapping[str, Any], now: float) -
             since = agent.get("since", 0.0)
             notes = [f"for {max(0.0, now - since):.0f} s"] if since else []
             if ended := ending(agent):
-                notes.append(f"after its process before had ended: {ended}")
-            return WorkerRow(worker_id, pool, "loading", ", ".join(notes))
+                notes.append(f"its last process: {ended}")
+            return WorkerRow(worker_id, pool, "loading", "; ".join(notes))
 
 
 def ending(agent: Mapping[str, Any]) -> str:
     """Describes how the worker's previous process ended; "" if there was none."""
     line = agent.get("last_line")
-    return ", ".join(filter(None, (agent.get("exit"), line and f"its last log line: {line}")))
+    return ", ".join(filter(None, (agent.get("exit"), line and f"it logged: {line}")))
 
 
 def _of_loading(worker_id: str, progress: LoadingNow) -> WorkerRow:
     if progress.notice.failed:
         return WorkerRow(worker_id, progress.notice.pool, "failed", progress.notice.failed)
     if progress.silent_s:
-        note = f"it loaded ({_loaded(progress)}) and has told nothing for {progress.silent_s:.0f} s"
+        note = f"it was loading ({_loaded(progress)}); no progress for {progress.silent_s:.0f} s"
         return WorkerRow(worker_id, progress.notice.pool, "silent", note)
     pool = progress.notice.pool
     return WorkerRow(worker_id, pool, "loading", _loaded(progress), _stalled(progress))
@@ -323,7 +356,7 @@ def _loaded(progress: LoadingNow) -> str:
         percent = 100 * notice.num_bytes // notice.num_bytes_all
         loaded = f"{percent}% of {notice.num_bytes_all / 1e9:.3g} GB of weights"
     else:
-        loaded = "its weights are not read yet"
+        loaded = "no weights are read yet"
     return f"{loaded}, no progress for {stalled_s:.0f} s" if stalled_s > _STALLS_S else loaded
 
 
@@ -331,7 +364,8 @@ def _of_gone(last: Gone, now: float) -> tuple[RowState, str]:
     ago_s = max(0.0, now - last.at)
     if last.has_left:
         return "stopped", ""
-    return "lost", f"its record expired {ago_s:.0f} s ago; it was at {last.record.address}"
+    note = f"it ended without notice or is cut off from Redis: its record expired {ago_s:.0f} s ago"
+    return "lost", f"{note}; its address was {last.record.address}"
 
 
 def host_of(record: WorkerRecord) -> str:

@@ -13,7 +13,7 @@ Trouble = Literal["", "clock", "disk", "unreachable", "tier", "stalled"]
 
 CLOCK_OFF_S = 5.0
 _DISK_FULL_SHARE = 0.02
-_DISK_FULL_BYTES = 1 << 30  # a disk with more free bytes never counts as full
+_DISK_FULL_BYTES = 1 << 30  # a disk with at least this many free bytes is not full
 
 
 def trouble_of(
@@ -21,9 +21,10 @@ def trouble_of(
 ) -> tuple[Trouble, str]:
     """Returns the trouble of a ready worker and a note for operators; ("", "") if it has none.
 
-    `blaming` are the records of live workers whose unreachable peers are at fault (`blames_peers`).
-    `clock_ahead_s` is the worker's clock minus this router's clock. If this router's own clock is
-    wrong, the caller has corrected the difference.
+    - `clock_ahead_s` is the worker's clock minus this router's clock, in seconds. The caller has
+      corrected an error of the router's own clock.
+    - `blaming` has the records of live workers that report unreachable peers and are not at fault
+      themselves (`blames_peers`).
     """
     if abs(clock_ahead_s) > CLOCK_OFF_S:
         way = "ahead" if clock_ahead_s > 0 else "behind"
@@ -32,20 +33,20 @@ def trouble_of(
     total = record.disk_total_bytes
     if is_disk_full(free, total):
         room = f"{free / 1e9:.3g} of {total / 1e9:.3g} GB are free"
-        return "disk", f"the disk of logs or of copies of blocks is full: {room}"
+        return "disk", f"a disk with its log or its copies of KV blocks is full: {room}"
     if record.unreachable and not blames_peers(record):
         peer, why = next(iter(record.unreachable.items()))
         more = len(record.unreachable) - 1
-        return "unreachable", f"it cannot read blocks from {peer}{_others(more)}: {why}"
+        return "unreachable", f"it cannot read KV blocks from {peer}{_others(more)}: {why}"
     name = record.worker_id
     if who := [(r.worker_id, r.unreachable[name]) for r in blaming if name in r.unreachable]:
         first, why = who[0]
         more = len(who) - 1
         cut = ". Is the link between them cut?" if _NO_ANSWER.search(why) else ""
-        return "unreachable", f"{first}{_others(more)} cannot read blocks from it: {why}{cut}"
+        return "unreachable", f"{first}{_others(more)} cannot read KV blocks from it: {why}{cut}"
     if damaged := [f"{t.blocks_damaged} of {t.name}" for t in record.tiers if t.blocks_damaged]:
         blocks = " and ".join(damaged)
-        return "tier", f"copies of blocks could not be read in the last 10 minutes: {blocks}"
+        return "tier", f"copies of KV blocks were not readable in the last 10 minutes: {blocks}"
     return "", ""
 
 
@@ -67,10 +68,11 @@ def _others(number: int) -> str:
 
 
 def clock_of_router(ahead_s: Sequence[float]) -> float:
-    """Returns the median of the workers' clock differences to this router, if it is large.
+    """Returns by how many seconds this router's clock is probably behind the right time.
 
-    A large median means that this router's clock is wrong. Returns 0 if the median is small or if
-    there are fewer than three workers.
+    `ahead_s` has each worker's clock minus this router's clock. If most of these differences are
+    large, the router's clock is wrong, and the result is their median. Otherwise, or with fewer
+    than three workers, the result is 0.
     """
     common_s = median(ahead_s) if len(ahead_s) > 2 else 0.0
     return common_s if abs(common_s) > CLOCK_OFF_S else 0.0

@@ -53,8 +53,8 @@ class DecodeSequences:
     def find(self, stream: RouterStream, request_id: str) -> str:
         """Returns the sequence id of a request's latest attempt on a router's stream.
 
-        For example, it is "r7#2" for the second attempt of request "r7". It is "" if the stream has
-        no sequence of the request.
+        For example, the id is "r7#2" for the second attempt of request "r7". Returns "" if the
+        stream has no sequence of the request.
         """
         if not request_id:
             return ""
@@ -94,7 +94,7 @@ class DecodeSequences:
         )
 
     def send_tokens(self, sequence: DecodeSequence, new: NewTokens) -> None:
-        """Sends the sequence's tokens from one engine step. There is at least one."""
+        """Sends the tokens, at least one, that an engine step produced for the sequence."""
         update = _update(
             sequence,
             token_ids=new.token_ids,
@@ -139,9 +139,10 @@ class DecodeSequences:
             self.abort(sequence, WorkerLost.code, message)
 
     def finish_if_over(self, sequence: DecodeSequence) -> None:
-        """Ends a sequence whose lease failed if no more tokens are needed.
+        """Ends a sequence whose lease failed, if the tokens sent so far are its whole answer.
 
-        For example, the first token was sent before the failure, and `max_tokens` is 1.
+        For example, `max_tokens` is 1, and the first token was sent before the lease failed. The KV
+        of the prompt is then not needed any more.
         """
         reason = finish_reason(sequence.spec, sequence.spec.token_ids, self._max_model_len)
         if sequence.num_sent and reason:

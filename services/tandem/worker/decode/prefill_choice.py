@@ -7,20 +7,22 @@ worker needs until the sequence can decode:
     candidate        queue + latency + max(compute, pull)
     decode worker    queue + compute + running * compute
 
-    queue      until the worker can start; for a candidate that refused, at least the wait that
-               the candidate named
-    latency    to open the lease and to start a pull
-    compute    to compute the prompt's tokens that the worker has not cached; the first of these
-               tokens may instead be pulled from a holder, a worker that has them cached
-    pull       to pull the KV from the candidate; the pull overlaps with the computation
+    queue      seconds until the worker can start the prompt
+    latency    seconds to open the lease and to start a pull
+    compute    seconds to compute the tokens that the worker has not cached
+    pull       seconds to pull the KV from the candidate, which overlaps with the computation
     running    number of sequences that decode on the decode worker; prefill delays each of them
+
+If a candidate refused a lease, the candidate named a wait, and its queue counts as at least that
+long. If a third worker (a holder) has cached the first of the missing tokens, the seconds to pull
+these tokens from the holder can replace the seconds to compute them.
 
 For example, a candidate with queue 0.03, latency 0.01, compute 0.10 and pull 0.04 needs 0.14 s. A
 decode worker with queue 0, compute 0.10 and two running sequences counts as 0.30 s, so the
 candidate is chosen. The decode worker is chosen only if it is clearly faster, because it should
 stay free to decode.
 
-A decode worker with tiers can also load blocks from a tier. Its engine makes that choice first
+A decode worker with tiers can also load blocks from a tier. The engine makes that choice first
 (perf_model/soonest.py). This module then plans the prefill of the tokens that are still missing.
 """
 
@@ -31,8 +33,9 @@ from tandem.common.perf_model.predict import ASK_S, Expected, Holder, expect, is
 from tandem.common.perf_model.rates import PairRate, WorkerRates, default_pair
 from tandem.common.perf_model.soonest import Producer
 
-# The router's first candidate is tried first if its predicted time is at most this multiple of the
-# fastest candidate's time. The router's order spreads the load over the candidates.
+# The order in which the router names the candidates spreads the load over them. So the first of
+# them is also tried first, unless another one is clearly faster. For example, a first candidate
+# with 0.105 s is tried before another one with 0.100 s, because 0.105 <= NEAR_BEST * 0.100.
 NEAR_BEST = 1.1
 _UNMEASURED = default_pair("nixl")
 
@@ -65,10 +68,10 @@ class Candidate(PrefillOption):
     """A prefill worker that the router named."""
 
     worker_id: str = ""
-    pair: PairRate = _UNMEASURED  # rate of pulls by the decode worker from the candidate
-    wait_s: float = 0.0  # wait in seconds that the candidate named in a refusal; 0: no refusal
-    load_s: float = 0.0  # seconds until the candidate has loaded its cached tokens from a tier
-    given: PairRate = _UNMEASURED  # rate of pulls by the candidate from the decode worker
+    pair: PairRate = _UNMEASURED  # rate at which the decode worker pulls from the candidate
+    wait_s: float = 0.0  # seconds to wait, named by the candidate when it refused; 0: no refusal
+    load_s: float = 0.0  # seconds in which the candidate loads its cached tokens from a tier
+    given: PairRate = _UNMEASURED  # rate at which the candidate pulls from the decode worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ def plan_prefill(
         return PrefillPlan((), local_s, "nobody to ask")
     num_missing = prompt.num_tokens - local.cached_tokens
     costs = {c.worker_id: candidate_seconds(prompt, c, num_missing) for c in candidates}
-    # sorted() is stable, so equal costs keep the router's order
+    # Candidates with equal costs stay in the router's order, because sorted() is stable.
     order = sorted(costs, key=lambda worker_id: costs[worker_id])
     best_s = costs[order[0]]
     first = candidates[0].worker_id
@@ -108,8 +111,10 @@ def plan_prefill(
 
 
 def local_seconds(prompt: PrefillPrompt, local: LocalWorker) -> float:
-    """Returns the predicted seconds to prefill locally, plus the seconds by which this delays the
-    running sequences, summed over them.
+    """Returns the cost of local prefill: its predicted seconds plus the delay of running sequences.
+
+    For example, a local prefill of 0.1 s delays each of 2 running sequences by 0.1 s, so the cost
+    is 0.3 s.
     """
     expected = _expect(prompt, local)
     return expected.total_s + expected.compute_s * local.num_running

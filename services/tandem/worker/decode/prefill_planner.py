@@ -1,8 +1,10 @@
 """Collects the inputs for the choice of a prefill worker: each worker's queue and rates.
 
-For other workers, these come from the workers' records, which are one or two seconds old. A record
-may lack the prompts that this worker has just sent. So a candidate's queue is the one in its
-record, or the unfinished prefills that this worker has sent to the candidate if they take longer.
+The queue and the rates of another worker come from the record of that worker, which is one or two
+seconds old. The record may lack prompts that this worker has just sent. So the queue of a candidate
+is the larger of two times: the time in the record, and the time of the unfinished prefills that
+this worker has sent to the candidate. For example, a record says 0.1 s, and this worker has sent
+prompts that take 0.4 s. The queue then counts as 0.4 s.
 """
 
 import time
@@ -39,7 +41,8 @@ from tandem.worker.peers.rates import Rates
 
 _FAILED_REPORT_S = 30.0
 _WHY_MAX = 300  # a reason is cut to this many characters
-# Smaller sums of predicted seconds are rounding errors, because any prompt takes longer.
+# A sum of predicted seconds below this value is a rounding error and counts as 0, because every
+# prompt takes longer.
 _SENT_MIN_S = 1e-9
 _Worker = TypeVar("_Worker", pb.PrefillCandidate, pb.PrefixHolder)
 
@@ -56,12 +59,13 @@ class PrefillPlanner:
         self._block_size = config.engine.block_size
         self._records: dict[str, WorkerRecord] = {}
         self._silences = Silences(config.cluster)
-        # worker id -> predicted seconds of the unfinished prefills that were sent to the worker
+        # worker id -> predicted seconds of the unfinished prefills that this worker has sent there
         self._sent_s: dict[str, float] = {}
         # Each local prefill that `load` does not include yet: (number of the engine command that
         # starts the prefill, predicted seconds).
         self._begun_locally: deque[tuple[int, float]] = deque()
-        self._failed: dict[str, tuple[str, str, float]] = {}  # worker id -> (epoch, reason, time)
+        # worker id -> (epoch of the worker, reason and time of its last lost lease)
+        self._failed: dict[str, tuple[str, str, float]] = {}
         self.load = WorkerLoad()
 
     def update(self, records: Iterable[WorkerRecord]) -> None:
@@ -120,7 +124,7 @@ class PrefillPlanner:
 
     @contextmanager
     def sent(self, worker_id: str, num_tokens: int, cached_tokens: int) -> Iterator[None]:
-        """Counts a prompt towards a candidate's queue while the candidate prefills it."""
+        """Counts a prompt in the queue of a candidate while the candidate prefills the prompt."""
         seconds = prefill_seconds(self._rates_of(worker_id), num_tokens, cached_tokens)
         self._sent_s[worker_id] = self._sent_s.get(worker_id, 0.0) + seconds
         try:
@@ -158,10 +162,10 @@ class PrefillPlanner:
         return plan_prefill(prompt, local, options)
 
     def late_if_local_s(self, spec: SequenceSpec, cached_tokens: int) -> float:
-        """Predicts by how many seconds a locally computed first token would be too late.
+        """Predicts by how many seconds a locally computed first token would miss its deadline.
 
-        A result of 0 or less means that the token is in time. The result is 0 also if the request
-        has no deadline, the local queue is empty or nothing was measured.
+        A result of 0 or less means that the token is in time. The result is also 0 if the request
+        has no deadline, if the local queue is empty, or if no prefill was measured yet.
         """
         local = self._local_worker((), cached_tokens)
         if not spec.first_token_by or not local.queue_s or not local.rates.measured:
@@ -195,8 +199,8 @@ class PrefillPlanner:
     ) -> Producer | None:
         """Returns the candidate that would deliver the prompt's KV soonest.
 
-        Returns None if prompts are always prefilled remotely, because the engine then has no
-        choice.
+        The engine compares this candidate with loading blocks from a tier. If prompts are always
+        prefilled remotely, there is nothing to compare, and the result is None.
         """
         if self._config.transfer.prefill_at == "remote":
             return None

@@ -40,7 +40,7 @@ from tandem.worker.prefill.prefix_pull import PrefixPuller
 
 log = logging.getLogger(__name__)
 
-# longest wait before the second attempt with a candidate that refused
+# longest wait, in seconds, before a candidate that refused is tried again
 _WAIT_MAX_S = 2.0
 _ATTEMPTS_MAX = 2
 
@@ -98,7 +98,7 @@ class PromptPrefill:
         return msgspec.structs.replace(spec, offer=offer, producer=producer)
 
     async def run(self, sequence: DecodeSequence, reserved: Reserved) -> None:
-        """Commits the blocks of the first successful lease; prefills locally if there is none."""
+        """Commits the blocks of the first lease that succeeds. If none does, prefills locally."""
         if sequence.prefix is not None:
             await self._pull_prefix(sequence, sequence.prefix, reserved)
             return
@@ -123,7 +123,7 @@ class PromptPrefill:
             try:
                 first_token_id = await self._run_lease(sequence, reserved, lease)
             except Exception as error:
-                # After any error, all pulled blocks are discarded. Only a whole lease is committed.
+                # After any error, all blocks that this lease pulled are discarded.
                 if not isinstance(error, Overloaded):
                     self._note_failure(sequence, lease, error)
                 if isinstance(error, LeaseLost) and not sequence.is_over:
@@ -188,8 +188,8 @@ class PromptPrefill:
     def _prefill_locally(self, sequence: DecodeSequence, reserved: Reserved) -> None:
         """Starts local prefill.
 
-        If a holder would deliver the prompt's first blocks sooner, the sequence is queued again
-        instead, so that it pulls those blocks.
+        If pulling the prompt's first blocks from a holder is faster than computing them, the
+        sequence is queued again instead. After the next reservation, `run` pulls those blocks.
         """
         local = msgspec.structs.replace(
             sequence.spec,
@@ -265,7 +265,8 @@ class PromptPrefill:
     def _holders(self, sequence: DecodeSequence, num_blocks: int) -> list[pb.PrefixHolder]:
         """Returns the workers from which a candidate may pull the prompt's first blocks.
 
-        If this worker has cached any of these blocks (`num_blocks` > 0), it is the first.
+        `num_blocks` is the number of the prompt's first blocks that this worker itself has cached.
+        If it is greater than 0, this worker is the first of the returned holders.
         """
         holders = self._planner.alive(sequence.submission.holders)
         if not num_blocks:

@@ -1,8 +1,8 @@
 """One router's multiplexed `Decode` stream.
 
-Updates are collected until the stream can take a message, so one message has the results of a step
-for all of the router's requests. A router that reads slowly gets fewer, larger messages. A router
-that stops reading is disconnected once `_UPDATES_MAX` updates are waiting.
+Updates are collected until gRPC can send another message. So one message has the results of an
+engine step for all requests of the router. A router that reads slowly gets fewer, larger messages.
+A router that stops reading is disconnected once `_UPDATES_MAX` updates are waiting.
 """
 
 import asyncio
@@ -29,14 +29,16 @@ class RouterStream:
         self.transit = Transit()
         self._updates: list[pb.SequenceUpdate] = []
         self._load: pb.WorkerLoad | None = None
-        # Each submitted sequence that `_load` does not include yet, as the number of the engine
-        # command that added it.
+        # For each submitted sequence that is missing in `_load`: the number of the engine command
+        # that added the sequence.
         self._submits: deque[int] = deque()
-        self._num_submits = 0  # number of submitted sequences that `_load` includes
+        # Number of this router's sequences that `_load` includes. With this number, the router can
+        # add the sequences that it submitted later.
+        self._num_submits = 0
         self._changed = asyncio.Event()
         self._draining = draining
         self._closed = False
-        # the error with which the stream is closed
+        # The router's call fails with this error if the stream is closed early.
         self._error: TandemError = WorkerLost("the stream was cut off")
         self._ended = False
 

@@ -80,10 +80,10 @@ class Submission:
     request_id: str
     attempt: int
     candidates: list[pb.PrefillCandidate] = field(default_factory=list)
-    # workers that have cached the prompt's first blocks
+    # workers that have cached the first blocks of the prompt
     holders: list[pb.PrefixHolder] = field(default_factory=list)
-    losses_max: int = 0  # the sequence ends after this many lost prefill workers; 0 means no limit
-    # True: the router may take the sequence back until the engine has begun it
+    losses_max: int = 0  # lost prefill workers after which the sequence fails; 0: no limit
+    # True: the router may move the sequence to another worker until its prefill begins
     may_return: bool = False
 
 
@@ -101,13 +101,14 @@ class DecodeSequence:
     state: SequenceState = SequenceState.QUEUED
     submitted_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
-    # time before admission spent waiting for blocks that other requests computed or pulled
+    # seconds before admission that the sequence waited for blocks of other requests to be computed
+    # or pulled
     shared_wait_s: float = 0.0
     first_token_at: float = 0.0
     second_token_at: float = 0.0
     pulled: PullStats | None = None  # statistics of the lease that delivered the prompt's KV
     num_sent: int = 0
-    cached: CachedTokens = NONE_CACHED  # numbers of the prompt's cached tokens by location
+    cached: CachedTokens = NONE_CACHED  # prompt tokens cached on this worker, by location
     timings: pb.SequenceTimings = field(
         default_factory=lambda: pb.SequenceTimings(transport="local")
     )
@@ -116,10 +117,11 @@ class DecodeSequence:
     reserved: asyncio.Future[Reserved] | None = None
     prefilling: asyncio.Task[None] | None = None
     may_prefill_remotely: bool = True  # False: this worker computes the missing tokens itself
-    remote_prefill: asyncio.Timeout | None = None  # timeout of the current remote prefill
-    # LOCAL mode: the plan for pulling the prompt's first blocks from a holder
+    # ends the lease that is open now; None: no lease is open
+    remote_prefill: asyncio.Timeout | None = None
+    # plan for pulling the prompt's first blocks from a holder before local prefill; None: no pull
     prefix: PrefixPlan | None = None
-    num_lost: int = 0  # number of prefill workers lost during this sequence
+    num_lost: int = 0  # prefill workers lost while they prefilled this sequence
 
     def to(self, state: SequenceState) -> None:
         self.state = transition(self.state, state, TRANSITIONS)
@@ -139,8 +141,8 @@ class DecodeSequence:
     def note_cached(self, reserved: Reserved) -> None:
         """Records how many of the prompt's tokens are cached on this worker, and where.
 
-        `reserved.cached` has the locations at the first admission. Tokens whose blocks were cached
-        later count as cached in the KV pool (`device`).
+        `reserved.cached` has the locations at the first admission of the sequence. Tokens that were
+        cached between the first admission and this one count as cached in the KV pool (`device`).
         """
         num_tokens = min(reserved.num_cached_tokens, self.spec.num_prompt_tokens)
         self.cached = reserved.cached.first(num_tokens).then(CachedTokens(device=num_tokens))

@@ -173,8 +173,9 @@ class DecodeService:
         if transfer.prefill_at == "local":
             candidates = []
         local_tokens_max = transfer.local_prefill_max_tokens
-        # The fork's parent ran on this worker, so its full blocks are probably still cached here.
-        # At most one block of tokens is then missing, and local prefill is fastest.
+        # `fork_of` is an earlier request with the same prompt that was sent to this worker. So all
+        # full blocks of the prompt are probably cached here. At most one block of tokens is then
+        # missing, and local prefill is fastest.
         if submit.fork_of:
             local_tokens_max = max(local_tokens_max, self._config.engine.block_size)
         spec = sequence_spec(

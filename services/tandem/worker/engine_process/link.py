@@ -35,7 +35,7 @@ from tandem.worker.engine_process.program import EngineProgram, start_program
 
 log = logging.getLogger(__name__)
 
-ANSWER_DEADLINE_S = 30.0  # Longest wait for an answer; the engine answers between two steps
+ANSWER_DEADLINE_S = 30.0  # longest wait for an answer, which the engine sends between two steps
 _STOP_DEADLINE_S = 5.0
 _LOOK_S = 2.0
 _replies: msgspec.msgpack.Decoder[messages.Reply] = msgspec.msgpack.Decoder(messages.Reply)
@@ -61,7 +61,10 @@ class EngineLink:
         self.num_reports = 0
         # Number of commands sent so far. Each report says how many of them the engine has applied.
         self.num_sent = 0
-        self.loading = (0, 0)  # (bytes of weights loaded, bytes of all weights) until `start` ends
+        self.loading = (
+            0,
+            0,
+        )  # during `start`: (bytes of weights loaded so far, bytes of all weights)
         self.is_awaited = False  # True: a command was sent after the last report arrived
         self.reservations = Reservations()
         self._pulls: dict[str, asyncio.Future[transfer.PullResult]] = {}

@@ -58,16 +58,16 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
 
     sequence_id: str
     first_token_id: int
-    # for each block of the prompt, the sum of the attention weights on its keys; empty if the KV
-    # budget does not use these sums
+    # For each block of the prompt: the sum of the attention weights on the keys of the block. The
+    # list is empty if the KV budget does not need these sums.
     block_sums: list[float] = []
 
 
 class ContinuePrefill(msgspec.Struct, frozen=True, tag=True):
-    """Compute the rest of a sequence whose prefix was pulled; its first `num_blocks` are valid."""
+    """Compute the rest of a prompt. The first `num_blocks` blocks were pulled and are valid."""
 
     sequence_id: str
-    num_blocks: int  # number of valid blocks, including those that were cached before
+    num_blocks: int  # number of valid blocks, including those that were not pulled but cached
 
 
 class HoldPrefix(msgspec.Struct, frozen=True, tag=True):
@@ -136,10 +136,10 @@ class Remove(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReturnWaiting(msgspec.Struct, frozen=True, tag=True):
-    """End at most `count` of these sequences, the oldest first, so that the router can place them
-    on other workers.
+    """End at most `count` of the sequences in `sequence_ids`, the oldest first, so that the router
+    can place them on other workers.
 
-    A sequence is ended only if nothing was computed for it. It fails with the code of `Returned`.
+    Only sequences are ended for which nothing was computed. They fail with the code of `Returned`.
     """
 
     sequence_ids: list[str]
@@ -246,7 +246,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
     tick: int
     step: StepReport
-    num_commands: int = 0  # total number of commands applied before this report
+    num_commands: int = 0  # commands that the engine has applied since its start
 
 
 class BlocksFinal(msgspec.Struct, frozen=True, tag=True):
@@ -292,7 +292,7 @@ class ChainKept(msgspec.Struct, frozen=True, tag=True):
 
 class Integrity(msgspec.Struct, frozen=True, tag=True):
     request_id: int
-    message: str  # empty if all pools are consistent
+    message: str  # what is inconsistent in a pool; empty: nothing
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
@@ -310,7 +310,7 @@ class WeightsProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 TransferReply = PullsSettled | transfer.Renewed | transfer.Broken
-Event = Report | BlocksFinal | TransferReply  # messages that answer no command
+Event = Report | BlocksFinal | TransferReply  # messages that are sent without a request
 Answer = (
     transfer.PeerConnected
     | BlockData

@@ -51,8 +51,8 @@ from tandem.worker.engine_process.pull_ledger import PullLedger
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
-# Seconds between turns while a thread compiles a grammar or reads an adapter. Such a thread does
-# not wake the loop when it ends.
+# Seconds between two turns of the loop while a thread compiles a grammar or reads an adapter. The
+# interval is short, because the loop notices only at a turn that the thread has ended.
 GRAMMAR_TICK_S = 0.002
 _IDLE_S = 3600.0
 _COMMANDS_PER_TURN_MAX = 1024

@@ -1,11 +1,13 @@
-"""Tracks local blocks that a read may still write; the engine must not allocate them.
+"""Tracks the local blocks into which a read over NIXL may still write bytes. As long as a read may
+write into a block, the engine must not allocate the block to another sequence.
 
     1. `start`: a pull into a block begins. The block is unsafe from now on.
     2. `settled`: the pull has ended. After a successful pull, the block is safe again.
-    3. `unfenced`: after a failed pull, the block is safe again when no read can write it any more.
+    3. `unfenced`: the pull has failed, but no read can write into the block any more. The block is
+       safe again.
 
-If a sequence ends while blocks of its own are unsafe (`give_up`), these blocks are quarantined: the
-engine does not allocate them to another sequence until they are safe.
+If a sequence ends (`give_up`) while some of its blocks are unsafe, these blocks are quarantined:
+the engine does not allocate them until they are safe.
 
 Only the engine's main thread uses this ledger. It gets the events of the transfer thread through a
 queue. A block is in at most one unfinished pull, because an unsafe block is never allocated.
@@ -17,9 +19,7 @@ from tandem.transfer.nixl.messages import Pull, PullResult
 
 
 class PullLedger:
-    """Tracks pulls and does no I/O. Each method returns the pulls or blocks that the caller must
-    handle.
-    """
+    """Tracks pulls and the blocks that they may still write. Does no I/O."""
 
     def __init__(self) -> None:
         self._pulls: dict[str, tuple[str, list[int]]] = {}  # pull id -> (sequence id, local blocks)

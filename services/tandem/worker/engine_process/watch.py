@@ -18,9 +18,10 @@ TURN_S = 1.0
 
 
 class EngineWatch:
-    """Measures for how long the engine has sent no report, or has had too large a quarantine.
+    """Measures two times: since when the engine has sent no report, and since when too many blocks
+    have been in quarantine.
 
-    `turn_for_ever` may be cancelled and called again; the measured times continue.
+    `turn_for_ever` may be cancelled and called again. Both times then continue.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class EngineWatch:
         self._load = load
         self._is_used = is_used
         self._give_up = give_up
-        self._num_reports = 0  # number of the engine's reports at the previous check
+        self._num_reports = 0  # number of reports received before the previous check
         self._silent_s = 0.0
         self._stuck_s = 0.0
 
@@ -58,8 +59,9 @@ class EngineWatch:
             self._give_up(f"the quarantine is past its budget for {self._stuck_s:.0f} s")
         num_reports = self._num_reports
         self._num_reports = self._link.num_reports
-        # A hung engine may have no sequence or lease left, because consumers give up their leases
-        # before the time limit. In that case the engine still has commands to apply (`Remove`).
+        # The worker has work if it has a sequence or a lease (`_is_used`). It also has work if it
+        # waits for the engine to apply a command (`is_awaited`): if the engine of a prefill worker
+        # hangs, consumers soon give up their leases, and only their `Remove` commands are left.
         waits = self._is_used() or self._link.is_awaited
         if not waits or self._num_reports != num_reports:
             self._silent_s = 0.0

@@ -13,8 +13,8 @@ the producer frees the blocks of the lease. Both methods return only after an ev
 has the producer's epoch and the lease's id, and confirms that all blocks were held. Before that
 event, pulled blocks are not valid.
 
-The consumer may send `release` before the producer has sampled the first token. The first token is
-then not followed by a wait for pulls.
+All pulls may have succeeded before the producer samples the first token. The consumer then sends
+`release` early. After the first token it waits only for `released`, and not for pulls.
 """
 
 import asyncio
@@ -34,7 +34,9 @@ from tandem.worker.kv_pulls.puller import Puller
 from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.rates import Rates
 
-_FIRST_TOKEN_MIN_S = 1e-3  # must be positive, because 0 means no deadline for the first token
+# If the deadline of the first token has passed, this time limit in seconds is sent to the producer,
+# because 0 would mean that there is no deadline.
+_FIRST_TOKEN_MIN_S = 1e-3
 
 
 @dataclass(slots=True)
@@ -42,11 +44,11 @@ class PullStats:
     """Counts and timings of one lease. Times are time.monotonic() seconds; 0 means not reached."""
 
     num_blocks: int = 0
-    # number of leading blocks that were not pulled, because this worker already had them
+    # number of the prompt's first blocks that were not pulled, because this worker had cached them
     num_skipped: int = 0
     num_bytes: int = 0
-    queue_s: float = 0.0  # time in the producer's queue
-    # part of `queue_s` spent waiting for blocks that other sequences computed
+    queue_s: float = 0.0  # seconds that the sequence waited in the producer's queue
+    # the part of `queue_s` in which the sequence waited for blocks that other sequences computed
     shared_wait_s: float = 0.0
     pull_s: float = 0.0  # sum of the durations of all pulls, which may overlap
     began_at: float = 0.0  # start of the first pull
@@ -77,9 +79,11 @@ class ConsumerLease:
         self._sequence_id = ""
         # ids of the local blocks to fill, from the first missing block on
         self._targets: list[int] = []
-        self._first_block = 0  # index of the first missing block, in transfer order
+        # Number of the first block to pull. Blocks are counted in the transfer order: without
+        # attention windows, this is their order in the prompt (docs/transfer.md).
+        self._first_block = 0
         self._next_block = 0
-        # index after the last block to pull; None until it is known
+        # number of the last block to pull, plus 1; None until the number is known
         self._end_block: int | None = None
         # True after the event `prefilled` or `held`. No block is computed after that.
         self._is_answered = False
@@ -88,7 +92,8 @@ class ConsumerLease:
         if config.transfer.overlap:
             self._may_pull.set()
         self.stats = PullStats()
-        # attention sum of each block, if the KV budget keeps heavy hitters
+        # For each block of the prompt: the sum of the attention weights on the keys of the block.
+        # Empty unless the KV budget keeps heavy hitters.
         self.block_sums: list[float] = []
         self.pulled_anything = False
 
@@ -106,11 +111,12 @@ class ConsumerLease:
     ) -> int:
         """Makes the peer prefill the prompt and pulls every missing block into `targets`.
 
-        `targets` are ids of local blocks that belong to the sequence, in transfer order. `trace`
-        has the headers of the request's span. `is_silent` returns whether the producer is late in
-        writing its record. Returns the id of the first token. Raises TandemError.
+        `targets` has the ids of the sequence's local blocks that are missing, in the transfer order
+        (docs/transfer.md). `trace` has the headers of the request's trace span. `is_silent` returns
+        whether the producer is late in writing its record. Returns the id of the first token.
+        Raises TandemError.
         """
-        # The lease id contains the request id, so that the producer's logs show the latter.
+        # The lease id contains the request id, so that the producer logs the request id, too.
         self._lease_id = f"{request_id}#{self._lease_id}"
         start = pb.StartPrefill(
             lease_id=self._lease_id,
@@ -175,8 +181,9 @@ class ConsumerLease:
             num_held = event.held.num_blocks
             if event.WhichOneof("event") != "held" or num_held > len(block_hashes):
                 raise LeaseLost(f"{self.peer.worker_id} answered {event}")
-            # If the producer has the whole chain, the chain's blocks fill all targets. For a model
-            # with windows, the producer has the whole chain or nothing.
+            # If the producer holds the whole chain, all targets are filled. If it holds only the
+            # first 3 of 5 blocks, the last block to pull is the third one. A chain of a model with
+            # attention windows is never held in part.
             is_whole = num_held == len(block_hashes)
             self._end_block = (
                 first_missing_block + len(targets)
@@ -263,8 +270,8 @@ class ConsumerLease:
         await self._release_if_done(stream)
 
     async def _release_if_done(self, stream: LeaseStream) -> None:
-        """Sends `release` once all reads are done. Only the answer `released` makes the blocks
-        valid.
+        """Sends `release` once all blocks were pulled. Only the producer's answer `released` makes
+        the blocks valid.
         """
         if self._is_whole and not self._is_release_sent:
             self._is_release_sent = True
@@ -291,6 +298,6 @@ class ConsumerLease:
         self.stats.released_at = time.monotonic()
 
 
-# Creates a lease with a peer. The other arguments are already bound, because they are the same for
-# all leases of a worker.
+# Function that creates a lease with the given peer. The other arguments of `ConsumerLease` are
+# already bound, because they are the same for all leases of a worker.
 LeaseMaker = Callable[[Peer], ConsumerLease]

@@ -27,11 +27,11 @@ from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.rates import hang_timeout_s
 
-_SILENCES = 10  # number of missed heartbeats after which the producer counts as gone
-_SILENCES_CONFIRMED = 4  # the same limit if the producer is also late in writing its record
+_SILENCES = 10  # missed heartbeats in a row after which the producer counts as gone
+_SILENCES_CONFIRMED = 4  # used instead of _SILENCES if the producer's record is late, too
 
-# grpc.aio raises these errors after the other side or the channel has gone. A write to an ended
-# call raises InvalidStateError, and a call on a closed channel raises UsageError.
+# grpc.aio raises these errors after the producer has gone or the channel was closed. A write to a
+# call that has ended raises InvalidStateError. A call on a closed channel raises UsageError.
 _BROKEN_CALL = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError, TimeoutError)
 # With these details, the status UNAVAILABLE means that the connection timed out or was never
 # established, and not that the other side closed it.
@@ -99,7 +99,9 @@ class LeaseStream:
             self._check_engine(event.heartbeat)
 
     async def watch(self, is_silent: Callable[[], bool]) -> None:
-        """Ends `read` after a few missed heartbeats if the producer's record is late, too."""
+        """Makes `read` fail after `_SILENCES_CONFIRMED` missed heartbeats if the producer is also
+        late in writing its record. Runs until it is cancelled.
+        """
         interval_s = self._config.heartbeat_interval_s
         while True:
             await asyncio.sleep(interval_s)
@@ -122,7 +124,7 @@ class LeaseStream:
     async def _read(self) -> pb.PrefillEvent:
         self._heard_at = self._now()
         try:
-            # asyncio.wait_for is not used, because it can swallow a cancellation in Python 3.11.
+            # In Python 3.11, asyncio.wait_for could swallow a cancellation.
             async with asyncio.timeout(self._silence_s) as self._reading:
                 event: pb.PrefillEvent = await self._call.read()
         except TimeoutError:
@@ -155,8 +157,8 @@ def is_producer_gone(error: BaseException | None) -> bool:
     while causes:
         cause = causes.pop()
         if cause is None or id(cause) in seen:
-            # This error was visited before. An error can be its own cause: it is raised from an
-            # exception group that contains it.
+            # This error was visited before: an error can be raised from an exception group that
+            # contains the same error.
             continue
         seen.add(id(cause))
         if isinstance(cause, grpc.aio.AioRpcError):

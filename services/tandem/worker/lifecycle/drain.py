@@ -12,7 +12,7 @@ from tandem.worker.prefill.service import PrefillService
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_TELL_S = 5.0  # interval of the log lines
+_TELL_S = 5.0  # seconds between two log lines about the drain
 
 
 async def drain(

@@ -35,7 +35,7 @@ from tandem.models.source import resolve
 log = logging.getLogger(__name__)
 
 _MEDIUM = "GPU"  # subscribers expect this name for the KV pool, even if the pool is on a CPU
-_QUEUE_MAX = 10_000  # batches queued for one slow subscriber
+_QUEUE_MAX = 10_000  # at most this many batches wait for one slow subscriber
 _KEPT_BYTES_MAX = 64 << 20  # largest total size of the batches kept for replays
 _REPLAY_DEADLINE_S = 5.0  # time limit in seconds for one message to a subscriber that does not read
 _END = (-1).to_bytes(8, "big", signed=True)
@@ -78,8 +78,8 @@ class ToldBlocks:
     parent would take the block for the first one of a prompt. So a block is published only if it is
     the first one or subscribers know its parent.
 
-    For example, every layer of a model has a window. Then a parent may be removed before the blocks
-    after it are stored, and those blocks are not published.
+    Subscribers may not know a parent if all layers of the model have an attention window. The
+    parent may then be removed before the block after it is stored. That block is not published.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -115,7 +115,7 @@ class ToldBlocks:
             yield self._event(run)
 
     def _event(self, run: list[StoredBlock]) -> BlockStored:
-        adapter = run[0].adapter  # all blocks of a chain have the same adapter
+        adapter = run[0].adapter  # the blocks of a run are of one chain, which has one adapter
         return BlockStored(
             [block.block_hash for block in run],
             run[0].parent_hash if run[0].index else None,

@@ -1,19 +1,17 @@
-"""Moves a worker to the other pool and back, without a restart. Its model and cache stay.
+"""Moves a worker to the other pool and back, without a restart. The worker keeps its model and
+cache.
 
     decode  --> out of placement --> no sequence waits for a prefill worker --> prefill
     prefill --> accepts no more prompts ------------------------------------> decode
 
-Running sequences continue or are migrated by routers; open leases end as usual.
+Running sequences continue on this worker, or routers migrate them. Open leases end as usual.
 
-Changes of roles cannot cause a deadlock, in which workers wait for each other in a circle
-(docs/transfer.md). Only a decode worker A waits for another worker B while A holds blocks, and B
-was a prefill worker when the wait began. If B waits for a worker C later, B has joined the decode
-pool after A. So in A, B, C and so on, each worker has joined the decode pool after the one before,
-and the last one cannot wait for A.
+Workers never wait for each other in a circle, even if their roles change. docs/transfer.md explains
+why (section "No cycle of waits").
 
-A worker is lent while it is not in the pool of its configured role. After a crash, the next process
-of the worker starts in the same pool. The loan ends when the role changes back or the worker shuts
-down in order.
+A worker is lent while it is in another pool than the one of its configured role. If a lent worker
+crashes, its next process starts in the pool to which the worker was lent. The loan ends when the
+worker moves back, or when it shuts down without a crash.
 """
 
 import asyncio
@@ -54,12 +52,12 @@ class RoleChange:
 
     @property
     def loan(self) -> str:
-        """The role in which the next process of this worker starts; "" for the configured role."""
+        """The role in which the next process of this worker starts; "": the configured role."""
         return "" if self.role == self._own or self._ends_in_order else self.role
 
     def end_loan(self) -> None:
-        """Ends the loan, because the worker ends in order. The next process of this worker starts
-        in the configured role.
+        """Makes the next process of this worker start in the configured role. The worker calls this
+        when it shuts down without a crash.
         """
         self._ends_in_order = True
 

@@ -2,8 +2,11 @@
 
     starting --> ready --> draining --> gone
 
-A worker ends without a drain in three cases: it is stopped while its model loads, its KV
-compatibility is refused, or its engine ends.
+A worker ends without a drain in three cases:
+
+- The worker is stopped while its model loads.
+- The other workers' KV format is different (`Incompatible`).
+- The engine process ends.
 """
 
 from __future__ import annotations
@@ -201,7 +204,7 @@ class Worker:
             draining = drain(self.decode, self.prefill, lambda: self._drain_until)
             await self._unless(draining, watch.turn_for_ever())
         except WorkerLost:
-            # Streams end at once, because the engine is gone and no stream may wait for it.
+            # The engine is gone, so all streams are ended at once.
             await server.stop(None)
             raise
         finally:
@@ -272,7 +275,7 @@ class Worker:
         return Producers(self.peers, prefixes, make_lease)
 
     def _listen(self) -> grpc.aio.Server:
-        """Returns a server that is bound to its port; it serves once it is started."""
+        """Returns a gRPC server that is bound to its port and not started yet."""
         quiet_peer_faults()
         cluster = self.config.cluster
         tls_dir = self.config.tls_dir

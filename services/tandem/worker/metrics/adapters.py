@@ -12,7 +12,7 @@ from tandem.net.observability.metrics import gauges
 def adapter_metrics(
     labels: Mapping[str, str], adapters: AdapterStats, max_loras: int
 ) -> Iterator[Metric]:
-    """Yields the gauge. Its labels name the adapters; its value is the time of the scrape."""
+    """Yields the gauge. The labels name the adapters, and the value is the time of the scrape."""
     names = [*labels, "running_lora_adapters", "waiting_lora_adapters", "max_lora"]
     found = [",".join(adapters.running), ",".join(adapters.waiting), str(max_loras)]
     text = "Adapters of running and of waiting sequences; the value is the time of the scrape"

@@ -63,7 +63,7 @@ _TIER_COUNTERS: tuple[tuple[str, str, Callable[[TierStats], int]], ...] = (
     ("blocks_bad", "Blocks that the tier lost, or could not give back", lambda t: t.blocks_bad),
     ("write_failures", "Writes to the tier that failed", lambda tier: tier.write_failures),
 )
-DAMAGE_S = 600.0  # time in seconds for which unreadable blocks stay visible to operators
+DAMAGE_S = 600.0  # seconds for which operators see that blocks of a tier could not be read
 
 
 class WorkerMetrics(MetricSet):
@@ -140,7 +140,7 @@ class WorkerMetrics(MetricSet):
     def __init__(self, *, worker_id: str, role: str) -> None:
         self._stats = EngineStats()  # statistics of the newest step
         self._damage = TierDamage()
-        # current role, which may change; it is added to the samples at each scrape
+        # current role, which may change; each sample gets the role as a label at the scrape
         self.role = role
         self._labels = {"worker": worker_id}
         self._registry = CollectorRegistry()
@@ -314,14 +314,14 @@ class TierDamage:
     """Counts, for each tier, the blocks that recently could not be read.
 
     The object store is not counted, because the bucket's own rules delete blocks there. Blocks that
-    a tier already counted as bad in its first report are not counted either: the tier could not
-    recover them when it started.
+    were already bad in the first report of a tier are not counted either, because the tier could
+    not recover them when it started.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._num_bad: dict[str, int] = {}  # tier -> number of bad blocks in the last report
-        # tier -> (number of recent bad blocks, time when the last one was found)
+        # tier -> (number of recent bad blocks, time when the newest of them was found)
         self._lately: dict[str, tuple[int, float]] = {}
 
     def take(self, tiers: Iterable[TierStats]) -> None:

@@ -63,7 +63,7 @@ class Pairing:
         self._compatibility = compatibility
         self._calls = PeerCalls(config.cluster.cluster_id, config.cluster.token, config.tls_dir)
         self._host = host_identity(config.transfer.nixl_tcp)
-        # reasons of _OF_THE_NETWORK for which a warning was already logged
+        # reasons in `_OF_THE_NETWORK` about which a warning was already logged for some pair
         self._warned: set[str] = set()
 
     async def make(self, worker_id: str, epoch: str, address: str) -> Peer:
@@ -108,7 +108,7 @@ class Pairing:
         self.use(peer, choose_transport(wanted, by_nixl, by_grpc, how))
 
     def use(self, peer: Peer, choice: TransportChoice) -> None:
-        """Sets the pair's transport and logs a change of it."""
+        """Sets the pair's transport, and logs if the transport has changed."""
         previous = (peer.transport, peer.reason)
         peer.transport = choice.transport
         peer.reason = choice.reason

@@ -21,7 +21,8 @@ class Peer:
     transports: Mapping[str, Transport]  # all transports by name
     transport: str = ""  # name of the transport in use
     offers_grpc: bool = True
-    # Why a better transport is not used, e.g. "slow". The same reason is not logged twice in a row.
+    # Why a better transport is not used, for example "slow". A reason is logged only if it differs
+    # from the reason before.
     reason: str = ""
 
     @property

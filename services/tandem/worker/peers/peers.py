@@ -34,10 +34,11 @@ log = logging.getLogger(__name__)
 # connected at its first use.
 EAGER_DECODE_PEERS_MAX = 16
 _RETRY_S = 5.0
-# An incompatible peer is retried rarely, because neither process can change. A restarted worker is
-# a new peer, which is connected without this delay.
+# An incompatible peer is retried rarely, because the KV format of a running process does not
+# change. A restarted worker is a new peer, which is connected without this delay.
 _RETRY_INCOMPATIBLE_S = 300.0
-# The pause before a pair is measured again. It doubles after each measurement, up to the maximum.
+# seconds until a pair with a doubtful transport is measured again: 30, 60, 120 and so on, doubled
+# by each measurement up to _AGAIN_MAX_S
 _AGAIN_MIN_S = 30.0
 _AGAIN_MAX_S = 600.0
 
@@ -49,7 +50,7 @@ class _Entry:
     failed_at: float = 0.0
     retry_s: float = _RETRY_S
     failure: str = ""  # the last error; the same error again is logged only at level DEBUG
-    # time when the registry or a request last named the peer
+    # time when the peer was last found in the registry or needed by a request
     seen_at: float = field(default_factory=time.monotonic)
     measured_at: float = field(default_factory=time.monotonic)
     again_s: float = field(default_factory=lambda: _AGAIN_MIN_S)
@@ -63,8 +64,8 @@ class Peers:
         self._config = config
         self._rates = rates
         self._pairing = pairing
-        self._epochs: dict[str, str] = {}  # worker id -> epoch, from the registry
-        self._entries: dict[str, _Entry] = {}  # keyed by peer id
+        self._epochs: dict[str, str] = {}  # worker id -> newest epoch in the registry
+        self._entries: dict[str, _Entry] = {}  # peer id -> connection to the peer
 
     async def get(self, worker_id: str, epoch: str, address: str) -> Peer:
         """Waits until a peer is connected, and returns the peer.

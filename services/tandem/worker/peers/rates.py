@@ -1,7 +1,7 @@
 """The engine's own rates and the measured transfer rate from each peer.
 
-Step reports and pulls update these rates. They are used for the deadlines of pulls and the choice
-of a prefill worker. They are also in the worker's record, so that other processes can use them.
+Step reports and pulls update the rates. The deadlines of pulls and the choice of a prefill worker
+depend on the rates. The worker's record contains the rates for other processes.
 
 Transfer rates are kept for each peer and transport. The worker's record has the rate of the
 transport in use. This module does not wait and reads no clock.
@@ -20,11 +20,13 @@ from tandem.common.perf_model.rates import PairRate, TierRate, WorkerRates, defa
 from tandem.engine.types import StepReport
 from tandem.worker.peers.slow_link import SlowLink
 
-HANG_FLOOR_S = 5.0  # Shortest time after which an engine counts as hung
+HANG_FLOOR_S = 5.0  # shortest time without a step after which an engine counts as hung
 _HANG_TURNS = 4
 _DEADLINE_FACTOR = 20
 _DEADLINE_MIN_S = 1.0
-_TURN_KEEP = 0.98  # the duration of the longest step is multiplied by this at each shorter step
+# The remembered duration of the longest step is multiplied by this factor at each shorter step, so
+# that an old long step is forgotten: 2 s becomes 0.73 s after 50 shorter steps.
+_TURN_KEEP = 0.98
 _RETRY_S = (0.1, 30.0)
 _INTERVAL_KEEP = 0.8
 
@@ -34,18 +36,18 @@ class Rates:
 
     def __init__(self, config: WorkerConfig, unmeasured: WorkerRates) -> None:
         """`unmeasured` are the rates to assume before any step has been measured."""
-        self.worker = unmeasured  # the rates in the worker's record
+        self.worker = unmeasured  # rates of this worker, which are also in the worker's record
         self._deadline_s_max = config.transfer.pull_deadline_s
         self._delay_s = config.transfer.delay_s
         self._slow_link = SlowLink(config.transfer.bytes_per_s)
-        # (peer's worker id, transport) -> meter
+        # (peer's worker id, transport) -> meter of the speed of pulls
         self._meters: dict[tuple[str, str], PairMeter] = {}
         self._failures: Counter[tuple[str, str]] = Counter()
         # peer's worker id -> (transport in use, reason why this transport is not the best one)
         self._in_use: dict[str, tuple[str, str]] = {}
         self._ended_at = 0.0
         self._end_interval_s = 1.0
-        # duration of the longest recent step; multiplied by _TURN_KEEP at each shorter step
+        # duration of the longest recent step, which fades by _TURN_KEEP
         self._longest_turn_s = 0.0
 
     def on_step(self, report: StepReport) -> None:
@@ -63,8 +65,8 @@ class Rates:
     def turn_s_max(self) -> float:
         """The longest engine step to expect, in seconds; 0 if prefill was not measured yet.
 
-        This is the longest recent step, or the predicted time of a step with a full prefill budget
-        if that is longer, because such a step can follow many short ones.
+        This is the larger of two times: the duration of the longest recent step, and the predicted
+        duration of a step that computes as many prompt tokens as a step may compute.
         """
         if not self.worker.measured:
             return 0.0
@@ -92,7 +94,7 @@ class Rates:
         }
 
     def on_pull(self, worker_id: str, transport: str, num_bytes: int, seconds: float) -> None:
-        """Records a successful pull or a probe."""
+        """Records a successful pull or test read."""
         key = (worker_id, transport)
         self._meters.setdefault(key, PairMeter(transport)).observe(num_bytes, seconds)
         self._failures.pop(key, None)
@@ -137,8 +139,8 @@ class Rates:
     def pull_deadline_s(self, worker_id: str, num_bytes: int) -> float:
         """Returns the deadline of a pull in seconds.
 
-        It is about 1 s plus 20 times the expected duration. The configured deadline is the maximum,
-        and applies also if no rate was measured.
+        The deadline is about 1 s plus 20 times the expected duration, and at most the configured
+        `pull_deadline_s`. If no rate was measured, the result is `pull_deadline_s`.
         """
         rate = self.pair(worker_id)
         if rate is None:
@@ -156,8 +158,8 @@ def hang_timeout_s(turn_s_max: float, heartbeat_timeout_s: float) -> float:
     counts as hung.
 
     The result is 4 * `turn_s_max`, but at least `HANG_FLOOR_S` and at most `heartbeat_timeout_s`.
-    For example, it is 8 s if the longest step takes 2 s. If `turn_s_max` is 0, which means that
-    nothing was measured, the result is `heartbeat_timeout_s`.
+    For example, the result is 8 s if the longest step takes 2 s. If no step was measured
+    (`turn_s_max` is 0), the result is `heartbeat_timeout_s`.
     """
     if turn_s_max <= 0:
         return heartbeat_timeout_s

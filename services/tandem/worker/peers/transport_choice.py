@@ -2,7 +2,7 @@
 
 setting        chosen transport
 nixl or grpc   the one that is set
-auto           NIXL if its reads work and are not slower than gRPC;
+auto           NIXL if NIXL reads work and are not clearly slower than gRPC (`SLOWER`);
                otherwise gRPC, with a warning that names the remedy
 """
 
@@ -12,9 +12,10 @@ from tandem.common.config.transfer import Transport
 from tandem.common.perf_model.rates import PairRate
 from tandem.transfer.nixl.reach import Reach
 
-# Two transports are compared by their predicted times for a pull of this size.
+# Two transports are compared by the predicted times of a pull of this many bytes.
 PULL_BYTES = 4 << 20
-# A transport is clearly slower if its pull takes more than this multiple of the other's time.
+# A transport is clearly slower than another one if its pull takes more than this multiple of the
+# time of the other transport's pull. For example, 13 ms is clearly slower than 10 ms, 12 ms is not.
 SLOWER = 1.25
 _LIFT_NOTHING = (
     "Let the two share a machine, its namespaces and a user (in Kubernetes hostPID and hostIPC), or"
@@ -40,8 +41,8 @@ class Way:
 @dataclass(frozen=True, slots=True)
 class TransportChoice:
     transport: str
-    reason: str = ""  # why a better transport is not used, in one word; "" if this is the best one
-    warning: str = ""  # the reason as a sentence with figures and the remedy
+    reason: str = ""  # one word such as "slow" if a better transport cannot be used; otherwise ""
+    warning: str = ""  # `reason` as a text with the measured rates and a remedy
 
 
 def choose_transport(

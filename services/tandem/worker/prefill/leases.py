@@ -1,10 +1,10 @@
 """The open leases of a producer and the limits on them. This module does no I/O.
 
-A lease is *ahead* if all its blocks are computed and the consumer has not released the lease yet.
-The blocks of such a lease stay allocated only until the consumer has read them. If the leases that
-are ahead have more blocks than a share of the pool, new leases are refused. For example, a pool has
-1000 blocks, and the share is 0.9. A new lease is refused while more than 900 blocks wait to be
-read. Its consumer then uses another producer or computes locally.
+A lease is *ahead* if all its blocks are computed, but its consumer has not read and released them
+yet. The blocks of all leases that are ahead may fill at most a fraction of the pool
+(`leased_blocks_max_share`). While they fill more, new leases are refused. For example, a pool has
+1000 blocks, and the fraction is 0.9. A new lease is refused while more than 900 blocks wait to be
+read. The refused consumer then uses another producer or computes locally.
 
 A lease whose sequence waits in the engine's queue has no blocks yet. The number of such leases is
 limited by the size of that queue.
@@ -35,7 +35,7 @@ class Lease:
     # Times are `time.monotonic()` seconds; 0 means not reached yet.
     opened_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
-    # seconds before admission spent waiting for blocks that other sequences computed
+    # seconds before admission that the sequence waited for blocks which other sequences computed
     shared_wait_s: float = 0.0
     prefilled_at: float = 0.0
     # The engine's events for this lease, and the consumer's release. The queue has no maximum size,
@@ -43,7 +43,7 @@ class Lease:
     events: asyncio.Queue[object] = field(default_factory=asyncio.Queue)
     block_ids: list[int] = field(default_factory=list)  # blocks that were announced to the consumer
     is_ahead: bool = False
-    # plan by which the prompt's first blocks are pulled from a holder after admission
+    # plan for pulling the prompt's first blocks from a holder after admission; None: no pull
     plan: PrefixPlan | None = None
     prefix: asyncio.Task[None] | None = None  # the task that carries out `plan`
 

@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 _HOLDERS_MAX = 2  # number of holders that are tried for one prefix
 _DEADLINE_MIN_S = 1.0
-# A prefix pull may take this multiple of the time to compute the prompt. After that, the prefix is
-# computed.
+# A pull of a prefix is given up after this multiple of the time that computing the prompt would
+# take. The prefix is then computed.
 _PATIENCE = 2
 
 
@@ -75,8 +75,8 @@ class PrefixPuller:
         """Plans a pull of the prompt's prefix; returns None if the pull would not help.
 
         The plan has the spec to add to the engine. A pull does not help if computing is predicted
-        to be as fast. It does not help either if the request wants log probabilities of the prompt,
-        which require computing all of it.
+        to be as fast, or if the request wants log probabilities of the prompt, for which the whole
+        prompt must be computed.
         """
         if spec.sampling.prompt_logprobs is not None:
             return None
@@ -94,8 +94,9 @@ class PrefixPuller:
         if not chosen:
             return None
         prefix_blocks = max(holder.num_tokens for holder in chosen) // self._block_size
-        # For layers with a window, a holder has only the last blocks of its prefix. So a holder
-        # with a shorter prefix lacks the blocks at the end of the planned prefix.
+        # If layers have an attention window, a holder keeps only the last blocks of its prefix for
+        # these layers. A holder of 3 blocks therefore cannot help with a prefix of 5 blocks, and
+        # only holders of the longest prefix are used.
         if self._compatibility.has_windows:
             prefix_tokens = prefix_blocks * self._block_size
             chosen = [holder for holder in chosen if holder.num_tokens == prefix_tokens]
@@ -112,9 +113,8 @@ class PrefixPuller:
     async def fill(self, plan: PrefixPlan, reserved: Reserved) -> int:
         """Pulls the missing blocks of the prefix.
 
-        Returns the number of the sequence's leading blocks that are valid. After an error, this is
-        the number of blocks that were cached before the pull. The only exception that is raised is
-        a cancellation.
+        Returns the number of the sequence's first blocks that are valid after the pull. If the pull
+        fails, these are the blocks that were cached before. Raises nothing but CancelledError.
         """
         num_cached = reserved.num_cached_tokens // self._block_size
         token_ids = plan.spec.token_ids
@@ -172,8 +172,8 @@ class PrefixPuller:
                 continue
             lease = self._make_lease(peer)
             wanted = block_hashes[: holder.num_tokens // self._block_size]
-            # A holder of a shorter prefix fills only the first targets. With windows, all chosen
-            # holders have the whole prefix.
+            # A holder of a shorter prefix fills only the first target blocks. If layers have an
+            # attention window, all holders have the whole prefix (see `plan`).
             if not self._compatibility.has_windows:
                 targets = targets[: len(wanted) - num_cached]
             try:
@@ -190,7 +190,8 @@ class PrefixPuller:
                     extra=about(sequence_id),
                 )
                 if lease.pulled_anything:
-                    # an unfinished read may still write the blocks that the next holder would fill
+                    # An unfinished read from this holder may still write the target blocks, so no
+                    # other holder is tried.
                     break
         return num_cached
 

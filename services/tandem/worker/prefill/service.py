@@ -72,7 +72,8 @@ class PrefillService:
             parts.metrics.kv_bytes_served.inc,
             block_bytes=parts.rates.worker.block_bytes,
         )
-        self._transits: dict[str, Transit] = {}  # keyed by the address of a connection
+        # address of a consumer's connection -> delays of the messages on it
+        self._transits: dict[str, Transit] = {}
         self._tick = 0
         self._draining = False
         self._serves_holds: Callable[[], bool] = lambda: True
@@ -91,10 +92,10 @@ class PrefillService:
     def leave(self, serves_holds: Callable[[], bool]) -> None:
         """Accepts no more prompts and refuses the prompts that the engine has not begun.
 
-        The consumers of refused prompts use another worker. Holds are still accepted while
-        `serves_holds` returns True, because a worker that takes over a sequence from this worker
-        pulls the sequence's blocks. Later holds are refused, because requests for a popular prefix
-        would prolong the drain.
+        The consumers of refused prompts use another worker. As long as `serves_holds` returns True,
+        holds are still accepted, so that workers that take over sequences from this worker can pull
+        the blocks of these sequences. After that, holds are refused, because requests for a popular
+        prefix would prolong the drain.
         """
         self._draining = True
         self._serves_holds = serves_holds

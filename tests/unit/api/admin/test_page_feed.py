@@ -16,6 +16,8 @@ from tandem.api.admin.snapshot import WORKER_COLUMNS
 from tandem.common.process.cancellation import cancel
 from tandem.common.worker_load import TierUse
 from tandem.errors import QueueFull
+from tandem.net.security.access import Access
+from tandem.net.security.key_ring import KeyRing
 from tandem.router.autoscaler.policy import ScalingDecision
 from tandem.router.metrics.router import WorkerGauges
 from tandem.router.metrics.timeline import Timeline
@@ -265,7 +267,10 @@ async def test_a_pod_that_never_starts_is_on_the_page_and_among_the_events(
     with fed.feed.viewing() as viewer:
         await fed.feed.look(NOW)
         head = (await next_of(viewer))[1]["head"]
-        assert (head["headline"], head["is_well"]) == (f"T{text[1:]}.", False)
+        assert (head["headline"], head["is_well"]) == (
+            f"T{text[1:]}. Requests are served.",
+            False,
+        )
         assert head["pools"]["decode"] == {"wanted": 2, "running": 2, "ready": 1}
     metrics = {
         (sample.name, *sample.labels.values()): sample.value
@@ -285,3 +290,28 @@ async def test_the_autoscalers_mode_and_reasons_are_told(fed: SimulatedRouter) -
         "mode": "off",
         "decisions": [{"pool": "decode", "size": 3, "why": "3 workers are wanted"}],
     }
+
+
+async def test_the_page_knows_whether_a_client_needs_a_key(fed: SimulatedRouter) -> None:
+    with fed.feed.viewing() as viewer:
+        await fed.feed.look(NOW)
+        assert (await next_of(viewer))[1]["head"]["public"]["needs_key"] is False
+        key: Any = object()
+        fed.access._ring._records["k1"] = key
+        await fed.feed.look(NOW + 1)
+        assert (await next_of(viewer))[1]["head"]["public"]["needs_key"] is True
+    assert Access(KeyRing(), is_loopback=False).needs_key
+    assert not Access(KeyRing(), is_loopback=False, allows_anonymous=True).needs_key
+
+
+async def test_the_answers_are_sent_once_until_one_changes(fed: SimulatedRouter) -> None:
+    fed.put("decode-0", blocks_used=50)
+    with fed.feed.viewing() as viewer:
+        await fed.feed.look(NOW)
+        answers = (await next_of(viewer))[1]["answers"]
+        assert answers["kv"].startswith("50% is in use by running requests")
+        await fed.feed.look(NOW + 1)
+        assert "answers" not in (await next_of(viewer))[1]
+        fed.put("decode-0", blocks_used=60)
+        await fed.feed.look(NOW + 2)
+        assert (await next_of(viewer))[1]["answers"]["kv"].startswith("60% is in use")

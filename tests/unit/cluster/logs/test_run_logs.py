@@ -14,7 +14,9 @@ from tandem.cluster.logs.run_logs import (
     RunLogs,
     find_address,
     find_log,
+    find_run,
     lines,
+    log_names,
     runs_folder,
     show_log,
 )
@@ -39,11 +41,26 @@ def test_a_log_stays_when_its_run_folder_is_gone(
 ) -> None:
     run(tmp_path, "a", "first\n").close()
     shutil.rmtree(tmp_path / "a")
-    show_log(find_log("decode-0"), follow=False)
+    path = find_log(find_run(), "decode-0")
+    assert path is not None
+    show_log(path, follow=False)
     assert capsys.readouterr().out == "first\n"
-    run(tmp_path, "b", "second\n").close()
-    show_log(find_log("decode-0"), follow=False)
-    assert capsys.readouterr().out == "second\n"
+
+
+def test_the_run_of_the_meant_cluster_is_found(tmp_path: Path) -> None:
+    assert find_run() is None
+    first = run(tmp_path, "local-1", "x")
+    first.announce(Addresses("http://h:1", "http://h:2"))
+    second = run(tmp_path, "local-2", "x")
+    second.announce(Addresses("http://h:3", "http://h:4"))
+    third = run(tmp_path, "local-3", "x")  # has announced no address, because it is not ready
+    assert find_run(cluster_id="local-1") == first.folder
+    assert find_run(cluster_id="local-9") is None
+    assert find_run(admin_url="http://h:4") == second.folder
+    assert find_run(admin_url="http://h:6") is None
+    assert find_run() in (second.folder, third.folder)  # they began in the same second
+    for each in (first, second, third):
+        each.close()
 
 
 def test_the_last_runs_are_kept_and_those_that_live(tmp_path: Path) -> None:
@@ -75,13 +92,13 @@ def test_commands_find_the_one_cluster_that_runs(tmp_path: Path) -> None:
     assert find_address("http", "default") == "default"
 
 
-def test_an_unknown_worker_is_answered_with_those_that_there_are(tmp_path: Path) -> None:
-    with pytest.raises(OperateError, match="has: none"):
-        find_log("decode-0")
+def test_a_log_is_found_by_the_name_of_its_process(tmp_path: Path) -> None:
+    assert log_names(find_run()) == []
+    assert find_log(find_run(), "decode-0") is None
     run(tmp_path, "a", "x").close()
+    assert log_names(find_run()) == ["decode-0"]
     for name in ("decode-1", "../../decode-1"):
-        with pytest.raises(OperateError, match="has: decode-0"):
-            find_log(name)
+        assert find_log(find_run(), name) is None
 
 
 def test_a_log_is_followed(tmp_path: Path) -> None:

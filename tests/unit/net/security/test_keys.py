@@ -10,6 +10,7 @@ from tandem.net.security.keys import (
     TOMBSTONE_S,
     KeyRecord,
     create,
+    record_of,
     revoke,
     rotate,
     update,
@@ -32,6 +33,17 @@ def test_a_key_is_its_tenants_and_its_record_holds_no_secret():
     assert ring_of(key.record).authenticate(key.text, now=NOW) == key.record
     assert key.text.split("-", 2)[2] not in repr(key.record)
     assert (key.record.tenant, key.record.role, key.record.version) == ("acme", "user", 1)
+
+
+def test_an_operator_may_choose_the_text_of_a_key():
+    record = record_of("sk-my-own-key", now=NOW)
+    assert ring_of(record).authenticate("sk-my-own-key", now=NOW) == record
+    assert "sk-my-own-key" not in repr(record)
+    assert record.role == "operator"
+    with pytest.raises(Unauthenticated, match=UNKNOWN):
+        ring_of(record).authenticate("sk-my-own-kez", now=NOW)
+    # The id of a key in the form of a generated one is the key's own.
+    assert record_of("tandem-ab-secret", now=NOW).key_id == "ab"
 
 
 @pytest.mark.parametrize(

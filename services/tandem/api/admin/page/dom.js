@@ -9,12 +9,6 @@ export function make(tag, text, name) {
   return element;
 }
 
-export function row(...cells) {
-  const element = make("tr");
-  element.append(...cells);
-  return element;
-}
-
 export function setText(element, text) { // a screen reader speaks of a change only
   if (element.textContent !== text) element.textContent = text;
 }
@@ -31,9 +25,9 @@ export function ago(seconds) {
   return seconds < 172800 ? `${Math.round(seconds / 3600)} h` : `${Math.round(seconds / 86400)} days`;
 }
 
-export const clock = at => new Date(1000 * at).toLocaleTimeString();
+export const clock = at => new Date(1000 * at).toLocaleTimeString([], {hourCycle: "h23"});
 
 export function milliseconds(ms) {
   if (ms === null || ms === undefined) return "–";
-  return ms < 10 ? `${ms.toFixed(1)} ms` : ms < 10000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`;
+  return ms < 10 ? `${Number(ms.toFixed(1))} ms` : ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`;
 }

@@ -2,10 +2,10 @@
 
 import {makeCharts, showCharts} from "./charts.js";
 import {makeChat, showCurl} from "./chat.js";
-import {ago, byId, setText} from "./dom.js";
+import {ago, byId, count, setText} from "./dom.js";
 import {follow, state} from "./feed.js";
 import {launch, makePicture, showPicture} from "./picture.js";
-import {makeRequests, showEvents, showRequests} from "./requests.js";
+import {makeRequests, showEvents, showRequests, someWait} from "./requests.js";
 import {makeWorkers, showPools, showWorkers} from "./workers.js";
 
 const STALE_MS = 3500;
@@ -23,8 +23,12 @@ function showFacts() {
   const head = state.head;
   if (!head) return;
   const routers = `${head.router_id}${head.num_routers > 1 ? ` of ${head.num_routers} routers` : ""}`;
-  setText(byId("facts"), `${head.model} · context ${head.max_model_len} · ${routers} · Tandem ${head.version} · ` +
+  setText(byId("facts"), `${head.model} · context of ${count(head.max_model_len)} tokens · ${routers} · version ${head.version} · ` +
     `up ${ago(Math.max(0, state.now - head.started_at))} · Redis ${head.redis} ·`);
+}
+
+function showAnswers() {
+  for (const place of document.querySelectorAll("[data-answer]")) setText(place, state.answers[place.dataset.answer] ?? "–");
 }
 
 let wasStale = false;
@@ -51,6 +55,7 @@ function showAge() {
 const parts = new Map();
 const PARTS = {
   head: () => { showHead(); showFacts(); showPools(); showCurl(); },
+  answers: showAnswers,
   samples: showCharts,
   workers: () => { parts.set("table", showWorkers); return showPicture(); },
   requests: showRequests,
@@ -71,6 +76,7 @@ function work() {
 function show(changed, flows) {
   for (const name of changed) if (PARTS[name]) parts.set(name, PARTS[name]);
   if (document.hidden) return; // until somebody looks
+  if (someWait()) parts.set("requests", showRequests); // for the time that they have waited
   if (flows.length) parts.set("flows", () => launch(flows));
   if (!changed.has("head")) showFacts();
   showAge();

@@ -40,11 +40,15 @@ export function sure(text, yes) {
     dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), {once: true}));
 }
 
-// Makes a change and shows its result.
+const TOLD_MS = 20000;
+let telling = 0;
+
+// Makes a change and shows its result for a while.
 export async function change(path, body, done) {
   const told = byId("told");
   told.className = "";
   told.textContent = "Asking…";
+  clearTimeout(telling);
   try {
     await post(path, body);
     told.textContent = done;
@@ -52,6 +56,7 @@ export async function change(path, body, done) {
     told.className = "bad";
     told.textContent = `Refused: ${error.message}`;
   }
+  telling = setTimeout(() => { told.textContent = ""; }, TOLD_MS);
 }
 
 // A wrong key is not sent repeatedly, because the router counts failures.

@@ -9,17 +9,21 @@ const FLIGHT_MS = 1400, PARTICLES_MAX = 300;
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 const FLOWS_MAX = 40; // that one event launches
 const DRAWN_AT_ONCE = 200; // workers; the rest in a task of its own
-const SHARES = [[.02, .15], [.24, .52], [.64, .92]]; // of the width, for each column
+const SHARES = [[.01, .17], [.27, .57], [.67, .97]]; // of the width, for each column
+const NARROW = 42; // units: below this width, the groups are below each other
+const ROLES = ["router", "prefill", "decode"]; // also the names of their colors
 // Workers are drawn on one canvas, moving dots on a second one above it.
-let box, canvas, context, above, colors = {}, places = new Map(), particles = [], isRunning = false;
+let box, canvas, context, above, colors = {}, places = new Map(), titles = [], particles = [], isRunning = false;
 let drawn = {key: "", tones: new Map()}, last = [], members = [];
 // The member to draw next, and the number left in this pass. An event starts a new pass, which
 // continues from that member, so the last workers are drawn even if no pass ever ends.
 let next = 0, left = 0;
 let size = {width: 0, height: 0}; // of the box: to ask it would lay out the page at once
+let unit = 15; // pixels of a rem: the picture grows with the text of the page
+let isStacked = false; // the groups are below each other, because the picture is narrow
 
 function readColors() {
-  for (const name of ["back", "text", "muted", "line", "good", "bad", "warn", "pull", "move"]) colors[name] = color(name);
+  for (const name of ["back", "text", "muted", "good", "bad", "wait", "kv", "move", ...ROLES]) colors[name] = color(name);
 }
 
 function columnsOf() {
@@ -30,29 +34,33 @@ function columnsOf() {
   return [["Routers", routers], ["Prefill", of("prefill")], ["Decode", of("decode")]];
 }
 
+// Sets a place for each member and each group's title; returns the height of the picture.
 function layout(columns, width) {
-  const edges = SHARES.map(edge => edge.map(share => share * width));
   places = new Map();
-  let bottom = 0;
-  columns.forEach(([, members], column) => {
-    const [left, right] = edges[column];
+  isStacked = width < NARROW * unit;
+  let top = 2.4 * unit, bottom = 0;
+  titles = columns.map(([, members], column) => {
+    const [left, right] = isStacked ? [.6 * unit, width - .6 * unit] : SHARES[column].map(share => share * width);
     const isSmall = members.length > BOXES_MAX;
-    const cell = isSmall ? Math.max(7, Math.min(18, Math.sqrt((right - left) * 260 / members.length))) : 0;
-    const perRow = isSmall ? Math.floor((right - left) / cell) : 1;
+    const cell = isSmall ? Math.max(7, Math.min(1.2 * unit, Math.sqrt((right - left) * 17 * unit / members.length))) : 0;
+    const perRow = isSmall ? Math.floor((right - left) / cell) : isStacked ? Math.max(1, Math.floor((right - left) / (10 * unit))) : 1;
+    const boxWidth = (right - left + .5 * unit) / perRow, hasLines = column > 0 && !isSmall && boxWidth < 17 * unit;
+    const step = isSmall ? cell : (hasLines ? 3.7 : 2.5) * unit, title = {x: left, y: top - unit};
     members.forEach(([id], i) => {
-      const place = isSmall
-        ? {x: left + (i % perRow) * cell, y: 34 + Math.floor(i / perRow) * cell, w: cell - 2, h: cell - 2, isSmall}
-        : {x: left, y: 34 + i * 38, w: right - left, h: 30, isSmall};
-      places.set(id, place);
-      bottom = Math.max(bottom, place.y + place.h);
+      const [x, y] = [left + (i % perRow) * (isSmall ? cell : boxWidth), top + Math.floor(i / perRow) * step];
+      const place = isSmall ? {w: cell - 2, h: cell - 2} : {w: boxWidth - .5 * unit, h: step - .5 * unit};
+      places.set(id, {x, y, ...place, isSmall, hasLines});
+      bottom = Math.max(bottom, y + place.h);
     });
+    if (isStacked) top = Math.max(top, bottom) + 2.6 * unit;
+    return title;
   });
-  return Math.max(120, bottom + 14);
+  return Math.max(7 * unit, bottom + unit);
 }
 
 function tone(worker) {
-  if (!worker) return colors.pull;
-  if (worker.state === "draining" || worker.state === "loading" || worker.state === "starting") return colors.warn;
+  if (!worker) return colors.router;
+  if (worker.state === "draining" || worker.state === "loading" || worker.state === "starting") return colors.wait;
   if (isIll(worker)) return colors.bad; // a worker that is ready may be in trouble
   return worker.state === "stopped" ? colors.muted : colors.good;
 }
@@ -60,7 +68,8 @@ function tone(worker) {
 function told(worker) {
   if (!worker) return "";
   if (worker.state !== "ready") return worker.state;
-  return worker.role === "prefill" ? `${worker.leases} leases` : `${worker.running} running, ${worker.waiting} waiting`;
+  if (worker.role === "prefill") return `${worker.leases} ${worker.leases === 1 ? "lease" : "leases"}`;
+  return `${worker.running} running, ${worker.waiting + worker.pulls} waiting`;
 }
 
 function drawWorker(id, worker, at) {
@@ -71,24 +80,31 @@ function drawWorker(id, worker, at) {
   context.clearRect(at.x - 2, at.y - 2, at.w + 4, at.h + 4);
   context.fillStyle = colors.back;
   context.fillRect(at.x, at.y, at.w, at.h);
-  context.globalAlpha = at.isSmall ? .35 + .65 * used : .3;
-  context.fillStyle = tone(worker);
-  context.fillRect(at.x, at.y, at.isSmall ? at.w : at.w * used, at.h);
+  context.fillStyle = colors.kv;
+  context.globalAlpha = .35;
+  if (at.isSmall) context.fillRect(at.x, at.y + at.h * (1 - used), at.w, at.h * used);
+  else context.fillRect(at.x, at.y, at.w * used, at.h);
   context.globalAlpha = 1;
   context.strokeStyle = tone(worker);
-  context.lineWidth = ill ? 2.5 : 1;
+  context.lineWidth = ill ? 3 : 1.5;
   context.strokeRect(at.x, at.y, at.w, at.h);
   if (at.isSmall) return;
   context.fillStyle = colors.text;
-  context.fillText(id, at.x + 8, at.y + 19, at.w * .5);
+  const middle = at.y + at.h / 2 + .33 * unit, pad = .6 * unit;
+  context.fillText(id, at.x + pad, at.hasLines ? at.y + 1.3 * unit : middle, at.w - 2 * pad);
+  if (at.hasLines) {
+    context.fillText(told(worker), at.x + pad, at.y + 2.6 * unit, at.w - 2 * pad);
+    return;
+  }
   context.textAlign = "right";
-  context.fillText(told(worker), at.x + at.w - 8, at.y + 19, at.w * .5);
+  context.fillText(told(worker), at.x + at.w - pad, middle, at.w * .6);
   context.textAlign = "left";
 }
 
 function drawBase() {
   const ratio = devicePixelRatio || 1, {width} = size, columns = columnsOf();
-  const key = [ratio, width, colors.back, ...columns.flatMap(([, members]) => members.map(([id]) => id))].join();
+  unit = parseFloat(getComputedStyle(document.documentElement).fontSize);
+  const key = [ratio, width, unit, colors.back, ...columns.flatMap(([, members]) => members.map(([id]) => id))].join();
   if (key !== drawn.key) {
     drawn = {key, tones: new Map()};
     const height = layout(columns, width);
@@ -97,10 +113,13 @@ function drawBase() {
       each.style.height = `${height}px`;
       each.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
     }
-    context.font = "13px system-ui, sans-serif";
-    context.fillStyle = colors.muted;
+    context.font = `${.88 * unit}px system-ui, sans-serif`;
     columns.forEach(([name, members], i) => {
-      context.fillText(name + (i ? ` workers (${members.length})` : ""), SHARES[i][0] * width, 20);
+      const {x, y} = titles[i];
+      context.fillStyle = colors[ROLES[i]];
+      context.fillRect(x, y - .7 * unit, .75 * unit, .75 * unit);
+      context.fillStyle = colors.text;
+      context.fillText(i ? `${name} workers (${members.length})` : name, x + 1.2 * unit, y);
     });
   }
   members = columns.flatMap(([, found]) => found);
@@ -126,11 +145,11 @@ function drawAll() {
 function ends(source, target) {
   const from = places.get(source), to = places.get(target);
   if (!from || !to) return null;
-  const isOneColumn = from.x === to.x; // a stream that moves within a pool bows out to the right
-  const isRight = from.x <= to.x;
-  const a = {x: isRight ? from.x + from.w : from.x, y: from.y + from.h / 2};
-  const b = {x: isOneColumn || !isRight ? to.x + to.w : to.x, y: to.y + to.h / 2};
-  const bow = isOneColumn ? 1.6 * Math.min(60, size.width - a.x) : 0;
+  const center = place => ({x: place.x + place.w / 2, y: place.y + place.h / 2});
+  const isRight = from.x <= to.x, isWithin = state.workers.get(source)?.role === state.workers.get(target)?.role;
+  const bow = isWithin ? 4 * unit : 0; // a request that moves within a group bows out
+  const a = isStacked || isWithin ? center(from) : {x: isRight ? from.x + from.w : from.x, y: center(from).y};
+  const b = isStacked || isWithin ? center(to) : {x: isRight ? to.x : to.x + to.w, y: center(to).y};
   return {a, b, middle: {x: (a.x + b.x) / 2 + bow, y: (a.y + b.y) / 2}};
 }
 
@@ -151,7 +170,7 @@ export function launch(flows) {
 function frame(now) {
   above.clearRect(0, 0, size.width, size.height);
   particles = particles.filter(p => now < p.began + FLIGHT_MS);
-  for (const kind of ["pull", "move"]) {
+  for (const [kind, name] of [["pull", "kv"], ["move", "move"]]) {
     const mine = particles.filter(p => p.kind === kind), lines = new Path2D(), dots = new Path2D();
     for (const {way: {a, b, middle}, began, hasLine} of mine) {
       const t = (now - began) / FLIGHT_MS, u = 1 - t;
@@ -161,7 +180,7 @@ function frame(now) {
       const y = u * u * a.y + 2 * u * t * middle.y + t * t * b.y;
       dots.rect(x - 3, y - 3, 6, 6);
     }
-    above.strokeStyle = above.fillStyle = colors[kind];
+    above.strokeStyle = above.fillStyle = colors[name];
     above.lineWidth = kind === "pull" ? 1 : 2;
     above.globalAlpha = .4;
     above.stroke(lines);
@@ -180,7 +199,7 @@ function describe() {
   }
   const sum = kind => last.filter(flow => flow[0] === kind).reduce((total, flow) => total + flow[3], 0);
   const known = [...count].map(([key, n]) => `${n} ${key}`).join(", ") || "no worker is known";
-  return `Workers: ${known}. Lately ${sum("pull")} blocks were pulled and ${sum("move")} streams moved.`;
+  return `Workers: ${known}. Lately ${sum("pull")} blocks were pulled and ${sum("move")} requests moved.`;
 }
 
 // Draws the background; returns a function that draws the workers in several tasks.

@@ -1,75 +1,117 @@
-// Recent requests with their stages, as a waterfall, and the events.
+// Recent requests, each with its stages as a bar and in words, and the events.
 
-import {byId, clock, make, milliseconds, row} from "./dom.js";
+import {byId, clock, count, make, milliseconds, setText} from "./dom.js";
 import {state} from "./feed.js";
 
-const SHOWN_MAX = 25, KEPT_MAX = 50;
-// The stages in the order of a request's life; those up to `wire` sum to the time to first token.
-const STAGES = ["tokenize", "route", "queue", "prefill", "retry", "wire", "transfer_exposed", "first_decode", "move"];
+const SHOWN_FIRST = 8, KEPT_MAX = 50;
+// The stages in the order of a request's life: name, color, words. Those up to `wire` sum to the time
+// to first token. Stages of one color are one thing to a reader.
+const STAGES = [
+  ["tokenize", "router", "tokenizing"], ["route", "router", "choosing workers"], ["queue", "wait", "waiting in queues"],
+  ["prefill", "prefill", "computing the prompt"], ["retry", "move", "starting again"], ["wire", "router", "sending messages"],
+  ["transfer_exposed", "kv", "waiting for KV blocks"], ["first_decode", "decode", "computing the second token"],
+  ["move", "move", "moving to another worker"],
+];
+const LEGEND = [
+  ["wait", "waiting in queues"], ["prefill", "computing the prompt"], ["kv", "waiting for KV blocks"],
+  ["decode", "computing the second token"], ["router", "the router and the network"], ["move", "starting again or moving"],
+];
+const WELL = new Set(["stop", "length", "cancelled", "running"]);
+const OUTCOMES = {
+  stop: "ended (stop)", length: "ended at its token limit (length)", cancelled: "cancelled by its client", running: "running",
+};
 
-const total = request => STAGES.reduce((sum, name) => sum + (request.stages_ms[name] ?? 0), 0);
+const isWaiting = request => request.ttft_ms === null && request.outcome === "running";
+const ageMs = request => Math.max(0, 1000 * (state.now - request.created));
 
-function stages(request, longest) { // all bars have one scale
-  const known = STAGES.filter(name => request.stages_ms[name] > 0);
-  const bar = make("div", undefined, "stages");
-  for (const name of known) {
-    const part = make("i", undefined, `stage-${name}`);
-    part.style.width = `${100 * request.stages_ms[name] / longest}%`;
-    bar.append(part);
+function bar(request) { // on a scale of its own; the rest of a request that waits is not known yet
+  const known = STAGES.filter(([name]) => request.stages_ms[name] > 0);
+  const sum = known.reduce((total, [name]) => total + request.stages_ms[name], 0);
+  const total = isWaiting(request) ? Math.max(sum, ageMs(request)) : sum;
+  const told = known.map(([name, , words]) => `${words} ${milliseconds(request.stages_ms[name])}`).join(", ");
+  const made = make("div", undefined, "bar");
+  for (const [name, tone] of known) {
+    const part = make("i", undefined, `key ${tone}`);
+    part.style.width = `${100 * request.stages_ms[name] / total}%`;
+    made.append(part);
   }
-  const told = known.map(name => `${name} ${milliseconds(request.stages_ms[name])}`).join(", ");
-  bar.title = told;
-  bar.setAttribute("role", "img");
-  bar.setAttribute("aria-label", told || "no stage has ended yet");
-  const cell = make("td");
-  cell.append(bar);
-  return cell;
+  made.title = told;
+  made.setAttribute("role", "img");
+  made.setAttribute("aria-label", told || "no stage has ended yet");
+  return made;
 }
 
-function shownRow(request, longest) {
-  const isBad = !["stop", "length", "cancelled", "running"].includes(request.outcome);
-  const outcome = make("td", request.outcome, isBad ? "bad" : "");
-  if (request.error) outcome.append(make("span", `: ${request.error}`));
-  const way = request.prefill_worker ? `${request.prefill_worker} → ${request.decode_worker}` : request.decode_worker;
-  const pulled = request.blocks_pulled ? `, ${request.blocks_pulled} blocks over ${request.transport}` : "";
-  const moved = request.moves ? `, moved ${request.moves} times` : "";
-  const name = make("td", `${clock(request.created)} ${request.id.slice(0, 8)}`, "id");
+function progress(request) {
+  if (isWaiting(request)) return `No token yet after ${milliseconds(ageMs(request))}.`;
+  if (request.ttft_ms === null) return "No token came.";
+  const first = `First token after ${milliseconds(request.ttft_ms)}`, tokens = request.completion_tokens;
+  if (request.e2e_ms === null) return `${first}, ${count(tokens)} tokens so far.`;
+  return tokens > 1 ? `${first}, all ${count(tokens)} tokens after ${milliseconds(request.e2e_ms)}.` : `${first}.`;
+}
+
+function way(request) {
+  const {prefill_worker: prefill, decode_worker: decode, blocks_pulled: blocks, moves} = request;
+  if (!decode) return "";
+  const pulled = blocks ? `, which pulled ${count(blocks)} KV blocks over ${request.transport}` : "";
+  const moved = moves ? `; moved ${count(moves)} ${moves === 1 ? "time" : "times"}` : "";
+  if (request.ttft_ms === null) return `Sent to ${decode}.`;
+  return prefill ? `Prompt on ${prefill}, tokens on ${decode}${pulled}${moved}.` : `Prompt and tokens on ${decode}${moved}.`;
+}
+
+function shown(request) {
+  const item = make("li"), about = make("div"), time = make("div"), why = make("div");
+  const outcome = make("div", OUTCOMES[request.outcome] ?? `failed: ${request.outcome}`, WELL.has(request.outcome) ? "" : "bad");
+  const cached = request.cached_tokens ? ` (${count(request.cached_tokens)} cached)` : "";
+  const name = make("strong", `${clock(request.created)} ${request.kind}`);
   name.title = request.id;
-  const cached = request.cached_tokens ? ` (${request.cached_tokens} cached)` : "";
-  return row(name, outcome, make("td", `${request.prompt_tokens}${cached} + ${request.completion_tokens}`, "n"),
-    make("td", milliseconds(request.ttft_ms), "n"), stages(request, longest), make("td", (way || "–") + pulled + moved),
-    make("td", request.placement || "–", "why"));
+  about.append(name, outcome, make("div", `${count(request.prompt_tokens)} tokens in${cached}, ${count(request.completion_tokens)} out`, "muted"));
+  time.append(bar(request));
+  if (request.longest && !isWaiting(request)) time.append(make("div", `Longest: ${request.longest}.`));
+  time.append(make("div", request.error ? `${progress(request)} ${request.error}` : progress(request), request.error ? "bad" : "muted"));
+  why.append(make("strong", request.decode_worker ? "Why there? " : "At no worker."), request.why, make("div", way(request), "muted"));
+  item.append(about, time, why);
+  return item;
 }
 
-const rows = new Map(); // a request's row, until the request or the scale changes
+const items = new Map(); // a request's item, until the request changes
+let showsAll = {requests: false, events: false};
+
+function showMore(name, all) {
+  const button = byId(`${name}-more`);
+  button.hidden = all.length <= SHOWN_FIRST;
+  setText(button, showsAll[name] ? "Show fewer" : `Show ${all.length - SHOWN_FIRST} more`);
+  return showsAll[name] ? all : all.slice(0, SHOWN_FIRST);
+}
 
 export function showRequests() {
   const all = [...state.requests.values()].sort((a, b) => b.created - a.created);
-  for (const request of all.slice(KEPT_MAX)) state.requests.delete(request.id);
-  const shown = all.slice(0, SHOWN_MAX), longest = rounded(Math.max(...shown.map(total), 1));
-  const wanted = shown.map(request => {
-    const known = rows.get(request.id);
-    if (known && known.request === request && known.longest === longest) return known.row;
-    const made = shownRow(request, longest);
-    rows.set(request.id, {request, longest, row: made});
-    return made;
+  for (const request of all.splice(KEPT_MAX)) state.requests.delete(request.id);
+  const wanted = showMore("requests", all).map(request => {
+    if (items.get(request.id)?.request !== request || isWaiting(request)) items.set(request.id, {request, item: shown(request)});
+    return items.get(request.id).item;
   });
-  byId("requests").tBodies[0].replaceChildren(...wanted);
-  for (const id of rows.keys()) if (!shown.some(request => request.id === id)) rows.delete(id);
+  byId("requests").replaceChildren(...(wanted.length ? wanted : [make("li", "No request yet.", "muted")]));
+  for (const id of items.keys()) if (!state.requests.has(id)) items.delete(id);
 }
 
-function rounded(ms) { // up, so that the scale changes seldom
-  const power = 10 ** Math.floor(Math.log10(ms));
-  return [1, 2, 5, 10].map(step => step * power).find(step => step >= ms);
-}
+export const someWait = () => [...state.requests.values()].some(isWaiting);
 
 export function showEvents() {
-  byId("events").tBodies[0].replaceChildren(...state.events.slice(0, SHOWN_MAX).map(event =>
-    row(make("td", clock(event.at), "id"), make("td", event.kind), make("td", event.about || "–", "id"),
-      make("td", event.text))));
+  const wanted = showMore("events", state.events).map(event => {
+    const item = make("li");
+    item.append(make("span", clock(event.at), "muted"), make("strong", event.kind), make("span", event.about || "–"), make("span", event.text));
+    return item;
+  });
+  byId("events").replaceChildren(...(wanted.length ? wanted : [make("li", "No event yet.", "muted")]));
 }
 
 export function makeRequests() {
-  const legend = byId("stage-legend");
-  for (const name of STAGES) legend.append(make("span", undefined, `key stage-${name}`), name.replace("_", " "));
+  for (const [tone, words] of LEGEND) {
+    const item = make("li");
+    item.append(make("i", undefined, `key ${tone}`), words);
+    byId("stage-legend").append(item);
+  }
+  for (const [name, show] of [["requests", showRequests], ["events", showEvents]]) {
+    byId(`${name}-more`).addEventListener("click", () => { showsAll[name] = !showsAll[name]; show(); });
+  }
 }

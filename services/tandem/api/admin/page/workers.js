@@ -1,12 +1,13 @@
-// The tables of workers and pools, with controls for operators.
+// The lists of workers and pools, with controls for operators.
 
-import {byId, count, make, row, setText} from "./dom.js";
+import {byId, count, make, setText} from "./dom.js";
 import {ordered, state} from "./feed.js";
 import {change, sure} from "./operator.js";
 
-const ROWS_MAX = 40;
+const ITEMS_MAX = 20;
+const FEW = 8; // so few workers are found without a filter
 const WELL = new Set(["ready", "draining", "stopped"]), CHANGING = new Set(["loading", "starting", "draining"]);
-const rows = [];
+const items = [];
 let first = 0;
 
 const NOTED = new Set(["ready", "stopped"]); // a note is what is wrong
@@ -25,24 +26,26 @@ function found() {
   return ranked.flat();
 }
 
-const NAMES = ["name", "role", "state", "running", "waiting", "leases", "pulls", "kv", "transports", "host", "tools"];
-const NUMBERS = ["running", "waiting", "leases", "pulls"];
+const NAMES = ["name", "state", "work", "kv", "host", "tools"];
 
-// Rows are created once and updated, because a worker's numbers change every second.
-function makeRow() {
-  const cells = Object.fromEntries(NAMES.map(name => [name, make("td", undefined, NUMBERS.includes(name) ? "n" : "")]));
+// Items are created once and updated, because a worker's numbers change every second.
+function makeItem() {
+  const cells = Object.fromEntries(NAMES.map(name => [name, make("div", undefined, name)]));
   const tools = ["role", "drain"].map(() => make("button"));
-  cells.name.className = cells.tools.className = "id";
   cells.levels = []; // of the pool, then of each tier
-  cells.tools.append(tools[0], " ", tools[1]);
+  cells.id = make("strong");
+  cells.role = make("div", "", "muted");
+  cells.name.append(cells.id, cells.role);
+  cells.tools.append(...tools);
   for (const tool of tools) tool.type = "button";
   [cells.toRole, cells.drain] = tools;
-  cells.row = row(...NAMES.map(name => cells[name]));
+  cells.item = make("li");
+  cells.item.append(...NAMES.map(name => cells[name]));
   return cells;
 }
 
 function makeLevel() {
-  const line = make("div", undefined, "level"), bar = make("span", undefined, "bar"), text = make("span"), part = make("i");
+  const line = make("div", undefined, "level"), bar = make("span", undefined, "bar"), text = make("span"), part = make("i", undefined, "key kv");
   bar.append(part);
   line.append(bar, text);
   return {line, text, part};
@@ -57,14 +60,19 @@ function showLevel(level, share, text) {
 const tierText = (name, held, total, share) =>
   name === "store" ? `store ${count(held)} known` : `${name} ${Math.round(100 * share)}% of ${count(total)}`;
 
+function work(w) {
+  const parts = [[w.running, "running"], [w.waiting, "waiting"], [w.pulls, "awaiting KV"], [w.leases, w.leases === 1 ? "lease" : "leases"]];
+  return parts.filter(([number]) => number).map(([number, what]) => `${count(number)} ${what}`).join(", ") || "idle";
+}
+
 function fill(cells, [id, w]) {
   const ill = isIll(w), other = w.role === "prefill" ? "decode" : "prefill";
   const low = w.memory_is_low ? " (memory is low)" : "";
-  setText(cells.name, id);
+  setText(cells.id, id);
   setText(cells.role, w.role + (w.pool && w.pool !== w.role ? ` (of ${w.pool})` : ""));
   setText(cells.state, w.state + (w.note ? `: ${w.note}` : "") + low);
-  cells.state.className = low ? "bad" : CHANGING.has(w.state) ? "warn" : ill ? "bad" : w.state === "ready" ? "good" : "";
-  for (const name of NUMBERS) setText(cells[name], String(w[name]));
+  cells.state.className = low ? "bad" : CHANGING.has(w.state) ? "wait" : ill ? "bad" : w.state === "ready" ? "good" : "";
+  setText(cells.work, w.address ? work(w) : "");
   const tiers = w.tiers ?? []; // routers of older versions tell of none
   while (cells.levels.length <= tiers.length) {
     cells.levels.push(makeLevel());
@@ -77,11 +85,11 @@ function fill(cells, [id, w]) {
     const [name, held, total] = tiers[i], share = total ? held / total : 0;
     showLevel(level, share, tierText(name, held, total, share));
   });
-  setText(cells.transports, w.transports || "–");
-  setText(cells.host, w.host || "–");
-  cells.row.className = w.address ? (ill ? "ill" : "") : "gone";
-  if (cells.id === id && cells.other === other) return;
-  [cells.id, cells.other] = [id, other];
+  setText(cells.host, [w.host, w.transports && `KV over ${w.transports}`].filter(Boolean).join(", "));
+  cells.kv.hidden = cells.toRole.hidden = cells.drain.hidden = !w.address;
+  cells.item.className = w.address ? "" : "gone";
+  if (cells.shown === `${id} ${other}`) return;
+  cells.shown = `${id} ${other}`;
   setText(cells.toRole, `To ${other}`);
   cells.toRole.setAttribute("aria-label", `To ${other}: ${id}`);
   cells.toRole.dataset.key = `role ${id}`;
@@ -91,25 +99,25 @@ function fill(cells, [id, w]) {
 }
 
 export function showWorkers() {
-  const all = found(), body = byId("workers").tBodies[0];
-  first = Math.max(0, Math.min(first, Math.floor((all.length - 1) / ROWS_MAX) * ROWS_MAX));
-  const shown = all.slice(first, first + ROWS_MAX);
-  const focused = body.contains(document.activeElement) ? document.activeElement.dataset.key : "";
-  while (rows.length < shown.length) { rows.push(makeRow()); body.append(rows.at(-1).row); }
-  while (rows.length > shown.length) rows.pop().row.remove();
-  shown.forEach((each, i) => {
-    fill(rows[i], each);
-    rows[i].toRole.hidden = rows[i].drain.hidden = !each[1].address;
-  });
-  if (focused && document.activeElement.dataset.key !== focused) { // its worker has another row now
-    body.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus({preventScroll: true});
+  const all = found(), list = byId("workers");
+  first = Math.max(0, Math.min(first, Math.floor((all.length - 1) / ITEMS_MAX) * ITEMS_MAX));
+  const shown = all.slice(first, first + ITEMS_MAX);
+  const focused = list.contains(document.activeElement) ? document.activeElement.dataset.key : "";
+  while (items.length < shown.length) { items.push(makeItem()); list.append(items.at(-1).item); }
+  while (items.length > shown.length) items.pop().item.remove();
+  shown.forEach((each, i) => fill(items[i], each));
+  if (focused && document.activeElement.dataset.key !== focused) { // its worker has another item now
+    list.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus({preventScroll: true});
   }
-  setText(byId("workers-shown"), all.length ? `${first + 1} to ${first + shown.length} of ${all.length}` : "none");
+  byId("worker-finder").hidden = state.workers.size <= FEW;
+  byId("workers-pager").hidden = !state.workers.size || (all.length > 0 && all.length <= ITEMS_MAX);
+  setText(byId("workers-shown"), all.length ? `${first + 1} to ${first + shown.length} of ${all.length}` : "no worker fits");
+  byId("workers-back").hidden = byId("workers-on").hidden = all.length <= ITEMS_MAX;
   byId("workers-back").disabled = first === 0;
   byId("workers-on").disabled = first + shown.length >= all.length;
 }
 
-// The row of a pool is created once, so that a size being typed is kept.
+// The row of a pool is created once, and a size that is being typed is kept until it is sent.
 export function showPools() {
   const box = byId("pools");
   for (const [name, pool] of Object.entries(state.head.pools)) {
@@ -120,7 +128,7 @@ export function showPools() {
       const size = make("input"), label = make("label", `${name}: `);
       size.type = "number";
       size.min = "0";
-      size.value = pool.wanted ?? pool.running ?? 0;
+      size.addEventListener("input", () => { form.dataset.isEdited = "yes"; });
       label.append(size);
       form.append(label, make("button", "Scale"), make("span", "", "muted"));
       // The number of gRPC replicas follows the routers and cannot be set.
@@ -128,8 +136,10 @@ export function showPools() {
       form.addEventListener("submit", event => scale(event, name, size));
       box.append(form);
     }
+    const size = form.querySelector("input");
+    if (size && !form.dataset.isEdited) size.value = pool.wanted ?? pool.running ?? 0;
     const ready = name === "router" || name === "grpc" ? "" : `, ${pool.ready} ready`;
-    setText(form.lastChild, `${pool.running ?? 0} of ${pool.wanted ?? "?"} run${ready}`);
+    setText(form.lastChild, `${pool.running ?? 0}${pool.wanted === null ? "" : ` of ${pool.wanted}`} running${ready}`);
   }
   showAutoscale();
 }
@@ -147,6 +157,7 @@ async function scale(event, name, size) {
   event.preventDefault();
   if (!await sure(`Scale the ${name} pool to ${size.value}?`, "Scale")) return;
   await change("v1/cluster", {[name]: Number(size.value)}, `The ${name} pool is asked for ${size.value}.`);
+  delete size.form.dataset.isEdited;
 }
 
 async function act(key) {
@@ -164,8 +175,8 @@ async function act(key) {
 
 export function makeWorkers() {
   byId("worker-filter").addEventListener("input", () => { first = 0; showWorkers(); });
-  byId("workers-back").addEventListener("click", () => { first -= ROWS_MAX; showWorkers(); });
-  byId("workers-on").addEventListener("click", () => { first += ROWS_MAX; showWorkers(); });
+  byId("workers-back").addEventListener("click", () => { first -= ITEMS_MAX; showWorkers(); });
+  byId("workers-on").addEventListener("click", () => { first += ITEMS_MAX; showWorkers(); });
   byId("workers").addEventListener("click", event => {
     const key = event.target.closest("button")?.dataset.key;
     if (key) act(key);

@@ -14,7 +14,7 @@ from tandem.models.checkpoint.expert_names import ExpertNames, bias_of
 from tandem.models.config.experts import Experts
 from tandem.models.gguf.tensors import GgufBlocks
 
-# For each expert, the matrices of one product: (gate, up), (both in one matrix,) or (down,).
+# For each expert, a tuple of matrices: gate and up, one matrix that has both, or down.
 Parts = list[tuple[Linear, ...]]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from tandem.errors import UnsupportedModel
 
-RUN = 128  # number of consecutive inputs that share a scale, if an output has several scales
+RUN = 128  # in matrices with several scales per output: number of inputs that share a scale
 _NAN = 0x7F  # bits of NaN in e4m3, without the sign
 
 

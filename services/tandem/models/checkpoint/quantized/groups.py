@@ -31,13 +31,14 @@ _ZEROED_MOST = 64  # number of inputs in a Q4_Z64 block
 
 @dataclass(frozen=True, slots=True)
 class QuantizedGroups:
-    """A quantized matrix [out, in]. The inputs of each output are divided into `scales.shape[1]`
-    groups, and the inputs of a group share a scale and a zero point."""
+    """A quantized matrix [out, in]. Each row is divided into `scales.shape[1]` groups of inputs.
+    The weights of one row and one group share a scale and a zero point."""
 
-    numbers: torch.Tensor  # [out, in], uint8 from 0 to 15, or int8
-    zeros: torch.Tensor  # [out, groups] or [1, 1], uint8 from 0 to 16
+    numbers: torch.Tensor  # [out, in]: uint8 from 0 to 15 for 4 bits, int8 for 8 bits
+    zeros: torch.Tensor  # [out, groups] or [1, 1]: zero points, uint8 from 0 to 16
     scales: torch.Tensor  # [out, groups] or [1, 1], float32
-    # Number of each input's group, [in]. None: groups have equal size and consecutive inputs.
+    # [in]: for each input, the number of its group. None: groups have equal size and consecutive
+    # inputs.
     group_of_input: torch.Tensor | None = None
 
     def values(self) -> torch.Tensor:

@@ -3,8 +3,8 @@
     weight = (number - zero) * scale + min
 
 Each weight is stored as an integer, the number. A group of inputs shares a scale, and optionally a
-zero point and a minimum. Scales are converted to 16 bits only if that changes none of them, so each
-weight equals the checkpoint's.
+zero point and a minimum. Scales are converted to 16 bits only if all scales stay exactly the same.
+So each weight is equal to the weight in the checkpoint.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch
 from tandem.models.gguf.tensors import GgufBlocks
 
 BLOCK = 32  # number of inputs in a GGUF block
-# Maximum number of weights that a CPU dequantizes in one pass if the inputs of a group are not
-# consecutive. The maximum limits temporary memory.
+# Maximum number of weights that a CPU dequantizes in one pass, to limit temporary memory. It
+# applies only if the inputs of a group are not consecutive.
 _SHUFFLED_AT_ONCE = 1 << 16
 _SCALE_TYPES = (torch.float16, torch.bfloat16)
-# Block type -> size in bytes of a block's scale, and of the minimum if the type has one.
+# GGUF block type -> bytes of the numbers that precede a block's weights: its scale, and its minimum
+# if the type has one.
 _PARTS = {"Q8_0": (2,), "Q4_0": (2,), "Q4_1": (2, 2)}
 
 
@@ -32,9 +33,10 @@ class PackedGroups:
     # 2 * i + 1 in the high nibble. 8-bit numbers: int8 [out, in].
     data: torch.Tensor
     scales: torch.Tensor  # [out, groups]
-    zeros: torch.Tensor | None = None  # uint8 [out, groups]
-    mins: torch.Tensor | None = None  # [out, groups]
-    # Number of each input's group, [in]. None: groups have equal size and consecutive inputs.
+    zeros: torch.Tensor | None = None  # uint8 [out, groups]; None: all zero points are 0
+    mins: torch.Tensor | None = None  # [out, groups]; None: all minimums are 0
+    # [in]: for each input, the number of its group. None: groups have equal size and consecutive
+    # inputs.
     group_of_input: torch.Tensor | None = None
 
     @classmethod
@@ -132,7 +134,8 @@ class PackedGroups:
             torch.stack((self.data & 15, self.data >> 4), -1, out=wide.view(*self.data.shape, 2))
         else:
             wide.copy_(self.data)
-        if self.group_of_input is None:  # `wide` gets the shape [out, groups, inputs of a group].
+        # Without `group_of_input`, `wide` is viewed as [out, groups, inputs of a group].
+        if self.group_of_input is None:
             wide = wide.view(*self.scales.shape, -1)
         if self.zeros is not None:
             wide -= self._per_input(self.zeros)

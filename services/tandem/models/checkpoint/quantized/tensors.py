@@ -20,12 +20,13 @@ from tandem.models.checkpoint.quantized.packed_groups import PackedGroups
 from tandem.models.config.quantization_scheme import Quantization, Scheme
 from tandem.models.gguf.tensors import GgufBlocks
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble _AWQ_ORDER[i] of a word has number i
+# AWQ stores number i of a 32-bit word in nibble _AWQ_ORDER[i]: number 1 is in nibble 4.
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _FLOAT8 = torch.float8_e4m3fn
 _ZERO = torch.zeros(1, 1, dtype=torch.uint8)
 _WORD_BITS = 32
 _MIDDLE = 128  # zero point of unsigned 8-bit numbers
-_UNSET = -1  # weight_g_idx has this value if each group consists of consecutive inputs
+_UNSET = -1  # a weight_g_idx full of this number means that groups have consecutive inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Coded:
     the shapes and types of the tensors."""
 
     name: str  # name of the module, without .weight
-    by_kind: Mapping[str, torch.Tensor]  # the stored tensors by part name (forms.PARTS)
+    by_kind: Mapping[str, torch.Tensor]  # last part of the stored name (forms.PARTS) -> tensor
     scheme: Scheme
     file: Path | None = None  # file with the first tensor; None: the matrix is not from a file
 
@@ -138,8 +139,8 @@ class Coded:
         return (_bytes_of(words) ^ _MIDDLE).view(torch.int8), _ZERO
 
     def _with_group_order(self, groups: QuantizedGroups) -> QuantizedGroups:
-        """Returns `groups` with `group_of_input` set, if the checkpoint stores which group each
-        input belongs to and the groups are not runs of consecutive inputs."""
+        """Returns `groups` with the field `group_of_input` set. If the groups consist of
+        consecutive inputs, returns `groups` unchanged."""
         if (of_input := self._group_of_input()) is None:
             return groups
         num_in = groups.numbers.shape[1]

@@ -12,11 +12,14 @@ from tandem.ops.simulator.simulation import Simulation
 
 
 class RunReport(msgspec.Struct, frozen=True):
-    """The results of a run. The fields `load_*` say how unequally the workers that prefill are
-    loaded: the work of the most loaded worker divided by the mean. 1.0 is perfect balance."""
+    """The results of a run.
+
+    The fields `load_tokens`, `load_requests` and `load_busy` measure imbalance among the workers
+    that prefill: the largest value of a worker divided by the mean of all. 1.0 is perfect balance.
+    """
 
     policy: str
-    load: float  # load of the run, as a fraction of the workers' capacity
+    load: float  # arrival rate of the run, as a fraction of the rate that the workers can serve
     seed: int
     num_requests: int
     num_served: int
@@ -25,25 +28,26 @@ class RunReport(msgspec.Struct, frozen=True):
     num_moved: int
     num_good: int  # number of requests that were served within the SLO
     goodput: float  # num_good / num_requests
-    # fraction of all prompt tokens that the prefilling worker had cached, in its KV pool or in a
-    # tier
+    # Of all prompt tokens, the fraction that the prefilling worker had cached, in its KV pool or in
+    # a tier.
     hit_rate: float
-    # tier name -> fraction of all prompt tokens that were loaded from this tier
+    # Tier name -> of all prompt tokens, the fraction that was loaded from this tier.
     tier_hit_rates: dict[str, float]
-    # tier name -> bytes that all workers together loaded from this tier
+    # Tier name -> bytes that all workers together loaded from this tier.
     loaded_bytes: dict[str, float]
-    # fraction of all prompt tokens whose KV was pulled from a worker that had the prefix cached
+    # Of all prompt tokens, the fraction whose KV was pulled from a worker that had the prefix
+    # cached.
     pulled_rate: float
-    load_tokens: float  # imbalance of the workers' numbers of prompt tokens
-    load_requests: float  # imbalance of the workers' numbers of requests
-    load_busy: float  # imbalance of the seconds that the workers spent on prefill
+    load_tokens: float  # imbalance of the number of prompt tokens that a worker got
+    load_requests: float  # imbalance of the number of requests that a worker got
+    load_busy: float  # imbalance of the seconds that a worker spent on prefill
     ttft_s: dict[str, float]  # quantile name (p50, p90, p99) -> seconds
     tpot_s: dict[str, float]
 
 
 def summarize(simulation: Simulation, policy: str, load: float) -> RunReport:
-    """Returns the results of a simulation that has run. `policy` and `load` are only copied into
-    the report."""
+    """Returns the results of a simulation that has run. `policy` and `load` are copied into the
+    report."""
     requests = simulation.requests
     served = [r for r in requests if r.ended_s]
     good = [r for r in served if is_good(r, simulation.scenario.slo)]

@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 from tandem.common.perf_model.rates import WorkerRates
 
 Job = TypeVar("Job")
-_EPSILON = 1e-9  # tolerance for rounding errors, as a number of steps
+_EPSILON = 1e-9  # numbers of steps that differ by less than this count as equal
 
 
 class SimulatedEngine(Generic[Job]):
@@ -34,10 +34,11 @@ class SimulatedEngine(Generic[Job]):
 
     def __init__(self, rates: WorkerRates) -> None:
         self.rates = rates
-        self.speed = 1.0  # factor of the speed; below 1 if other workers use the same cores
+        self.speed = 1.0  # fraction of the full speed; below 1 if other workers use the same cores
         self.prefilling: Job | None = None
         self.prefill_busy_s = 0.0
-        # heap of (step of the last token, serial number, job)
+        # Heap of the decoding sequences, first to end first: (number of the step that generates the
+        # last token, serial number, job). The serial number makes the entries comparable.
         self._decoding: list[tuple[float, int, Job]] = []
         self._numbers = count()
         self._now_s = 0.0
@@ -79,7 +80,8 @@ class SimulatedEngine(Generic[Job]):
         return round(self._prefill_tokens * max(0.0, left))
 
     def prefill_context(self) -> int:
-        """Returns the number of tokens of the current prompt whose KV exists."""
+        """Returns the number of tokens of the prompt that is being prefilled whose KV exists
+        already."""
         return self._prefill_context + self._prefill_tokens - self.prefill_tokens_left()
 
     def advance(self, now_s: float) -> None:

@@ -20,9 +20,9 @@ _State = Literal["off", "starting", "ready", "draining"]
 
 
 class Fleet:
-    """One pool of workers. It is created with as many workers as it may ever have. It calls
-    `on_start` when a worker is ready, `on_drain` when a worker begins to drain, and `on_stop` when
-    a worker is off."""
+    """One pool of workers. The pool is created with the largest number of workers that it may ever
+    have. The pool calls `on_start` when a worker is ready, `on_drain` when a worker begins to
+    drain, and `on_stop` when a worker is off."""
 
     def __init__(
         self,

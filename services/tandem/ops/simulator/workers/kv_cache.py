@@ -22,7 +22,7 @@ class SimulatedKvCache:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._held = defaultdict[bytes, int](int)  # hash -> number of tasks that use the block
-        # hashes of the idle blocks, first to evict first
+        # Hashes of the idle blocks, in the order in which they will be evicted.
         self._idle: OrderedDict[bytes, None] = OrderedDict()
         self._num_private = 0
 
@@ -42,9 +42,9 @@ class SimulatedKvCache:
         return len(block_hashes)
 
     def reserve(self, cached: Sequence[bytes], num_private: int) -> list[bytes] | None:
-        """Gives a task the blocks `cached`, which must be in the cache, and `num_private` new
-        private blocks. Returns the hashes of the blocks that were evicted for this. If there are
-        too few blocks, returns None and changes nothing."""
+        """Gives a task the blocks with the hashes `cached`, which must be in the cache, and
+        `num_private` new private blocks. Returns the hashes of the blocks that were evicted to make
+        room. If there are too few free and idle blocks, returns None and changes nothing."""
         held = self._held
         idle = self._idle
         revived = [h for h in cached if h not in held]

@@ -1,5 +1,5 @@
-"""The KV tiers of a simulated worker: host memory, disk and object store. They contain no data, but
-use the engine's slot tables, policies and measured rates (`engine/tiers`).
+"""The KV tiers of a simulated worker: host memory, disk and object store. The simulated tiers
+contain no data, but use the engine's slot tables, policies and measured rates (`engine/tiers`).
 
 When a worker has prefilled, loaded or pulled blocks, it writes them to each tier whose policy
 accepts them. This takes no time. If loading is the fastest way to get the blocks of the next task,
@@ -28,8 +28,8 @@ from tandem.engine.types import TierBlocks
 class TierRead:
     """A load of consecutive blocks of one prompt, from one or several tiers."""
 
-    first: int  # index in the prompt of the first block to load
-    end: int  # index in the prompt after the last block to load
+    first: int  # index of the first block to load; the prompt's first block has the index 0
+    end: int  # index of the last block to load, plus 1
     ends_s: float
     seconds: dict[int, float]  # tier number -> seconds to read from this tier
     num_blocks: Counter[int]  # tier number -> number of blocks to read from this tier
@@ -82,8 +82,8 @@ class WorkerTiers:
         producer: Producer | None = None,
     ) -> LoadChoice | None:
         """Returns the range of a prompt's blocks that should be loaded from tiers, or None if
-        another way is faster. Before the first load from a tier, the load is expected to take no
-        time, so it is always made."""
+        another way is faster. A tier that was never used is expected to load in no time, so its
+        first load is always made, and the speed is known afterwards."""
         self._look_up(block_hashes)
         reach = self._sources.reach(block_hashes, prompt.num_held, self._tiers)
         if max(tier.num_blocks for tier in reach) <= prompt.num_held:
@@ -103,8 +103,9 @@ class WorkerTiers:
         return any(tier.depth(block_hashes) > num_held for tier in self._tiers)
 
     def decline(self) -> None:
-        """Records that a load was possible but expected to be slower than another way. This lowers
-        the tiers' expected load times a little, so that a load is tried again at some time."""
+        """Records that a load was possible but expected to be slower than another way. Each call
+        lowers the tiers' expected load times a little. So after many calls a load is tried again,
+        and the tiers' speed is measured again."""
         for tier in self._tiers:
             tier.rate.decline()
 
@@ -147,8 +148,8 @@ class WorkerTiers:
             tier.policy.use(block_hashes, keep=keep)
 
     def write(self, block_hashes: Sequence[bytes], new: Iterable[bytes]) -> None:
-        """Copies blocks of a prompt to the tiers: the blocks in `new`, and blocks of which no tier
-        has a copy."""
+        """Writes blocks of a prompt to the tiers: the blocks in `new`, and the blocks of which no
+        tier has a copy."""
         fresh = set(new)
         parent_hash = b""
         for block_hash in block_hashes:

@@ -42,8 +42,8 @@ from tandem.ops.simulator.workers.tiers import TierRead, WorkerTiers
 
 
 class Listener(Protocol):
-    """Receives the events of a worker's tasks. The worker calls these methods, and they may call
-    the worker's methods."""
+    """Receives the events of a worker's tasks. The worker calls the methods of the listener, which
+    may call methods of the worker."""
 
     def reserved(self, worker: SimulatedWorker, task: Task) -> None: ...
     def prefilled(self, worker: SimulatedWorker, task: Task) -> None: ...
@@ -182,8 +182,8 @@ class SimulatedWorker:
         self._listener.load_changed(self)
 
     def set_speed(self, speed: float) -> None:
-        """Sets the speed of the engine. 1 is full speed; it is less if other workers use the same
-        cores."""
+        """Sets the speed of the engine. 1 is full speed. The speed is lower if other workers use
+        the same cores."""
         self.engine.advance(self._clock.now_s)
         self.engine.speed = speed
         self._plan_wake()
@@ -215,7 +215,7 @@ class SimulatedWorker:
         waiting = [t for t in self._queue if t.has_waited and t.first_token_by < math.inf]
         for task in waiting:
             is_late = now_s + OWN_SPARE * self._own_s(task) > task.first_token_by
-            # `refused` of an earlier task may have removed this task
+            # The call of `refused` for an earlier task may have removed this task from the queue.
             if is_late and task in self._queue:
                 self._drop_load(task)
                 self._queue.remove(task)
@@ -229,7 +229,7 @@ class SimulatedWorker:
 
     def _missing_spans(self) -> Iterator[tuple[int, int]]:
         """Yields a pair for each unfinished prompt: the number of tokens to compute, and the number
-        of tokens before these."""
+        of tokens before them in the prompt."""
         for task in (*self._queue, *self._loads, *self._ready):
             if (missing := task.queued_tokens) > 0:
                 yield missing, task.num_tokens - missing
@@ -351,7 +351,7 @@ class SimulatedWorker:
 
     def _next_waiting(self) -> Task | None:
         """Returns the oldest queued task. A task is skipped while its first missing block is being
-        loaded for another task, because it can then use this block."""
+        loaded for another task, because after that load the block is not missing any more."""
         return next((task for task in self._queue if not self._is_awaited(task)), None)
 
     def _is_awaited(self, task: Task) -> bool:
@@ -425,8 +425,8 @@ class SimulatedWorker:
         self._settle()
 
     def _resume(self, task: Task) -> None:
-        """Lets a task wait for the engine, if its load has ended and all blocks before the loaded
-        ones are computed."""
+        """Queues a task for the engine, if its load from tiers has ended and all blocks before the
+        loaded ones are computed."""
         assert task.load is not None
         if task.load.is_done and not task.needs_first_blocks:
             self._cache_blocks(task, task.load.end)
@@ -479,8 +479,8 @@ class SharedCores:
     """A machine whose workers share its cores. A worker has one thread.
 
     `cores` is the throughput of all workers together, in units of the throughput of one worker that
-    runs alone. It need not be an integer, because workers also share the memory bandwidth. With
-    cores = 3 and 4 busy workers, each worker runs at 3/4 of its speed.
+    runs alone. `cores` need not be an integer, because workers also share the memory bandwidth.
+    With cores = 3 and 4 busy workers, each worker runs at 3/4 of its speed.
     """
 
     def __init__(self, cores: float) -> None:

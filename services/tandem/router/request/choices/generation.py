@@ -1,8 +1,8 @@
 """Runs one admitted request: turns the tokens of its jobs into deltas, and counts the tokens.
 
 Each choice gets its tokens from one job (children.py). The request ends when all choices have
-ended. The last delta of the request has the usage of all choices (`total`). Before that delta is
-sent, the request's reservation of the tenant's limits is settled: unused tokens are given back.
+ended. The last delta of the request has the usage of all choices (`total`). Before the last delta
+is sent, the tokens that the request reserved but did not use are given back to its tenant's limits.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from tandem.router.request.text import Piece, TextStream
 
 @dataclass(slots=True)
 class Choice:
-    """One completion: the job that generates the tokens, and the text of the tokens."""
+    """One completion, with the job that generates its tokens and the stream of its text."""
 
     index: int
     job: Job
@@ -46,14 +46,13 @@ class Services:
     tenants: TenantMeter
     slo: AutoscaleConfig
     keeper: Keeper
-    deadline_s: float  # deadline of each request, in seconds
+    deadline_s: float  # a request fails if it takes longer than this many seconds
 
 
 class Generation:
     """Generates the completions of one prompt.
 
-    `record.jobs` has the jobs of the completions, child 0 first. `deadline` is a time on the event
-    loop's clock.
+    `record.jobs` has one job for each completion. `deadline` is a time on the event loop's clock.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Generation:
         self._reservation = reservation
         self._first = record.jobs[0]
         self._num_open = num_choices
-        self._num_generated = 0  # generated tokens, including those of discarded beams
+        self._num_generated = 0  # number of generated tokens, discarded beams included
         self._num_reasoning = 0  # reasoning tokens of the choices that have ended
         self._deadline = deadline
 
@@ -86,9 +85,9 @@ class Generation:
                 self._note(choice, len(piece.token_ids))
                 choice.has_calls |= bool(piece.tool_calls)
                 if piece.finish_reason:
-                    # Close the job before yielding the last delta. The worker is then free even if
-                    # the client reads slowly, and the tenant's limits are up to date if the client
-                    # sends the next request at once.
+                    # Close the job before yielding the last delta, because the client may read the
+                    # delta late. So the worker is free, and the tenant's limits are up to date,
+                    # before the client can send the next request.
                     await steps.aclose()
                     waits_for_tools = choice.has_calls and piece.finish_reason != "length"
                     self._services.keeper.on_end(choice.job, self._record, waits_for_tools)
@@ -180,10 +179,10 @@ class Generation:
         )
 
     def settle(self) -> None:
-        """Counts the tokens that the request used, and gives back the rest of the reservation.
+        """Counts the tokens that the request used, and gives back the unused reserved tokens.
 
-        If no worker ran the request, this does nothing, because `TenantMeter.reserved` then gives
-        back the whole reservation. Further calls have no effect.
+        If no worker ran the request, this method does nothing: `TenantMeter.reserved` gives back
+        the whole reservation. Further calls have no effect.
         """
         client = self._first.request.client
         num_sent = self._record.num_sent
@@ -200,8 +199,9 @@ class Generation:
     def _note(self, choice: Choice, num_tokens: int) -> None:
         """Records the latency of new tokens in the metrics.
 
-        The first token of choice 0 gives the request's TTFT. Each later token of any choice gives
-        an inter-token latency. For the autoscaler, both are counted as multiples of the SLO limits.
+        The request's TTFT is that of choice 0. Each token after the first of any choice has an
+        inter-token latency (ITL). The autoscaler gets both latencies as multiples of their SLO
+        limits: with an ITL limit of 50 ms, an ITL of 75 ms counts as 1.5.
         """
         if not num_tokens:
             return

@@ -26,7 +26,7 @@ async def interleave(
             async for item in items:
                 yield 0, item
         return
-    # The queue holds few items, so that all iterators wait if the client reads slowly.
+    # The queue holds only one item per iterator, so that the iterators wait for a slow client.
     arrived: asyncio.Queue[tuple[int, _T] | _End] = asyncio.Queue(len(parts))
     tasks = [asyncio.create_task(_pass_on(i, part, arrived)) for i, part in enumerate(parts)]
     num_running = len(tasks)

@@ -1,15 +1,16 @@
 """Runs jobs on threads or processes, so that tenants take turns.
 
-In this module, a worker is a thread or a process of a `concurrent.futures` executor. The queue of
-such an executor does not know tenants. So `FairExecutor` has its own queue, and passes a job to the
+In this module, a worker is a thread or a process of a `concurrent.futures` executor. The executor's
+own queue does not know tenants. So `FairExecutor` has a queue of its own, and passes a job to the
 executor only when a worker is free and it is the tenant's turn.
 
 - If the caller of a waiting job is cancelled, the job is removed at no cost to its tenant.
-- A running job cannot be stopped. If its caller is cancelled, the job occupies its worker until the
-  job ends.
-- If a job misses its deadline on a process, all processes of the executor are killed. The other
-  jobs that ran there run once more.
-- If a job misses its deadline on a thread, the thread is abandoned, because it cannot be killed.
+- A running job cannot be stopped. If the caller is cancelled, the job still occupies a worker until
+  the job ends.
+- If a job misses its deadline on a process, all processes of the executor are killed. Other jobs
+  that ran on these processes run once more.
+- If a job misses its deadline on a thread, the thread is abandoned, because threads cannot be
+  killed.
 """
 
 import asyncio
@@ -34,8 +35,8 @@ class LateJob(Exception):
 class FairExecutor:
     """An executor behind a queue in which tenants take turns.
 
-    The queue has no limit of its own. Each open request waits for at most one job, so the limit of
-    open requests limits the queue, too.
+    The queue needs no limit: each open request waits for at most one job, and the number of open
+    requests is limited.
     """
 
     def __init__(
@@ -110,11 +111,11 @@ class FairExecutor:
     async def _wait_turn(self, tenant: str, cost: float) -> None:
         """Waits until a free worker is assigned to the caller."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.push(tenant, max(cost, 1.0), turn)  # a job without text also has a cost
+        self._queue.push(tenant, max(cost, 1.0), turn)  # FairQueue needs a positive cost
         self._start_next()
         try:
-            # The shield keeps a cancellation of this task from cancelling `turn`, because
-            # `_start_next` may still set the result of `turn`.
+            # Without the shield, a cancellation of this task would cancel `turn` too. Then
+            # `_start_next` could not set the result of `turn` any more.
             await asyncio.shield(turn)
         except asyncio.CancelledError:
             if not self._queue.remove(tenant, turn):
@@ -134,7 +135,7 @@ class FairExecutor:
         self.num_late += 1
         in_time.set_exception(LateJob(f"it did not end in {self._deadline_s:g} s"))
         if processes := _processes(executor):
-            for process in processes:  # when a process dies, the future `running` ends, too
+            for process in processes:  # the death of a process also ends the future `running`
                 process.kill()
         elif executor is self._executor and not self._closed:
             executor.shutdown(wait=False)

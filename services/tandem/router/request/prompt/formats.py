@@ -19,8 +19,8 @@ from tandem.router.request.request import ClientRequest
 def with_template_options(model_format: ModelFormat, request: ClientRequest) -> ClientRequest:
     """Returns the request with its chat adapted to the model's chat template.
 
-    The chat gets values for the template's variables. Tools, calls and results that the template
-    cannot show become text. Raises BadRequest.
+    The returned chat has values for the template's variables. Tools, tool calls and results of
+    calls that the template does not support are written as text. Raises BadRequest.
     """
 
     def filled(chat: Conversation) -> Conversation:
@@ -46,7 +46,7 @@ def with_template_options(model_format: ModelFormat, request: ClientRequest) -> 
 def wanted_form(
     model_format: ModelFormat, request: ClientRequest, prompt_token_ids: Sequence[int]
 ) -> StructuredOutput | None:
-    """Returns the constraint on the answer: the client's, or that of the forced tool calls."""
+    """Returns the constraint on the answer: the client's form, or tool calls if they are forced."""
     chat = request.prompt
     form = request.structured_output
     if not isinstance(chat, Conversation):
@@ -74,7 +74,7 @@ def answer_parser(
         chat.callable_tools,
         prompt_token_ids,
         one_call_only=chat.one_call_only,
-        # As with OpenAI, an answer that must call one named function ends with "stop".
+        # As with OpenAI, the finish reason is "stop" if the answer must call one named function.
         finish_reason="stop" if chat.only_tool else "tool_calls",
         continued=chat.continued,
     )

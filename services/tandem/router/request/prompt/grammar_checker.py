@@ -1,8 +1,9 @@
 """Compiles clients' grammars in separate processes, so that a bad grammar harms no worker.
 
-A grammar may exhaust the stack, memory or time of the process that compiles it. A worker compiles
-grammars in its engine process, which must not die. So the router compiles each grammar first, as a
-check, and no worker receives a grammar that failed. There are three kinds of processes:
+A grammar may exhaust the stack, memory or time of the process that compiles the grammar. A worker
+compiles grammars in its engine process, which must not die. So the router compiles each grammar
+first, as a check, and workers receive only grammars that have passed. There are three kinds of
+processes:
     checker      one for the router; started by the first check; loads the tokenizer
     overseer     one for each check, forked by the checker
     compiler     one for each check, forked by the overseer, with limits of CPU time, memory and
@@ -10,7 +11,7 @@ check, and no worker receives a grammar that failed. There are three kinds of pr
 For a check, the router sends a socket to the checker, and then the grammar through this socket. The
 compiler sends the result through the socket. If the compiler dies, the overseer sends the reason
 instead. So a grammar that exceeds a limit ends only its own compiler, and affects no other check.
-The limit is one of CPU time, because that does not depend on the load of the machine.
+CPU time is limited instead of real time, because it does not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from tandem.errors import BadRequest, CompilerBusy
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.grammars.text import StructuredOutput, grammar_text, refused
 
-MEMORY_BYTES = 256 << 20  # memory that one check may use, besides that of the idle checker
+MEMORY_BYTES = 256 << 20  # largest memory of one check, on top of the memory of the idle checker
 RETRY_AFTER_S = 2.0
-_WAIT_S = 60.0  # longest wait for a result; the first check also loads the tokenizer
-# Stack of the thread that compiles. An engine's threads have four times as much stack, so a grammar
-# that passes the check does not exhaust the stack of an engine.
+_WAIT_S = 60.0  # longest wait for a result, including the load of the tokenizer by the first check
+# Stack size in bytes of the thread that compiles a grammar for a check. An engine's threads have
+# four times as much, so a grammar that passes the check does not exhaust an engine's stack.
 _STACK_BYTES = 2 << 20
-_BEGUN = b" "  # sent by the overseer when a check begins; the result, which is JSON, follows
+_BEGUN = b" "  # the overseer sends this when a check begins, before the result in JSON
 _FAILED = 1  # exit status of a compiler that ended without a result
 _ENDS = {
     -signal.SIGPROF: "time",
@@ -51,7 +52,7 @@ _ENDS = {
 
 
 class GrammarChecker:
-    """The checker process, as the router sees it. The first check starts it, and `close` ends it.
+    """Checks grammars for the router. The first check starts the checker process, `close` ends it.
 
     `check` may be called in any thread, and blocks until the result is there.
     """
@@ -78,8 +79,8 @@ class GrammarChecker:
         """
         form = json.dumps([cpu_s, self._memory_bytes, *astuple(wanted)]).encode()
         if not (answer := self._ask(form)):
-            # The checker ended before it began this check. The grammar is not the cause, so the
-            # check is tried once more, in a new checker.
+            # The checker process ended before the check began, so the grammar is not the cause. The
+            # check is tried once more, in a new checker process.
             with self._lock, contextlib.suppress(subprocess.TimeoutExpired):
                 if self._process is not None:
                     self._process.wait(1.0)
@@ -156,7 +157,7 @@ class GrammarChecker:
                 [*arguments, str(theirs.fileno()), self._arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                # Ctrl-C must not reach the checker. The router ends it.
+                # Ctrl-C must not reach the checker, because the router ends the checker.
                 start_new_session=True,
                 env={**os.environ, "MALLOC_ARENA_MAX": "1", "TOKENIZERS_PARALLELISM": "false"},
             )

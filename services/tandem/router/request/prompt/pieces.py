@@ -1,32 +1,32 @@
 """Cuts very long texts into pieces, so that less text must be tokenized. There are two uses.
 
-Counting: A prompt that cannot fit into the context is refused before all of it is tokenized. Pieces
-are tokenized one after another, each alone. A word at a cut may be split, so the pieces together
-may have some more tokens than the text. `CUT_TOKENS` is far above this increase at one cut. So if
-three pieces have n1, n2 and n3 tokens, the text certainly has at least this number of tokens:
-    (n1 - CUT_TOKENS) + (n2 - CUT_TOKENS) + (n3 - CUT_TOKENS)
-As soon as that number exceeds the context, the prompt is refused.
+Counting: A prompt that cannot fit into the context is refused before the whole prompt is tokenized.
+Pieces are tokenized separately, one after another. A word at a cut may be split, so the pieces
+together may have slightly more tokens than the text. `CUT_TOKENS` is far more than one cut can add.
+Example: three pieces have 8,000 tokens each. The text certainly has at least
+3 * (8,000 - CUT_TOKENS) = 23,616 tokens. As soon as this number exceeds the context length, the
+prompt is refused.
 
 Truncation: If only the last tokens of a prompt are needed, pieces are tokenized from the end until
-there are enough tokens. The ids must equal those of the whole text, so each piece is tokenized with
-`CONTEXT_CHARACTERS` of text before and after it:
+there are enough tokens. The ids must equal those of the whole text, so each piece is tokenized
+together with `CONTEXT_CHARACTERS` characters of text before and after the piece:
     text:   ...------------------|- context -|---- piece ---|- context -|---...
                                              start          stop
-`start` and `stop` are cuts that `find_cut` returns. Such a cut is after a letter or digit and
-before a space or line break, and no token of the vocabulary contains these two characters in
-sequence. So every tokenizer begins a token at the cut.
+`find_cut` finds `start` and `stop`. Each is a place between a letter or digit and a space or line
+break, such that no token of the vocabulary contains these two characters in sequence. So the
+tokenizer always begins a new token there.
 """
 
 import re
 from collections.abc import Iterator, Set
 
-PIECE_CHARACTERS = 32_000  # length of a piece, which takes about 40 ms to tokenize
-CUT_TOKENS = 128
-# A text with at most this many characters for each token of the context is not counted first. Such
-# a text probably fits, and it would be tokenized twice if it were counted.
+PIECE_CHARACTERS = 32_000  # characters of a piece, which take about 40 ms to tokenize
+CUT_TOKENS = 128  # more tokens than one cut between pieces can add
+# The tokens of a text are not counted in advance if the text has at most 4 characters for each
+# token of the context. Such a text probably fits, and counting would tokenize the text twice.
 CHARACTERS_PER_TOKEN = 4
-# A piece is tokenized together with this many characters before and after the piece. They are more
-# than the longest token, and more than the surrounding text on which a token can depend.
+# A piece is tokenized together with this many characters before and after the piece. No token is so
+# long, and no token's beginning or end depends on text so far away.
 CONTEXT_CHARACTERS = 512
 _LETTER_BEFORE_SPACE = re.compile(r"[^\W_](?=[ \n])")
 
@@ -37,9 +37,9 @@ def is_counted_first(num_characters: int, max_model_len: int) -> bool:
 
 
 def cut(text: str) -> Iterator[str]:
-    """Yields the pieces of `text` in order, at most `PIECE_CHARACTERS` each.
+    """Yields the pieces of `text` in order, at most `PIECE_CHARACTERS` characters each.
 
-    A cut is before a space or line break if the last quarter of the piece has one.
+    If the last quarter of a piece has a space or line break, the piece is cut before the last one.
     """
     start = 0
     while start < len(text):
@@ -55,9 +55,9 @@ def cut(text: str) -> Iterator[str]:
 def find_cut(text: str, stop: int, joined: Set[bytes]) -> int | None:
     """Returns the index where a piece that ends at `stop` may begin.
 
-    The piece has about PIECE_CHARACTERS. Returns None if there is no place to cut near that length.
-    `joined` has all two-byte strings (a byte and a space or line break) that occur in a token of
-    the vocabulary, where no cut is possible.
+    The piece has about PIECE_CHARACTERS characters. Returns None if there is no place to cut near
+    that length. `joined` has all two-byte strings that end with a space or line break and occur in
+    a token of the vocabulary, such as b": ". There must be no cut within such a string.
     """
     if stop <= 2 * PIECE_CHARACTERS:
         return 0

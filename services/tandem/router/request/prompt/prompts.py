@@ -5,12 +5,12 @@ The length of a prompt determines how it is prepared:
   message to a process is needed, and tokenizing releases the GIL.
 - longer prompt: A process tokenizes and hashes it. Hashing many blocks holds the GIL, so a thread
   would delay the event loop.
-- very long text, of which all tokens are needed: Its tokens are first counted piece by piece
-  (`pieces.py`), and it is refused with ContextTooLong if it certainly does not fit. Otherwise a
-  process tokenizes and hashes it.
+- very long text, of which all tokens are needed: The tokens are first counted piece by piece
+  (`pieces.py`). If the text certainly does not fit, it is refused with ContextTooLong. Otherwise a
+  process tokenizes and hashes the text.
 - very long text, of which only the last tokens are needed (truncation): Only the end is tokenized,
   piece by piece. A text that cannot be cut into pieces is tokenized whole, in a separate process,
-  so that it delays no other prompt.
+  so that the text delays no other prompt.
 
 The processes load the tokenizer and nothing else. Tenants take turns at the threads and processes
 (`fair_executor.py`). Each piece is a separate job, so a client that leaves occupies at most one
@@ -18,11 +18,12 @@ running job. A process whose job exceeds the deadline is killed. This module kno
 placement.
 
 Grammars are checked in further processes (grammar_checker.py). Tenants take turns at these checks,
-too. Each grammar has two tries:
-    Try    CPU time    Checks at a time    Purpose
-    1      0.5 s       2                   nearly all grammars compile in this time
-    2      5 s         1                   very large grammars do not delay the first tries
-A grammar that compiles in neither try is refused, and the refusal is cached for `_REFUSED_S`.
+too. A grammar that does not compile in the first try gets a second try:
+    Try    CPU time limit    Checks at a time    Grammars
+    1      0.5 s             2                   all; nearly all compile in this time
+    2      5 s               1                   very large grammars, which delay no first tries
+A grammar that does not compile in the second try either is refused. The refusal is cached for
+`_REFUSED_S` seconds.
 """
 
 from __future__ import annotations
@@ -66,27 +67,30 @@ from tandem.router.request.prompt.pieces import (
 )
 from tandem.router.request.request import ClientRequest, Prompt, num_characters
 
-INLINE_COST_MAX = 8_192  # largest cost (see `_cost`) of a prompt that a thread prepares
-_TOKEN_COST = 4  # cost of a token id; a character costs 1
-_MESSAGE_COST = 32  # cost of the text that a chat template adds to a message
+# The cost of preparing a prompt is measured in characters: each character of text costs 1.
+INLINE_COST_MAX = 8_192  # a thread prepares prompts up to this cost; processes prepare the others
+_TOKEN_COST = 4  # cost of one token id of a prompt that is sent as token ids
+_MESSAGE_COST = 32  # cost of a chat message besides its characters: the text around the message
 _NUM_THREADS = 2
 _Text = RenderedText | tuple[int, ...] | Conversation  # a prompt before it is tokenized
-JOB_DEADLINE_S = 60.0  # deadline of one job; the longest text takes a few seconds
-# Deadline of one grammar's check, including both tries and the waits for the tenant's turns. The
-# first check also starts the checker process.
+# Largest time in seconds of one job of a thread or process. The longest text takes a few seconds.
+JOB_DEADLINE_S = 60.0
+# Largest time in seconds of the check of one grammar: both tries, the waits for the tenant's turn,
+# and the start of the checker process before the first check.
 GRAMMAR_DEADLINE_S = 15.0
-GRAMMAR_CPU_S = 5.0  # CPU time of the second try of a check
-_QUICK_CPU_S = 0.5  # CPU time of the first try, which does not wait for long checks
+GRAMMAR_CPU_S = 5.0  # largest CPU time of the second try of a grammar's check
+_QUICK_CPU_S = 0.5  # largest CPU time of the first try of a grammar's check
 _NUM_QUICK_CHECKS = 2
-_CHECKED_MAX = 64  # largest number of cached grammars
-_REFUSED_MAX = 1024  # largest number of cached refusals
+_CHECKED_MAX = 64  # largest number of cached grammars that have passed the check
+_REFUSED_MAX = 1024  # largest number of cached refusals of grammars
 _REFUSED_S = 600.0
 
 
 class PreparedPrompt(NamedTuple):
     token_ids: list[int]
-    block_hashes: list[bytes]  # hashes of the full blocks; empty while no KV compatibility is known
-    pinned_tokens: int = 0  # number of leading tokens whose KV is pinned; 0: all tokens
+    block_hashes: list[bytes]  # hashes of the prompt's full blocks; empty if none were requested
+    # Number of leading tokens whose KV is to be pinned, if the client requested a pin. 0: all.
+    pinned_tokens: int = 0
 
 
 class PromptPreparer:
@@ -119,7 +123,8 @@ class PromptPreparer:
             )
 
         self._processes = tokenizers(num_processes)
-        self._uncut = tokenizers(1)  # a process for texts that cannot be cut; starts on first use
+        # A process for very long texts that cannot be cut into pieces. The first use starts it.
+        self._uncut = tokenizers(1)
         self._checker = GrammarChecker(
             folder / "tokenizer.json", tokenizer.vocab_size, tokenizer.eos_token_ids
         )
@@ -151,9 +156,9 @@ class PromptPreparer:
     ) -> PreparedPrompt:
         """Returns the prompt's token ids and block hashes.
 
-        Without `chain`, or with a KV budget, no block is hashed. Raises BadRequest if the chat
-        template rejects the chat. Raises ContextTooLong if a very long text cannot fit and must not
-        be truncated.
+        If `chain` is None or the request has a KV budget, no block is hashed. Raises BadRequest if
+        the chat template rejects the chat. Raises ContextTooLong if a very long text cannot fit and
+        must not be truncated.
         """
         if request.kv_budget is not None:
             chain = None
@@ -222,7 +227,7 @@ class PromptPreparer:
         if wanted in self._checked:
             self._checked.move_to_end(wanted)
             return self._checked[wanted]
-        # Requests with equal grammars share one check. It continues if one of the clients leaves.
+        # Requests with equal grammars share one check, which continues if a client disconnects.
         checking = self._checking.get(wanted)
         if checking is None:
             checking = asyncio.ensure_future(self._check(wanted, tenant))
@@ -264,17 +269,17 @@ class PromptPreparer:
         self._threads.close()
         self._processes.close()
         self._uncut.close()
-        self._checker.close()  # before the executors of checks, whose threads wait for the checker
+        self._checker.close()  # first of all, because the threads of checks wait for the checker
         self._quick_checks.close()
         self._long_checks.close()
 
     async def _count(
         self, request: ClientRequest, text: RenderedText | Conversation, max_model_len: int
     ) -> RenderedText:
-        """Renders a very long text. Raises ContextTooLong if it certainly does not fit.
+        """Renders a very long text. Raises ContextTooLong if the text certainly does not fit.
 
-        To find out, the tokens are counted piece by piece. The returned text must still be
-        tokenized as a whole.
+        The tokens are counted piece by piece, which does not give the exact token ids. So the
+        returned text must still be tokenized as a whole.
         """
         run = self._processes.run
         tenant = request.tenant
@@ -285,7 +290,7 @@ class PromptPreparer:
             try:
                 num_tokens += await run(tenant, len(part), _count_in_process, piece)
             except BadRequest:
-                break  # invalid text; the tokenization of the whole text reports the position
+                break  # the text is invalid; tokenizing the whole text will report the position
             if (certain := at_least(num_tokens, num_pieces)) >= max_model_len:
                 raise request.too_long(f"at least {certain}", max_model_len)
         return rendered
@@ -302,8 +307,9 @@ class PromptPreparer:
     ) -> tuple[int, ...] | None:
         """Returns the ids of at least the last `kept` tokens of a very long text.
 
-        Returns all ids if the text has fewer tokens, and None if the text has no place to cut.
-        Raises BadRequest, and ContextTooLong if the tokens cannot fit into the context.
+        Returns all ids if the text has fewer than `kept` tokens. Returns None if the text has no
+        place to cut. Raises BadRequest, and ContextTooLong if the tokens cannot fit into the
+        context.
         """
         run = self._processes.run
         tenant = request.tenant
@@ -365,8 +371,8 @@ def prepare_prompt(
 ) -> PreparedPrompt:
     """Tokenizes and hashes a prompt.
 
-    `kept` is the number of the prompt's last tokens to keep; None means all. `pinned` has the first
-    messages of the prompt's chat if only these are to be pinned.
+    `kept` is the number of the prompt's last tokens to keep; None means all. If only the first
+    messages of a chat are to be pinned, `pinned` has these messages.
     """
     if isinstance(text, tuple):
         token_ids = list(text)
@@ -381,7 +387,7 @@ def prepare_prompt(
 
 
 def _num_equal(tokenizer: Tokenizer, chat: Conversation, token_ids: Sequence[int]) -> int:
-    """Returns with how many of the tokens of `chat` the prompt's `token_ids` begin.
+    """Returns how many leading tokens of the prompt `token_ids` are the tokens of `chat`.
 
     `chat` has the first messages of the prompt's chat. Returns 0 if the template rejects `chat`.
     """
@@ -394,16 +400,16 @@ def _num_equal(tokenizer: Tokenizer, chat: Conversation, token_ids: Sequence[int
 
 
 def spell(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
-    """Returns the token ids of each word, as written at the start of a text and after a space.
+    """Returns the token ids of each word, once without and once with a space before the word.
 
-    The second form is left out if it ends with the ids of the first form.
+    The ids with a space are left out if they end with the ids without a space.
     """
     runs = []
     for word in words:
         bare = tokenizer.encode(word, add_special_tokens=False)
         spaced = tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False)
         runs.append(bare)
-        if spaced[-len(bare) :] != bare:  # if equal, `bare` also matches the word after a space
+        if spaced[-len(bare) :] != bare:
             runs.append(spaced)
     return [run for run in runs if run]
 
@@ -427,7 +433,7 @@ def _start_process(folder: Path, nonce: str) -> None:
 
 
 def _tie_to_parent() -> None:
-    # Ctrl-C reaches the whole process group. This process ignores it, and the router ends it.
+    # Ctrl-C sends a signal to all processes. This process ignores the signal: the router ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
@@ -466,7 +472,7 @@ def _check_in_process() -> str:
             tries = what
     except ConfigError as error:
         return error.message
-    except BaseException as error:  # includes a panic in Rust, which is no `Exception`
+    except BaseException as error:  # a panic in Rust is a BaseException, not an Exception
         return f"{tries}: {first_line(error)}"
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)

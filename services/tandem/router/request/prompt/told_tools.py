@@ -1,8 +1,8 @@
 """Writes tools, calls and results as text into a chat whose template does not support them.
 
-- If the template does not support tools, they are listed in the system message or in the user's
-  first message. The text instructs the model to write calls in the format of the parser `json`.
-  Earlier calls and their results become ordinary messages.
+- If the template does not support tools, the system message or the user's first message lists the
+  tools, and instructs the model to write calls in the format of the parser `json`. Earlier calls
+  and results of calls become ordinary messages.
 - If the template supports tools but does not show earlier calls, the calls are written into their
   messages in the model's own format.
 - If the template supports tools but does not show the results of calls, the results become messages
@@ -25,9 +25,9 @@ _ASKS = (
 def with_described_tools(chat: Conversation, *, takes_system: bool = True) -> Conversation:
     """Returns the chat with tools, calls and results written as text into its messages.
 
-    The field `tools` stays unchanged. `takes_system`: True: the system message describes the tools.
-    False: the user's first message describes them. A chat without tools and calls is returned
-    unchanged.
+    The field `tools` stays unchanged. The tools are described in the system message if
+    `takes_system` is True, else in the user's first message. A chat without tools and calls is
+    returned unchanged.
     """
     if not (chat.tools or any(message.tool_calls for message in chat.messages)):
         return chat
@@ -76,7 +76,7 @@ def _joined(first: Message, *then: Message) -> Message:
 
 def _with_results_as_text(messages: Iterable[Message]) -> list[Message]:
     converted: list[Message] = []
-    previous_role = ""  # role of the previous message before its conversion
+    previous_role = ""  # the previous message's original role, before it became a user message
     for message in messages:
         role = message.role
         if role == "tool":

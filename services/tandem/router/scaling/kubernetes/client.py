@@ -17,9 +17,11 @@ from lightkube.resources.apps_v1 import Deployment, StatefulSet
 
 from tandem.errors import NotNow
 
-DEADLINE_S = 3.0  # shorter than the time that `tandem scale` waits for its answer
-UNREADABLE = (KeyError, ValueError)  # raised if the answer does not come from an API server
-_MESSAGE_MAX = 500  # longest reason of the API server in a message, in characters
+# Deadline in seconds of a call of the API server. `tandem scale`, which waits for the call, gives
+# up only later.
+DEADLINE_S = 3.0
+UNREADABLE = (KeyError, ValueError)  # errors raised if an answer is not that of an API server
+_MESSAGE_MAX = 500  # the API server's reasons are cut to this many characters
 _C = TypeVar("_C", Client, AsyncClient)
 
 Resource = type[StatefulSet] | type[Deployment] | type[GenericNamespacedResource]
@@ -42,7 +44,7 @@ def open_client(kind: type[_C], account: Path) -> _C:
             )
     try:
         config = KubeConfig.from_service_account(account)
-        # trust_env=False: a proxy that the environment names must not get the token.
+        # trust_env=False: do not use a proxy from the environment, which must not get the token.
         return kind(config, timeout=httpx2.Timeout(DEADLINE_S), trust_env=False)
     except (OSError, ConfigError) as error:
         raise NotNow(
@@ -51,7 +53,7 @@ def open_client(kind: type[_C], account: Path) -> _C:
 
 
 def resource_and_name(owner: str) -> tuple[Resource, str]:
-    """Returns the class of the resource and the object's name; `owner` is RESOURCE/NAME."""
+    """Splits `owner`, such as statefulsets/NAME, into the resource's class and the name."""
     resource, _, name = owner.partition("/")
     return _RESOURCES[resource], name
 

@@ -1,20 +1,20 @@
 """Keeps the sizes of pools during an upgrade of the chart. A Job runs this before the upgrade.
 
     python -m tandem.router.scaling.kubernetes.keep_sizes statefulsets/NAME=2 deployments/NAME=3
-Each argument is RESOURCE/NAME of an object, with the chart's value of `replicas` after `=`. Without
-a value, something other than the chart owns the size.
+Each argument is RESOURCE/NAME of an object, with the chart's value of `replicas` after `=`. An
+argument without a value is an object whose size the chart does not set.
 
-In server-side apply, a field manager is a named owner of a field. The size of an object falls back
-to 1 when its only manager no longer states the size. A manager that applies a different size gets a
-conflict. This program applies the scale of each object as the manager `tandem-size`, so that the
-chart need not state a size.
+Without this program, an upgrade would reset the size of a pool that an operator or the autoscaler
+has scaled. In Kubernetes' server-side apply, each field of an object is owned by field managers,
+such as Helm. If the only manager of the size no longer states a size, the size falls back to 1. If
+another manager states a different size, that manager gets a conflict. So this program sets the size
+of each object as the manager `tandem-size`, and the chart states no size.
 https://kubernetes.io/docs/reference/using-api/server-side-apply/#transferring-ownership
 
-The API server treats all worker groups of a RayCluster as one field. Ray's autoscaler patches the
-number of replicas of one group and then owns the whole field, so a manager that applies other
-groups gets a conflict. For rayclusters/NAME, this program takes the field from every manager that
-has patched it. The chart states the present replica numbers, so Ray's autoscaler continues with
-these numbers.
+All worker groups of a RayCluster are a single field. Ray's autoscaler patches the number of
+replicas of one group and thereby owns this field, so the chart gets a conflict. For
+rayclusters/NAME, this program removes the field from every manager that has patched it. The chart
+then states the present numbers of replicas, with which Ray's autoscaler continues.
 https://kubernetes.io/docs/reference/using-api/server-side-apply/#conflicts
 """
 
@@ -47,8 +47,9 @@ SURGE = "tandem-surge"  # field manager that adds one replica during an upgrade 
 REPLICAS_ANNOTATION = "tandem.dev/replicas"  # annotation with the chart's last value of `replicas`
 _RAY_CLUSTERS = "rayclusters/"
 _WORKER_GROUPS = "f:workerGroupSpecs"
-LATE = 3  # exit status of a Job that missed its deadline and would miss it again
-_ATTEMPTS = 10  # tries to change an object, which changes often while its pods start
+LATE = 3  # exit status of a Job that missed its deadline; a retry would miss the deadline, too
+# Number of tries to change an object. A try fails if the object has changed since it was read.
+_ATTEMPTS = 10
 
 
 def kept_size(live: Mapping[str, Any], replicas: int | None) -> int:
@@ -59,8 +60,9 @@ def kept_size(live: Mapping[str, Any], replicas: int | None) -> int:
     says 2, and becomes 3 if the chart now says 3.
 
     If no annotation records the chart's last value, the present size is kept only if a manager has
-    set it through the object's scale. The chart's template `tandem.replicas` has the same rule. A
-    worker that an earlier upgrade added and did not remove is not counted.
+    set the size through the object's scale, such as `kubectl scale`. The chart's template
+    `tandem.replicas` has the same rule. A worker that only an earlier upgrade added (surge.py) is
+    not counted.
     """
     current = int(live["spec"]["replicas"]) - is_surged(live)
     noted = live["metadata"].get("annotations", {}).get(REPLICAS_ANNOTATION)
@@ -72,7 +74,8 @@ def kept_size(live: Mapping[str, Any], replicas: int | None) -> int:
 def is_surged(live: Mapping[str, Any]) -> bool:
     """Returns whether one of an object's replicas exists only for an upgrade.
 
-    The result is False once another manager has set a size, even if the replica still exists.
+    Such a replica was added by surge.py. If another manager has set a size since, the result is
+    False, because the replica is then part of that size.
     """
     return SURGE in _scalers(live)
 
@@ -99,8 +102,8 @@ def read_objects(words: Sequence[str]) -> dict[str, int | None]:
 def without_patches(managers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns a RayCluster's `managedFields` without the patched worker groups.
 
-    A manager that patched the worker groups no longer owns the field. A manager that applied the
-    worker groups still owns it.
+    Managers that have patched the worker groups are removed from the field's owners. Managers that
+    have applied the worker groups still own the field.
     """
     kept = []
     for entry in deepcopy([dict(entry) for entry in managers]):
@@ -129,9 +132,9 @@ def keep_sizes(client: Client, objects: Mapping[str, int | None]) -> None:
 
 
 def free_groups(client: Client, owner: str) -> None:
-    """Removes managers that patched the worker groups of the RayCluster `owner` as their owners.
+    """Ends the ownership of managers that have patched the worker groups of a RayCluster.
 
-    Raises the errors of `keep_sizes`.
+    `owner` is rayclusters/NAME. Raises the errors of `keep_sizes`.
     """
     resource, name = resource_and_name(owner)
     for _ in range(_ATTEMPTS):

@@ -6,12 +6,13 @@
 `end` runs after the upgrade and changes the size back to 1. If another field manager has set a size
 meanwhile, `end` keeps that size.
 
-The Jobs keep no other state than the field manager of the size, so a restarted Job can continue. If
-an upgrade fails and leaves an added worker, the next upgrade removes that worker (keep_sizes.py).
+The only state of the Jobs is the field manager of the size in Kubernetes, so a restarted Job can
+continue. If an upgrade fails and leaves an added worker, the next upgrade removes that worker
+(keep_sizes.py).
 
-A StatefulSet replaces its pods in place. It first replaces the pod with the highest ordinal, which
-is the added worker. It replaces the other pod when the added worker is ready again. So one of the
-two workers is ready at any time.
+A StatefulSet replaces its pods one after another. The first is the pod with the highest ordinal,
+which is the added worker. The other pod is replaced only when the added worker is ready again. So
+one of the two workers is ready at any time.
 https://kubernetes.io/docs/concepts/workloads/controllers/statefulset/#rolling-updates
 """
 

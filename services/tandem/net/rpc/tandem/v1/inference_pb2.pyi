@@ -308,7 +308,7 @@ class GetRequestRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class RequestRecord(_message.Message):
-    __slots__ = ("request_id", "kind", "created", "outcome", "error", "placement", "decode_worker", "prefill_worker", "transport", "blocks_pulled", "bytes_pulled", "usage", "moves", "ttft_ms", "e2e_ms", "stages_ms", "trace_id", "workers_lost", "client_request_id", "kept", "shared_wait_ms")
+    __slots__ = ("request_id", "kind", "created", "outcome", "error", "placement", "decode_worker", "prefill_worker", "transport", "blocks_pulled", "bytes_pulled", "usage", "moves", "ttft_ms", "e2e_ms", "stages_ms", "trace_id", "workers_lost", "client_request_id", "kept", "shared_wait_ms", "placement_sentence")
     class StagesMsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -337,6 +337,7 @@ class RequestRecord(_message.Message):
     CLIENT_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
     SHARED_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_SENTENCE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     kind: str
     created: float
@@ -358,7 +359,8 @@ class RequestRecord(_message.Message):
     client_request_id: str
     kept: KeptKv
     shared_wait_ms: float
-    def __init__(self, request_id: _Optional[str] = ..., kind: _Optional[str] = ..., created: _Optional[float] = ..., outcome: _Optional[str] = ..., error: _Optional[str] = ..., placement: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., moves: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., stages_ms: _Optional[_Mapping[str, float]] = ..., trace_id: _Optional[str] = ..., workers_lost: _Optional[int] = ..., client_request_id: _Optional[str] = ..., kept: _Optional[_Union[KeptKv, _Mapping]] = ..., shared_wait_ms: _Optional[float] = ...) -> None: ...
+    placement_sentence: str
+    def __init__(self, request_id: _Optional[str] = ..., kind: _Optional[str] = ..., created: _Optional[float] = ..., outcome: _Optional[str] = ..., error: _Optional[str] = ..., placement: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., moves: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., stages_ms: _Optional[_Mapping[str, float]] = ..., trace_id: _Optional[str] = ..., workers_lost: _Optional[int] = ..., client_request_id: _Optional[str] = ..., kept: _Optional[_Union[KeptKv, _Mapping]] = ..., shared_wait_ms: _Optional[float] = ..., placement_sentence: _Optional[str] = ...) -> None: ...
 
 class KeptKv(_message.Message):
     __slots__ = ("worker", "seconds", "tokens", "tokens_asked", "why_not")

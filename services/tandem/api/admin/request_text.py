@@ -1,0 +1,142 @@
+"""Says in words where the time of a request went, for the operators' page. No I/O.
+
+A request is the dictionary of `RequestRecord.as_dict`. Times of different requests are compared by
+the router's clock: a request's stages follow each other from the time `created` on.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tandem.router.metrics.timeline import STAGES, TTFT_STAGES, TtftStage
+
+# A prompt counts as computed beside another one, or while another one waited, if the two times
+# overlap by at least this share of the other one's time.
+_OVERLAP_MIN = 0.1
+
+Request = Mapping[str, Any]
+_Span = tuple[float, float]  # begin and end, in milliseconds since the epoch
+
+
+def took(ms: float) -> str:
+    """Returns a duration such as `1.9 s`, `85 ms` or `0.4 ms`."""
+    if ms < 10:
+        return f"{ms:.1f} ms"
+    return f"{ms:.0f} ms" if ms < 1000 else f"{ms / 1000:.1f} s"
+
+
+def count(number: int, noun: str) -> str:
+    """Returns a number with its noun, such as `1 request` or `1,200 requests`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def prefilled_at(request: Request) -> str:
+    """The worker that computed the prompt, or a part of it; "" if no worker has it yet."""
+    return str(request["prefill_worker"] or request["decode_worker"])
+
+
+def longest_stage(request: Request, others: Iterable[Request]) -> str:
+    """Returns the request's longest stage in words, such as "1.9 s waiting for prefill-0, which
+    computed 2 longer prompts". Returns "" if no stage has ended.
+
+    `others` are the requests of about the same time; the request itself may be among them.
+    """
+    stages = request["stages_ms"]
+    known = [name for name in STAGES if stages.get(name)]
+    if not known:
+        return ""
+    name = max(known, key=stages.__getitem__)
+    return f"{took(stages[name])} {_in_words(name, request, others)}"
+
+
+def longest_name(stages_ms: Mapping[TtftStage, float]) -> str:
+    """Returns what takes longest until the first token, such as "computing prompts"."""
+    names = {
+        "tokenize": "tokenizing prompts",
+        "route": "choosing workers",
+        "queue": "waiting in queues",
+        "prefill": "computing prompts",
+        "wire": "sending messages between processes",
+        "retry": "starting again after a worker was lost or full",
+    }
+    return names[max(TTFT_STAGES, key=lambda name: stages_ms.get(name, 0.0))]
+
+
+def _in_words(name: str, request: Request, others: Iterable[Request]) -> str:
+    worker = prefilled_at(request) or "a worker"
+    decode = request["decode_worker"] or "a decode worker"
+    match name:
+        case "tokenize":
+            return f"tokenizing the prompt of {request['usage']['prompt_tokens']:,} tokens"
+        case "route":
+            return "choosing workers in the router"
+        case "queue":
+            return _waiting(request, others, worker)
+        case "prefill":
+            return _computing(request, others, worker)
+        case "wire":
+            return f"sending messages between the router and {decode}"
+        case "retry":
+            return "until it started again, because a worker was lost or full"
+        case "transfer_exposed":
+            blocks = count(request["blocks_pulled"], "KV block")
+            return (
+                f"waiting for {blocks} from {worker} over {request['transport'] or 'the network'}"
+            )
+        case "first_decode":
+            return f"computing the second token on {decode}"
+        case _:
+            return f"without a token, while the request moved to {decode}"
+
+
+def _waiting(request: Request, others: Iterable[Request], worker: str) -> str:
+    queue_ms = request["stages_ms"]["queue"]
+    if (request["shared_wait_ms"] or 0.0) > queue_ms / 2:
+        return "waiting for another request, which computed the same beginning of the prompt"
+    computed = _computed_during(_span(request, "queue"), request, others)
+    if not computed:
+        return f"waiting for {worker}"
+    longer = sum(_computed_tokens(each) > _computed_tokens(request) for each in computed)
+    if longer == len(computed):
+        return f"waiting for {worker}, which computed {count(longer, 'longer prompt')}"
+    some = f", {longer} of them longer" if longer else ""
+    return f"waiting for {worker}, which computed {count(len(computed), 'other prompt')}{some}"
+
+
+def _computing(request: Request, others: Iterable[Request], worker: str) -> str:
+    all_tokens = request["usage"]["prompt_tokens"]
+    tokens = _computed_tokens(request)
+    what = f"{tokens:,} of {all_tokens:,}" if tokens < all_tokens else f"{tokens:,}"
+    beside = len(_computed_during(_span(request, "prefill"), request, others))
+    together = f", beside {count(beside, 'other prompt')}" if beside else ""
+    return f"computing {what} prompt tokens on {worker}{together}"
+
+
+def _computed_tokens(request: Request) -> int:
+    usage = request["usage"]
+    return int(usage["prompt_tokens"] - usage["cached_tokens"])
+
+
+def _computed_during(span: _Span, request: Request, others: Iterable[Request]) -> list[Request]:
+    """Returns the other requests whose prompts the same worker computed in that time."""
+    worker = prefilled_at(request)
+    shortest_ms = _OVERLAP_MIN * (span[1] - span[0])
+    return [
+        other
+        for other in others
+        if other["id"] != request["id"]
+        and prefilled_at(other) == worker
+        and other["stages_ms"].get("prefill")
+        and _overlap_ms(span, _span(other, "prefill")) > shortest_ms
+    ]
+
+
+def _span(request: Request, stage: str) -> _Span:
+    stages = request["stages_ms"]
+    begin = 1000 * request["created"] + sum(
+        stages.get(name, 0.0) for name in TTFT_STAGES[: TTFT_STAGES.index(stage)]
+    )
+    return begin, begin + stages.get(stage, 0.0)
+
+
+def _overlap_ms(one: _Span, other: _Span) -> float:
+    return min(one[1], other[1]) - max(one[0], other[0])

@@ -1,0 +1,170 @@
+"""What the page answers to an operator's questions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.api.admin.answers import kv_cache, last_minute, one_more_decode, slow
+from tandem.common.perf_model.rates import DecodeRate, WorkerRates
+from tandem.common.worker_load import TierUse, WorkerLoad
+from tandem.errors import QueueFull
+from tandem.net.store.registry import KvCompatibility, WorkerRecord
+from tandem.router.metrics.timeline import Timeline
+from tandem.router.request.log import RequestRecord
+from tandem.router.workers.events import ClusterEvent
+from tandem.router.workers.known_worker import KnownWorker
+from tests.harness.page_server import _UP
+
+NOW = 1_000_000.0
+MEASURED = WorkerRates(decode=DecodeRate(0.010, 0.005), measured=True)
+
+
+def worker(
+    worker_id: str, *tiers: TierUse, rates: WorkerRates = MEASURED, **load: Any
+) -> KnownWorker:
+    role = worker_id.partition("-")[0]
+    client: Any = _UP if role == "decode" else None
+    record = WorkerRecord(
+        worker_id=worker_id,
+        epoch="e",
+        role=role,
+        state="ready",
+        address="10.0.0.1:5000",
+        metrics_address="",
+        host="h",
+        pid=1,
+        model="m",
+        max_model_len=100,
+        compatibility=KvCompatibility("m", "float32", "invariant", 16, "float32", "l", 1),
+        load=WorkerLoad(blocks_total=100, **load),
+        rates=rates,
+        tiers=tiers,
+    )
+    return KnownWorker(record, client)
+
+
+def request(ttft_ms: float | None, ago_s: float = 10.0, **facts: Any) -> dict[str, Any]:
+    return {
+        "id": str(ago_s),
+        "created": NOW - ago_s,
+        "outcome": "running" if ttft_ms is None else "stop",
+        "ttft_ms": ttft_ms,
+        "e2e_ms": None if ttft_ms is None else ttft_ms + 700,
+        "prefill_worker": "prefill-0",
+        "decode_worker": "decode-0",
+        "transport": "nixl",
+        "blocks_pulled": 0,
+        "shared_wait_ms": 0.0,
+        "usage": {"prompt_tokens": 100, "cached_tokens": 0, "completion_tokens": 8},
+        "stages_ms": {} if ttft_ms is None else {"queue": ttft_ms / 4, "prefill": 3 * ttft_ms / 4},
+        **facts,
+    }
+
+
+def test_slow_first_tokens_have_a_cause() -> None:
+    assert slow([request(4000.0), request(100.0, 20.0), request(200.0, 30.0)], NOW) == (
+        "First tokens are slow: 200 ms at the median of 3 requests, 4.0 s at most. 75% of that is"
+        " computing prompts. The slowest spent 3.0 s computing 100 prompt tokens on prefill-0."
+        " Then a token follows every 100 ms."
+    )
+
+
+def test_quick_first_tokens_do_not_stand_out() -> None:
+    assert slow([request(80.0)], NOW) == (
+        "Nothing stands out. First tokens came after 80 ms at the median of 1 request."
+        " 75% of that is computing prompts. Then a token follows every 100 ms."
+    )
+
+
+def test_requests_that_wait_are_slow_before_they_have_a_token() -> None:
+    assert slow([request(None, 8.0), request(None, 3.0)], NOW) == (
+        "2 requests have no token yet, the oldest for 8 s."
+    )
+    assert "1 request has no token yet, the oldest for 8 s." in slow(
+        [request(None, 8.0), request(80.0)], NOW
+    )
+
+
+def test_old_requests_say_nothing_of_now() -> None:
+    told = "Nothing to tell: no request got a first token in the last minute."
+    assert slow([request(4000.0, 90.0)], NOW) == told
+    assert slow([], NOW) == told
+
+
+def test_the_kv_cache_has_shares_its_size_and_its_fullest_worker() -> None:
+    host = TierUse("host", 1000, 250)
+    known = [
+        worker("prefill-0", host, blocks_used=10, blocks_cached=50),
+        worker("decode-0", blocks_used=30, blocks_cached=10),
+    ]
+    assert kv_cache(known) == (
+        "20% is in use by running requests, 30% holds prefixes that later requests can reuse, and"
+        " 50% is free, of room for 3,200 tokens on 2 workers. The fullest worker is decode-0 with"
+        " 30% in use. Of the tiers below it, host memory 25% is taken."
+    )
+    assert kv_cache([]) == "Not known: no worker is ready."
+
+
+def ended(ago_s: float, error: QueueFull | None = None) -> RequestRecord:
+    record = RequestRecord("r", "chat", Timeline(), outcome="stop", created=NOW - ago_s, e2e_s=1.0)
+    if error:
+        record.fail(error)
+    return record
+
+
+def test_the_last_minute_has_requests_and_events() -> None:
+    events = [
+        ClusterEvent(NOW - 2, "migrated", "decode-1", "5 requests migrated after a loss"),
+        ClusterEvent(NOW - 3, "ended", "decode-1", "ended by SIGKILL"),
+        ClusterEvent(NOW - 5, "started", "decode-1", "at 10.0.0.1"),
+        ClusterEvent(NOW - 5, "started", "decode-0", "at 10.0.0.2"),
+        ClusterEvent(NOW - 9, "mode", "router-0", "requests are served"),
+        ClusterEvent(NOW - 90, "lost", "decode-7", "long ago"),
+    ]
+    records = [ended(5), ended(6, QueueFull("full")), ended(90)]
+    assert last_minute(records, events, NOW).splitlines() == [
+        "2 requests ended, and 1 of them failed: 1 queue_full.",
+        "2 s ago: 5 requests migrated after a loss (decode-1).",
+        "3 s ago: decode-1: ended by SIGKILL.",
+        "5 s ago: decode-1, decode-0 started.",
+        "The list of events has 1 more.",
+    ]
+    both = [ClusterEvent(NOW - 1, "well", name, "it is ready") for name in ("a", "b")]
+    assert last_minute([], both, NOW) == "1 s ago: a, b are well again."
+    assert last_minute([ended(5)], [], NOW) == "1 request ended, and none failed."
+    assert last_minute([], [], NOW) == "Nothing: no request ended, and no worker came or left."
+
+
+def test_one_more_decode_worker_shortens_steps_of_full_workers() -> None:
+    busy = [worker(f"decode-{n}", num_running=6, num_waiting=1) for n in range(2)]
+    assert one_more_decode(busy) == (
+        "A decode step would take 30 ms instead of 40 ms, because each worker would run 4.0"
+        " requests instead of 6.0, if the new worker has processor cores or a GPU of its own."
+        " 2 requests waiting at decode workers could start. Room for KV of running requests would"
+        " grow by 50%."
+    )
+
+
+def test_one_more_decode_worker_does_not_compute_prompts() -> None:
+    known = [worker("decode-0", num_running=1), worker("prefill-0", queued_s=3.5)]
+    told = one_more_decode(known)
+    assert told.startswith("Little for speed: a decode step would still take 15 ms.")
+    assert "queued at each prefill worker take 3.5 s, so one more prefill worker" in told
+
+
+@pytest.mark.parametrize(
+    ("known", "told"),
+    [
+        ([], "Requests would be served: now no decode worker is ready."),
+        ([worker("prefill-0")], "Requests would be served: now no decode worker is ready."),
+        ([worker("decode-0")], "Nothing for speed: no request decodes now."),
+        (
+            [worker("decode-0", rates=WorkerRates(), num_running=3)],
+            "The effect on speed is not known yet: no decode worker has measured its steps.",
+        ),
+    ],
+)
+def test_one_more_decode_worker_where_little_is_known(known: list[KnownWorker], told: str) -> None:
+    assert one_more_decode(known).startswith(told)
