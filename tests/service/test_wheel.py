@@ -171,16 +171,16 @@ def start(tandem: list[str | Path], folder: Path, cache: Path, **environment: st
     return Started(process, screen, port, admin_port)
 
 
-def readme_request() -> tuple[str, str]:
-    """The path and the body of the README's first curl."""
-    text = (harness.ROOT / "README.md").read_text()
+def tutorial_request() -> tuple[str, str]:
+    """The path and the body of the tutorial's first curl."""
+    text = (harness.ROOT / "docs" / "tutorial.md").read_text()
     found = re.search(r"^curl .*?\}'$", text, re.M | re.S)
     assert found is not None
     words = shlex.split(found[0])
     return httpx.URL(words[1]).path, words[words.index("-d") + 1]
 
 
-def test_it_downloads_its_model_and_answers_the_readmes_curl(
+def test_it_downloads_its_model_and_answers_the_tutorials_curl(
     python: Path, folder: Path, tmp_path: Path, kernels_wheel: Path
 ) -> None:
     harness.take_compiled_modules(python)
@@ -196,7 +196,7 @@ def test_it_downloads_its_model_and_answers_the_readmes_curl(
         url = f"http://127.0.0.1:{started.port}"
         admin_url = f"http://127.0.0.1:{started.admin_port}"
         cluster_id = httpx.get(f"{admin_url}/v1/cluster", timeout=30).json()["cluster_id"]
-        path, body = readme_request()
+        path, body = tutorial_request()
         headers = {"content-type": "application/json"}
         answer = httpx.post(url + path, content=body, headers=headers, timeout=120).json()
         assert answer["choices"][0]["message"]["content"].startswith("Gravity is")

@@ -108,10 +108,12 @@ def _add_generation(app: FastAPI, routes: GenerationRoutes) -> None:
 
     @app.post("/v1/completions", **generation_route(CompletionBody))
     async def completions(request: Request) -> Response:
+        """Completes one prompt or up to 128 prompts, as OpenAI's API does."""
         return await serve(request, parse_completion, CompletionBody)
 
     @app.post("/v1/chat/completions", **generation_route(ChatBody))
     async def chat_completions(request: Request) -> Response:
+        """Continues a chat, as OpenAI's API does."""
         return await serve(request, parse_chat, ChatBody)
 
     def kind_of(body: dict[str, Any]) -> type[Strict]:
@@ -130,6 +132,7 @@ def _add_generation(app: FastAPI, routes: GenerationRoutes) -> None:
 def _add_server(app: FastAPI, generator: Generator) -> None:
     @app.get("/version")
     async def version() -> Response:
+        """Returns the version of Tandem."""
         return JsonResponse({"version": metadata.version("tandem-llm")})
 
     @app.get("/load")

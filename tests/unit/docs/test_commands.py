@@ -17,7 +17,7 @@ def test_the_files_and_options_of_a_command_exist(command: Command) -> None:
 
 def test_the_readme_starts_a_cluster_and_asks_it() -> None:
     readme = [c for c in commands() if c.page == "README.md"]
-    assert [c.words[0] for c in readme[:2]] == ["make", "curl"]
+    assert [c.words[0] for c in readme[:2]] == ["make", "tandem"]
     assert all(c.is_run for c in readme)
 
 

@@ -58,6 +58,7 @@ def add_cluster_routes(
 
     @app.get("/v1/cluster")
     async def state() -> Response:
+        """Returns the state of the cluster: workers, pools, troubles and the autoscaler."""
         pools = await control.sizes.pools()
         return JsonResponse(cluster_state(config, generator, control.view, pools))
 

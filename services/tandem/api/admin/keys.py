@@ -47,6 +47,7 @@ class _Update(msgspec.Struct, forbid_unknown_fields=True):
 def add_key_routes(app: FastAPI, config: RouterConfig, keys: KeyService, trail: AuditTrail) -> None:
     @app.get("/v1/keys")
     async def keys_of_all_tenants() -> Response:
+        """Lists the API keys of all tenants, without their secrets."""
         return JsonResponse({"keys": listed(list(keys.ring.records.values()), time.time())})
 
     @app.post("/v1/keys", status_code=201)

@@ -33,6 +33,7 @@ def add_embedding_route(app: FastAPI, routes: GenerationRoutes) -> None:
 
     @app.post("/v1/embeddings", **body_route(EmbeddingsBody))
     async def embeddings(request: Request) -> Response:
+        """Returns the embedding of each input, as OpenAI's API does."""
         sent, headers = await routes.read(request, EmbeddingsBody)
         with renamed(NAMES):
             body = validate(EmbeddingsBody, sent)

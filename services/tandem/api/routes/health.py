@@ -23,6 +23,7 @@ def add_health_routes(app: FastAPI, generator: Generator) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
+        """Answers 200 while requests are served, else 503 with the reason."""
         if reason := generator.not_ready_reason():
             return error_response(NoWorkers(reason, retry_after_s=1.0))
         return JsonResponse({"status": "ready"})

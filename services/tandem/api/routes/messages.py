@@ -25,6 +25,7 @@ def add_message_routes(app: FastAPI, routes: GenerationRoutes) -> None:
 
     @app.post(PATH, **generation_route(MessagesBody))
     async def messages(request: Request) -> Response:
+        """Continues a chat, as Anthropic's API does."""
         body, headers = await routes.read(request, MessagesBody)
         with renamed(NAMES):
             parsed = parse_messages(body, request.state.request_id)
@@ -36,6 +37,7 @@ def add_message_routes(app: FastAPI, routes: GenerationRoutes) -> None:
 
     @app.post(f"{PATH}/count_tokens", **body_route(CountTokensBody))
     async def count_tokens(request: Request) -> Response:
+        """Counts the tokens of a chat of Anthropic's API; no worker takes part."""
         body, headers = await routes.read(request, CountTokensBody)
         with renamed(NAMES):
             parsed = parse_count(body, request.state.request_id)

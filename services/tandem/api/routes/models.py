@@ -32,6 +32,7 @@ def add_model_routes(app: FastAPI, generator: Generator) -> None:
 
     @app.get(MODELS_PATH)
     async def models(request: Request) -> Response:
+        """Lists the served model and its adapters."""
         data = bodies(request, generator.model) if generator.model is not None else []
         if not is_anthropic(request.scope):
             return JsonResponse({"object": "list", "data": data})
@@ -41,6 +42,7 @@ def add_model_routes(app: FastAPI, generator: Generator) -> None:
 
     @app.get(f"{MODELS_PATH}/{{model:path}}")
     async def model(model: str, request: Request) -> Response:
+        """Describes one model or adapter."""
         known = bodies(request, generator.model) if generator.model is not None else []
         if (found := next((each for each in known if each["id"] == model), None)) is None:
             raise ModelNotFound(

@@ -15,6 +15,7 @@ from tandem.router.request.generator import Generator
 def add_request_route(app: FastAPI, generator: Generator, trail: AuditTrail) -> None:
     @app.get("/v1/requests/{request_id}")
     async def request(request_id: str, request: Request) -> Response:
+        """Returns the record of one of the last 4,096 requests of this router."""
         requests = generator.requests
         tenant = visible_tenant(request.state.key)
         if choices := requests.find_choices(request_id, tenant):

@@ -39,6 +39,7 @@ def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrai
 
     @app.post(_PATH, **generation_route(ResponsesBody))
     async def responses(request: Request) -> Response:
+        """Answers an input, as OpenAI's Responses API does."""
         sent, headers = await routes.read(request, ResponsesBody)
         if not routes.config.strict_fields:
             warn(headers, "tools that are no functions are ignored", drop_tools(sent))
@@ -80,23 +81,27 @@ def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrai
 
     @app.get(f"{_PATH}/{{response_id}}")
     async def retrieve(response_id: str, request: Request) -> Response:
+        """Returns a kept response."""
         if request.query_params.get("stream", "false") != "false":
             raise BadRequest("stream must be false: a kept response is whole", param="stream")
         return Response(find(request, response_id).body, media_type=JsonResponse.media_type)
 
     @app.get(f"{_PATH}/{{response_id}}/input_items")
     async def input_items(response_id: str, request: Request) -> Response:
+        """Lists the input of a kept response."""
         items = msgspec.json.decode(find(request, response_id).input_items)
         return JsonResponse(page_of(items, request.query_params))
 
     @app.post(f"{_PATH}/{{response_id}}/cancel")
     async def cancel(response_id: str, request: Request) -> Response:
+        """Refuses to cancel: only responses in the background could be cancelled."""
         find(request, response_id)
         # This is OpenAI's exact wording, which some clients search for.
         raise BadRequest("Cannot cancel a synchronous response.", param="response_id")
 
     @app.delete(f"{_PATH}/{{response_id}}")
     async def delete(response_id: str, request: Request) -> Response:
+        """Deletes a kept response."""
         try:
             kept.delete(response_id, routes.tenant(request))
         except ResponseNotFound as error:

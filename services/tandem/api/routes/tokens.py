@@ -28,6 +28,7 @@ def add_token_routes(app: FastAPI, routes: GenerationRoutes) -> None:
 
     @app.post("/tokenize", **body_route(TokenizePromptBody, TokenizeChatBody))
     async def tokenize(request: Request) -> Response:
+        """Returns the tokens of a text or a chat."""
         body, headers = await routes.read(request, kind_of)
         parsed, prompts = parse_tokenize(body, routes.tenant(request))
         prepared = routes.with_caller(request, prompts)
@@ -50,6 +51,7 @@ def add_token_routes(app: FastAPI, routes: GenerationRoutes) -> None:
 
     @app.post("/detokenize", **body_route(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
+        """Returns the text of tokens."""
         body, headers = await routes.read(request, DetokenizeBody)
         parsed = validate(DetokenizeBody, body)
         generator.adapter(parsed.model)
