@@ -40,7 +40,6 @@ from tandem.cluster.processes import leave_node, owned, process
 from tandem.cluster.processes.owned import Owned, SharedOwned, read_spec
 from tandem.cluster.processes.process import DetachedProcess
 from tandem.cluster.ray.vital_thread import start_vital
-from tandem.common.backoff import Backoff, doubling
 from tandem.common.config.cluster import (
     LEAVE_SIGNAL,
     REDIS_URL_VARIABLE,
@@ -54,10 +53,8 @@ from tandem.net.observability.logs import configure_logging
 log = logging.getLogger(__name__)
 
 CONTROLLER_NAME = "pool-controller"
-BACKOFF_FIRST_S = 0.25
-BACKOFF_MAX_S = 30.0
 _CHECK_INTERVAL_S = 2.0
-_STOPPED = {True: "is stopped, as by SIGSTOP", False: "goes on"}
+_STOPPED = {True: "is stopped, as by SIGSTOP", False: "continues"}
 HEALTHY_AFTER_S = 60.0  # a process that ran for this long resets its back-off
 
 
@@ -99,14 +96,14 @@ class Agent:
         os.eventfd_write(self._wake_fd, 1)
 
     def status(self) -> tuple[str, MemberState, int, int, str, str, bool]:
-        """Returns the report of this agent: (agent name, state, pid, number of restarts, last log
-        line and ending of the process that ended, whether the process is stopped)."""
+        """Returns the report of this agent: (agent name, state, pid, number of restarts, last
+        warning and ending of the process that ended, whether the process is stopped)."""
         name = self._member.agent_name
         last = (self._last_line, self._ending)
         return name, self._state, self._pid, self._num_starts, *last, self._is_stopped
 
     def _run(self) -> None:
-        backoff = Backoff(doubling(BACKOFF_FIRST_S, BACKOFF_MAX_S))
+        backoff = process.restart_backoff()
         while True:
             started_at = time.monotonic()
             running = self._find()
@@ -160,12 +157,12 @@ class Agent:
                 self._report("running", running.pid)
         self._is_stopped = False
         self._ending = running.ending(oom_kills)
-        self._last_line = process.last_line(running.log_path)
+        self._last_line = process.last_warning(running.log_path)
         running.close()
         log.warning(
             "%s ended (%s); its log is %s",
             running.process_id,
-            self._ending or "nobody tells how",
+            self._ending or "the cause is unknown",
             running.log_path,
         )
         return True
@@ -182,7 +179,9 @@ class Agent:
     def _find(self) -> DetachedProcess | None:
         member_id = self._member.member_id
         if (found := process.find(member_id, self._run_folder)) is not None:
-            log.info("%s runs already as process %d: adopted", member_id, found.pid)
+            log.info(
+                "%s runs already as process %d, which this agent now watches", member_id, found.pid
+            )
         return found
 
     def _start(self) -> DetachedProcess | None:
@@ -220,7 +219,7 @@ class Agent:
             controller.report.remote(*self.status())
         except (ValueError, ray.exceptions.RayError) as error:
             # This report is lost. A restarted controller requests the status of every agent.
-            log.warning("the pool controller does not hear that this is %s: %s", state, error)
+            log.warning("the state %s cannot be reported to the pool controller: %s", state, error)
 
 
 def expand(word: str, variables: Mapping[str, str]) -> str:

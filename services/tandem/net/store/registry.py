@@ -175,6 +175,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     tiers: tuple[TierUse, ...] = ()  # use of the KV cache tiers below the KV pool, fastest first
     # the worker's setting for the place of prefill, such as "local"; empty: not reported
     prefill_at: str = ""
+    kernels: str = ""  # the kernels that compute, such as "torch"; empty: not reported
     # True: the worker refuses requests that would miss their deadline (SubmitSequence).
     keeps_deadlines: bool = False
 

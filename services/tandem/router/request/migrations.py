@@ -86,9 +86,9 @@ class Migrations:
         self._metrics.flows.note_move(off, partial(_worker_of, job))
         self._metrics.migrations.labels(reason=reason).inc()
         if (routed := job.routing.routed) is not None:
-            how = "after a loss" if reason == "crash" else "off a worker that leaves"
-            text = f"migrated {how}, last placed on this worker"
-            self._events.count("migrated", routed.placement.decode.worker_id, text)
+            how = "was lost" if reason == "crash" else "drains"
+            text = f"moved to another worker because this worker {how}"
+            self._events.count("migrated", off or routed.placement.decode.worker_id, text)
         level = logging.WARNING if reason == "crash" else logging.INFO
         num_output_tokens = len(job.progress.output_token_ids)
         log.log(
