@@ -183,7 +183,7 @@ FAULTS = [
     Fault(
         "pool controller stopped",
         controller_gone,
-        problem("pool controller has told nothing", "TandemControllerSilent"),
+        problem("pool controller has not reported", "TandemControllerSilent"),
     ),
     Fault(
         "pool controller killed",

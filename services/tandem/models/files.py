@@ -6,6 +6,7 @@ TypeError, for example. The context manager `naming` converts such errors to a m
 the file.
 """
 
+import errno
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,9 +34,31 @@ def naming(file: Path) -> Iterator[None]:
         named = said if str(file) in error.message else f"{file}: {said}"
         raise type(error)(named) from error
     except BaseException as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # reads never fail so: another file is written meanwhile, which is at fault
         if not (isinstance(error, Exception) or _is_panic(error)):
             raise
         raise ConfigError(f"{file} cannot be read: {first_line(error)}") from error
+
+
+@contextmanager
+def writing(folder: Path, option: str) -> Iterator[None]:
+    """Context manager that converts errors of writes to a folder into a ConfigError with a remedy.
+
+    `folder` is named in the message, and `option` sets another folder. Other errors pass unchanged.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            why = "is on a full disk"
+            todo = f"free space there, or set {option} to a folder on another disk"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+            why = f"cannot be written ({error.strerror})"
+            todo = f"set {option} to a folder that this user may write"
+        else:
+            raise
+        raise ConfigError(f"the cache folder {folder} {why}: {todo}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -177,7 +177,10 @@ def _worker(worker: KnownWorker, view: ClusterView) -> dict[str, Any]:
         "requests_here": client.num_inflight if client else 0,
         "rates": _rates(record.rates),
         "pairs": {
-            peer: {"bytes_per_s": pair.bytes_per_s, "latency_ms": pair.latency_s * 1000}
+            peer: {
+                "bytes_per_s": pair.bytes_per_s if pair.is_known else None,
+                "latency_ms": pair.latency_s * 1000,
+            }
             for peer, pair in record.pairs.items()
         },
     }

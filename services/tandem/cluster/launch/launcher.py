@@ -124,6 +124,7 @@ class _Launch:
         # Member id -> (member, pid) of the processes that the launcher restarts. The mapping is
         # empty once Ray's head has the spec, because Ray then restarts them.
         self._members: dict[str, tuple[Member, int]] = {}
+        self._activity: Activity | None = None
         self._backoffs: dict[str, Backoff] = {}
         # Member id -> monotonic time at which the launcher starts the member again.
         self._restarts: dict[str, float] = {}
@@ -134,6 +135,8 @@ class _Launch:
 
     def __exit__(self, *_: object) -> None:
         """Stops all processes in order, within 5 s."""
+        if self._activity is not None:
+            self._activity.stop()
         with Waiting(ProgressRow("processes", "end")):
             if self._listening is not None:
                 self._listening.close()
@@ -156,7 +159,8 @@ class _Launch:
             model.name, readiness.members, readiness.records, logs, command_to_join
         )
         redis_url = self._redis.url if self._redis else self._options.redis_url
-        Activity(redis_url, self._run.cluster_id, self._screen.say).start()
+        self._activity = Activity(redis_url, self._run.cluster_id, self._screen.say)
+        self._activity.start()
 
     def _start_all(self) -> tuple[ModelFolder, Readiness]:
         began = time.monotonic()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem.models.config.model import ModelConfig
-from tandem.models.files import naming
+from tandem.models.files import naming, writing
 from tandem.models.gguf.split import parts_of, whole_name
 
 if TYPE_CHECKING:
@@ -62,21 +62,22 @@ def keep_conversion(place: Path, source: Path, convert: Callable[[Path], None]) 
     changed to `source`."""
     if place.is_dir() and _source(place) == str(source.resolve()):
         return place
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with place.with_name(place.name + ".lock").open("w") as lock:
-        # If this process dies, the operating system releases the lock.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if place.is_dir():
-            _set_source(place, source)
-        else:
-            unfinished = place.with_name(place.name + ".unfinished")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-            try:
-                convert(unfinished)
-                unfinished.rename(place)
-            finally:
+    with writing(place.parent, CACHE_DIR_VARIABLE):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with place.with_name(place.name + ".lock").open("w") as lock:
+            # If this process dies, the operating system releases the lock.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if place.is_dir():
+                _set_source(place, source)
+            else:
+                unfinished = place.with_name(place.name + ".unfinished")
                 shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir()
+                try:
+                    convert(unfinished)
+                    unfinished.rename(place)
+                finally:
+                    shutil.rmtree(unfinished, ignore_errors=True)
     return place
 
 

@@ -150,7 +150,8 @@ def raise_if_refused(job: Job, adapter: Adapter | None, can_decode: Callable[[],
         raise Overloaded(message, retry_after_s=routing.retry_after_s)
     if routing.retry_after_s is not None:
         raise QueueFull(
-            "the queues of all decode workers are full; try again later",
+            "the queues of all decode workers are full; try again later, or let the operator raise "
+            "--queue-max",
             retry_after_s=routing.retry_after_s,
         )
     if routing.unassigned_since is not None:

@@ -381,6 +381,8 @@ def ending(agent: Mapping[str, Any]) -> str:
     line = agent.get("last_line")
     if not how and not line:
         return ""
+    if how == "exit status 0":  # a process that drained, or that an operator ended with SIGTERM
+        return "ended in order"
     if not how:
         how = "ended"
     elif how.startswith("ended by"):
