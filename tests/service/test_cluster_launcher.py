@@ -459,7 +459,7 @@ def test_a_worker_that_dies_before_ray_is_up_is_started_again(tmp_path: Path) ->
         os.kill(head, signal.SIGSTOP)
         (killed,) = up.pids("tandem.worker --role decode")
         os.kill(killed, signal.SIGKILL)
-        wait_until(lambda: "decode-0 ended; starting it again" in _screen(up))
+        wait_until(lambda: re.search(r"decode-0 ended.*; it is started again in", _screen(up)))
         wait_until(lambda: up.get("/v1/cluster")["workers"][0]["state"] == "ready")
         assert up.complete()
         (decode,) = up.pids("tandem.worker --role decode")
