@@ -42,7 +42,7 @@ _PHRASES = {
     "well": "is well again",
 }
 _COUNTED = ("migrated", "refused")  # the text begins with a number of requests
-_OWN_WORDS = ("mode", "ended", "role", "transport", "problem", "memory", "prefix tree")
+_OWN_WORDS = ("mode", "role", "transport", "problem", "memory", "prefix tree")
 _TIER_NAMES = {"host": "host memory", "disk": "the disk", "store": "the object store"}
 
 
@@ -176,6 +176,8 @@ def _sentence(event: ClusterEvent) -> str:
     if event.kind in _COUNTED:
         named = event.text.replace("this worker", _NAMES)
         return named if named != event.text else f"{event.text} ({_NAMES})"
+    if event.kind == "ended":
+        return f"{_NAMES} {event.text}"
     if event.kind in _OWN_WORDS:
         return f"{_NAMES}: {event.text}"
     return f"{_NAMES} is {event.kind}: {event.text}"

@@ -127,7 +127,7 @@ def test_the_last_minute_has_requests_and_events() -> None:
     assert last_minute(records, events, NOW).splitlines() == [
         "2 requests ended, and 1 of them failed: 1 queue_full.",
         "2 s ago: 5 requests moved as decode-1 was lost.",
-        "3 s ago: decode-1: ended by SIGKILL.",
+        "3 s ago: decode-1 ended by SIGKILL.",
         "5 s ago: decode-1, decode-0 started.",
         "The list of events has 1 more.",
     ]
