@@ -178,7 +178,9 @@ def drain(
     /,
     *,
     url: _Url = "",
-    deadline: Annotated[float, Parameter(help="Seconds that its requests have to finish or move.")] = 30.0,
+    deadline: Annotated[
+        float, Parameter(help="Seconds for its requests to finish or move.")
+    ] = 30.0,
     force: Annotated[
         bool, Parameter(help="Drain it even if it is the last decode worker.")
     ] = False,
