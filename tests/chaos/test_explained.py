@@ -183,7 +183,7 @@ FAULTS = [
     Fault(
         "pool controller stopped",
         controller_gone,
-        problem("pool controller has sent no sign of life", "TandemControllerSilent"),
+        problem("pool controller has told nothing", "TandemControllerSilent"),
     ),
     Fault(
         "pool controller killed",

@@ -173,7 +173,8 @@ def read(made: type[T], program: str, argv: Sequence[str] | None = None) -> T:
 
 def parse(made: type[T], program: str, argv: Sequence[str]) -> T:
     """Returns the settings of a command line. Raises ConfigError, or SystemExit after --help."""
-    return parse_app(make_app(made, program), argv)
+    settings: T = parse_app(make_app(made, program), argv)
+    return settings
 
 
 def parse_app(app: App, argv: Sequence[str]) -> Any:
@@ -262,14 +263,14 @@ class _App(App):
             _set(argument, help=" ".join((argument.parameter.help or "").split()))
         if self.short_help is None:
             return found
-        shown = ArgumentCollection()
+        shown = []
         for place, (title, names) in enumerate(self.short_help.items()):
             for name in filter(found.__contains__, names):
                 text = found[name].parameter.help or ""
                 text = text if len(text) <= _SHORT_TEXT else text.partition(". ")[0] + "."
                 _set(found[name], help=text, group=Group(title, sort_key=place))
                 shown.append(found[name])
-        return shown
+        return ArgumentCollection(shown)  # type: ignore[no-untyped-call]
 
 
 def _set(argument: Argument, **more: Any) -> None:

@@ -40,7 +40,7 @@ def test_a_process_that_ended_is_told_once_however_fast_the_next_one_runs() -> N
     ended = {"exit": "ended by SIGKILL", "last_line": "a last word"}
     for state, starts in (("restarting", 0), ("running", 1), ("running", 1)):
         found.note([], pools(state, starts, **ended), {})
-    assert told == [("ended", "decode-0", "ended by SIGKILL, it logged: a last word")]
+    assert told == [("ended", "decode-0", "ended by SIGKILL, its last log line: a last word")]
     found.note([], pools("running", 2, **ended), {})
     assert len(told) == 2, "its restart was too fast to be seen"
     assert found.num_starts == {"decode-0": 2}

@@ -131,7 +131,7 @@ def cluster_state(
     wrong = view.cluster_problems().values()
     problems = problems_of(rows, pools, reason=reason, redis=view.redis_state, cluster=wrong)
     return {
-        "headline": headline(problems, pools, view.effect_on_requests(reason)),
+        "headline": headline(problems, pools),
         "cluster_id": config.cluster.cluster_id,
         "model": generator.served_name,
         "max_model_len": generator.max_model_len,

@@ -72,7 +72,7 @@ def take_snapshot(
     wrong = view.cluster_problems().values()
     problems = problems_of(rows, pools, reason=reason, redis=view.redis_state, cluster=wrong)
     head = {
-        "headline": headline(problems, pools, view.effect_on_requests(reason)),
+        "headline": headline(problems, pools),
         "is_well": not problems and view.redis_state == "ok",
         "router_id": config.router_id,
         "num_routers": pools.get("router", {}).get("running", 1),

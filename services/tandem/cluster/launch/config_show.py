@@ -24,12 +24,12 @@ def show_config(argv: Sequence[str]) -> None:
     Raises ConfigError."""
     found = parse_from_sources(LaunchOptions, "tandem config show", argv)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    group = None
+    title = ""
     shown = [a for a in arguments(LaunchOptions) if a.parse]
-    for argument in sorted(shown, key=lambda a: a.parameter.group[0].sort_key):
-        if group is not argument.parameter.group[0]:
-            group = argument.parameter.group[0]
-            console.print(f"# {group.name}", style="bold")
+    for argument in sorted(shown, key=lambda a: _group(a).sort_key):
+        if title != _group(argument).name:
+            title = _group(argument).name
+            console.print(f"# {title}", style="bold")
         line = _line(argument, setting(found.settings, argument))
         if source := found.sources.get(argument.name):
             console.print(f"{line}  # {source}")
@@ -50,4 +50,9 @@ def _line(argument: Argument, value: Any) -> str:
     if isinstance(value, str):
         value = _PASSWORD.sub(rf"\1\2{_MASK}", value)
     name = argument.name.removeprefix("--")
-    return yaml.safe_dump({name: value}, width=10_000, allow_unicode=True).strip()
+    return str(yaml.safe_dump({name: value}, width=10_000, allow_unicode=True)).strip()
+
+
+def _group(argument: Argument) -> Any:
+    (group,) = argument.parameter.group  # type: ignore[misc]
+    return group

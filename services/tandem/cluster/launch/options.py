@@ -126,8 +126,8 @@ class LaunchOptions(Options):
         if self.api_key_file and self.admission.keys_file:
             raise ConfigError("--api-key-file and --keys-file cannot be given together")
         # A new Redis has no API keys. An existing one may have some, which is not checked here.
-        has_keys = self.api_key_file or self.admission.keys_file or self.redis_url
-        has_keys = has_keys or os.environ.get(API_KEY_VARIABLE)
+        places = (self.api_key_file, self.admission.keys_file, self.redis_url)
+        has_keys = any(places) or bool(os.environ.get(API_KEY_VARIABLE))
         outer = [host for host in (self.host, self.admin.host) if not is_loopback(host)]
         if outer and not (has_keys or self.admission.allow_anonymous):
             raise ConfigError(

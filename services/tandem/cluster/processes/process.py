@@ -27,13 +27,11 @@ from tandem.common.config.cluster import (
 from tandem.common.process import endings
 from tandem.errors import ConfigError
 from tandem.net.observability.log_file import FILE_VARIABLE
-from tandem.net.observability.logs import parse_line
 
 _DETACH_DEADLINE_S = 30.0
 _LOG_TAIL_LINES = 15
 _TAIL_BYTES = 8192
 _LAST_LINE_MAX = 300
-_FAILURE_S = 3.0  # time before the end of a process in which its log lines are about its failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,21 +139,13 @@ def failed_start(what: str, log: Path) -> ConfigError:
     return ConfigError(f"{what} ended while it was started; the end of its log:\n{tail}")
 
 
-def last_error(log: Path, ended_at: float) -> str:
-    """Returns what a process that ended at `ended_at` (Unix time) logged about its failure.
-
-    This is the last line of its log, cut to `_LAST_LINE_MAX` characters, if the line was written at
-    most `_FAILURE_S` before the end, and is either a warning or an error, or no line of the logger,
-    such as the last line of a traceback. Otherwise returns "": the line says nothing about the end.
-    """
+def last_line(log: Path) -> str:
+    """Reads the last non-empty line of a log, cut to `_LAST_LINE_MAX` characters; "" if there is
+    none."""
     with suppress(OSError), log.open("rb") as stream:
-        if os.fstat(stream.fileno()).st_mtime < ended_at - _FAILURE_S:
-            return ""
         stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
         lines = stream.read().decode(errors="replace").splitlines()
-        line = next((line.strip() for line in lines[::-1] if line.strip()), "")
-        level, message = parse_line(line)
-        return message[:_LAST_LINE_MAX] if level in ("", "WARNING", "ERROR", "CRITICAL") else ""
+        return next((line.strip()[:_LAST_LINE_MAX] for line in lines[::-1] if line.strip()), "")
     return ""
 
 

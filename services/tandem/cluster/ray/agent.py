@@ -164,7 +164,7 @@ class Agent:
                 self._report("running", running.pid)
         self._is_stopped = False
         self._ending = running.ending(oom_kills)
-        self._last_line = process.last_error(running.log_path, time.time())
+        self._last_line = process.last_line(running.log_path)
         running.close()
         log.warning(
             "%s ended (%s); its log is %s",

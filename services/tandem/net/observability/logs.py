@@ -16,11 +16,9 @@ import faulthandler
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +31,6 @@ from tandem.net.observability.log_file import FILE_VARIABLE, LogFileHandler
 LEVEL_VARIABLE = "TANDEM_LOG_LEVEL"
 FORMAT_VARIABLE = "TANDEM_LOG_FORMAT"
 STACKS_SIGNAL = signal.SIGUSR2  # a process that gets this signal writes the stacks of all threads
-# A line in the format `text`: time, level, process, logger, message.
-_TEXT_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ([A-Z]+) \S+ \S+: (.*)")
 _JSON_NAMES = {"asctime": "time", "levelname": "level", "name": "logger", "exc_info": "exception"}
 
 
@@ -77,19 +73,6 @@ class _TextFormatter(logging.Formatter):
 
     def formatStack(self, stack_info: str) -> str:  # noqa: N802
         return _indented(stack_info)
-
-
-def parse_line(line: str) -> tuple[str, str]:
-    """Returns the level and the message of a line that a process has logged, in either format. The
-    level is "" and the message is the whole line if the line is not the start of a logged event,
-    for example in a traceback."""
-    if found := _TEXT_LINE.fullmatch(line):
-        return found[1], found[2]
-    with suppress(ValueError):
-        event = json.loads(line)
-        if isinstance(event, dict) and event.keys() >= {"level", "message"}:
-            return str(event["level"]), str(event["message"])
-    return "", line
 
 
 def _indented(text: str) -> str:

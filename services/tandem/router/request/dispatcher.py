@@ -79,7 +79,7 @@ class Dispatcher:
         self._on_end = on_end
         self._pending = PendingQueue(config, view, metrics)
         self.admission = AdmissionController(config, view, metrics, have_tenants=have_tenants)
-        self._migrations = Migrations(metrics, view.events, view.moves)
+        self._migrations = Migrations(metrics, view.events)
         self._returns = Returns(view)
 
     @property

@@ -54,7 +54,6 @@ from tandem.router.request.request import (
 )
 from tandem.router.request.text import text_stream
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.router.workers.rows import NO_DECODE_WORKER
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +158,7 @@ class Generator:
         known = self._view.known()
         if known and not any(self._view.is_compatible(w.record) for w in known):
             return "all workers serve another model than this router"
-        return NO_DECODE_WORKER
+        return "no decode worker is ready"
 
     @asynccontextmanager
     async def without_workers(

@@ -32,7 +32,6 @@ from tandem.router.request.migration_budget import (
     MigrationReason,
 )
 from tandem.router.workers.events import EventLog
-from tandem.router.workers.recent_moves import RecentMoves
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +43,9 @@ REFUSALS = (QueueFull, NoWorkers, NeverFits, AdapterUnavailable)
 class Migrations:
     """Counts the migrations and lost workers of all requests of a router."""
 
-    def __init__(self, metrics: Metrics, events: EventLog, moves: RecentMoves) -> None:
+    def __init__(self, metrics: Metrics, events: EventLog) -> None:
         self._metrics = metrics
         self._events = events
-        self._moves = moves
         for reason in MIGRATION_REASONS:
             metrics.migrations.labels(reason=reason)  # export 0 before the first migration
         self.budget = MigrationBudget()
@@ -87,7 +85,6 @@ class Migrations:
         """Records that the request migrates, or has migrated, from the worker `off`."""
         job.progress.num_migrations += 1
         self._metrics.flows.note_move(off, partial(_worker_of, job))
-        self._moves.note(off, time.monotonic())
         self._metrics.migrations.labels(reason=reason).inc()
         if (routed := job.routing.routed) is not None:
             how = "after a loss" if reason == "crash" else "off a worker that leaves"

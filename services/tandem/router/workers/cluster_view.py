@@ -40,8 +40,7 @@ from tandem.router.workers.loading import LoadingNow, LoadingWorkers
 from tandem.router.workers.pool_watch import PoolWatch
 from tandem.router.workers.pools import read_control
 from tandem.router.workers.problem_watch import ProblemWatch
-from tandem.router.workers.recent_moves import RecentMoves
-from tandem.router.workers.rows import Gone, Seen, effect_on_requests, worker_rows
+from tandem.router.workers.rows import Gone, Seen, worker_rows
 from tandem.router.workers.troubles import clock_of_router
 
 log = logging.getLogger(__name__)
@@ -90,7 +89,6 @@ class ClusterView:
     _loading: LoadingWorkers = field(default_factory=LoadingWorkers)
     events: EventLog = field(init=False)
     control: ControlWatch = field(default_factory=ControlWatch)
-    moves: RecentMoves = field(default_factory=RecentMoves)
     problems: ProblemWatch = field(init=False)
     _silences: Silences = field(init=False)
     _data_set: bytes = b""
@@ -195,11 +193,6 @@ class ClusterView:
             way = "behind" if ahead_s > 0 else "ahead of"
             found["clock"] = f"this router's clock is {abs(ahead_s):.0f} s {way} the workers'"
         return found
-
-    def effect_on_requests(self, reason: str) -> str:
-        """Returns a sentence on what the current problems mean for requests. `reason` says why none
-        can be served, or is ""."""
-        return effect_on_requests(reason, self.moves.text(time.monotonic()))
 
     def _note_problems(self) -> None:
         if (now := time.monotonic()) - self._problems_noted_at < _NOTE_INTERVAL_S:

@@ -16,7 +16,7 @@ from tandem.net.store.control_state import BEAT_INTERVAL_S, ControllerBeat, Head
 
 _SILENT_S = 2.5 * BEAT_INTERVAL_S
 _T = TypeVar("_T", ControllerBeat, Head)
-_EFFECT = "pool sizes cannot change, and workers that end are not started again"
+_SERVED = "requests are served; sizes stand, and workers that end are not started again"
 
 
 class ControlWatch:
@@ -90,11 +90,9 @@ class ControlWatch:
             assert self._head is not None
             why = f" ({self._head.why})" if self._head.why else ""
             since_s = self._now - self._head_at
-            return {
-                "head": f"Ray's head ended {since_s:.0f} s ago{why}: until it is back, {_EFFECT}"
-            }
+            return {"head": f"Ray's head is gone{why} for {since_s:.0f} s: {_SERVED}"}
         if silent_s := self.controller_silent_s:
-            text = f"the pool controller has sent no sign of life for {silent_s:.0f} s: {_EFFECT}"
+            text = f"the pool controller has told nothing for {silent_s:.0f} s: {_SERVED}"
             return {"controller": text}
         return {}
 

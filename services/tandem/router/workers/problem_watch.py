@@ -1,7 +1,7 @@
 """Logs the workers' problems, adds them to the events, and keeps them for metrics.
 
 A problem is logged when it begins and when it ends. If a worker's process ends, its exit cause and
-the error that it logged last are logged, because another process may run before an operator looks.
+last log line are logged, because another process may run before an operator looks.
 """
 
 import logging

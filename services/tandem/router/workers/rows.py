@@ -16,8 +16,7 @@ from tandem.net.store.registry import WorkerRecord
 from tandem.router.workers.loading import LoadingNow
 from tandem.router.workers.troubles import Trouble, blames_peers, clock_of_router, trouble_of
 
-NO_DECODE_WORKER = "no decode worker is ready"  # reason why requests wait
-_PROBLEMS_MAX = 2  # the headline names at most this many problems
+_PROBLEMS_MAX = 2  # largest number of problems named in the headline
 
 RowState = (
     Literal["ready", "starting", "loading", "draining", "restarting", "silent", "hung"]
@@ -114,9 +113,7 @@ def worker_rows(
         _, agent = agents.pop(worker_id, ("", {}))
         if agent.get("state") in ("restarting", "lost"):
             rows.append(_of_agent(worker_id, pool, agent, now))
-        elif (worker.silent_s or not worker.is_connected) and not _is_of_process(
-            worker.record, agent
-        ):
+        elif worker.silent_s and agent.get("pid", 0) not in (0, worker.record.pid):
             # The agent has started another process. The record was written by the previous one.
             progress = (loading or {}).get(worker_id)
             rows.append(_without_record(worker_id, pool, agent, progress, None, now))
@@ -154,9 +151,7 @@ def problems_of(
     """
     problems = [reason] if reason else []
     if redis == "lost":
-        problems.append(
-            "Redis does not answer: the last known workers are used, and pool sizes cannot change"
-        )
+        problems.append("Redis does not answer: the last known workers serve on, sizes stand")
     problems += cluster
     problems += _row_problems(list(rows))
     for pool, state in pools.items():
@@ -171,29 +166,15 @@ def problems_of(
     return problems
 
 
-def headline(problems: list[str], pools: Mapping[str, Mapping[str, Any]], effect: str = "") -> str:
-    """Returns a sentence with the first problems and one with their effect on requests
-    (`effect_on_requests`), or one saying that all is well."""
+def headline(problems: list[str], pools: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns one sentence with the first problems, or one saying that all is well."""
     if not problems:
         ready = ", ".join(f"{s['ready']} {p}" for p, s in pools.items() if p not in ROUTER_POOLS)
-        return f"All is well. Workers that are ready: {ready}."
+        return f"All is well: workers that are ready: {ready}."
     more = len(problems) - _PROBLEMS_MAX
     text = "; ".join(problems[:_PROBLEMS_MAX])
-    text += f"; and {more} more." if more > 0 else "" if text.endswith("?") else "."
-    return " ".join(sentence[0].upper() + sentence[1:] for sentence in (text, effect) if sentence)
-
-
-def effect_on_requests(reason: str, moved: str = "") -> str:
-    """Returns a sentence that says what the problems mean for requests.
-
-    `reason` says why no request can be served, or is "". `moved` says which streams have moved to
-    other workers (`RecentMoves.text`), or is "".
-    """
-    if reason == NO_DECODE_WORKER:
-        return "Requests wait until one is ready."
-    if reason:
-        return "No request is served."
-    return "; ".join(filter(None, (moved, "requests are served"))) + "."
+    end = f"; and {more} more." if more > 0 else "" if text.endswith("?") else "."
+    return text[0].upper() + text[1:] + end
 
 
 def _row_problems(rows: list[WorkerRow]) -> list[str]:
@@ -212,19 +193,17 @@ def _row_problems(rows: list[WorkerRow]) -> list[str]:
         if len(found) > 1 and len(hosts) > 1 and all(r.state in ("silent", "lost") for r in found)
     }
     phrases = [
-        f"host {host} is off or cut off from the network, with all its workers: "
+        f"host {host} is silent, gone or cut off, with all its workers: "
         f"{', '.join(row.worker_id for row in found)}"
         for host, found in silent.items()
     ]
-    same: dict[tuple[str, str, str], list[str]] = {}
+    same: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if not row.is_well and row.host not in silent:
-            same.setdefault((row.state, row.trouble, row.note), []).append(row.worker_id)
-    for (state, trouble, note), names in same.items():
+            same.setdefault((row.state, row.note), []).append(row.worker_id)
+    for (state, note), names in same.items():
         verb = "is" if len(names) == 1 else "are"
-        # A worker in trouble serves, so its state, such as "ready", explains nothing.
-        does = "" if trouble else f" {verb} {state}"
-        phrases.append(f"{', '.join(names)}{does}" + (f": {note}" if note else ""))
+        phrases.append(f"{', '.join(names)} {verb} {state}" + (f": {note}" if note else ""))
     return phrases
 
 
@@ -245,7 +224,7 @@ def _of_record(worker: Seen, agent: Mapping[str, Any]) -> tuple[RowState, str]:
     if worker.silent_s:
         return "silent", _silence(worker.silent_s, agent)
     if worker.stuck_s:
-        return "hung", f"its engine has work, but has made no step for {worker.stuck_s:.0f} s"
+        return "hung", f"its engine has work and made no turn for {worker.stuck_s:.0f} s"
     if not worker.is_compatible:
         return "incompatible", "it serves another model than this router"
     if worker.record.state == "draining":
@@ -254,31 +233,20 @@ def _of_record(worker: Seen, agent: Mapping[str, Any]) -> tuple[RowState, str]:
         return "draining", left
     if not worker.is_connected:
         why = f": {worker.why_down}" if worker.why_down else ""
-        return "not connected", f"this router is not connected to {worker.record.address}{why}"
+        return "not connected", f"this router has no stream to {worker.record.address}{why}"
     return worker.record.state, ""
 
 
 def _silence(silent_s: float, agent: Mapping[str, Any]) -> str:
     """Describes a worker that does not write its record."""
-    silence = f"it has not written its record for {silent_s:.0f} s"
+    silence = f"it has written nothing for {silent_s:.0f} s"
     if agent.get("is_stopped"):
-        return f"{_stopped(agent)}; {silence}"
+        return f"its process {agent['pid']} is stopped (SIGSTOP); {silence}"
     if host := agent.get("host"):
-        return f"{silence}: its host {host} is off or cut off from the network, or it hangs"
+        return f"{silence}: its host {host} is gone or cut off, or it hangs"
     if agent.get("state") == "running":
-        return f"{silence}, although its process {agent.get('pid')} exists"
+        return f"{silence}, though its process {agent.get('pid')} runs"
     return silence
-
-
-def _stopped(agent: Mapping[str, Any]) -> str:
-    pid = agent["pid"]
-    return f"its process {pid} is stopped (SIGSTOP); `kill -CONT {pid}` resumes it"
-
-
-def _is_of_process(record: WorkerRecord, agent: Mapping[str, Any]) -> bool:
-    """Returns whether the agent's current process wrote the record. True if there is no agent, or
-    if the agent has not reported a process."""
-    return agent.get("pid", 0) in (0, record.pid)
 
 
 def _without_record(
@@ -293,13 +261,13 @@ def _without_record(
     row = _of_agent(worker_id, pool, agent, now)
     if row.state != "loading":
         return row
-    if last and agent.get("pid") == last.record.pid:
+    if last and agent.get("since", 0.0) < last.at:  # the agent's process wrote the lost record
         if last.has_left:
             return WorkerRow(worker_id, pool, "draining", "its process ends")
         silence = _silence(last.silent_s + max(0.0, now - last.at), agent)
         return WorkerRow(worker_id, pool, "silent", silence, host=host_of(last.record))
     if agent.get("is_stopped"):
-        row = replace(row, note=_stopped(agent))
+        row = replace(row, note=f"its process {agent['pid']} is stopped (SIGSTOP)")
     if progress is None:
         return row
     if progress.notice.failed:
@@ -312,10 +280,8 @@ def _of_agent(worker_id: str, pool: str, agent: Mapping[str, Any], now: float) -
     """Returns the row of a worker of which only the agent's report is known."""
     match agent.get("state"):
         case "restarting":
-            note = f"attempt {agent.get('starts', 0) + 1} to start it follows"
-            if ended := ending(agent):
-                note += f"; its last process: {ended}"
-            return WorkerRow(worker_id, pool, "restarting", note)
+            ended = f"attempt {agent.get('starts', 0) + 1}, {ending(agent)}".removesuffix(", ")
+            return WorkerRow(worker_id, pool, "restarting", ended)
         case "draining":
             return WorkerRow(worker_id, pool, "draining", "its process ends")
         case "lost":
@@ -325,21 +291,21 @@ def _of_agent(worker_id: str, pool: str, agent: Mapping[str, Any], now: float) -
             since = agent.get("since", 0.0)
             notes = [f"for {max(0.0, now - since):.0f} s"] if since else []
             if ended := ending(agent):
-                notes.append(f"its last process: {ended}")
-            return WorkerRow(worker_id, pool, "loading", "; ".join(notes))
+                notes.append(f"after its process before had ended: {ended}")
+            return WorkerRow(worker_id, pool, "loading", ", ".join(notes))
 
 
 def ending(agent: Mapping[str, Any]) -> str:
     """Describes how the worker's previous process ended; "" if there was none."""
     line = agent.get("last_line")
-    return ", ".join(filter(None, (agent.get("exit"), line and f"it logged: {line}")))
+    return ", ".join(filter(None, (agent.get("exit"), line and f"its last log line: {line}")))
 
 
 def _of_loading(worker_id: str, progress: LoadingNow) -> WorkerRow:
     if progress.notice.failed:
         return WorkerRow(worker_id, progress.notice.pool, "failed", progress.notice.failed)
     if progress.silent_s:
-        note = f"it was loading ({_loaded(progress)}); no progress for {progress.silent_s:.0f} s"
+        note = f"it loaded ({_loaded(progress)}) and has told nothing for {progress.silent_s:.0f} s"
         return WorkerRow(worker_id, progress.notice.pool, "silent", note)
     pool = progress.notice.pool
     return WorkerRow(worker_id, pool, "loading", _loaded(progress), _stalled(progress))
@@ -356,7 +322,7 @@ def _loaded(progress: LoadingNow) -> str:
         percent = 100 * notice.num_bytes // notice.num_bytes_all
         loaded = f"{percent}% of {notice.num_bytes_all / 1e9:.3g} GB of weights"
     else:
-        loaded = "no weights are read yet"
+        loaded = "its weights are not read yet"
     return f"{loaded}, no progress for {stalled_s:.0f} s" if stalled_s > _STALLS_S else loaded
 
 
@@ -364,8 +330,7 @@ def _of_gone(last: Gone, now: float) -> tuple[RowState, str]:
     ago_s = max(0.0, now - last.at)
     if last.has_left:
         return "stopped", ""
-    note = f"it ended without notice or is cut off from Redis: its record expired {ago_s:.0f} s ago"
-    return "lost", f"{note}; its address was {last.record.address}"
+    return "lost", f"its record expired {ago_s:.0f} s ago; it was at {last.record.address}"
 
 
 def host_of(record: WorkerRecord) -> str:

@@ -267,10 +267,7 @@ async def test_a_pod_that_never_starts_is_on_the_page_and_among_the_events(
     with fed.feed.viewing() as viewer:
         await fed.feed.look(NOW)
         head = (await next_of(viewer))[1]["head"]
-        assert (head["headline"], head["is_well"]) == (
-            f"T{text[1:]}. Requests are served.",
-            False,
-        )
+        assert (head["headline"], head["is_well"]) == (f"T{text[1:]}.", False)
         assert head["pools"]["decode"] == {"wanted": 2, "running": 2, "ready": 1}
     metrics = {
         (sample.name, *sample.labels.values()): sample.value
