@@ -253,7 +253,7 @@ def test_uvx_runs_the_wheel(wheel: Path, tmp_path: Path) -> None:
             assert time.monotonic() < give_up_at, started.screen.read_text()
             time.sleep(1)
         url = f"http://127.0.0.1:{started.port}"
-        path, body = readme_request()
+        path, body = tutorial_request()
         headers = {"content-type": "application/json"}
         answer = httpx.post(url + path, content=body, headers=headers, timeout=120).json()
         assert answer["choices"][0]["message"]["content"]
