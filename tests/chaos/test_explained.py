@@ -183,18 +183,18 @@ FAULTS = [
     Fault(
         "pool controller stopped",
         controller_gone,
-        problem("pool controller has told nothing", "TandemControllerSilent"),
+        problem("pool controller has not reported", "TandemControllerSilent"),
     ),
     Fault(
         "pool controller killed",
         controller_killed,
-        problem("pool controller was started again", "TandemControllerSilent"),
+        problem("pool controller was restarted", "TandemControllerSilent"),
         surfaces=("page", "status", "log"),
     ),
     Fault(
         "disk full",
         disk_full,
-        problem("the disk of logs .* is full"),
+        problem("the disk of its logs .* is full"),
         surfaces=("page", "status", "alert"),  # the log is on the full disk
     ),
     Fault("clock off by 5 minutes", clock_off, problem("its clock is (300|299|301) s ahead")),

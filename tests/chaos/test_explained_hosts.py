@@ -66,7 +66,7 @@ def test_a_host_that_is_gone_is_named(tmp_path: Path) -> None:
         sizes = surfaces.log_sizes()
         alerts = surfaces.alerts()
         second.kill()
-        words = problem(re.escape(second.address) + r"\b.* (silent|gone)|gone or cut off")
+        words = problem(re.escape(second.address) + r"\b.* (silent|down)|down or cut off")
         assert not report("node gone", surfaces.watch(words, sizes, alerts))
 
 
@@ -93,7 +93,7 @@ def test_a_link_between_two_workers_that_is_cut_is_named(tmp_path: Path) -> None
         alerts = surfaces.alerts()
         prefill, decode = network.hosts
         cut(prefill, decode)
-        words = problem("decode-0 cannot read blocks from it")
+        words = problem("decode-0 cannot read KV blocks from it")
         assert not report("link cut", surfaces.watch(words, sizes, alerts))
 
 

@@ -198,10 +198,13 @@ def test_the_screen_has_what_a_person_needs(up: Up) -> None:
     text = up.screen.read_text()
     for port in up.ports.values():
         assert f"127.0.0.1:{port}" in text
-    for worker in ("router-0", "grpc-0", "prefill-0", "decode-0"):
-        assert re.search(rf"^{worker} +(router|grpc|prefill|decode) +(any|\d+)", text, re.M)
+    for process in ("router-0", "grpc-0", "prefill-0", "decode-0"):
+        assert re.search(rf"s  {process} \(\d+\.\d s\)$", text, re.M)
     assert f"curl {up.url}/v1/chat/completions" in text
-    assert "where the start went" in text
+    summary = text[text.index("\nready after") : text.index("Ray is starting")]
+    assert len(summary.strip().splitlines()) < 15
+    assert re.search(r"kernels  compiled C\+\+ \(\w+\)", summary)
+    assert re.search(r"room for [\d,]+ tokens", summary)
     assert up.complete()
 
 
@@ -335,7 +338,7 @@ def test_a_second_one_on_a_taken_port_says_which_and_what_to_do(up: Up) -> None:
             command(ports), cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
         )
         assert done.returncode == 1
-        assert f"port {taken} of 127.0.0.1 cannot be had" in done.stderr
+        assert f"port {taken} of 127.0.0.1 is used by process " in done.stderr
         assert done.stderr.rstrip().endswith(f"with {option}")
 
 
@@ -372,6 +375,60 @@ def test_faults_of_workers_are_named_by_the_page_the_status_and_a_log(
         assert up.complete()
     finally:
         surfaces.close()
+
+
+NAMED_WITHIN_S = 3.0
+
+
+def _headline(up: Up) -> str:
+    return str(up.get("/v1/cluster")["headline"])
+
+
+def _shows(up: Up, pattern: str) -> bool:
+    return re.search(pattern, up.screen.read_text(), re.M) is not None
+
+
+def test_the_screen_and_the_status_name_cause_effect_and_remedy_within_3_s(up: Up) -> None:
+    tandem = [sys.executable, "-m", "tandem.ops.cli"]
+    wait_until(lambda: _headline(up).startswith("All is well"), 60)
+
+    (decode,) = up.pids("tandem.worker --role decode")
+    os.kill(decode, signal.SIGKILL)
+    wrong = re.compile("silent|lost|All is well")
+    seen = []
+    wait_until(
+        lambda: "ended by SIGKILL" in (seen.append(_headline(up)) or seen[-1]), NAMED_WITHIN_S
+    )
+    wait_until(
+        lambda: _shows(up, r"decode-0: its process was ended by SIGKILL; a new one is started"),
+        NAMED_WITHIN_S,
+    )
+    while not (now := _headline(up)).startswith("All is well"):
+        seen.append(now)
+        time.sleep(0.2)
+    # The first reads may be older than the kill.
+    named = seen[next(n for n, text in enumerate(seen) if "SIGKILL" in text) :]
+    assert not [text for text in named if wrong.search(text)], named
+    assert all("Nothing has to be done" in text for text in named if "decode-0 is loading" in text)
+    assert any("Requests are not served." in text for text in named), "no decode worker is left"
+    wait_until(lambda: _shows(up, "decode-0 is back"), NAMED_WITHIN_S)
+
+    words = ["scale", "prefill=2", "--url", up.admin_url]
+    subprocess.run([*tandem, *words], cwd=ROOT, check=True, timeout=120, capture_output=True)
+    assert wait_until(lambda: _shows(up, "the prefill pool is scaled from 1 to 2"), NAMED_WITHIN_S)
+    words = ["drain", "prefill-1", "--url", up.admin_url]
+    subprocess.run([*tandem, *words], cwd=ROOT, check=True, timeout=120, capture_output=True)
+    wait_until(lambda: _shows(up, "prefill-1 has left: it finished its requests"), NAMED_WITHIN_S)
+    words = ["scale", "prefill=1", "--url", up.admin_url]
+    subprocess.run([*tandem, *words], cwd=ROOT, check=True, timeout=120, capture_output=True)
+
+    (server,) = up.pids("valkey-server")
+    os.kill(server, signal.SIGKILL)
+    wait_until(
+        lambda: _shows(up, "Redis ended and is started again at the same address; requests are"),
+        NAMED_WITHIN_S,
+    )
+    wait_until(lambda: _headline(up).startswith("All is well"), 60)
 
 
 def test_memory_that_grpc_leaks_to_strangers_ends_the_grpc_replica_only(up: Up) -> None:
@@ -433,7 +490,7 @@ def test_a_worker_that_dies_before_ray_is_up_is_started_again(tmp_path: Path) ->
         os.kill(head, signal.SIGSTOP)
         (killed,) = up.pids("tandem.worker --role decode")
         os.kill(killed, signal.SIGKILL)
-        wait_until(lambda: "decode-0 ended; starting it again" in _screen(up))
+        wait_until(lambda: re.search(r"decode-0 ended.*; it is started again in", _screen(up)))
         wait_until(lambda: up.get("/v1/cluster")["workers"][0]["state"] == "ready")
         assert up.complete()
         (decode,) = up.pids("tandem.worker --role decode")

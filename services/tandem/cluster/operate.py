@@ -69,7 +69,7 @@ def show_status(url: str, *, as_json: bool = False) -> None:
     """Prints pools and workers, or the router's whole state as JSON. Raises OperateError."""
     state = call_with_progress(url, "GET")
     if not isinstance(state, dict) or "router" not in state:
-        raise OperateError(f"what answers at {url} is no router")
+        raise OperateError(f"the program that answers at {url} is not a router of Tandem")
     if as_json:
         print(json.dumps(state, indent=2))
         return
@@ -120,9 +120,9 @@ def scale_pools(url: str, sizes: Sequence[str], *, deadline_s: float) -> None:
         while missing := differences(state["pools"], wanted):
             if time.monotonic() > give_up_at:
                 raise OperateError(
-                    f"not reached in {deadline_s:g} s: {'; '.join(missing)}. It goes on: by the "
-                    "pool controller, though not while Ray has no head, or by Kubernetes "
-                    "(`kubectl get pods` says what a pod waits for)"
+                    f"the sizes were not reached in {deadline_s:g} s: {'; '.join(missing)}. The "
+                    "cluster still works towards them, and `tandem status` shows what is missing; "
+                    "on Kubernetes, `kubectl get pods` shows what a pod waits for"
                 )
             waiting.show(*scale_steps(initial, state, wanted))
             time.sleep(_POLL_INTERVAL_S)
@@ -151,7 +151,10 @@ def drain_worker(url: str, worker_id: str, *, deadline_s: float, force: bool = F
     with Waiting() as waiting:
         while _process(state, worker_id) == process:
             if time.monotonic() > give_up_at:
-                raise OperateError(f"{worker_id} is still there after {waits_s:g} s; see its log")
+                raise OperateError(
+                    f"{worker_id} has not ended after {waits_s:g} s; `tandem logs {worker_id}` "
+                    "shows why"
+                )
             waiting.show(drain_step(initial, state, worker_id))
             time.sleep(_POLL_INTERVAL_S)
             state = call_router(url, "GET")
@@ -387,7 +390,7 @@ def call_router(
         raise OperateError(_error_message(error)) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         is_other = isinstance(error, http.client.BadStatusLine)
-        reason = "what answers speaks no HTTP" if is_other else getattr(error, "reason", error)
+        reason = "no HTTP server answers there" if is_other else getattr(error, "reason", error)
         raise OperateError(
             f"no router answers at {url} ({printable(str(reason))}); start a cluster with "
             "`tandem up`, or name another router's admin address with --url"
@@ -404,7 +407,7 @@ def call_with_progress(
 ) -> Any:
     """Calls a router like `call_router`, and shows a progress row until the router answers. Raises
     OperateError."""
-    with Waiting(ProgressRow(url, "is asked")):
+    with Waiting(ProgressRow(url, "waiting for the router's answer")):
         return call_router(url, method, body, path=path, deadline_s=deadline_s)
 
 
@@ -427,6 +430,10 @@ def api_key() -> str:
 
 
 def _error_message(error: urllib.error.HTTPError) -> str:
+    if error.code == 401:
+        if not os.environ.get(API_KEY_VARIABLE):
+            return f"the router needs an operator's API key: set {API_KEY_VARIABLE}"
+        return f"the router refuses the API key in {API_KEY_VARIABLE}: it is unknown or has expired"
     try:
         return printable(str(json.load(error)["error"]["message"]))
     except (ValueError, KeyError, TypeError):
@@ -443,6 +450,6 @@ def memory_warnings(workers: Sequence[Mapping[str, Any]]) -> list[str]:
         if free < _MEMORY_LOW_SHARE * total:
             found[worker["host"]] = (free, total)
     return [
-        f"memory: {free / 1e9:.1f} GB of {total / 1e9:.1f} GB free on host {host}: low"
+        f"memory is low on host {host}: {free / 1e9:.1f} GB of {total / 1e9:.1f} GB are free"
         for host, (free, total) in found.items()
     ]

@@ -234,7 +234,8 @@ def _pairs(worker: Mapping[str, Any]) -> list[str]:
     pair_texts = []
     for peer, way in sorted(worker["transports"].items()):
         speed = pairs.get(peer, {}).get("bytes_per_s")
-        pair_texts.append(f"{peer} {way}" + (f" {_speed(speed)}" if speed else ""))
+        shown = _speed(speed) if speed else "(speed not known yet)"
+        pair_texts.append(f"{peer} {way} {shown}")
     return pair_texts
 
 

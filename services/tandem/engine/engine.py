@@ -489,7 +489,7 @@ class Engine:
     def _check_queue(self, num_queued: int) -> None:
         if num_queued >= self._config.queue_max:
             raise QueueFull(
-                f"{num_queued} requests wait already; the queue holds {self._config.queue_max}",
+                f"{num_queued} requests wait already, which is the limit (--queue-max)",
                 retry_after_s=1.0,
             )
 

@@ -73,7 +73,7 @@ def test_a_host_with_little_memory_is_named_once() -> None:
         return {"host": host, "memory_free_bytes": free_gb * 1e9, "memory_total_bytes": 24e9}
 
     workers = [worker("a", 0.9), worker("a", 0.9), worker("b", 1.3), {"host": "of before"}]
-    assert memory_warnings(workers) == ["memory: 0.9 GB of 24.0 GB free on host a: low"]
+    assert memory_warnings(workers) == ["memory is low on host a: 0.9 GB of 24.0 GB are free"]
 
 
 def test_no_router_is_a_clear_error() -> None:
@@ -101,5 +101,5 @@ def test_another_server_is_a_clear_error() -> None:
                 connection.sendall(b"\x00\x00\x12\x04 not HTTP\r\n\r\n")
 
         threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(OperateError, match="speaks no HTTP"):
+        with pytest.raises(OperateError, match="no HTTP server answers there"):
             show_status(f"http://127.0.0.1:{server.getsockname()[1]}")

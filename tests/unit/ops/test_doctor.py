@@ -257,4 +257,4 @@ def test_the_command_tells_of_each_check(capsys: pytest.CaptureFixture[str]) -> 
     told = capsys.readouterr().out.splitlines()
     assert sum(not line.startswith(" ") for line in told) == len(CHECKS) + 1
     assert sum("costs: " in line for line in told) == sum("to do: " in line for line in told)
-    assert f"of {len(CHECKS)} checks found a lack" in told[-1]
+    assert f"of {len(CHECKS)} checks found a problem" in told[-1]

@@ -29,9 +29,9 @@ def test_a_controller_whose_beat_stands_still_is_named() -> None:
     assert not watch.problems
     for second in range(10, 16):
         note(watch, float(second), ControllerBeat(7, 9))
-    assert watch.problems["controller"].startswith("the pool controller has told nothing for 6 s")
+    assert watch.problems["controller"].startswith("the pool controller has not reported for 6 s")
     told = note(watch, 16.0, ControllerBeat(8, 1))
-    assert told == "the pool controller was started again: process 8, before 7"
+    assert told == "the pool controller was restarted: process 8 replaced process 7"
     assert not watch.problems
 
 
@@ -49,7 +49,7 @@ def test_a_head_that_is_gone_is_named_with_what_ended() -> None:
     gone = Head(0, "", "", "gcs_server ended")
     note(watch, 1.0, ControllerBeat(7, 1), gone)
     note(watch, 3.0, ControllerBeat(7, 1), gone)
-    assert watch.problems["head"].startswith("Ray's head is gone (gcs_server ended) for 2 s")
+    assert watch.problems["head"].startswith("Ray's head has been down for 2 s (gcs_server ended)")
     note(watch, 4.0, ControllerBeat(8, 1), up)
     assert not watch.problems
 
@@ -72,6 +72,6 @@ def test_a_lease_that_has_ended_names_the_host_that_had_it() -> None:
     note(watch, 0.0, ControllerBeat(7, 1), Head(1, "10.0.0.1", "10.0.0.1:1"))
     for second in range(1, 4):
         note(watch, float(second), ControllerBeat(7, 1), None)
-    assert "host 10.0.0.1 has lost it) for 2 s" in watch.problems["head"]
+    assert "for 2 s (host 10.0.0.1 stopped renewing its lease)" in watch.problems["head"]
     note(watch, 4.0, ControllerBeat(9, 1), Head(2, "10.0.0.2", "10.0.0.2:1"))
     assert not watch.problems

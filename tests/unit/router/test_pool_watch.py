@@ -9,7 +9,7 @@ from tandem.router.workers.rows import WorkerRow
 
 READY = WorkerRow("decode-0", "decode", "ready")
 LOADS = WorkerRow("decode-1", "decode", "loading")
-TOLD = "the decode pool has 1 of 2 workers ready (`kubectl get pods` says why)"
+TOLD = "the decode pool has 1 of 2 workers ready; `kubectl get pods` shows what the others wait for"
 
 
 def pools(ready: int, **more: Any) -> dict[str, dict[str, Any]]:

@@ -22,16 +22,16 @@ def pools(state: str, starts: int, **more: Any) -> dict[str, Any]:
 
 def test_a_problem_is_told_when_it_begins_and_when_it_is_over() -> None:
     found, told = watch()
-    for note in ("it has written nothing for 3 s", "it has written nothing for 4 s"):
+    for note in ("it has not reported for 3 s", "it has written nothing for 4 s"):
         found.note([WorkerRow("decode-0", "decode", "silent", note)], {}, {})
-    assert told == [("silent", "decode-0", "it has written nothing for 3 s")]
+    assert told == [("silent", "decode-0", "it has not reported for 3 s")]
     found.note([WorkerRow("decode-0", "decode", "ready")], {}, {"head": "Ray's head is gone"})
     assert told[1:] == [
-        ("well", "decode-0", "it is ready, and was silent"),
+        ("well", "decode-0", "it is ready again; it was silent"),
         ("problem", "head", "Ray's head is gone"),
     ]
     found.note([WorkerRow("decode-0", "decode", "ready")], {}, {})
-    assert told[3:] == [("well", "head", "it is well again")]
+    assert told[3:] == [("well", "head", "it works again")]
 
 
 def test_a_process_that_ended_is_told_once_however_fast_the_next_one_runs() -> None:
@@ -40,7 +40,7 @@ def test_a_process_that_ended_is_told_once_however_fast_the_next_one_runs() -> N
     ended = {"exit": "ended by SIGKILL", "last_line": "a last word"}
     for state, starts in (("restarting", 0), ("running", 1), ("running", 1)):
         found.note([], pools(state, starts, **ended), {})
-    assert told == [("ended", "decode-0", "ended by SIGKILL, its last log line: a last word")]
+    assert told == [("ended", "decode-0", "was ended by SIGKILL after it had logged: a last word")]
     found.note([], pools("running", 2, **ended), {})
     assert len(told) == 2, "its restart was too fast to be seen"
     assert found.num_starts == {"decode-0": 2}

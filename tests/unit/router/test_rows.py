@@ -14,6 +14,7 @@ from tandem.router.workers.rows import (
     Gone,
     Seen,
     WorkerRow,
+    effect_of,
     headline,
     problems_of,
     worker_rows,
@@ -60,10 +61,18 @@ def sentence(
     ("seen", "state", "note"),
     [
         (Seen(record()), "ready", ""),
-        (Seen(record(), silent_s=12.3), "silent", "it has written nothing for 12 s"),
-        (Seen(record(), stuck_s=9), "hung", "its engine has work and made no turn for 9 s"),
+        (Seen(record(), silent_s=12.3), "silent", "it has not reported for 12 s"),
+        (
+            Seen(record(), stuck_s=9),
+            "hung",
+            "its engine has work, but has computed no step for 9 s",
+        ),
         (Seen(record(), is_compatible=False), "incompatible", "it serves another model"),
-        (Seen(record(), is_connected=False), "not connected", "no stream to 10.0.0.1:5000"),
+        (
+            Seen(record(), is_connected=False),
+            "not connected",
+            "this router cannot reach it at 10.0.0.1:5000",
+        ),
         (
             Seen(record(state="draining"), is_connected=False, num_left=(1, 2)),
             "draining",
@@ -80,11 +89,14 @@ def test_a_record_tells_what_its_worker_does(seen: Seen, state: str, note: str) 
 def test_an_agent_tells_why_there_is_no_record() -> None:
     line = "MemoryError: no room"
     (row,) = rows(pools=agent("restarting", last_line=line))
-    assert (row.state, row.note) == ("restarting", f"attempt 4, its last log line: {line}")
+    assert row.state == "restarting"
+    assert row.note == (
+        f"its process ended after it had logged: {line}; it has been restarted 3 times already"
+    )
     (row,) = rows(Seen(record()), pools=agent("restarting"))
     assert row.state == "restarting", "the record of the process that ended has not expired yet"
     (row,) = rows(pools=agent("running", since=NOW - 7))
-    assert (row.state, row.note) == ("loading", "for 7 s")
+    assert (row.state, row.note) == ("loading", "started 7 s ago")
     (row,) = rows(pools=agent("draining"))
     assert (row.state, row.note) == ("draining", "its process ends")
 
@@ -97,17 +109,17 @@ def test_a_worker_that_is_gone_keeps_its_row() -> None:
     lost, stopped = rows(gone=gone)
     assert (lost.state, stopped.state) == ("lost", "stopped")
     assert "30 s ago; it was at 10.0.0.1:5000" in lost.note
-    (row,) = rows(gone=gone[:1], pools=agent("running", since=NOW - 10))
+    (row,) = rows(gone=gone[:1], pools=agent("running", pid=2, since=NOW - 40))
     assert row.state == "loading", "another process has been started"
-    (row,) = rows(gone=gone[:1], pools=agent("running", since=NOW - 90, pid=7, is_stopped=True))
-    assert (row.state, row.note.partition(";")[0]) == (
+    (row,) = rows(gone=gone[:1], pools=agent("running", pid=1, is_stopped=True))
+    assert (row.state, row.note.partition(",")[0]) == (
         "silent",
-        "its process 7 is stopped (SIGSTOP)",
+        "its process 1 is stopped (SIGSTOP)",
     )
     left = Gone(record("decode-0"), NOW - 1, has_left=True)
-    (row,) = rows(gone=(left,), pools=agent("running", since=NOW - 100))
+    (row,) = rows(gone=(left,), pools=agent("running", pid=1))
     assert (row.state, row.note) == ("draining", "its process ends")
-    (row,) = rows(gone=(left,), pools=agent("running", since=NOW - 0.5))
+    (row,) = rows(gone=(left,), pools=agent("running", pid=2))
     assert row.state == "loading", "another process has been started"
 
 
@@ -121,11 +133,11 @@ def test_a_worker_that_loads_tells_how_far_it_is() -> None:
         ("decode-0", "decode", "loading"),
         ("prefill-9", "prefill", "loading"),
     ]
-    assert found[0].note == "75% of 4 GB of weights"
-    assert found[1].note == "its weights are not read yet"
+    assert found[0].note == "75% of its weights (4 GB)"
+    assert found[1].note == "0% of its weights"
     pools = agent("running", since=NOW - 8)
     (row, _) = worker_rows([], {}, pools, NOW, told)
-    assert row.note == "75% of 4 GB of weights, for 8 s"
+    assert row.note == "75% of its weights (4 GB); started 8 s ago"
     (row, _) = worker_rows([Seen(record())], {}, {}, NOW, told)
     assert row.state == "ready", "its record knows more"
     (row, _) = worker_rows([], {}, agent("restarting", last_line="no memory"), NOW, told)
@@ -139,9 +151,9 @@ def test_a_worker_that_loads_for_ever_or_failed_says_so() -> None:
     found = worker_rows([], {}, {}, NOW, {"a": stalled, "b": failed, "c": dead})
     assert [row.state for row in found] == ["loading", "failed", "silent"]
     assert [row.problem for row in found] == ["loading", "failed", "silent"]
-    assert found[0].note == "25% of 4 GB of weights, no progress for 9 s"
+    assert found[0].note == "25% of its weights (4 GB), no progress for 9 s"
     assert found[1].note == "its model is another one"
-    assert found[2].note.endswith("has told nothing for 12 s")
+    assert found[2].note.endswith("has not reported for 12 s")
     stalled = LoadingNow(LoadingNotice("decode", num_bytes_all=1), stalled_s=31.0)
     (row,) = worker_rows([], {}, {}, NOW, {"a": stalled})
     assert (row.state, row.problem) == ("loading", "stalled")
@@ -152,11 +164,11 @@ def test_a_process_that_is_loaded_again_says_how_the_one_before_ended() -> None:
     (row,) = rows(pools=agent("running", since=NOW - 2, **ended))
     assert (row.state, row.note) == (
         "loading",
-        "for 2 s, after its process before had ended: "
-        "ended by SIGKILL, its last log line: the last word",
+        "started 2 s ago; its previous process was ended by SIGKILL after it had logged: the last "
+        "word",
     )
     (row,) = rows(pools=agent("lost", host="10.0.0.7"))
-    assert (row.state, row.note) == ("lost", "its host 10.0.0.7 does not answer Ray's head")
+    assert (row.state, row.note) == ("lost", "its host 10.0.0.7 is down or cut off")
 
 
 def test_a_record_of_the_process_before_says_nothing_of_the_one_that_loads() -> None:
@@ -164,10 +176,47 @@ def test_a_record_of_the_process_before_says_nothing_of_the_one_that_loads() -> 
     pools = agent("running", pid=2, since=NOW - 1, **ended)
     (row,) = rows(Seen(record(), silent_s=3.4), pools=pools)
     assert (row.state, row.problem) == ("loading", "loading")
-    assert row.note == "for 1 s, after its process before had ended: ended by SIGKILL"
+    assert row.note == "started 1 s ago; its previous process was ended by SIGKILL"
 
     (row,) = rows(Seen(record(), silent_s=3.4), pools=agent("running", pid=1))
-    assert row.note == "it has written nothing for 3 s, though its process 1 runs"
+    assert row.note == "it has not reported for 3 s, but its process 1 runs"
+
+
+def test_a_worker_that_was_killed_is_described_by_its_new_process_at_once() -> None:
+    before = with_("decode-0", started_at=NOW - 100)
+    pools = agent("running", pid=2, since=NOW - 0.5, exit="ended by SIGKILL", last_line="")
+    (row,) = rows(Seen(before), pools=pools)
+    assert (row.state, row.note) == (
+        "loading",
+        "started 0 s ago; its previous process was ended by SIGKILL",
+    )
+    gone = Gone(before, NOW - 0.1, has_left=False)  # the old record expires after the restart
+    (row,) = rows(gone=(gone,), pools=pools)
+    assert row.state == "loading"
+    newer = with_("decode-0", started_at=NOW - 0.1, pid=3)
+    (row,) = rows(Seen(newer), pools=pools)
+    assert row.state == "ready", "the agent's report is older than the record"
+
+
+def test_the_headline_names_cause_effect_and_remedy() -> None:
+    pools = agent("running", pid=2, since=NOW - 2, exit="ended by SIGKILL", last_line="")
+    pools["decode"] |= {"ready": 1}
+    found = rows(Seen(record(), silent_s=3.4), pools=pools)
+    problems = problems_of(found, pools, reason="", redis="ok")
+    effect = effect_of(reason="", num_moved=3, pools=pools)
+    assert headline(problems, pools, found, effect) == (
+        "decode-0 is loading: started 2 s ago; its previous process was ended by SIGKILL. "
+        "3 requests moved to other workers; requests are served. "
+        "Nothing has to be done: the worker takes requests when its model is loaded."
+    )
+    assert effect_of(reason="no decode worker", num_moved=0, pools=pools).startswith("Requests are")
+    no_prefill = {**pools, "prefill": {"ready": 0, "serving": 0}}
+    assert effect_of(reason="", num_moved=0, pools=no_prefill) == (
+        "Requests are served, and decode workers prefill the prompts."
+    )
+    drained = agent("running", since=NOW - 2, exit="exit status 0", last_line="")
+    (row,) = rows(pools=drained)
+    assert row.note.endswith("its previous process ended in order")
 
 
 def with_(worker_id: str, **changes: Any) -> WorkerRecord:
@@ -190,18 +239,21 @@ def test_a_worker_that_serves_may_be_in_trouble() -> None:
         ("ready", ""),
         ("ready", "unreachable"),
     ]
-    assert found[0].note == "its clock is 300 s ahead of this router's"
+    assert found[0].note == "its clock is 300 s ahead of this router's clock"
     assert found[4].note == (
-        "decode-1 cannot read blocks from it: it was silent. Is the link between them cut?"
+        "decode-1 cannot read KV blocks from it: it was silent. Is the network between them down?"
     )
     tiers = TierUse("host", 9, 9), TierUse("disk", 9, 9, blocks_damaged=31)
     (damaged,) = rows(Seen(with_("decode-0", tiers=tiers)))
     assert (damaged.state, damaged.problem) == ("ready", "tier")
-    assert damaged.note == "copies of blocks could not be read in the last 10 minutes: 31 of disk"
+    assert (
+        damaged.note
+        == "copies of KV blocks could not be read in the last 10 minutes: 31 in the disk tier"
+    )
     lonely = with_("decode-9", unreachable={"prefill-0": "token", "decode-0": "token"})
     found = rows(Seen(record("decode-0")), Seen(lonely), Seen(record("prefill-0")))
     assert [row.is_well for row in found] == [True, False, True]
-    assert found[1].note == "it cannot read blocks from prefill-0 and 1 more: token"
+    assert found[1].note == "it cannot read KV blocks from prefill-0 and 1 more: token"
     (_, peer) = rows(Seen(blames, silent_s=9), Seen(record("prefill-0")))
     assert peer.is_well, "a worker that is silent itself may be what is cut off"
 
@@ -220,7 +272,7 @@ def test_a_host_that_is_silent_is_named_once() -> None:
     found = rows(Seen(record()), *away)
     told = sentence(found, POOLS)
     assert told == (
-        "Host h (10.0.0.9) is silent, gone or cut off, with all its workers: decode-1, prefill-1."
+        "Host h (10.0.0.9) is down or cut off, with all its workers: decode-1, prefill-1."
     )
 
 
@@ -250,8 +302,7 @@ def test_the_headline_names_what_is_wrong_the_worst_first() -> None:
     )
     told = sentence(found, POOLS, reason="no decode worker is ready")
     assert told == (
-        "No decode worker is ready; decode-0 is silent: it has written nothing for 12 s; and 2 "
-        "more."
+        "No decode worker is ready; decode-0 is silent: it has not reported for 12 s; and 2 more."
     )
     assert sentence(found[:1], POOLS, redis="lost").startswith("Redis does not answer")
 

@@ -39,19 +39,19 @@ def with_pair(transport: str, reason: str = "") -> WorkerRecord:
         (
             RECORD,
             with_pair("grpc", "NIXL does not work: no memory"),
-            "blocks of prefill-0 come over grpc: NIXL does not work: no memory",
+            "it reads blocks of prefill-0 over grpc: NIXL does not work: no memory",
         ),
         (
             with_pair("nixl"),
             with_pair("grpc", "3 NIXL reads failed in a row"),
-            "blocks of prefill-0 come over grpc now, before over nixl: "
+            "it reads blocks of prefill-0 over grpc now, and did so over nixl before: "
             "3 NIXL reads failed in a row",
         ),
         (with_pair("grpc", "slow"), with_pair("grpc", "slower"), None),
         (
             with_pair("grpc", "slow"),
             with_pair("nixl"),
-            "blocks of prefill-0 come over nixl now, before over grpc",
+            "it reads blocks of prefill-0 over nixl now, and did so over grpc before",
         ),
     ],
 )

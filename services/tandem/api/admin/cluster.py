@@ -24,7 +24,7 @@ from tandem.router.scaling.control import ClusterControl
 from tandem.router.scaling.worker_log import read_own_log, read_worker_log
 from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.known_worker import KnownWorker
-from tandem.router.workers.rows import headline, problems_of, worker_rows
+from tandem.router.workers.rows import effect_of, headline, problems_of, worker_rows
 
 # The answer copies these fields unchanged. The first two groups are fields of the worker's record,
 # and the third is fields of `compatibility` in that record.
@@ -130,8 +130,9 @@ def cluster_state(
     rows = worker_rows(view.seen(), view.gone, pools, time.time(), view.loading)
     wrong = view.cluster_problems().values()
     problems = problems_of(rows, pools, reason=reason, redis=view.redis_state, cluster=wrong)
+    effect = effect_of(reason=reason, num_moved=view.events.num_moved, pools=pools)
     return {
-        "headline": headline(problems, pools),
+        "headline": headline(problems, pools, rows, effect),
         "cluster_id": config.cluster.cluster_id,
         "model": generator.served_name,
         "max_model_len": generator.max_model_len,
@@ -177,7 +178,10 @@ def _worker(worker: KnownWorker, view: ClusterView) -> dict[str, Any]:
         "requests_here": client.num_inflight if client else 0,
         "rates": _rates(record.rates),
         "pairs": {
-            peer: {"bytes_per_s": pair.bytes_per_s, "latency_ms": pair.latency_s * 1000}
+            peer: {
+                "bytes_per_s": pair.bytes_per_s if pair.is_known else None,
+                "latency_ms": pair.latency_s * 1000,
+            }
             for peer, pair in record.pairs.items()
         },
     }

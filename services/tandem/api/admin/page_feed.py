@@ -45,11 +45,13 @@ from tandem.common.worker_load import held_shares
 from tandem.errors import QueueFull, TandemError
 from tandem.net.security.access import Access
 from tandem.net.security.audit_trail import AuditTrail
+from tandem.net.store.client import UNREACHABLE
+from tandem.net.store.cluster_event import ClusterEvent
+from tandem.net.store.traffic import write_traffic
 from tandem.router.metrics.history import COLUMNS, STEP_S, History, WorkerSums
 from tandem.router.metrics.router import Metrics
 from tandem.router.request.generator import Generator
 from tandem.router.scaling.control import ClusterControl
-from tandem.router.workers.events import ClusterEvent
 
 log = logging.getLogger(__name__)
 
@@ -256,9 +258,13 @@ class PageFeed:
             self._metrics.flows.take()  # No page shows the collected flows, so they are discarded.
 
     async def _sample_loop(self) -> None:
+        redis, cluster = self._view.redis, self.config.cluster
         while True:
             await asyncio.sleep(STEP_S)
             self.sample(time.time())
+            with contextlib.suppress(*UNREACHABLE):
+                traffic = self._history.traffic()
+                await write_traffic(redis, cluster.cluster_id, self.config.router_id, traffic)
 
     async def _read_events_loop(self) -> None:
         """Reads the latest cluster events every _EVENTS_EVERY_S while a page is open. If Redis is

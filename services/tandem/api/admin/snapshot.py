@@ -23,12 +23,12 @@ from typing import Any
 from tandem.api.admin.answers import answers_of
 from tandem.api.admin.request_text import Request, longest_stage
 from tandem.common.config.router import RouterConfig
+from tandem.net.store.cluster_event import ClusterEvent
 from tandem.router.request.generator import Generator
 from tandem.router.request.log import REQUESTS_MAX as REMEMBERED_MAX
 from tandem.router.workers.cluster_view import ClusterView
-from tandem.router.workers.events import ClusterEvent
 from tandem.router.workers.known_worker import KnownWorker
-from tandem.router.workers.rows import WorkerRow, headline, problems_of, worker_rows
+from tandem.router.workers.rows import WorkerRow, effect_of, headline, problems_of, worker_rows
 
 REQUESTS_MAX = 50
 EVENTS_MAX = 50
@@ -71,8 +71,9 @@ def take_snapshot(
     reason = generator.not_ready_reason()
     wrong = view.cluster_problems().values()
     problems = problems_of(rows, pools, reason=reason, redis=view.redis_state, cluster=wrong)
+    effect = effect_of(reason=reason, num_moved=view.events.num_moved, pools=pools)
     head = {
-        "headline": headline(problems, pools),
+        "headline": headline(problems, pools, rows, effect),
         "is_well": not problems and view.redis_state == "ok",
         "router_id": config.router_id,
         "num_routers": pools.get("router", {}).get("running", 1),

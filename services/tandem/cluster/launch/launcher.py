@@ -25,9 +25,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+import psutil
 from rich.markup import escape
 
 from tandem.cluster.gpus import count_gpus, with_gpu
+from tandem.cluster.launch.activity import Activity
 from tandem.cluster.launch.api_key import take_api_key, with_api_key
 from tandem.cluster.launch.certificates import Authority, write_certificates
 from tandem.cluster.launch.checked_model import fetch_model, find_local_model
@@ -52,6 +54,7 @@ from tandem.cluster.processes.process import DetachedProcess
 from tandem.cluster.processes.signals import Interrupted, stop_signals
 from tandem.cluster.ray.head_process import HeadProcess
 from tandem.cluster.ray.ray_host import RayHost
+from tandem.common.backoff import Backoff
 from tandem.common.config.cluster import REDIS_URL_OF_KIND, REDIS_URL_VARIABLE, ROUTER_POOLS
 from tandem.common.config.tls import Kind
 from tandem.common.printable import printable
@@ -65,6 +68,7 @@ from tandem.net.store.control_state import Head
 
 _REDIS_STOP_S = 0.5
 _GPU = Path("/dev/nvidiactl")  # exists if NVIDIA's driver is loaded
+_COMMAND_MAX = 80  # largest length of a command line in a message, in characters
 _RETRY_S = 2.0  # pause between attempts to start Redis, a Ray head or a worker
 _TELL_S = 30.0  # time after which the screen says that Ray still starts
 _LOOK_S = 0.2  # interval at which the launcher checks whether Ray's starting head takes the spec
@@ -131,6 +135,10 @@ class _Launch:
         # Member id -> (member, pid) of the processes that the launcher restarts. The mapping is
         # empty once Ray's head has the spec, because Ray then restarts them.
         self._members: dict[str, tuple[Member, int]] = {}
+        self._activity: Activity | None = None
+        self._backoffs: dict[str, Backoff] = {}
+        # Member id -> monotonic time at which the launcher starts the member again.
+        self._restarts: dict[str, float] = {}
         self._head_awaited_at = math.inf  # when the first head was started, until `_TELL_S` later
 
     def __enter__(self) -> Self:
@@ -138,6 +146,8 @@ class _Launch:
 
     def __exit__(self, *_: object) -> None:
         """Stops Ray's head, then the other processes, and Redis last, within 5 s in total."""
+        if self._activity is not None:
+            self._activity.stop()
         with Waiting(ProgressRow("processes", "end")):
             if self._listening is not None:
                 self._listening.close()
@@ -158,7 +168,10 @@ class _Launch:
         self._run.logs.announce(Addresses(*urls, pid=os.getpid(), started_at=self._started_at))
         logs = str(self._run.logs.folder)
         name = self._options.served_model_name or model.name
-        self._screen.show_ready(name, readiness.members, logs, command_to_join)
+        self._screen.show_ready(name, readiness.members, readiness.records, logs, command_to_join)
+        redis_url = self._redis.url if self._redis else self._options.redis_url
+        self._activity = Activity(redis_url, self._run.cluster_id, self._screen.say)
+        self._activity.start()
 
     def _start_all(self) -> tuple[ModelFolder, Readiness]:
         began = time.monotonic()
@@ -222,7 +235,7 @@ class _Launch:
                 case None:
                     pass
                 case member_id if member_id in self._members:
-                    self._restart_member(member_id, ends)
+                    self._restart_later(member_id)
                 case "redis":
                     assert self._redis is not None
                     self._restart_redis(self._redis)
@@ -239,8 +252,8 @@ class _Launch:
                     self._adopt_new_head(ends)
                 case name:
                     self._screen.say(
-                        f"[yellow]Ray's {name} ended: requests are served as before; a fresh head "
-                        "is started, and workers are started again or added when it is up"
+                        f"[yellow]Ray's {name} ended; requests are still served. Ray is restarted, "
+                        "and until it is up, no worker is restarted or added"
                     )
                     self._publish_head(why=f"{name} ended")
                     ends.forget(*self._ray_pids)
@@ -248,11 +261,27 @@ class _Launch:
             if self._ray_host is not None:
                 self._ray_host.tick()
             if self._members:
+                self._restart_due(ends)
                 self._hand_over_members(ends)
 
-    def _restart_member(self, member_id: str, ends: EndWatch) -> None:
+    def _restart_later(self, member_id: str) -> None:
+        """Starts a member again, after a delay that doubles with each end."""
+        delay_s = self._backoffs.setdefault(member_id, process.restart_backoff()).next_s()
+        line = process.last_warning(process.log_path(self._run.folder, member_id))
+        why = f" after it had logged: {escape(printable(line))}" if line else ""
+        self._screen.say(f"[yellow]{member_id} ended{why}; it is started again in {delay_s:.2g} s")
+        self._restarts[member_id] = time.monotonic() + delay_s
+
+    def _restart_due(self, ends: EndWatch) -> None:
+        """Starts the members whose delay is over."""
+        now = time.monotonic()
+        for member_id in [m for m, at in self._restarts.items() if at <= now]:
+            del self._restarts[member_id]
+            if member_id in self._members:
+                self._start_again(member_id, ends)
+
+    def _start_again(self, member_id: str, ends: EndWatch) -> None:
         assert self._spec is not None
-        self._screen.say(f"[yellow]{member_id} ended; starting it again")
         member, _ = self._members[member_id]
         try:
             started = self._start_member(self._spec, member)
@@ -288,6 +317,7 @@ class _Launch:
         if self._ray_head.has_spec:
             ends.forget(*self._members)
             self._members = {}
+            self._restarts = {}  # Ray's agents start the processes that do not run
         elif time.monotonic() - self._head_awaited_at > _TELL_S:
             self._head_awaited_at = math.inf
             is_busy = os.getloadavg()[0] > 2 * len(os.sched_getaffinity(0))
@@ -362,7 +392,10 @@ class _Launch:
         return self._redis.url_of("controller")
 
     def _restart_redis(self, redis: EmbeddedRedis) -> None:
-        self._screen.say("[yellow]Redis ended; starting it again at the same address")
+        self._screen.say(
+            "[yellow]Redis ended and is started again at the same address; requests are still "
+            "served, by the workers that the routers know"
+        )
         while True:
             try:
                 redis.restart()
@@ -382,7 +415,19 @@ def _check_memory(options: LaunchOptions, model: ModelFolder | None) -> None:
     num_workers = options.num_prefill + options.num_decode
     memory = read_memory()
     if why := why_too_much(worker_need(config, model), num_workers, memory):
-        raise ConfigError(why)
+        raise ConfigError(f"{why}{_largest_process()}")
+
+
+def _largest_process() -> str:
+    """Names the process that uses the most memory, with a remedy; "" if it is not known."""
+    used: list[tuple[int, int, str]] = []
+    for each in psutil.process_iter():
+        with suppress(psutil.Error):
+            used.append((each.memory_info().rss, each.pid, each.name()))
+    if not used:
+        return ""
+    rss, pid, name = max(used)
+    return f", or end a process: {pid} ({printable(name)}) uses the most, {rss / 1e9:.1f} GB"
 
 
 def _check_port(host: str, option: str, port: int) -> None:
@@ -394,7 +439,18 @@ def _check_port(host: str, option: str, port: int) -> None:
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 raise ConfigError(f"{host} is no address of this machine") from error
-            raise ConfigError(
-                f"port {port} of {host} cannot be had ({error.strerror}). Is another cluster up? "
-                f"Choose another port with {option}"
-            ) from error
+            owner = _listener(port)
+            why = f"is used by {owner}" if owner else f"cannot be used ({error.strerror})"
+            todo = f"stop that process, or choose another port with {option}"
+            raise ConfigError(f"port {port} of {host} {why}; {todo}") from error
+
+
+def _listener(port: int) -> str:
+    """Describes the process that listens on a port, as in "process 4711 (python -m http.server)".
+    Returns "" if it is not known, for example because it belongs to another user."""
+    with suppress(psutil.Error, OSError):
+        for found in psutil.net_connections("tcp"):
+            if found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid:
+                command = printable(" ".join(psutil.Process(found.pid).cmdline()))
+                return f"process {found.pid} ({command[:_COMMAND_MAX]})"
+    return ""

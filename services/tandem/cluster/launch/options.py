@@ -198,9 +198,13 @@ def check_listen(address: str, option: str = "--listen") -> None:
 
 
 def check_gpus(options: LaunchOptions, num_gpus: int) -> None:
-    """Raises ConfigError if this machine has too few GPUs for the workers. Two cases are no error:
-    if other machines can join, workers wait for GPUs, and if no GPU is found, workers report that
-    themselves."""
+    """Raises ConfigError if this machine has too few GPUs for the workers. If other machines can
+    join, workers wait for GPUs, and this is no error."""
+    if options.engine.device == "cuda" and not num_gpus and not options.listen:
+        raise ConfigError(
+            "--device cuda needs an NVIDIA GPU, and this machine shows none: use --device cpu, or "
+            "check the driver, the container's GPUs and CUDA_VISIBLE_DEVICES (`tandem doctor`)"
+        )
     limit = options.gpu_limit
     num_workers = options.num_prefill + options.num_decode
     if limit is None or options.engine.device == "cpu" or options.listen or not num_gpus:

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -37,6 +38,7 @@ class Readiness:
     cluster_id: str
     redis_url: str = field(repr=False)
     screen: LaunchScreen
+    records: list[WorkerRecord] = field(default_factory=list)  # the workers', once all are ready
     members: list[Member] = field(default_factory=list)
     _waiting: dict[str, tuple[Member, DetachedProcess, float]] = field(default_factory=dict)
 
@@ -66,24 +68,35 @@ class Readiness:
                     moved_at = time.monotonic()
                 if time.monotonic() - moved_at > _DEADLINE_S:
                     raise ConfigError(
-                        f"not ready, and without progress for {_DEADLINE_S:g} s: "
-                        + ", ".join(self._waiting)
+                        f"the start made no progress for {_DEADLINE_S:g} s; still awaited: "
+                        f"{self._awaited()}. Their logs are in {self._log_folder()}"
                     )
                 time.sleep(_INTERVAL_S)
+            workers = [m.member_id for m in self.members if m.pool not in ROUTER_POOLS]
+            self.records = [r for r in (self._record(m, redis) for m in workers) if r]
 
     def _steps(self, loaded: int, to_load: int) -> list[ProgressRow]:
         """Builds the progress rows: how many processes are ready, and how many bytes of weights are
         loaded."""
         total = len(self.members)
         ready = total - len(self._waiting)
-        left = ", ".join(self._waiting)
-        if not left:
+        if not self._waiting:
             return []
-        steps = [ProgressRow("workers", f"{ready} of {total} ready; {left}", ready, total)]
+        note = f"{ready} of {total} ready; waiting for {self._awaited()}"
+        steps = [ProgressRow("processes", note, ready, total)]
         if loaded < to_load:
             progress = f"{loaded / to_load:.0%} of {to_load / 1e9:.3g} GB"
             steps.append(ProgressRow("weights", progress, loaded, to_load))
         return steps
+
+    def _awaited(self) -> str:
+        """Names what is awaited. Routers are named only if all workers are ready, because a router
+        is ready when a decode worker is."""
+        workers = [m for m, (each, _, _) in self._waiting.items() if each.pool not in ROUTER_POOLS]
+        return ", ".join(workers or self._waiting)
+
+    def _log_folder(self) -> Path:
+        return next(started.log_path.parent for _, started, _ in self._waiting.values())
 
     def _is_ready(self, member_id: str, redis: SyncClient) -> bool:
         member = self._waiting[member_id][0]

@@ -1,17 +1,20 @@
-"""The output of `tandem up`: a line for each started part, then a summary."""
+"""The output of `tandem up`: a line for each started part, then a summary of at most 15 lines.
+After that, activity.py has the lines for traffic and events."""
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from tandem.cluster.launch.activity import kv_tokens
 from tandem.cluster.launch.options import LaunchOptions
 from tandem.cluster.pools import Member
 from tandem.common.process.progress import ProgressRow, Waiting
+from tandem.net.store.registry import WorkerRecord
 
 # The built-in model answers this prompt identically in bf16 and fp32, with and without cached
 # blocks.
@@ -19,15 +22,12 @@ _PROMPT = "What is gravity? Explain in two sentences."
 
 
 class LaunchScreen:
-    """Shows the progress, and records the durations that `done` receives for the summary."""
+    """Prints lines, and shows the progress of the start on a terminal."""
 
     def __init__(self, options: LaunchOptions) -> None:
         self._options = options
         self._console = Console(highlight=False, soft_wrap=True)
         self._started = time.monotonic()
-        # (name of the part, its duration in seconds, its completion time in seconds since the
-        # start)
-        self._rows: list[tuple[str, float, float]] = []
         self._waiting: Waiting | None = None
 
     def say(self, text: str) -> None:
@@ -36,8 +36,8 @@ class LaunchScreen:
             self._console.print(f"[dim]{time.monotonic() - self._started:5.1f} s[/]  {text}")
 
     def done(self, what: str, took_s: float) -> None:
-        self._rows.append((what, took_s, time.monotonic() - self._started))
-        self.say(escape(what))
+        """Prints a line for a part that has started, with its duration in seconds."""
+        self.say(f"{escape(what)} [dim]({took_s:.1f} s)[/]")
 
     @contextmanager
     def bars(self) -> Iterator[None]:
@@ -60,53 +60,65 @@ class LaunchScreen:
         self,
         model: str,
         members: Sequence[Member],
+        records: Sequence[WorkerRecord],
         logs: str,
         command_to_join: str = "",
     ) -> None:
-        """Prints the summary."""
+        """Prints the summary. `records` are those of the cluster's workers."""
         print_ = self._console.print
-        url = escape(self._options.http_url)
-        print_(f"\n[bold green]ready[/] after {time.monotonic() - self._started:.1f} s")
-        print_(f"  model  [bold]{escape(model)}[/]")
-        print_(f"  HTTP   [bold]{url}[/]  (OpenAI API under {url}/v1)")
-        if self._options.no_grpc:
-            print_("  gRPC   off (--no-grpc)")
+        options = self._options
+        pools = Counter(m.pool for m in members if m.pool in ("prefill", "decode"))
+        workers = " and ".join(f"{number} {pool}" for pool, number in sorted(pools.items()))
+        after = f"after {time.monotonic() - self._started:.1f} s"
+        if pools["decode"] or options.listen:
+            print_(f"\n[bold green]ready[/] {after} with {workers or 'no'} workers")
         else:
-            print_(f"  gRPC   [bold]{escape(self._options.grpc_address)}[/]  (tandem.v1.Inference)")
-        admin = escape(self._options.admin_url)
-        admin_grpc = escape(self._options.admin_grpc_address)
-        print_(f"  admin  [bold]{admin}/[/]  (live page, /metrics; `tandem status`)")
-        print_(f"         [bold]{admin_grpc}[/]  (gRPC, tandem.v1.Cluster)")
-        print_(f"  logs   {escape(logs)}\n")
-        print_(self._workers(members))
-        print_()
-        print_(self._times())
-        print_("\ntry it:")
-        message = {"role": "user", "content": _PROMPT}
-        body = {"model": model, "temperature": 0, "messages": [message]}
-        api = f"{self._options.http_url}/v1/chat/completions"
-        header = "-H 'Content-Type: application/json'"
-        print_(f"  curl {api} {header} \\\n    -d '{json.dumps(body)}'", markup=False)
-        print_("  tandem chat", markup=False)
+            print_(
+                f"\n[bold yellow]started[/] {after}, but no request is served: there is no decode "
+                "worker; add one with `tandem scale decode=1`"
+            )
+        print_(f"  model    [bold]{escape(model)}[/]{_precision(records)}")
+        for line in _kernels(records):
+            print_(f"  kernels  {line}")
+        if num_tokens := kv_tokens(records):
+            print_(f"  KV       room for {num_tokens:,} tokens in the decode workers")
+        url = escape(options.http_url)
+        grpc = "off (--no-grpc)" if options.no_grpc else f"{escape(options.grpc_address)}"
+        print_(f"  API      [bold]{url}/v1[/] (OpenAI), gRPC {grpc}")
+        admin = escape(options.admin_url)
+        print_(f"  page     [bold]{admin}/[/], gRPC {escape(options.admin_grpc_address)}")
+        print_(f"  logs     {escape(logs)}")
+        if pools["decode"]:
+            message = {"role": "user", "content": _PROMPT}
+            body = {"model": model, "temperature": 0, "messages": [message]}
+            api = f"{options.http_url}/v1/chat/completions"
+            print_("try `tandem chat`, or:", markup=False)
+            header = "-H 'Content-Type: application/json'"
+            if options.admission.keys_file or options.redis_url:
+                header += ' -H "Authorization: Bearer $TANDEM_API_KEY"'
+            print_(f"  curl {api} {header} \\\n    -d '{json.dumps(body)}'", markup=False)
         if command_to_join:
-            print_("\non another machine, with a copy of the token file:")
-            print_(f"  {command_to_join}", markup=False)
-        print_("\nRay is starting; scaling and restarts follow. Ctrl-C stops all of it.")
+            print_(f"join from another machine: {command_to_join}", markup=False)
+        print_("Ray is starting; scaling and restarts follow. Ctrl-C stops all of it.")
 
-    def _workers(self, members: Sequence[Member]) -> Table:
-        table = Table("worker", "role", "core", box=None, pad_edge=False)
-        if any(member.gpu is not None for member in members):
-            table.add_column("GPU")
-        for member in members:
-            core = "any" if member.core is None else str(member.core)
-            gpu = [] if member.gpu is None else [str(member.gpu)]
-            table.add_row(member.member_id, member.pool, core, *gpu)
-        return table
 
-    def _times(self) -> Table:
-        table = Table("where the start went", box=None, pad_edge=False)
-        table.add_column("took", justify="right")
-        table.add_column("done at", justify="right")
-        for what, took_s, at_s in self._rows:
-            table.add_row(escape(what), f"{took_s:.1f} s", f"{at_s:.1f} s")
-        return table
+def _precision(records: Sequence[WorkerRecord]) -> str:
+    """Formats the data types in which the workers compute, such as ", computed in bfloat16"."""
+    dtypes = sorted({r.compatibility.compute_dtype.partition("+")[0] for r in records})
+    return f", computed in {escape(' and '.join(dtypes))}" if dtypes else ""
+
+
+def _kernels(records: Sequence[WorkerRecord]) -> list[str]:
+    """Formats a line for each kind of kernels in use. Plain torch is shown in yellow."""
+    workers: dict[str, list[str]] = {}
+    for record in records:
+        workers.setdefault(record.kernels, []).append(record.worker_id)
+    lines = []
+    for kernels, names in sorted(workers.items()):
+        which = f" on {', '.join(names)}" if len(workers) > 1 else ""
+        if kernels == "torch":
+            text = f"plain torch{which}, several times slower than compiled kernels"
+            lines.append(f"[yellow]{escape(text)}; `tandem logs {names[0]}` shows why[/]")
+        elif kernels:
+            lines.append(escape(kernels.replace("native", "compiled C++") + which))
+    return lines

@@ -7,16 +7,19 @@ agent (detach.py), so its exit status may be unknown, but a pidfd reports its en
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.cluster.processes import detach
+from tandem.common.backoff import Backoff, doubling
 from tandem.common.config.cluster import (
     API_KEY_VARIABLE,
     REDIS_URL_OF_KIND,
@@ -31,7 +34,13 @@ from tandem.net.observability.log_file import FILE_VARIABLE
 _DETACH_DEADLINE_S = 30.0
 _LOG_TAIL_LINES = 15
 _TAIL_BYTES = 8192
+_RESTART_FIRST_S, _RESTART_MAX_S = 0.25, 30.0
 _LAST_LINE_MAX = 300
+# A process logs a warning about its failure within this time before its end.
+_AT_FAILURE_S = 10.0
+_IS_WARNING = re.compile("WARNING|ERROR|CRITICAL")
+# A line that a process of Tandem logged (net/observability/logs.py).
+_LOGGED = re.compile(r"[\d-]+ [\d:,]+ (?P<level>[A-Z]+) \S+ (?:\S+: )?(?P<message>.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +134,11 @@ def find(process_id: str, run_folder: Path) -> DetachedProcess | None:
     return None
 
 
+def restart_backoff() -> Backoff:
+    """Returns the delays before a process that has ended is started again."""
+    return Backoff(doubling(_RESTART_FIRST_S, _RESTART_MAX_S))
+
+
 def find_all(run_folder: Path) -> list[DetachedProcess]:
     """Finds the running processes of a run folder, in the order of their ids."""
     records = sorted((run_folder / "processes").glob("*.json"))
@@ -139,13 +153,26 @@ def failed_start(what: str, log: Path) -> ConfigError:
     return ConfigError(f"{what} ended while it was started; the end of its log:\n{tail}")
 
 
-def last_line(log: Path) -> str:
-    """Reads the last non-empty line of a log, cut to `_LAST_LINE_MAX` characters; "" if there is
-    none."""
+def last_warning(log: Path) -> str:
+    """Reads what a process logged when it failed: the last line of its log, cut to
+    `_LAST_LINE_MAX` characters, without the time and the names before the message.
+
+    Returns "" if the line is older than `_AT_FAILURE_S` seconds, or is no warning or error, because
+    the line then does not explain the end. A line without a level, such as the last line of a
+    traceback, counts as an error.
+    """
     with suppress(OSError), log.open("rb") as stream:
         stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
         lines = stream.read().decode(errors="replace").splitlines()
-        return next((line.strip()[:_LAST_LINE_MAX] for line in lines[::-1] if line.strip()), "")
+        last = next((line.strip() for line in lines[::-1] if line.strip()), "")
+        if not last or time.time() - os.fstat(stream.fileno()).st_mtime > _AT_FAILURE_S:
+            return ""
+        if last.startswith("{") and not _IS_WARNING.search(last):  # TANDEM_LOG_FORMAT=json
+            return ""
+        if (logged := _LOGGED.match(last)) is None:
+            return last[:_LAST_LINE_MAX]
+        if _IS_WARNING.match(logged["level"]):
+            return logged["message"][:_LAST_LINE_MAX]
     return ""
 
 

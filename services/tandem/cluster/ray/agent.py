@@ -41,7 +41,6 @@ from tandem.cluster.processes import leave_node, owned, process
 from tandem.cluster.processes.owned import Owned, SharedOwned, read_spec
 from tandem.cluster.processes.process import DetachedProcess
 from tandem.cluster.ray.vital_thread import start_vital
-from tandem.common.backoff import Backoff, doubling
 from tandem.common.config.cluster import (
     LEAVE_SIGNAL,
     REDIS_URL_VARIABLE,
@@ -55,10 +54,8 @@ from tandem.net.observability.logs import configure_logging
 log = logging.getLogger(__name__)
 
 CONTROLLER_NAME = "pool-controller"
-BACKOFF_FIRST_S = 0.25
-BACKOFF_MAX_S = 30.0
 _CHECK_INTERVAL_S = 2.0
-_STOPPED = {True: "is stopped, as by SIGSTOP", False: "goes on"}
+_STOPPED = {True: "is stopped, as by SIGSTOP", False: "continues"}
 # if a process ran for this many seconds, its restarts begin again with the shortest pause
 HEALTHY_AFTER_S = 60.0
 
@@ -110,7 +107,7 @@ class Agent:
         return name, self._state, self._pid, self._num_starts, *last, self._is_stopped
 
     def _run(self) -> None:
-        backoff = Backoff(doubling(BACKOFF_FIRST_S, BACKOFF_MAX_S))
+        backoff = process.restart_backoff()
         while True:
             started_at = time.monotonic()
             running = self._find()
@@ -164,12 +161,12 @@ class Agent:
                 self._report("running", running.pid)
         self._is_stopped = False
         self._ending = running.ending(oom_kills)
-        self._last_line = process.last_line(running.log_path)
+        self._last_line = process.last_warning(running.log_path)
         running.close()
         log.warning(
             "%s ended (%s); its log is %s",
             running.process_id,
-            self._ending or "nobody tells how",
+            self._ending or "the cause is unknown",
             running.log_path,
         )
         return True
@@ -186,7 +183,9 @@ class Agent:
     def _find(self) -> DetachedProcess | None:
         member_id = self._member.member_id
         if (found := process.find(member_id, self._run_folder)) is not None:
-            log.info("%s runs already as process %d: adopted", member_id, found.pid)
+            log.info(
+                "%s runs already as process %d, which this agent now watches", member_id, found.pid
+            )
         return found
 
     def _start(self) -> DetachedProcess | None:
@@ -225,7 +224,7 @@ class Agent:
             controller.report.remote(*self.status())
         except (ValueError, ray.exceptions.RayError) as error:
             # This report is lost. A restarted controller requests the status of every agent.
-            log.warning("the pool controller does not hear that this is %s: %s", state, error)
+            log.warning("the state %s cannot be reported to the pool controller: %s", state, error)
 
 
 def expand(word: str, variables: Mapping[str, str]) -> str:

@@ -146,10 +146,13 @@ class PairMeter:
         guess = default_pair(transport)
         self._transport = transport
         self._fit = LinearMeter((guess.latency_s, 1 / guess.bytes_per_s))
+        self._bytes_per_s_max = 0.0  # largest observed number of bytes per second of a whole pull
 
     def observe(self, num_bytes: int, seconds: float) -> None:
         if num_bytes > 0:
             self._fit.observe((1.0, num_bytes), seconds)
+            if seconds > 0:
+                self._bytes_per_s_max = max(self._bytes_per_s_max, num_bytes / seconds)
 
     @property
     def num_observations(self) -> int:
@@ -157,10 +160,21 @@ class PairMeter:
 
     @property
     def rate(self) -> PairRate:
-        """The fitted rate, with a minimum cost per pull and per byte."""
+        """The fitted rate, with a minimum cost per pull.
+
+        If all pulls were small, the fit may explain their durations by the latency alone. The
+        bandwidth is then unknown, and the largest observed one is assumed.
+        """
         latency_s, byte_s = self._fit.coefficients
+        if byte_s > _BYTE_MIN_S:
+            bytes_per_s = 1 / byte_s
+        else:
+            bytes_per_s = self._bytes_per_s_max or default_pair(self._transport).bytes_per_s
         return PairRate(
-            self._transport, max(latency_s, _LATENCY_MIN_S), 1 / max(byte_s, _BYTE_MIN_S)
+            self._transport,
+            max(latency_s, _LATENCY_MIN_S),
+            bytes_per_s,
+            num_pulls=self.num_observations if byte_s > _BYTE_MIN_S else 0,
         )
 
 

@@ -55,6 +55,9 @@ class DecodeRate(msgspec.Struct, frozen=True):
         return self.step_s + self.sequence_s * max(0, num_sequences)
 
 
+_PULLS_KNOWN = 3
+
+
 class PairRate(msgspec.Struct, frozen=True):
     """The speed of pulls from one worker to another over one transport."""
 
@@ -62,9 +65,16 @@ class PairRate(msgspec.Struct, frozen=True):
     latency_s: float  # duration of the smallest pull
     bytes_per_s: float
     reason: str = ""  # why a faster transport is not used; empty if this is the fastest one
+    # Number of pulls from which `bytes_per_s` was fitted. 0: the rate is assumed, not measured.
+    num_pulls: int = 0
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency_s + (num_bytes / self.bytes_per_s if num_bytes > 0 else 0.0)
+
+    @property
+    def is_known(self) -> bool:
+        """True if enough pulls were measured to show the bandwidth to people."""
+        return self.num_pulls >= _PULLS_KNOWN
 
     @property
     def is_measured(self) -> bool:

@@ -47,7 +47,7 @@ def describe_exit(exit_code: int, oom_kills_before: int | None) -> str:
     if -exit_code == signal.SIGKILL and oom_kills_before is not None:
         now = oom_kills()
         if now is not None and now > oom_kills_before:
-            return "ended by SIGKILL of Linux, for memory ran out (OOM killer)"
+            return "ended by SIGKILL of Linux's OOM killer, because memory ran out"
     return f"ended by {name}"
 
 

@@ -162,6 +162,14 @@ class ModelRunner:
             self._small = self._large = TorchSteps(model, weights, config.numerics)
 
     @property
+    def kernels_name(self) -> str:
+        """The kernels that compute, with the instruction set of native ones, as in "native
+        (avx512)"."""
+        if self.native is not None:
+            return f"native ({self.native.instructions or 'plain'})"
+        return "torch" if self._triton is None else "triton"
+
+    @property
     def native(self) -> NativeDecoder | None:
         """The C++ decoder, or None if the native kernels are not used."""
         return self._small if isinstance(self._small, NativeDecoder) else None

@@ -57,8 +57,8 @@ class Clients:
         TooManyRequests if the address has too many open requests."""
         if self._num_requests[address] >= self._requests_max:
             raise TooManyRequests(
-                f"{self._requests_max} requests of your address have no answer yet; more are not "
-                "taken",
+                f"your address already waits for answers to {self._requests_max} requests, which "
+                "is the limit (--requests-per-address)",
                 retry_after_s=_RETRY_AFTER_S,
             )
         self._num_requests[address] += 1

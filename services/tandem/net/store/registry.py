@@ -184,6 +184,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     tiers: tuple[TierUse, ...] = ()
     # The worker's setting `prefill_at`, such as "local"; empty: not reported.
     prefill_at: str = ""
+    kernels: str = ""  # the kernels that compute, such as "torch"; empty: not reported
     # True: the worker refuses a request that would miss the request's deadline (SubmitSequence).
     keeps_deadlines: bool = False
 

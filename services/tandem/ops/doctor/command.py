@@ -11,7 +11,7 @@ from tandem.common.config.cluster import REDIS_URL_VARIABLE
 from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import ConfigError
 from tandem.ops.doctor.clocks import clock, time_sync
-from tandem.ops.doctor.devices import gpus, memory_reads, nixl, rdma
+from tandem.ops.doctor.devices import gpus, kernels, memory_reads, nixl, rdma
 from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.ops.doctor.system import (
     huge_pages,
@@ -47,7 +47,7 @@ def redis(host: HostFiles) -> Finding:
 CHECKS: tuple[Callable[[HostFiles], Finding], ...] = (
     *(kernel, memory, huge_pages, shared_memory, open_files, memlock),
     *(model_disk, run_disk, clock, time_sync),
-    *(gpus, nixl, memory_reads, rdma, redis),
+    *(kernels, gpus, nixl, memory_reads, rdma, redis),
 )
 
 
@@ -68,4 +68,4 @@ def main() -> None:
             print(f"{'':4}{'':12} costs: {finding.cost}")
             print(f"{'':4}{'':12} to do: {finding.remedy}")
     num_lacks = sum(bool(finding.cost) for finding in findings)
-    print(f"{num_lacks} of {len(findings)} checks found a lack; Tandem runs all the same")
+    print(f"{num_lacks} of {len(findings)} checks found a problem")

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.transfer.nixl.agent import PACKAGES
 from tandem.transfer.nixl.reach import host_identity
+from tandem_kernels.native.library import load, why_unusable
 
 _NIXL_MIN = (1, 5)  # oldest NIXL version that `pip install tandem-llm[nixl]` accepts
 _UCX_PACKAGES = ("libucx-cu13", "libucx-cu12", "libucx")
@@ -32,6 +33,18 @@ def gpus(host: HostFiles) -> Finding:
     found = f"{number} x {' and '.join(models) or 'NVIDIA'}, driver {version}"
     cost, remedy = _unusable(int(driver[1]) if driver else None)
     return Finding("GPU", found, cost, remedy)
+
+
+def kernels(host: HostFiles) -> Finding:
+    """Checks that the compiled CPU kernels are present, with this processor's best instructions."""
+    name = "CPU kernels"
+    if reason := why_unusable():
+        cost = "workers on CPUs do not start; with --kernels torch they compute many times slower"
+        remedy = "run `make` in the repository, or install the package again on this machine"
+        return Finding(name, reason, cost, remedy)
+    library = load()
+    assert library is not None
+    return Finding(name, f"compiled, with {library.best_instructions}")
 
 
 def _cards(host: HostFiles) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 from prometheus_client import Counter, Histogram
 
 from tandem.common.kv_tiers import KV_TIERS
+from tandem.net.store.traffic import Traffic
 
 STEP_S = 5.0
 SAMPLES_MAX = 180  # number of samples in 15 minutes
@@ -74,6 +75,18 @@ class History:
         self._before = read
         self._before_at = now
         self.num_taken += 1
+
+    def traffic(self) -> Traffic:
+        """Returns the router's counts since its start, as far as the last sample has them."""
+        read = self._before
+        return Traffic(
+            num_requests=round(sum(read.outcomes.values())),
+            prompt_tokens=round(read.prompt),
+            cached_tokens=round(read.cached),
+            output_tokens=round(read.tokens),
+            num_running=round(_total(self._metrics.requests_running)),
+            num_waiting=round(_total(self._metrics.requests_pending)),
+        )
 
     def since(self, num_taken: int) -> list[Sample]:
         """Returns the samples that were taken after the first `num_taken` samples.

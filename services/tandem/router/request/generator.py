@@ -257,7 +257,7 @@ class Generator:
         except TandemError as error:
             record.fail(error)
             if error.http_status in (429, 503):
-                self._view.events.count("refused", error.code, "ended with this error")
+                self._view.events.count("refused", error.code, "ended with an error")
             raise
         except Exception as error:
             about = {"request_id": request.request_id}

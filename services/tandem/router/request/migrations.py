@@ -87,9 +87,9 @@ class Migrations:
         self._metrics.flows.note_move(off, partial(_worker_of, job))
         self._metrics.migrations.labels(reason=reason).inc()
         if (routed := job.routing.routed) is not None:
-            how = "after a loss" if reason == "crash" else "off a worker that leaves"
-            text = f"migrated {how}, last placed on this worker"
-            self._events.count("migrated", routed.placement.decode.worker_id, text)
+            how = "was lost" if reason == "crash" else "drains"
+            text = f"moved to another worker because this worker {how}"
+            self._events.count("migrated", off or routed.placement.decode.worker_id, text)
         level = logging.WARNING if reason == "crash" else logging.INFO
         num_output_tokens = len(job.progress.output_token_ids)
         log.log(
@@ -152,7 +152,8 @@ def raise_if_refused(job: Job, adapter: Adapter | None, can_decode: Callable[[],
         raise Overloaded(message, retry_after_s=routing.retry_after_s)
     if routing.retry_after_s is not None:
         raise QueueFull(
-            "the queues of all decode workers are full; try again later",
+            "the queues of all decode workers are full; try again later, or let the operator raise "
+            "--queue-max",
             retry_after_s=routing.retry_after_s,
         )
     if routing.unassigned_since is not None:

@@ -114,7 +114,9 @@ class ClusterView:
                 try:
                     self._note_problems()
                 except Exception:
-                    log.exception("what is wrong cannot be told; requests are served all the same")
+                    log.exception(
+                        "problems of workers cannot be determined; requests are still served"
+                    )
                     self._problems_noted_at += _AFTER_BUG_S
                 is_awaited = self.redis_state == "ok" and not self.has_decode_worker()
                 await asyncio.sleep(_AWAITED_INTERVAL_S if is_awaited else POLL_INTERVAL_S)
@@ -191,7 +193,9 @@ class ClusterView:
         ahead_s = clock_of_router([w.clock_ahead_s for w in self._workers.values()])
         if ahead_s:
             way = "behind" if ahead_s > 0 else "ahead of"
-            found["clock"] = f"this router's clock is {abs(ahead_s):.0f} s {way} the workers'"
+            found["clock"] = (
+                f"this router's clock is {abs(ahead_s):.0f} s {way} the workers' clocks"
+            )
         return found
 
     def _note_problems(self) -> None:
@@ -313,8 +317,8 @@ class ClusterView:
                     "redis", "", "Redis answers again", once=str(int(time.time()) // 60)
                 )
             elif self.redis_state == "ok":
-                log.warning("Redis was started anew or emptied: workers publish again")
-                text = "Redis was started anew or emptied: workers publish again"
+                text = "Redis was restarted or emptied: workers write their data to it again"
+                log.warning("%s", text)
                 self.events.add("redis", "", text, once=data_set.decode(errors="replace"))
             self.redis_state = "ok"
             self._data_set = data_set
@@ -322,7 +326,8 @@ class ClusterView:
         elif now - self._read_at > self.cluster.record_ttl_s - self.cluster.record_interval_s:
             # The host was suspended or this process was paused. The workers may have been paused,
             # too. So they get time to write their records again, and are not removed meanwhile.
-            log.info("no records were read for %.1f s: workers get time", now - self._read_at)
+            pause_s = now - self._read_at
+            log.info("no worker records were read for %.1f s; workers get time to write", pause_s)
             self._trusted_from = now + self.cluster.record_ttl_s
         self._merge({r.worker_id: r for r in records}, complete=now >= self._trusted_from)
         self._silences.note(records, now)
@@ -335,7 +340,7 @@ class ClusterView:
         for worker_id in [w for w in self._workers if w not in records]:
             worker = self._workers[worker_id]
             if complete or not worker.is_up:
-                log.warning("worker %s is gone: it left, or its record expired", worker_id)
+                log.warning("worker %s is gone: it left, or it stopped reporting", worker_id)
                 self._note_gone(worker.record)
                 self._drop(worker_id)
                 if worker.client is not None:
@@ -381,7 +386,7 @@ class ClusterView:
         """
         known = self._workers.get(worker_id)
         if known is not None and _process(known.record) != _process(record):
-            log.info("worker %s is another process now, at %s", worker_id, record.address)
+            log.info("worker %s was restarted as a new process, at %s", worker_id, record.address)
             self._note_gone(known.record, is_replaced=True)
             self._drop(worker_id)
             known = None
@@ -434,8 +439,8 @@ class ClusterView:
 
     def _lose_redis(self, error: BaseException) -> None:
         if self.redis_state != "lost":
-            log.warning("Redis is lost, the last known workers stand: %r", error)
-            text = "Redis was lost: the last known workers stood"
+            log.warning("Redis does not answer, so the last known workers are used: %r", error)
+            text = "Redis did not answer; the last known workers were used"
             self.events.add("redis", "", text, once=f"lost:{int(time.time()) // 60}")
         self.redis_state = "lost"
         self._notify_listeners()
@@ -443,8 +448,8 @@ class ClusterView:
     def _report_incompatible(self, record: WorkerRecord) -> None:
         if self.model_fingerprint and not self.is_compatible(record):
             log.error(
-                "worker %s serves another model than this router: its fingerprint is %s (%s), "
-                "ours %s; it gets no requests",
+                "worker %s serves another model than this router, so it gets no requests: the "
+                "fingerprint of its model is %s (%s), and that of the router's model is %s",
                 record.worker_id,
                 record.compatibility.model_fingerprint,
                 record.model,

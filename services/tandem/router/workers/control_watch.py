@@ -16,7 +16,9 @@ from tandem.net.store.control_state import BEAT_INTERVAL_S, ControllerBeat, Head
 
 _SILENT_S = 2.5 * BEAT_INTERVAL_S
 _T = TypeVar("_T", ControllerBeat, Head)
-_SERVED = "requests are served; sizes stand, and workers that end are not started again"
+_SERVED = (
+    "requests are served, but pool sizes cannot change, and workers that end are not restarted"
+)
 
 
 class ControlWatch:
@@ -47,8 +49,8 @@ class ControlWatch:
         if was_away or (has_pools and not self._is_kept) or decoded_beat != self._beat:
             self._heard_at = now
         if decoded_beat and self._beat and decoded_beat.pid != self._beat.pid:
-            restart = f"the pool controller was started again: process {decoded_beat.pid}"
-            restart += f", before {self._beat.pid}"
+            restart = f"the pool controller was restarted: process {decoded_beat.pid} replaced "
+            restart += f"process {self._beat.pid}"
         if now_head != self._head:
             self._head_at = now
         self._now = now
@@ -90,9 +92,9 @@ class ControlWatch:
             assert self._head is not None
             why = f" ({self._head.why})" if self._head.why else ""
             since_s = self._now - self._head_at
-            return {"head": f"Ray's head is gone{why} for {since_s:.0f} s: {_SERVED}"}
+            return {"head": f"Ray's head has been down for {since_s:.0f} s{why}: {_SERVED}"}
         if silent_s := self.controller_silent_s:
-            text = f"the pool controller has told nothing for {silent_s:.0f} s: {_SERVED}"
+            text = f"the pool controller has not reported for {silent_s:.0f} s: {_SERVED}"
             return {"controller": text}
         return {}
 
@@ -104,7 +106,11 @@ class ControlWatch:
         """
         if self._head is None or not self._head.number:
             return None
-        return Head(self._head.number, self._head.host, why=f"host {self._head.host} has lost it")
+        return Head(
+            self._head.number,
+            self._head.host,
+            why=f"host {self._head.host} stopped renewing its lease",
+        )
 
 
 def _decoded(text: bytes | None, kind: type[_T]) -> _T | None:

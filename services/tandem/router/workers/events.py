@@ -8,28 +8,22 @@ in the audit trail, and `read` returns them, too.
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 
 import msgspec
 
 from tandem.common.process.cancellation import cancel
 from tandem.net.security.audit_trail import AuditEntry, AuditTrail
 from tandem.net.store.client import Client
+from tandem.net.store.cluster_event import ClusterEvent
 from tandem.net.store.journal import Journal
 from tandem.net.store.registry import WorkerRecord
 
 _STREAM = "all"
 _TELL_EVERY_S = 1.0
+_MOVED_S = 60.0
+_MOVES_MAX = 10_000
 _COUNTED_MAX = 100  # largest number of different outcomes that are counted in one second
-
-
-class ClusterEvent(msgspec.Struct, frozen=True):
-    """An event in the cluster. `about` is a worker's id, an error's code, or empty."""
-
-    at: float  # time of the event, in seconds since 1970
-    kind: str
-    about: str
-    text: str
 
 
 class EventLog:
@@ -39,6 +33,8 @@ class EventLog:
         prefix = f"{{tandem:{cluster_id}}}:events"
         self._journal = Journal(redis, prefix, (_STREAM,), "the log of events")
         self._counted: Counter[tuple[str, str, str]] = Counter()
+        # monotonic seconds of the latest moves of requests between workers
+        self._moves: deque[float] = deque(maxlen=_MOVES_MAX)
 
     def add(self, kind: str, about: str, text: str, once: str = "") -> None:
         """Queues an event.
@@ -51,8 +47,15 @@ class EventLog:
 
     def count(self, kind: str, about: str, text: str) -> None:
         """Counts a request; `text` describes what happened to it."""
+        if kind == "migrated":
+            self._moves.append(time.monotonic())
         if (kind, about, text) in self._counted or len(self._counted) < _COUNTED_MAX:
             self._counted[kind, about, text] += 1
+
+    @property
+    def num_moved(self) -> int:
+        """The number of requests that this router moved to other workers in the last minute."""
+        return sum(time.monotonic() - at < _MOVED_S for at in self._moves)
 
     async def run(self) -> None:
         """Writes events until it is cancelled. Then writes what is queued, if Redis answers."""
@@ -79,7 +82,7 @@ class EventLog:
 
     def joined(self, record: WorkerRecord) -> None:
         """Adds an event for a worker process whose record is new."""
-        text = f"{record.role} worker at {record.address}, process {record.pid} of {record.host}"
+        text = f"{record.role} worker at {record.address}, process {record.pid} on {record.host}"
         self.add("started", record.worker_id, text, once=record.epoch)
 
     def changed(self, before: WorkerRecord, now: WorkerRecord) -> None:
@@ -87,16 +90,16 @@ class EventLog:
         name = now.worker_id
         epoch = now.epoch
         if before.state != "draining" and now.state == "draining":
-            self.add("draining", name, "it leaves placement", once=epoch)
+            self.add("draining", name, "it takes no new requests", once=epoch)
         if before.role != now.role:
-            text = f"it is in the {now.role} pool now, before in the {before.role} pool"
+            text = f"it moved from the {before.role} pool to the {now.role} pool"
             self.add("role", name, text, once=f"{epoch}:{now.num_writes}")
         for peer, pair in now.pairs.items():
             was = before.pairs.get(peer)
             why = f": {pair.reason}" if pair.reason else ""
-            text = f"blocks of {peer} come over {pair.transport}"
+            text = f"it reads blocks of {peer} over {pair.transport}"
             if was is not None and was.transport != pair.transport:
-                text += f" now, before over {was.transport}{why}"
+                text += f" now, and did so over {was.transport} before{why}"
                 self.add("transport", name, text, once=f"{epoch}:{peer}:{now.num_writes}")
             # One event per process and transport is enough, because the reason is the same for
             # every other worker with which this process exchanges KV.
@@ -109,10 +112,10 @@ class EventLog:
         `in_order` is True if the worker drained or removed its record. `is_replaced` is True if
         another process has the worker's id now.
         """
-        how = f"its record expired, at {record.address}"
+        how = f"it stopped reporting; it was at {record.address}"
         if is_replaced:
-            how = f"its process {record.pid} is gone without a word; another one has its name"
-        text = "it has left in order" if in_order else how
+            how = f"its process {record.pid} ended without notice, and a new process replaced it"
+        text = "it has left after it finished its requests" if in_order else how
         self.add("left" if in_order else "lost", record.worker_id, text, once=record.epoch)
 
 

@@ -72,7 +72,7 @@ class PoolWatch:
         """A phrase for each pool whose workers do not start."""
         return {
             f"{name} pool": f"the {name} pool has {self.ready[name]} of {self.sizes[name]} workers "
-            "ready (`kubectl get pods` says why)"
+            "ready; `kubectl get pods` shows what the others wait for"
             for name in self._short_since
             if self._is_overdue(name)
         }

@@ -45,7 +45,7 @@ class ProblemWatch:
             if part not in self._cluster_reported:
                 self._report("problem", part, phrase)
         for part in self._cluster_reported.keys() - cluster.keys():
-            self._report("well", part, "it is well again")
+            self._report("well", part, "it works again")
         self._cluster_reported = dict(cluster)
         agents = [a for n, p in pools.items() if n != "router" for a in p.get("agents", ())]
         self._note_agents(agents)
@@ -58,7 +58,7 @@ class ProblemWatch:
         if now and now not in _USUAL:
             self._report(now, row.worker_id, row.note or f"it is {row.state}")
         elif before and before not in _USUAL and not now:
-            self._report("well", row.worker_id, f"it is {row.state}, and was {before}")
+            self._report("well", row.worker_id, f"it is {row.state} again; it was {before}")
 
     def _note_agents(self, agents: Iterable[Mapping[str, Any]]) -> None:
         self.num_starts = {}
@@ -74,7 +74,7 @@ class ProblemWatch:
                 # The event's key has the number of ended processes and the time. The number alone
                 # may repeat, because a new agent counts from 0 again.
                 when = int(agent.get("since", 0.0)) // _SAME_S
-                text = ending(agent) or "its process ended"
+                text = ending(agent) or "ended"
                 self._report("ended", name, text, once=f"{ended}:{when}")
 
     def _report(self, kind: str, about: str, text: str, once: str = "") -> None:

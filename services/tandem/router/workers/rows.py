@@ -26,6 +26,24 @@ _IS_WELL = {"ready", "draining"}  # draining is no problem, because an operator 
 # If a loading worker reads no weights for 8 s, the worker's row says so. After 30 s, the worker has
 # the trouble "stalled". A short pause is normal, because the worker also imports Python modules.
 _STALLS_S, _STALLED_S = 8.0, 30.0
+_STARTS = "Nothing has to be done: the worker is started again."
+# What an operator can do about a worker's problem. NAME stands for the worker's id.
+_REMEDIES = {
+    "starting": _STARTS,
+    "loading": "Nothing has to be done: the worker takes requests when its model is loaded.",
+    "restarting": f"{_STARTS} `tandem logs NAME` shows why its process ended.",
+    "silent": "Look at `tandem logs NAME`, at the worker's host and at the host's network.",
+    "hung": "Nothing has to be done: a worker whose engine hangs ends itself and is restarted.",
+    "not connected": "If this persists, check the network between the router and the worker.",
+    "incompatible": "Start the worker again with the router's model.",
+    "failed": "`tandem logs NAME` shows the whole error.",
+    "lost": "Start the worker's host again, or check its network.",
+    "clock": "Synchronize the clocks of the hosts, for example with chrony.",
+    "disk": "Free space on this disk.",
+    "unreachable": "Check the network between the hosts of these workers.",
+    "tier": "Check the disk or the object store that holds these copies.",
+    "stalled": "Check the disk or the network from which the model is read.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +131,8 @@ def worker_rows(
         _, agent = agents.pop(worker_id, ("", {}))
         if agent.get("state") in ("restarting", "lost"):
             rows.append(_of_agent(worker_id, pool, agent, now))
-        elif worker.silent_s and agent.get("pid", 0) not in (0, worker.record.pid):
-            # The agent has started another process. The record was written by the previous one.
+        elif _has_new_process(agent, worker):
+            # The record was written by the previous process and has not expired yet.
             progress = (loading or {}).get(worker_id)
             rows.append(_without_record(worker_id, pool, agent, progress, None, now))
         else:
@@ -151,12 +169,18 @@ def problems_of(
     """
     problems = [reason] if reason else []
     if redis == "lost":
-        problems.append("Redis does not answer: the last known workers serve on, sizes stand")
+        problems.append(
+            "Redis does not answer: this router uses the workers that it knew last, and pool sizes "
+            "cannot be changed"
+        )
     problems += cluster
     problems += _row_problems(list(rows))
     for pool, state in pools.items():
         wanted = state.get("wanted", state.get("replicas"))
-        running = state.get("running", state.get("registered", 0))
+        # An agent that has not reported yet (since is 0) adopts or starts its process.
+        agents = [a for a in state.get("agents", ()) if a.get("since", 1.0)]
+        starting = len(state.get("agents", ())) - len(agents) if pool in ROUTER_POOLS else 0
+        running = state.get("running", state.get("registered", 0)) + starting
         # A process may serve before its agent reports it. So the number of running processes is at
         # least the number of ready workers, and at least 1 router runs: this router.
         running = max(running, state.get("ready", 0), int(pool == "router"))
@@ -166,15 +190,51 @@ def problems_of(
     return problems
 
 
-def headline(problems: list[str], pools: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns one sentence with the first problems, or one saying that all is well."""
+def headline(
+    problems: list[str],
+    pools: Mapping[str, Mapping[str, Any]],
+    rows: Iterable[WorkerRow] = (),
+    effect: str = "",
+) -> str:
+    """Returns the first problems, their effect on requests, and the remedy for the first faulty
+    worker; or one sentence saying that all is well."""
     if not problems:
         ready = ", ".join(f"{s['ready']} {p}" for p, s in pools.items() if p not in ROUTER_POOLS)
         return f"All is well: workers that are ready: {ready}."
     more = len(problems) - _PROBLEMS_MAX
     text = "; ".join(problems[:_PROBLEMS_MAX])
     end = f"; and {more} more." if more > 0 else "" if text.endswith("?") else "."
-    return text[0].upper() + text[1:] + end
+    first = text.partition(" ")[0]
+    if not first[-1:].isdigit():  # the id of a worker stays as it is
+        text = text[0].upper() + text[1:]
+    return " ".join(filter(None, (text + end, effect, remedy_of(rows))))
+
+
+def effect_of(*, reason: str, num_moved: int, pools: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns a sentence with the effect of a problem on requests.
+
+    `reason` says why no request can be served, or is "". `num_moved` is the number of requests that
+    recently moved to another worker, because theirs was lost or drained.
+    """
+    moved = f"{_count(num_moved, 'request')} moved to other workers" if num_moved else ""
+    if reason:
+        return "Requests are not served."
+    served = "requests are served"
+    if "prefill" in pools and not pools["prefill"].get("serving", 1):
+        served += ", and decode workers prefill the prompts"
+    text = f"{moved}; {served}." if moved else f"{served}."
+    return text[0].upper() + text[1:]
+
+
+def remedy_of(rows: Iterable[WorkerRow]) -> str:
+    """Returns a sentence that says what to do about the first faulty worker; "" if none is
+    faulty."""
+    for row in rows:
+        if not row.is_well and row.state != "stopped":
+            if "SIGSTOP" in row.note:
+                return "Continue the stopped process with `kill -CONT` and its process id."
+            return _REMEDIES.get(row.problem, "").replace("NAME", row.worker_id)
+    return ""
 
 
 def _row_problems(rows: list[WorkerRow]) -> list[str]:
@@ -193,7 +253,7 @@ def _row_problems(rows: list[WorkerRow]) -> list[str]:
         if len(found) > 1 and len(hosts) > 1 and all(r.state in ("silent", "lost") for r in found)
     }
     phrases = [
-        f"host {host} is silent, gone or cut off, with all its workers: "
+        f"host {host} is down or cut off, with all its workers: "
         f"{', '.join(row.worker_id for row in found)}"
         for host, found in silent.items()
     ]
@@ -224,7 +284,7 @@ def _of_record(worker: Seen, agent: Mapping[str, Any]) -> tuple[RowState, str]:
     if worker.silent_s:
         return "silent", _silence(worker.silent_s, agent)
     if worker.stuck_s:
-        return "hung", f"its engine has work and made no turn for {worker.stuck_s:.0f} s"
+        return "hung", f"its engine has work, but has computed no step for {worker.stuck_s:.0f} s"
     if not worker.is_compatible:
         return "incompatible", "it serves another model than this router"
     if worker.record.state == "draining":
@@ -232,20 +292,35 @@ def _of_record(worker: Seen, agent: Mapping[str, Any]) -> tuple[RowState, str]:
         left = f"{_count(num_sequences, 'sequence')} and {_count(num_leases, 'lease')} are left"
         return "draining", left
     if not worker.is_connected:
-        why = f": {worker.why_down}" if worker.why_down else ""
-        return "not connected", f"this router has no stream to {worker.record.address}{why}"
+        why = f" ({worker.why_down})" if worker.why_down else ""
+        return "not connected", f"this router cannot reach it at {worker.record.address}{why}"
     return worker.record.state, ""
+
+
+def _has_new_process(agent: Mapping[str, Any], worker: Seen) -> bool:
+    """Returns whether the agent has started a process that has not written a record yet.
+
+    The agent's report may also be the older one, for example while Ray has no head. So the record's
+    process is the previous one only if it is silent or disconnected, or if it started before the
+    agent reported the other process. The last comparison needs no exact clocks: a record's process
+    is older than the agent's by the time that the worker ran.
+    """
+    record = worker.record
+    if agent.get("state") != "running" or agent.get("pid", 0) in (0, record.pid):
+        return False
+    is_away = bool(worker.silent_s) or not worker.is_connected
+    return is_away or 0 < record.started_at < agent.get("since", 0.0)
 
 
 def _silence(silent_s: float, agent: Mapping[str, Any]) -> str:
     """Describes a worker that does not write its record."""
-    silence = f"it has written nothing for {silent_s:.0f} s"
+    silence = f"it has not reported for {silent_s:.0f} s"
     if agent.get("is_stopped"):
-        return f"its process {agent['pid']} is stopped (SIGSTOP); {silence}"
+        return f"its process {agent['pid']} is stopped (SIGSTOP), and {silence}"
     if host := agent.get("host"):
-        return f"{silence}: its host {host} is gone or cut off, or it hangs"
+        return f"{silence}: its host {host} is down or cut off, or its process hangs"
     if agent.get("state") == "running":
-        return f"{silence}, though its process {agent.get('pid')} runs"
+        return f"{silence}, but its process {agent.get('pid')} runs"
     return silence
 
 
@@ -261,7 +336,7 @@ def _without_record(
     row = _of_agent(worker_id, pool, agent, now)
     if row.state != "loading":
         return row
-    if last and agent.get("since", 0.0) < last.at:  # the agent's process wrote the lost record
+    if last and agent.get("pid") == last.record.pid:  # the agent's process wrote the lost record
         if last.has_left:
             return WorkerRow(worker_id, pool, "draining", "its process ends")
         silence = _silence(last.silent_s + max(0.0, now - last.at), agent)
@@ -272,40 +347,56 @@ def _without_record(
         return row
     if progress.notice.failed:
         return WorkerRow(worker_id, pool, "failed", progress.notice.failed)
-    note = ", ".join(filter(None, (_loaded(progress), row.note)))
+    note = "; ".join(filter(None, (_loaded(progress), row.note)))
     return replace(row, note=note, trouble=_stalled(progress))
 
 
 def _of_agent(worker_id: str, pool: str, agent: Mapping[str, Any], now: float) -> WorkerRow:
     """Returns the row of a worker of which only the agent's report is known."""
+    ended = ending(agent)
     match agent.get("state"):
         case "restarting":
-            ended = f"attempt {agent.get('starts', 0) + 1}, {ending(agent)}".removesuffix(", ")
-            return WorkerRow(worker_id, pool, "restarting", ended)
+            starts = agent.get("starts", 0)
+            why = f"its process {ended}" if ended else "its process ended"
+            again = f"; it has been restarted {_count(starts, 'time')} already" if starts else ""
+            return WorkerRow(worker_id, pool, "restarting", f"{why}{again}")
         case "draining":
             return WorkerRow(worker_id, pool, "draining", "its process ends")
         case "lost":
             host = agent.get("host", "")
-            return WorkerRow(worker_id, pool, "lost", f"its host {host} does not answer Ray's head")
+            return WorkerRow(worker_id, pool, "lost", f"its host {host} is down or cut off")
         case _:
             since = agent.get("since", 0.0)
-            notes = [f"for {max(0.0, now - since):.0f} s"] if since else []
-            if ended := ending(agent):
-                notes.append(f"after its process before had ended: {ended}")
-            return WorkerRow(worker_id, pool, "loading", ", ".join(notes))
+            notes = [f"started {max(0.0, now - since):.0f} s ago"] if since else []
+            if ended:
+                notes.append(f"its previous process {ended}")
+            return WorkerRow(worker_id, pool, "loading", "; ".join(notes))
 
 
 def ending(agent: Mapping[str, Any]) -> str:
-    """Describes how the worker's previous process ended; "" if there was none."""
+    """Describes how the worker's previous process ended, as in "was ended by SIGKILL". Returns ""
+    if there was none."""
+    how = agent.get("exit") or ""
     line = agent.get("last_line")
-    return ", ".join(filter(None, (agent.get("exit"), line and f"its last log line: {line}")))
+    if not how and not line:
+        return ""
+    if how == "exit status 0":  # a process that drained, or that an operator ended with SIGTERM
+        return "ended in order"
+    if not how:
+        how = "ended"
+    elif how.startswith("ended by"):
+        how = f"was {how}"
+    else:
+        how = f"ended with {how}"
+    return how + (f" after it had logged: {line}" if line else "")
 
 
 def _of_loading(worker_id: str, progress: LoadingNow) -> WorkerRow:
     if progress.notice.failed:
         return WorkerRow(worker_id, progress.notice.pool, "failed", progress.notice.failed)
     if progress.silent_s:
-        note = f"it loaded ({_loaded(progress)}) and has told nothing for {progress.silent_s:.0f} s"
+        note = f"it was loading ({_loaded(progress)}) and has not reported for "
+        note += f"{progress.silent_s:.0f} s"
         return WorkerRow(worker_id, progress.notice.pool, "silent", note)
     pool = progress.notice.pool
     return WorkerRow(worker_id, pool, "loading", _loaded(progress), _stalled(progress))
@@ -320,9 +411,9 @@ def _loaded(progress: LoadingNow) -> str:
     stalled_s = progress.stalled_s
     if notice.num_bytes_all:
         percent = 100 * notice.num_bytes // notice.num_bytes_all
-        loaded = f"{percent}% of {notice.num_bytes_all / 1e9:.3g} GB of weights"
+        loaded = f"{percent}% of its weights ({notice.num_bytes_all / 1e9:.2g} GB)"
     else:
-        loaded = "its weights are not read yet"
+        loaded = "0% of its weights"
     return f"{loaded}, no progress for {stalled_s:.0f} s" if stalled_s > _STALLS_S else loaded
 
 
@@ -330,7 +421,7 @@ def _of_gone(last: Gone, now: float) -> tuple[RowState, str]:
     ago_s = max(0.0, now - last.at)
     if last.has_left:
         return "stopped", ""
-    return "lost", f"its record expired {ago_s:.0f} s ago; it was at {last.record.address}"
+    return "lost", f"it stopped reporting {ago_s:.0f} s ago; it was at {last.record.address}"
 
 
 def host_of(record: WorkerRecord) -> str:

@@ -27,26 +27,28 @@ def trouble_of(
       themselves (`blames_peers`).
     """
     if abs(clock_ahead_s) > CLOCK_OFF_S:
-        way = "ahead" if clock_ahead_s > 0 else "behind"
-        return "clock", f"its clock is {abs(clock_ahead_s):.0f} s {way} of this router's"
+        way = "ahead of" if clock_ahead_s > 0 else "behind"
+        return "clock", f"its clock is {abs(clock_ahead_s):.0f} s {way} this router's clock"
     free = record.disk_free_bytes
     total = record.disk_total_bytes
     if is_disk_full(free, total):
         room = f"{free / 1e9:.3g} of {total / 1e9:.3g} GB are free"
-        return "disk", f"the disk of logs or of copies of blocks is full: {room}"
+        return "disk", f"the disk of its logs or of its copies of KV blocks is full: {room}"
     if record.unreachable and not blames_peers(record):
         peer, why = next(iter(record.unreachable.items()))
         more = len(record.unreachable) - 1
-        return "unreachable", f"it cannot read blocks from {peer}{_others(more)}: {why}"
+        return "unreachable", f"it cannot read KV blocks from {peer}{_others(more)}: {why}"
     name = record.worker_id
     if who := [(r.worker_id, r.unreachable[name]) for r in blaming if name in r.unreachable]:
         first, why = who[0]
         more = len(who) - 1
-        cut = ". Is the link between them cut?" if _NO_ANSWER.search(why) else ""
-        return "unreachable", f"{first}{_others(more)} cannot read blocks from it: {why}{cut}"
-    if damaged := [f"{t.blocks_damaged} of {t.name}" for t in record.tiers if t.blocks_damaged]:
+        cut = ". Is the network between them down?" if _NO_ANSWER.search(why) else ""
+        return "unreachable", f"{first}{_others(more)} cannot read KV blocks from it: {why}{cut}"
+    if damaged := [
+        f"{t.blocks_damaged} in the {t.name} tier" for t in record.tiers if t.blocks_damaged
+    ]:
         blocks = " and ".join(damaged)
-        return "tier", f"copies of blocks could not be read in the last 10 minutes: {blocks}"
+        return "tier", f"copies of KV blocks could not be read in the last 10 minutes: {blocks}"
     return "", ""
 
 

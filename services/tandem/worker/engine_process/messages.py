@@ -234,6 +234,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     max_model_len: int
     rates: WorkerRates  # initial rates, before any step is measured
     load_ms: dict[str, float]  # duration in ms of each phase of loading the model
+    kernels: str = ""  # the kernels that compute, such as "native (avx512)", "triton" or "torch"
     pool_is_shared: bool = False  # True: the pool is in the memfd `EngineSettings.pool_fd`
 
 

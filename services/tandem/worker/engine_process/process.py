@@ -342,6 +342,7 @@ class EngineProcess:
             max_model_len=self._engine.max_model_len,
             rates=self._engine.unmeasured_rates,
             load_ms=load_ms,
+            kernels=self._runner.kernels_name,
             pool_is_shared=self._pool_is_shared,
         )
 

@@ -102,6 +102,7 @@ class Worker:
         self._address = ""
         self._metrics_address = ""
         self._model = ""
+        self._kernels = ""
         self._max_model_len = 0
         self._started_at = time.time()
         self._host = HostState(config)
@@ -221,7 +222,8 @@ class Worker:
     def _compose(self, ready: messages.Ready) -> None:
         config = self.config
         log.info(
-            "engine loaded: %s, %d blocks of %d KiB; ms: %s",
+            "engine loaded: %s kernels compute in %s, %d blocks of %d KiB; ms: %s",
+            ready.kernels,
             ready.compute_dtype,
             ready.num_blocks,
             ready.rates.block_bytes >> 10,
@@ -229,6 +231,7 @@ class Worker:
         )
         self._load = WorkerLoad(queue_max=config.engine.queue_max, blocks_total=ready.num_blocks)
         self._model = config.engine.model
+        self._kernels = ready.kernels
         self._max_model_len = ready.max_model_len
         self.compatibility = KvCompatibility(
             model_fingerprint=ready.model_fingerprint,
@@ -364,6 +367,7 @@ class Worker:
             address=self._address,
             metrics_address=self._metrics_address,
             model=self._model,
+            kernels=self._kernels,
             max_model_len=self._max_model_len,
             compatibility=self.compatibility,
             load=self._load,

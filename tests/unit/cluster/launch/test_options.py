@@ -136,7 +136,8 @@ def test_more_workers_than_the_gpus_take_are_refused_where_no_machine_can_join()
     words = ["--device", "cuda", "--prefill", "1", "--decode", "4"]
     options = parse(LaunchOptions, "tandem up", words)
     check_gpus(options, 5)
-    check_gpus(options, 0)  # the workers say that there is none
+    with pytest.raises(ConfigError, match="needs an NVIDIA GPU, and this machine shows none"):
+        check_gpus(options, 0)
     with pytest.raises(ConfigError, match=r"5 workers .* 2 GPUs .* --workers-per-gpu to 3"):
         check_gpus(options, 2)
     check_gpus(parse(LaunchOptions, "tandem up", [*words, "--workers-per-gpu", "3"]), 2)

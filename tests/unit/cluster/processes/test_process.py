@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -119,11 +120,22 @@ def test_a_process_gets_the_redis_user_of_its_kind_alone() -> None:
     }
 
 
-def test_the_last_line_of_a_log_is_the_last_that_says_something(tmp_path: Path) -> None:
+def test_the_last_line_of_a_log_is_quoted_if_it_is_a_warning_of_the_failure(
+    tmp_path: Path,
+) -> None:
     log = tmp_path / "decode-0.log"
-    assert process.last_line(log) == ""
+    assert process.last_warning(log) == ""
     log.write_text("x" * 20_000 + "\nfirst\nMemoryError: no room\n\n")
-    assert process.last_line(log) == "MemoryError: no room"
+    assert process.last_warning(log) == "MemoryError: no room"
     log.write_text("y" * 20_000)
-    assert set(process.last_line(log)) == {"y"}
-    assert len(process.last_line(log)) < 1000
+    assert set(process.last_warning(log)) == {"y"}
+    assert len(process.last_warning(log)) < 1000
+    start = "2026-11-29 00:42:10,089 {} decode-0/io tandem.worker: the engine {}\n"
+    log.write_text(start.format("INFO", "works"))
+    assert process.last_warning(log) == "", "it explains nothing"
+    log.write_text('{"level": "INFO", "message": "works"}\n')
+    assert process.last_warning(log) == ""
+    log.write_text(start.format("INFO", "works") + start.format("ERROR", "is gone"))
+    assert process.last_warning(log) == "the engine is gone"
+    os.utime(log, (0, time.time() - 60))
+    assert process.last_warning(log) == "", "it was logged long before the end"
