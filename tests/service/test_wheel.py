@@ -253,9 +253,9 @@ def test_uvx_runs_the_wheel(wheel: Path, tmp_path: Path) -> None:
             assert time.monotonic() < give_up_at, started.screen.read_text()
             time.sleep(1)
         url = f"http://127.0.0.1:{started.port}"
-        path, body = tutorial_request()
-        headers = {"content-type": "application/json"}
-        answer = httpx.post(url + path, content=body, headers=headers, timeout=120).json()
+        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+        body = {"model": model, "messages": [{"role": "user", "content": "What is gravity?"}]}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120).json()
         assert answer["choices"][0]["message"]["content"]
     finally:
         os.killpg(started.process.pid, signal.SIGINT)
