@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from tandem.api.admin.request_text import Request, count, longest_name, longest_stage, took
 from tandem.common.perf_model.rates import DEFAULT_DECODE, DecodeRate
 from tandem.common.worker_load import WorkerLoad, held_shares
+from tandem.net.store.cluster_event import ClusterEvent
 from tandem.router.metrics.timeline import TTFT_STAGES
 from tandem.router.request.log import RUNNING, RequestRecord
-from tandem.router.workers.events import ClusterEvent
 from tandem.router.workers.known_worker import KnownWorker
 
 RECENT_S = 60.0

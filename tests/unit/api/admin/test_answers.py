@@ -10,10 +10,10 @@ from tandem.api.admin.answers import kv_cache, last_minute, one_more_decode, slo
 from tandem.common.perf_model.rates import DecodeRate, WorkerRates
 from tandem.common.worker_load import TierUse, WorkerLoad
 from tandem.errors import QueueFull
+from tandem.net.store.cluster_event import ClusterEvent
 from tandem.net.store.registry import KvCompatibility, WorkerRecord
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.log import RequestRecord
-from tandem.router.workers.events import ClusterEvent
 from tandem.router.workers.known_worker import KnownWorker
 from tests.harness.page_server import _UP
 

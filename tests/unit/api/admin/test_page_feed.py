@@ -18,11 +18,11 @@ from tandem.common.worker_load import TierUse
 from tandem.errors import QueueFull
 from tandem.net.security.access import Access
 from tandem.net.security.key_ring import KeyRing
+from tandem.net.store.cluster_event import ClusterEvent
 from tandem.router.autoscaler.policy import ScalingDecision
 from tandem.router.metrics.router import WorkerGauges
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.log import RequestRecord
-from tandem.router.workers.events import ClusterEvent
 from tests.harness.page_server import SimulatedRouter
 
 pytestmark = pytest.mark.asyncio

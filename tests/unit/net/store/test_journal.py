@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.net.store.cluster_event import ClusterEvent
 from tandem.net.store.journal import Journal
-from tandem.router.workers.events import ClusterEvent
 
 pytestmark = pytest.mark.asyncio
 
