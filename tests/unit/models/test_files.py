@@ -1,9 +1,11 @@
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from tandem.errors import ConfigError, UnsupportedModel
-from tandem.models.files import naming
+from tandem.models.files import naming, writing
 
 FILE = Path("/models/tiny/config.json")
 
@@ -40,3 +42,26 @@ def test_the_class_of_our_own_errors_stays():
 def test_the_end_of_the_process_is_no_broken_file(raised):
     with pytest.raises(raised), naming(FILE):
         raise raised
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "the cache folder /c is on a full disk: free space there, or set OPTION"),
+        (errno.EROFS, "the cache folder /c cannot be written .*: set OPTION to a folder"),
+    ],
+)
+def test_a_cache_folder_that_cannot_be_written_is_named_with_a_remedy(
+    number: int, words: str
+) -> None:
+    error = OSError(number, os.strerror(number))
+    with pytest.raises(ConfigError, match=words), writing(Path("/c"), "OPTION"):
+        raise error
+    # `naming` is for reads: a full disk is the fault of the folder that is written.
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        pytest.raises(ConfigError, match="the cache folder /c is on a full disk"),
+        writing(Path("/c"), "OPTION"),
+        naming(Path("/model.gguf")),
+    ):
+        raise full
