@@ -128,3 +128,16 @@ def test_what_cannot_be_told_apart_keeps_the_ratio_of_the_guess() -> None:
     for _ in range(50):
         meter.observe((1.0, 1.0), 8.0)
     assert meter.coefficients == pytest.approx((2.0, 6.0), rel=0.05)
+
+
+def test_a_bandwidth_that_no_pull_shows_is_the_largest_observed_one_and_not_known() -> None:
+    pair = PairMeter("nixl")
+    for _ in range(20):  # the large pull takes no longer than the small one
+        pair.observe(1_000, 1e-4)
+        pair.observe(100_000, 1e-4)
+    assert pair.rate.bytes_per_s <= 1.01e9
+    assert not pair.rate.is_known
+    known = PairMeter("nixl")
+    for num_bytes in (1_000_000, 2_000_000, 4_000_000):
+        known.observe(num_bytes, 1e-4 + num_bytes / 1e9)
+    assert known.rate.is_known
