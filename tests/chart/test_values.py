@@ -12,6 +12,7 @@ from helm_python import HelmError
 
 from tandem.common.config import cluster, engine, transfer
 from tandem.common.options import to_text
+from tandem.common.units import parse_size
 from tests.harness.chart import (
     EXAMPLES,
     chart,
@@ -274,6 +275,7 @@ def test_a_worker_may_start_for_as_long_as_its_pool_says() -> None:
         ({"decode": {"replicas": -1}}, "replicas"),
         ({"decode": {"replicas": "2"}}, "replicas"),
         ({"worker": {"options": {"kvMemory": 0}}}, "kvMemory"),
+        ({"worker": {"options": {"kvMemory": "4XB"}}}, "kvMemory"),
         ({"worker": {"resources": {"limits": {"memory": "4 GB"}}}}, "memory"),
         ({"worker": {"sizeOwner": "vpa"}}, "sizeOwner"),
         ({"decode": {"sizeOwner": "keda"}}, "keda.prometheus is empty"),
@@ -310,6 +312,12 @@ def test_wrong_values_are_refused_by_name(values: dict[str, Any], named: str) ->
     with pytest.raises(HelmError) as refused:
         render(values)
     assert named in str(refused.value)
+
+
+def test_a_size_may_have_a_unit() -> None:
+    objects = render({"prefill": {"options": {"kvMemory": "4GiB"}}})
+    given = [options(container(objects, pool)["args"]) for pool in ("prefill", "decode")]
+    assert [parse_size(each["kv-memory"]) for each in given] == [4 << 30, 1 << 30]
 
 
 def test_pools_that_cannot_go_together_are_refused() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,3 +79,17 @@ def test_every_installation_requires_hashes() -> None:
             r"|--target uv$|-c constraints\.txt .*(torch|triton<3.10)$",
             install,
         ), install
+
+
+@pytest.mark.slow  # asks the package index about 2,000 files
+def test_each_package_has_a_wheel_for_each_python_and_processor() -> None:
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [sys.executable, "deploy/locks/generate.py", "--check"],
+        cwd=ROOT,
+        env={**os.environ, "PATH": programs},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -94,7 +94,7 @@ def _add_api(app: FastAPI, config: RouterConfig, generator: Generator, trail: Au
     add_token_routes(app, routes)
     _add_server(app, generator)
     add_model_routes(app, generator)
-    add_usage_route(app, generator.tenants.usage)
+    add_usage_route(app, generator)
 
 
 def _add_generation(app: FastAPI, routes: GenerationRoutes) -> None:

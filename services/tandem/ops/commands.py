@@ -67,19 +67,19 @@ class KeyLimits:
     """The limits of an API key that are given on the command line."""
 
     requests_per_minute: int | None = None
-    """Requests a minute of the key's tenant, at all routers together. 0: no limit."""
+    """Requests per minute of the tenant, over all routers. 0: no limit."""
     tokens_per_minute: int | None = None
-    """Prompt and completion tokens a minute of the tenant. 0: no limit."""
+    """Prompt and output tokens per minute of the tenant. 0: no limit."""
     max_concurrent: int | None = None
-    """Requests of the tenant at once. 0: no limit."""
+    """Requests of the tenant that may run at the same time. 0: no limit."""
     max_prompt_tokens: int | None = None
     """Largest prompt, in tokens. 0: what the context allows."""
     max_completion_tokens: int | None = None
     """Largest completion, in tokens. 0: what the context allows."""
     max_kv_priority: int | None = None
-    """Highest kv_priority; requests with a higher one get this one. 0: no limit."""
+    """Highest kv_priority; higher values are lowered to it. 0: no limit."""
     weight: int | None = None
-    """Share of the work while tenants take turns, 1 to 10000. Default: 100."""
+    """Weight of the tenant when requests queue, 1 to 10000. Default: 100."""
 
     def given(self) -> dict[str, int]:
         """Returns a dict with the limits that were given: name -> value."""
@@ -134,7 +134,7 @@ def chat(
     temperature: Annotated[float | None, Parameter(help="Default: the model's own.")] = None,
     max_tokens: Annotated[int | None, Parameter(help="Most tokens of an answer.")] = None,
 ) -> int:
-    """Talk with a model in the terminal. /help lists what the conversation understands."""
+    """Chat with a model in the terminal. /help lists the commands."""
     from rich.console import Console
 
     from tandem.ops.chat import Chat, run
@@ -208,14 +208,16 @@ def drain(
     /,
     *,
     url: _Url = "",
-    deadline: Annotated[float, TIME, Parameter(help="Time for the requests it holds.")] = 30.0,
+    deadline: Annotated[
+        float, TIME, Parameter(help="Time that its requests have to finish or move.")
+    ] = 30.0,
     force: Annotated[
         bool, Parameter(help="Drain it even if it is the last decode worker.")
     ] = False,
 ) -> None:
-    """Have a worker leave in order: its requests move or end there, then its process ends.
+    """Drain a worker: its requests finish or move to other workers, then its process ends.
 
-    Ray or Kubernetes starts a fresh worker in its place; `tandem scale` makes a pool smaller.
+    A new worker replaces it. To make a pool smaller, use `tandem scale`.
     """
     from tandem.cluster.operate import drain_worker
 
@@ -236,7 +238,7 @@ def reset_prefix_cache(
     *,
     url: _Url = "",
 ) -> None:
-    """Drop the cached KV blocks that no request uses, at all workers or at one."""
+    """Drop cached KV blocks that no request uses, on all workers or on one."""
     from tandem.cluster import operate
 
     operate.reset_prefix_cache(_admin(url), worker)
@@ -248,7 +250,7 @@ def audit(
     limit: Annotated[int, Parameter(help="Largest number of entries, at most 1000.")] = 50,
     url: _Url = "",
 ) -> None:
-    """Show the last changes and refused calls at all routers, the newest last."""
+    """Show the latest changes by operators and refused calls, newest last."""
     from tandem.cluster.operate import show_audit
 
     show_audit(_admin(url), limit)
@@ -261,7 +263,7 @@ def why(
     *,
     url: _AnyUrl = "",
 ) -> None:
-    """Show where the time of a request went until its first token, and why it was placed so."""
+    """Show what a request waited for, and why its workers were chosen."""
     from tandem.cluster.operate import show_why
 
     show_why(_admin(url), request)
@@ -300,7 +302,7 @@ def events(
     limit: Annotated[int, Parameter(help="Largest number of events, at most 1000.")] = 50,
     url: _Url = "",
 ) -> None:
-    """Show what happened to workers and requests, and who changed what, the newest last."""
+    """Show events of workers and requests, and changes by operators, newest last."""
     from tandem.cluster.operate import show_events
 
     show_events(_admin(url), limit)
@@ -314,7 +316,7 @@ def verify(
         bool, Parameter(name="--all", help="Check every entry, not a sample of each worker's.")
     ] = False,
 ) -> int:
-    """Compare the prefix tree with what workers hold; exit status 1 when they differ."""
+    """Compare the prefix tree with the workers' blocks. Exit status 1: they differ."""
     from tandem.cluster.operate import verify_index
 
     return 0 if verify_index(_admin(url), everything=everything) else 1
@@ -352,7 +354,7 @@ def create(
     limits: _Limits = _NO_LIMITS,
     url: _Url = "",
 ) -> None:
-    """Create a key and print it: its secret is shown only now."""
+    """Create an API key and print it. The secret is shown only once."""
     from tandem.cluster.keys import add_key, create_key
 
     if file is None:
@@ -371,7 +373,7 @@ def list_(*, url: _Url = "") -> None:
 
 @keys.command
 def update(key_id: _Key, /, *, limits: _Limits = _NO_LIMITS, url: _Url = "") -> None:
-    """Change limits of a key; those that are not named stay."""
+    """Change limits of an API key. Limits that are not named stay the same."""
     from tandem.cluster.keys import update_key
 
     update_key(_admin(url), key_id, limits.given())
@@ -385,7 +387,7 @@ def rotate(
     grace: Annotated[str, Parameter(help="Time that the old secret still works.")] = "1h",
     url: _Url = "",
 ) -> None:
-    """Give a key a new secret and print it."""
+    """Replace the secret of an API key and print the new one."""
     from tandem.cluster.keys import rotate_key
 
     rotate_key(_admin(url), key_id, grace)
@@ -393,7 +395,7 @@ def rotate(
 
 @keys.command
 def revoke(key_id: _Key, /, *, url: _Url = "") -> int:
-    """Revoke a key for good; exit status 1 names who did not confirm it."""
+    """Revoke an API key permanently. Exit status 1: some routers did not confirm it."""
     from tandem.cluster.keys import revoke_key
 
     return 0 if revoke_key(_admin(url), key_id) else 1

@@ -42,7 +42,7 @@ _PHRASES = {
     "well": "is well again",
 }
 _COUNTED = ("migrated", "refused")  # the text begins with a number of requests
-_OWN_WORDS = ("mode", "ended", "role", "transport", "problem", "memory", "prefix tree")
+_OWN_WORDS = ("mode", "role", "transport", "problem", "memory", "prefix tree")
 _TIER_NAMES = {"host": "host memory", "disk": "the disk", "store": "the object store"}
 
 
@@ -174,7 +174,10 @@ def _sentence(event: ClusterEvent) -> str:
     if not event.about:
         return event.text
     if event.kind in _COUNTED:
-        return f"{event.text} ({_NAMES})"
+        named = event.text.replace("this worker", _NAMES)
+        return named if named != event.text else f"{event.text} ({_NAMES})"
+    if event.kind == "ended":
+        return f"{_NAMES} {event.text}"
     if event.kind in _OWN_WORDS:
         return f"{_NAMES}: {event.text}"
     return f"{_NAMES} is {event.kind}: {event.text}"
@@ -189,9 +192,9 @@ def one_more_decode(known: Sequence[KnownWorker]) -> str:
     num_running = sum(load.num_running for load in loads)
     num_waiting = sum(load.num_waiting for load in loads)
     room = f"Room for KV of running requests would grow by {1 / len(decode):.0%}."
-    if not num_running and not num_waiting:
-        return f"Nothing for speed: no request decodes now. {room}"
-    parts = [_steps(decode, num_running)]
+    parts = ["Nothing for speed: no request decodes now."]
+    if num_running or num_waiting:
+        parts = [_steps(decode, num_running)]
     if num_waiting:
         parts.append(f"{count(num_waiting, 'request')} waiting at decode workers could start.")
     parts.append(_prefill_queue(_ready(known, "prefill")))

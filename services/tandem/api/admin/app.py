@@ -81,7 +81,7 @@ def make_admin_app(
     add_cluster_routes(app, config, generator, control, audit)
     add_key_routes(app, config, keys, trail)
     add_request_route(app, generator, trail)
-    add_usage_route(app, generator.tenants.usage)
+    add_usage_route(app, generator)
     add_adapter_routes(app, config, AdapterControl(control, generator, trail))
     add_chat_route(app, config, generator)
     add_page_routes(app)

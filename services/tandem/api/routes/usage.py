@@ -12,10 +12,11 @@ from starlette.responses import Response
 
 from tandem.api.http.errors import JsonResponse
 from tandem.errors import BadRequest
-from tandem.router.limits.usage import UsageMeter, UsageQuery
+from tandem.router.limits.usage import UsageQuery
+from tandem.router.request.generator import Generator
 
 
-def add_usage_route(app: FastAPI, meter: UsageMeter) -> None:
+def add_usage_route(app: FastAPI, generator: Generator) -> None:
     @app.get("/v1/usage")
     async def usage(request: Request) -> Response:
         """Requests and tokens of the `last` windows (`day` or `minute`, UTC), by `tenant`."""
@@ -25,6 +26,6 @@ def add_usage_route(app: FastAPI, meter: UsageMeter) -> None:
         if not (last.isascii() and last.isdecimal() and len(last) < 10):
             raise BadRequest("last must be a number of windows", param="last")
         query = UsageQuery.of(window, int(last), params.get("tenant"), request.state.key)
-        rows = await meter.read(query, now=time.time())
+        rows = await generator.tenants.usage.read(query, now=time.time())
         data = [{"object": "usage", "window": window, **asdict(row)} for row in rows]
         return JsonResponse({"object": "list", "data": data})

@@ -63,7 +63,7 @@ class JoinOptions(Options):
     model: Text = ""
     """The model on this machine. Default: as the cluster names it."""
     labels: Labels = ()
-    """What this machine has, such as gpu=H100: pools can ask for it."""
+    """Labels of this machine, such as gpu=H100, which a pool can require."""
     parent_pid: Annotated[PositiveOrNone, Parameter(name="--die-with-parent", metavar="PID")] = None
     """Process whose end stops this host, too. 0: none."""
 

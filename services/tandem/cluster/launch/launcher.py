@@ -450,7 +450,8 @@ def _listener(port: int) -> str:
     Returns "" if it is not known, for example because it belongs to another user."""
     with suppress(psutil.Error, OSError):
         for found in psutil.net_connections("tcp"):
-            if found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid:
+            is_here = bool(found.laddr) and found.laddr[1] == port
+            if is_here and found.status == psutil.CONN_LISTEN and found.pid:
                 command = printable(" ".join(psutil.Process(found.pid).cmdline()))
                 return f"process {found.pid} ({command[:_COMMAND_MAX]})"
     return ""

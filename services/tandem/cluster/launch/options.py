@@ -67,42 +67,42 @@ class LaunchOptions(Options):
     model_revision: Annotated[ModelRevision, Parameter(group=_CLUSTER)] = ""
     served_model_name: Annotated[ServedModelName, Parameter(group=_CLUSTER)] = ""
     num_prefill: Annotated[PoolSize, Parameter(name="--prefill")] = 1
-    """Number of prefill workers; :LABEL=VALUE,... lets them run only on hosts with these labels."""
+    """Number of prefill workers. 2:gpu=H100 also requires hosts with this label."""
     num_decode: Annotated[PoolSize, Parameter(name="--decode")] = 1
     """Number of decode workers."""
     num_routers: Annotated[PoolSize, Parameter(name="--routers")] = 1
-    """Number of routers. With --listen each is on a host of its own."""
+    """Number of routers. With --listen, each router runs on a host of its own."""
     workers_per_gpu: PositiveOrNone = None
-    """Largest number of workers on one GPU. 0: one with --device cuda, any number with auto."""
+    """Largest number of workers on one GPU. 0: 1 with --device cuda, no limit with auto."""
     host: str = "127.0.0.1"
-    """Address of both public ports."""
+    """Address on which the HTTP and gRPC APIs listen."""
     http_port: Annotated[_PublicPort, Parameter(name="--port")] = 8000
     """Port of the HTTP API."""
     grpc_port: _PublicPort = 8001
-    """Port of the gRPC API, which a process of its own serves."""
+    """Port of the gRPC API."""
     no_grpc: Switch = False
-    """Start no gRPC API."""
+    """Do not start the gRPC API."""
     api_key_file: Text = ""
     """File with a key that every request needs. Default: the key in TANDEM_API_KEY."""
     redis_url: Annotated[Text, Parameter(name="--redis")] = ""
-    """URL of a Redis to use. Default: one of its own."""
+    """URL of an existing Redis. Default: the cluster starts its own."""
     listen: Annotated[Text, Parameter(metavar="IP")] = ""
-    """Address of this machine at which others join (`tandem join`). Default: none can."""
+    """IP address at which other machines join this cluster. Default: none can join."""
     cluster_port: _ClusterPort = 8100
-    """With --listen: the port to join at, and the first of 220 for Ray and Redis."""
+    """With --listen: the first of 220 ports for joining machines, Ray and Redis."""
     join_token_file: Text = ""
-    """File with the secret of machines that join. Default: a new one."""
+    """File with the secret that joining machines need. Default: a new secret."""
     labels: Labels = ()
-    """What this machine has, such as gpu=H100: pools can ask for it."""
+    """Labels of this machine, such as gpu=H100, which a pool can require."""
     no_cluster_tls: Annotated[Switch, Parameter(group=MEASUREMENT)] = False
-    """Calls between routers and workers go in clear text, to measure what encryption costs."""
+    """Do not encrypt calls between routers and workers. Only for measurements."""
     parent_pid: Annotated[PositiveOrNone, Parameter(name="--die-with-parent", metavar="PID")] = None
-    """Process whose end stops the cluster, too. 0: none."""
+    """Stop the cluster when the process with this id ends. 0: off."""
     autoscale: AutoscaleMode = "off"
     autoscale_min: Count = 1
-    """Smallest number of workers in either pool. 0: a pool may be empty, and a request wakes it."""
+    """Smallest number of workers in each pool. 0: idle pools stop until the next request."""
     autoscale_max: Count = 4
-    """Largest number of workers in either pool that the autoscaler asks for."""
+    """Largest number of workers in each pool that the autoscaler starts."""
     admin: AdminOptions = field(default_factory=AdminOptions)
     tls: PublicTls = field(default_factory=PublicTls)
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)

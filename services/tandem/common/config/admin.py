@@ -20,8 +20,8 @@ class AdminOptions(Options):
     """The ports of operators and Prometheus. A router's public ports answer none of their calls."""
 
     host: str = "127.0.0.1"
-    """Address of both admin ports. On any but loopback, calls need a key."""
+    """Address of both admin ports. Outside 127.0.0.1 and ::1, calls need an API key."""
     port: Port = 8002
-    """Port of operators' HTTP calls, the page / and metrics."""
+    """Port of the live page, metrics, and operators' HTTP calls."""
     grpc_port: Port = 8003
     """Port of operators' gRPC calls."""

@@ -34,11 +34,11 @@ class AnswerConfig(Options):
     """The options of how answers are made and read, and how long those with calls are kept."""
 
     generation_config: Literal["auto", "none"] = "auto"
-    """Defaults of sampling. auto: the model's generation_config.json. none: OpenAI's."""
+    """Sampling defaults. auto: from the model's generation_config.json. none: those of OpenAI."""
 
     tool_parser: ToolParser = "auto"
-    """Format of tool calls. auto: the one that fits the model's chat template."""
+    """Format in which the model writes tool calls. auto: found from its chat template."""
     reasoning_parser: ReasoningParser = "auto"
-    """Tags around reasoning. auto: those in the model's chat template."""
+    """Tags that mark the model's reasoning. auto: found from its chat template."""
     tool_pin_s: Seconds = 60.0
-    """Seconds that the KV of an answer with tool calls is evicted last, while they run. 0: off."""
+    """After tool calls, the conversation stays cached for this many seconds. 0: off."""

@@ -42,17 +42,17 @@ class AutoscaleConfig(Options):
     decode_max: Count = 8
     """Largest number of decode workers."""
     ttft_s: PositiveSeconds = 2.0
-    """Service level of the time to first token, in seconds."""
+    """Target for the time to the first token, in seconds."""
     ttft_token_s: Seconds = 0.0
-    """Seconds that each prompt token adds to that service level."""
+    """Seconds that each prompt token adds to the target for the first token."""
     itl_s: PositiveSeconds = 0.1
-    """Service level of the time to each next token, in seconds."""
+    """Target for the time between two tokens, in seconds."""
     cold_start_s: Seconds = 90.0
-    """Seconds from asking for a worker to its first request."""
+    """Seconds that a new worker needs until it takes its first request."""
     interval_s: PositiveSeconds = 10.0
     """Seconds between two decisions."""
     idle_s: Seconds = 40.0
-    """Seconds without a request, after which pools get their smallest size at once. 0: off."""
+    """Pools shrink to their smallest size after this many seconds without a request. 0: off."""
     history_s: Constant[float] = 600.0  # forecasts use the loads of the last `history_s` seconds
     # The load is measured over periods of ten seconds, and pools are sized for this quantile of the
     # measurements. With 0.7, requests may have to queue in 30% of the periods.

@@ -77,7 +77,7 @@ class EngineOptions(Options):
     """The options of an engine: how its model is computed, its KV pool and its scheduler."""
 
     device: Device = "auto"
-    """Device that computes the model. auto: CUDA where there is a GPU."""
+    """Device that computes the model. auto: the GPU if there is one, else the CPU."""
     dtype: Dtype = "auto"
     """Data type of the computation. auto: bfloat16 where the hardware has it, else float32;
     quantized weights stay quantized. Any other converts them, but for fp8 on native kernels."""
@@ -87,64 +87,64 @@ class EngineOptions(Options):
     8 bits and values of 4, two fifths; int4, 0.28, and the model is calibrated at its first
     start. DeepSeek's latents may be int8."""
     numerics: Numerics = "fast"
-    """invariant: float32, and a sequence's tokens depend on no other sequence."""
+    """fast, or invariant: computes in float32, and results do not depend on other requests."""
     kernels: Kernels = "auto"
-    """Kernels: native (C++ on CPUs), triton (CUDA) or torch. auto: the fastest ones that fit."""
+    """Code that computes: native (C++, CPUs), triton (GPUs) or torch. auto: the fastest one."""
     weights: WeightFormat = "auto"
-    """Format of the weights. auto: the data type of the computation; int8: native kernels only."""
+    """Format of weights in memory. auto: as --dtype. int8: less memory; native kernels only."""
     block_size: Positive = 16
     """Number of tokens in a KV block."""
     kv_bytes_max: Annotated[PositiveSize, Parameter(name="--kv-memory")] = 1 << 30
     """Memory of a worker's KV pool, such as 4GiB."""
     num_blocks: PositiveOrNone = None
-    """Number of blocks in the KV pool, instead of --kv-memory. 0: by memory."""
+    """Number of blocks in the KV pool. 0: as many as --kv-memory holds."""
     kv_host_bytes: Annotated[Size, Parameter(name="--kv-host-memory")] = 0
-    """Host memory for copies of KV blocks that leave the pool. 0: none."""
+    """Main memory for copies of evicted KV blocks, such as 8GiB. 0: no copies."""
     kv_disk_path: Text = ""
-    """Folder for copies of KV blocks on disk, in which each worker has its own. Default: none."""
+    """Folder for copies of evicted KV blocks on disk. Default: no copies on disk."""
     kv_disk_bytes: Annotated[PositiveSize, Parameter(name="--kv-disk-size")] = 16 << 30
-    """Largest size of a worker's copies on disk."""
+    """Largest size of each worker's copies on disk."""
     kv_store_url: Text = ""
     """Object store for copies of KV blocks, s3://BUCKET/PREFIX, which all workers of a model share.
     Default: none."""
     kv_store_endpoint: Text = ""
-    """URL of the object store's server. Default: AWS's of the region."""
+    """URL of the object store's server. Default: AWS's server for the region."""
     kv_store_region: Text = ""
-    """Region of the object store. Default: AWS_REGION of the environment, else us-east-1."""
+    """Region of the object store. Default: the variable AWS_REGION, else us-east-1."""
     kv_store_credentials: Text = ""
-    """File with the object store's credentials, in the form of AWS's. Default: AWS_ACCESS_KEY_ID
-    and so on of the environment, else those of the machine."""
+    """File with the object store's credentials, in the format of AWS. Default: AWS_ACCESS_KEY_ID
+    and related variables, else the credentials of the machine."""
     kv_key_file: Text = ""
-    """File with the keys that copies on disk and in the object store are encrypted with, 64
-    hexadecimal digits a line; the first key encrypts. Default: no encryption."""
+    """File with keys that encrypt copies on disk and in the object store. Each line has 64
+    hexadecimal digits. New copies use the first key. Default: no encryption."""
     kv_tier_policy: KvTierPolicy = "value"
-    """Copies that are made and kept. value: those of blocks that were used twice or are likely to
-    return, and the one goes first that is used least and computed soonest. lru: all are made, and
-    the least recently used goes first. prefix: all, and the longest prefix is cut first. priority:
-    all, and the one goes first that had the lowest kv_priority."""
+    """Which evicted blocks are copied, and which copies are dropped first. value: copies blocks
+    that were used twice or are likely to be reused, and drops rarely used, cheap ones. The others
+    copy all blocks. lru: drops the least recently used. prefix: shortens the longest prefix.
+    priority: drops the lowest kv_priority."""
     kv_pin_share: PinShare = 0.5
-    """Largest part of the KV pool, and of each tier, that requests may have evicted last: 0 to
-    1."""
+    """Largest share of the KV pool, and of each tier, that requests may protect from eviction: 0
+    to 1."""
     max_model_len: PositiveOrNone = None
-    """Largest number of tokens in a sequence. 0: what the model was trained for."""
+    """Largest number of tokens of prompt and answer. 0: the model's own limit."""
     max_num_seqs: Positive = 64
-    """Largest number of sequences in one step."""
+    """Largest number of requests that a worker computes at the same time."""
     max_tokens_per_step: PositiveOrNone = None
-    """Largest number of tokens in one step. 0: 512, on CUDA by the card."""
+    """Largest number of tokens that one step computes. 0: 512 on CPUs, by size on GPUs."""
     itl_target_s: Seconds = 0.1
-    """Seconds to each next token, to which chunks of prompts in the same step are cut. 0: off."""
+    """Target for the seconds between two tokens, met by splitting long prompts. 0: off."""
     itl_limit_s: Seconds = 0.0
-    """Seconds to each next token; a sequence that would make them longer waits. 0: off."""
+    """Limit for the seconds between two tokens; a request that would exceed it waits. 0: off."""
     shared_wait_s: Seconds = 10.0
-    """Longest wait for blocks that another request computes, in seconds. 0: none waits."""
+    """Longest wait for KV blocks that another request computes already, in seconds. 0: no wait."""
     lora: Annotated[Mapping[str, str], _Adapters] = field(default_factory=dict)
-    """LoRA adapters in PEFT's format: name in the API and folder. May be given several times."""
+    """LoRA adapters in PEFT's format, as NAME=FOLDER. The option can be repeated."""
     max_loras: Count = 8
-    """Largest number of adapters in the engine's memory, and so in one step. 0: no adapters."""
+    """Largest number of LoRA adapters in a worker's memory. 0: no adapters."""
     max_lora_rank: Positive = 64
-    """Largest rank of an adapter; one of a larger rank is refused."""
+    """Largest rank of a LoRA adapter; adapters with a larger rank are refused."""
     queue_max: Positive = 256
-    """Largest number of waiting sequences; a worker refuses further ones."""
+    """Largest number of requests that wait at a worker; the worker refuses further ones."""
     num_threads: Annotated[Positive, Parameter(name="--threads")] = 1
     """Number of threads of a worker's engine."""
 

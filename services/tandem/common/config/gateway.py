@@ -37,17 +37,17 @@ class GatewayOptions(Options):
     """A router is an endpoint picker, or the front of a decode worker, or neither."""
 
     endpoint_picker: Text = ""
-    """HOST:PORT on which an endpoint picker answers gateways, in place of both public ports."""
+    """HOST:PORT of the endpoint picker for gateways. The public ports are then closed."""
     picker_fallbacks: Count = 2
-    """Number of further endpoints in each pick, for a gateway that tries again."""
+    """Number of alternative endpoints that the picker names for retries."""
     picker_stays: Switch = False
-    """Keep a gateway's stream to the end of the answer, which then passes through the picker."""
+    """The answer also passes through the picker, which then sees its end."""
     objectives: Annotated[Mapping[str, int], by_comma("NAME=PRIORITY,...", parse_objectives)] = (
         field(default_factory=dict)
     )
-    """Priorities of InferenceObjectives. Below 0: refused (429) unless workers have capacity."""
+    """Priority of each InferenceObjective. Below 0: refused (429) when workers are busy."""
     front_of: Text = ""
-    """Id of the decode worker to whose requests an endpoint picker sends the gateway here."""
+    """Id of the decode worker for which this router takes requests from a gateway."""
 
     @property
     def is_router(self) -> bool:

@@ -57,14 +57,14 @@ class AddressConfig(Options):
     """The share of a router that one address gets, over HTTP and over gRPC."""
 
     trusted_proxies: Annotated[tuple[str, ...], by_comma("CIDR,...", _parse_proxies)] = ()
-    """Proxies whose X-Forwarded-For names the client. From others the header is ignored."""
+    """Proxies (CIDR networks) whose header X-Forwarded-For is trusted."""
     connections_per_address: Count = 0
-    """Largest number of connections of an address, except of proxies. 0: half of them all."""
+    """Connections that one address may open. 0: half of --connections-max. Proxies: no limit."""
     requests_per_address: Count = 0
-    """Largest number of unanswered requests of an address. 0: half of --connections-max."""
+    """Requests of one address that may be unanswered. 0: half of --connections-max."""
 
     unparsed_bytes_per_address: Size = 0
-    """Bytes of --unparsed-bytes-max that one address may have. 0: half of them."""
+    """Share of --unparsed-bytes-max that one address may use, in bytes. 0: half of it."""
 
     def check_together(self) -> None:
         for proxy in self.trusted_proxies:
@@ -111,29 +111,29 @@ class AdmissionOptions(Options):
     """The options of a router that say which requests it refuses or delays."""
 
     ttft_limit_s: Seconds = 120.0
-    """Largest predicted seconds to a first token; a request above it is refused (429). 0: off."""
+    """Refuse requests (429) whose first token is predicted later than this many seconds. 0: off."""
     ttft_limit_token_s: Seconds = 0.0
-    """Seconds that each prompt token adds to that limit."""
+    """Seconds that each prompt token adds to --ttft-limit."""
     strict_fields: Switch = False
-    """Refuse a request with a field that nobody knows. Else the header `warning` names it."""
+    """Refuse requests with unknown fields. Otherwise the header `warning` names the fields."""
     responses_kept: Count = 0
-    """Number of /v1/responses that a router keeps in memory, to read and continue. 0: none."""
+    """Number of answers of /v1/responses that a router keeps in memory. 0: none."""
     kv_budgets: Literal["allow", "refuse"] = "allow"
-    """Whether requests may bound the KV that their tokens see (`kv_budget`)."""
+    """Whether requests may limit the KV that they use (`kv_budget`)."""
     logprobs_max: Positive = 500_000
-    """Largest number of log probabilities in one answer, of all its prompts and choices."""
+    """Largest number of log probabilities in one answer."""
     cors_origins: Annotated[tuple[str, ...], _Http, by_comma("ORIGIN,...", _parse_origins)] = ()
-    """Origins whose web pages may call the API of users, such as https://app.example. *: any."""
+    """Web origins that may call the API from browsers, such as https://app.example. *: all."""
     trust_tenant_header: Switch = False
-    """Heed x-tandem-tenant. Only behind a gateway that sets it and drops a client's own."""
+    """Trust the header x-tandem-tenant. Use it only behind a gateway that sets this header."""
     allow_anonymous: Annotated[Switch, Own] = False
-    """Serve everybody while there is no API key, on an address that is not loopback, too."""
+    """Serve everybody without an API key, also on addresses that other machines reach."""
     keys_file: Annotated[Text, Own] = ""
-    """JSON file of key records, such as a mounted Secret, beside the keys in Redis."""
+    """JSON file with API keys, such as a mounted Secret, in addition to the keys in Redis."""
     grpc_memory: PositiveSize = 1 << 30
-    """Bytes by which a gRPC replica or an endpoint picker may grow; then it drains and ends."""
+    """A gRPC replica or endpoint picker restarts when its memory has grown by this many bytes."""
     keys_max_age_s: Seconds = 0.0
-    """Seconds without news of the keys, after which requests with keys are refused. 0: never."""
+    """Refuse requests with keys if the keys could not be read for this many seconds. 0: never."""
 
 
 @Parameter(name="*", group=REQUESTS)
@@ -145,11 +145,11 @@ class RouterOptions(AdmissionOptions):
     model_revision: ModelRevision = ""
     served_model_name: ServedModelName = ""
     host: Annotated[str, Own] = "127.0.0.1"
-    """Address of both public ports."""
+    """Address on which the HTTP and gRPC APIs listen."""
     api: Annotated[Literal["both", "http", "grpc"], Own] = "both"
-    """Public APIs of this process. grpc: a replica for gRPC alone, with a limit on its memory."""
+    """Public APIs of this process. grpc: only gRPC, with a limit on memory (--grpc-memory)."""
     http_port: Annotated[Port, Own] = 8000
-    """Port of the HTTP API. With --api grpc it answers probes and other routers only."""
+    """Port of the HTTP API. With --api grpc, only for probes and other routers."""
     grpc_port: Annotated[Port, Own] = 8001
     """Port of the gRPC API."""
     router_id: Annotated[str, Own] = "router-0"
@@ -163,33 +163,33 @@ class RouterOptions(AdmissionOptions):
         Own,
         by_comma("POOL=RESOURCE/NAME,...", parse_scale_objects),
     ] = field(default_factory=dict)
-    """Objects of Kubernetes whose scale is a pool's size. Default: the pool controller sets it."""
+    """Kubernetes objects whose scale sets the pool sizes. Default: the pool controller does."""
     tokenizer_processes: Positive = 1
     """Number of processes that render and tokenize prompts."""
     lookup_deadline_s: Seconds = 0.02
-    """Seconds that placement waits for the prefix tree. Raise it for a Redis that is far away."""
+    """Longest wait for the prefix tree in Redis, in seconds. Raise it for a distant Redis."""
     hold_deadline_s: Seconds = 30.0
-    """Seconds that a request waits for an empty pool. To start from zero: over a cold start."""
+    """Seconds that a request waits while a pool has no worker. Longer than a cold start."""
     drain_deadline_s: Seconds = 30.0
-    """Seconds for live requests to end once the router is told to stop."""
+    """Seconds that running requests have to finish when the router stops."""
     header_bytes_max: Annotated[PositiveSize, _Http] = 64 << 10
     """Largest request header, in bytes."""
     headers_max: Annotated[Positive, _Http] = 100
     """Largest number of fields in a request header."""
     header_deadline_s: Annotated[PositiveSeconds, _Http] = 10.0
-    """Seconds from the first byte of a header to its end."""
+    """Longest time to receive a request header, in seconds."""
     body_deadline_s: Annotated[PositiveSeconds, _Http] = 60.0
-    """Seconds from the end of a header to the end of the body."""
+    """Longest time to receive a request body, in seconds."""
     keep_alive_s: Annotated[PositiveSeconds, _Http] = 75.0
-    """Seconds that a connection may be idle. Clients should close idle connections sooner."""
+    """An idle connection is closed after this many seconds. Clients should close it earlier."""
     send_deadline_s: Annotated[PositiveSeconds, _Http] = 60.0
-    """Seconds that a client may take no byte of its answer; then it is cut. Also for gRPC."""
+    """A connection whose client reads nothing for this many seconds is closed."""
     connections_max: Annotated[Positive, _Http] = 4096
     """Largest number of open connections."""
     unparsed_bytes_max: Annotated[PositiveSize, _Http] = 256 << 20
-    """Largest number of bytes of all request bodies that have arrived and are not parsed yet."""
+    """Largest total size of request bodies that wait to be parsed, in bytes."""
     allowed_hosts: Annotated[tuple[str, ...], _Http, by_comma("NAME,...", _parse_hosts)] = ()
-    """Further names in `Host` that a router on a loopback address accepts, such as a proxy's."""
+    """Host names, such as that of a proxy, that a router on 127.0.0.1 also accepts."""
     addresses: AddressConfig = field(default_factory=AddressConfig)
     admin: AdminOptions = field(default_factory=AdminOptions)
     answers: AnswerConfig = field(default_factory=AnswerConfig)

@@ -33,9 +33,9 @@ class PublicTls(Options):
     """The certificate of the two public ports, which clients see."""
 
     tls_cert: Annotated[Text, Own] = ""
-    """PEM file: certificate of both public ports, and its chain. Default: clear text."""
+    """PEM file with the certificate chain of both public ports. Default: no TLS."""
     tls_key: Annotated[Text, Own] = ""
-    """PEM file: private key of that certificate."""
+    """PEM file with the private key of --tls-cert."""
 
     def check_together(self) -> None:
         if bool(self.tls_cert) != bool(self.tls_key):

@@ -32,27 +32,27 @@ class TransferConfig(Options):
     transport: Transport = "auto"
     """Transport of KV blocks. auto: the fastest one that works between two workers."""
     nixl_tcp: NixlTcp = "off"
-    """insecure: NIXL may use TCP. Anyone who reaches its port can write the worker's memory."""
+    """insecure: NIXL may use TCP. Anyone who reaches its port can write to the worker's memory."""
     prefill_at: PrefillAt = "auto"
-    """Pool that computes longer prompts. auto: the one with the lower predicted time."""
+    """Pool that computes long prompts. auto: the pool that is predicted to finish first."""
     local_prefill_max_tokens: Count = 64
-    """Largest number of missing tokens that a decode worker always prefills itself."""
+    """Prompts with at most this many uncached tokens are computed by the decode worker itself."""
     verify_blocks: VerifyBlocks = "off"
-    """Pulled blocks whose checksums are compared."""
+    """Which KV blocks from other workers are verified by checksums."""
     delay_s: Annotated[Seconds, Parameter(group=MEASUREMENT, name="--transfer-delay")] = 0.0
     """Seconds that are added to each pull, for tests."""
     bytes_per_s: Annotated[
         NotNegative, Parameter(group=MEASUREMENT, name="--transfer-bandwidth")
     ] = 0.0
-    """Most bytes per second of all pulls together, for tests. 0: no limit."""
+    """Limits all transfers together to this many bytes per second, for tests. 0: no limit."""
     overlap: Annotated[bool, Parameter(group=MEASUREMENT)] = True
-    """Pull blocks while the next ones are computed. Without it, pulls start after the last one."""
+    """Transfer KV blocks while the next ones are computed, instead of afterwards."""
     heartbeat_timeout_s: PositiveSeconds = 30.0
-    """Seconds without a step, after which a worker that blocks are pulled from counts as hung."""
+    """A worker that sends KV blocks counts as hung after this many seconds without a step."""
     pull_deadline_s: PositiveSeconds = 30.0
-    """Seconds for one run of blocks; later its blocks are quarantined."""
+    """Longest transfer of one group of KV blocks, in seconds."""
     warm_blocks: Count = 0
-    """Number of KV blocks that a new worker imports from its peers. 0: it starts cold."""
+    """Number of KV blocks that a new worker copies from other workers. 0: none."""
     connect_deadline_s: Constant[float] = 5.0
     # Seconds between two heartbeats that a producer sends to the consumer of a lease.
     heartbeat_interval_s: Constant[float] = 0.5

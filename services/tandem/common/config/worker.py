@@ -35,11 +35,11 @@ class KvEventOptions(Options):
     """Settings of the KV events that a worker publishes over ZeroMQ, in the format of vLLM."""
 
     kv_events: Text = ""
-    """Endpoint, such as tcp://*:5557 to listen, or tcp://HOST:5557 to connect. Default: none."""
+    """Address for KV events: tcp://*:5557 listens, tcp://HOST:5557 connects. Default: off."""
     kv_events_replay: Text = ""
-    """Endpoint to listen on for subscribers that ask for batches again. Default: none."""
+    """Address at which subscribers request missed KV events. Default: off."""
     kv_events_model: Text = ""
-    """Name of the model in the events' topic, kv@WORKER@MODEL. Default: the model's own name."""
+    """Model name in the topic kv@WORKER@MODEL of KV events. Default: the model's own name."""
 
     def check_together(self) -> None:
         for name in ("kv_events", "kv_events_replay"):
@@ -73,20 +73,20 @@ class WorkerOptions(Options):
     host: Annotated[str, Own] = "127.0.0.1"
     """Address at which routers and peers reach the worker."""
     port: Annotated[Port, Own] = 0
-    """Port of gRPC. 0: chosen by the system."""
+    """Port of gRPC. 0: any free port."""
     metrics_port: Annotated[Port, Own] = 0
-    """Port of metrics and probes. 0: chosen by the system."""
+    """Port of metrics and probes. 0: any free port."""
     tls_dir: TlsDir = ""
     start_deadline_s: Annotated[Seconds, Own] = 1800.0
-    """Seconds for the model's download, conversion and loading."""
+    """Longest time to download, convert and load the model, in seconds."""
     cores: Annotated[tuple[int, ...], Own, by_comma("N,...", _parse_cores)] = ()
-    """Cores to pin the engine to, such as 0 or 0,1. Default: any."""
+    """CPU cores for the engine, such as 0 or 0,1. Default: all."""
     engine_hang_timeout_s: PositiveSeconds = 60.0
-    """Seconds without a turn of a busy engine, after which the worker ends it and itself."""
+    """The worker ends itself if its busy engine computes nothing for this many seconds."""
     generation: Name = ""
-    """Name that differs from that of the workers to be replaced, in an upgrade that changes KV."""
+    """For upgrades that change the KV format: a name that the old workers do not have."""
     drain_deadline_s: Seconds = 30.0
-    """Seconds for live requests to migrate or end once the worker is told to stop."""
+    """Seconds that running requests have to move or finish when the worker stops."""
     engine: EngineConfig
     transfer: TransferConfig = field(default_factory=TransferConfig)
     events: KvEventOptions = field(default_factory=KvEventOptions)

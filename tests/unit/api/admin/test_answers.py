@@ -116,7 +116,7 @@ def ended(ago_s: float, error: QueueFull | None = None) -> RequestRecord:
 
 def test_the_last_minute_has_requests_and_events() -> None:
     events = [
-        ClusterEvent(NOW - 2, "migrated", "decode-1", "5 requests migrated after a loss"),
+        ClusterEvent(NOW - 2, "migrated", "decode-1", "5 requests moved as this worker was lost"),
         ClusterEvent(NOW - 3, "ended", "decode-1", "ended by SIGKILL"),
         ClusterEvent(NOW - 5, "started", "decode-1", "at 10.0.0.1"),
         ClusterEvent(NOW - 5, "started", "decode-0", "at 10.0.0.2"),
@@ -126,8 +126,8 @@ def test_the_last_minute_has_requests_and_events() -> None:
     records = [ended(5), ended(6, QueueFull("full")), ended(90)]
     assert last_minute(records, events, NOW).splitlines() == [
         "2 requests ended, and 1 of them failed: 1 queue_full.",
-        "2 s ago: 5 requests migrated after a loss (decode-1).",
-        "3 s ago: decode-1: ended by SIGKILL.",
+        "2 s ago: 5 requests moved as decode-1 was lost.",
+        "3 s ago: decode-1 ended by SIGKILL.",
         "5 s ago: decode-1, decode-0 started.",
         "The list of events has 1 more.",
     ]

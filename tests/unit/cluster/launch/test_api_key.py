@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from tandem.cluster.launch.api_key import take_api_key, with_api_key
-from tandem.cluster.launch.options import LaunchOptions
+from tandem.cluster.launch.options import LaunchOptions, options_for_others
 from tandem.common.config.router import AdmissionOptions
+from tandem.common.options import parse
 from tandem.errors import ConfigError
 from tandem.net.security.keys import KeyRecord, check_secret, parse_key
 
@@ -77,3 +78,19 @@ def test_routers_read_a_record_without_the_secret(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert msgspec.json.decode(path.read_bytes(), type=list[KeyRecord]) == [record]
     assert b"sk-my-own-key" not in path.read_bytes()
+
+
+def test_a_machine_that_joins_has_the_record_in_its_own_run_folder(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("sk-my-own-key")
+    options = LaunchOptions(listen="10.0.0.1", host="10.0.0.1", api_key_file=str(file))
+    record = take_api_key(options)
+    assert record is not None
+    sent = options_for_others(with_api_key(options, record, tmp_path))
+    assert "sk-my-own-key" not in " ".join(sent)
+    received = parse(LaunchOptions, "tandem join", sent)
+    own = tmp_path / "joined"
+    own.mkdir()
+    joined = with_api_key(received, record, own)
+    assert Path(joined.admission.keys_file).parent == own
+    assert str(file) not in sent

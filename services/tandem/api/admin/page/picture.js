@@ -29,7 +29,7 @@ function readColors() {
 function columnsOf() {
   const all = ordered().map(id => [id, state.workers.get(id)]);
   const of = role => all.filter(([, w]) => w.role === role);
-  const routers = Array.from({length: Math.min(8, state.head?.num_routers ?? 1)}, (_, i) =>
+  const routers = Array.from({length: Math.max(1, Math.min(8, state.head?.num_routers ?? 1))}, (_, i) =>
     [i ? `router (${i + 1})` : state.head?.router_id ?? "router", null]);
   return [["Routers", routers], ["Prefill", of("prefill")], ["Decode", of("decode")]];
 }

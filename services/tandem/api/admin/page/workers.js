@@ -139,7 +139,9 @@ export function showPools() {
     const size = form.querySelector("input");
     if (size && !form.dataset.isEdited) size.value = pool.wanted ?? pool.running ?? 0;
     const ready = name === "router" || name === "grpc" ? "" : `, ${pool.ready} ready`;
-    setText(form.lastChild, `${pool.running ?? 0}${pool.wanted === null ? "" : ` of ${pool.wanted}`} running${ready}`);
+    // The controller counts a process later than it serves. One router runs, because it serves this page.
+    const running = Math.max(pool.running ?? 0, pool.ready ?? 0, name === "router" ? 1 : 0);
+    setText(form.lastChild, `${running}${pool.wanted === null ? "" : ` of ${pool.wanted}`} running${ready}`);
   }
   showAutoscale();
 }
