@@ -81,7 +81,7 @@ reference: $(DEV) ## write the reference pages of the APIs and the tables of fig
 
 .PHONY: site
 site: $(DEV) ## build the documentation site in build/site
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo 'open build/site/index.html'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict && echo 'open build/site/index.html'
 
 .PHONY: release
 release: $(DEV) ## build a release in dist/, without publishing it (ARGS=--tag makes the tag, too)

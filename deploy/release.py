@@ -139,7 +139,7 @@ def _build_wheel(folder: Path) -> None:
 
 def _build_site(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as place:
-        mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+        mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict"]
         _run([*mkdocs, "--site-dir", place], ROOT)
         with tarfile.open(folder / "tandem-site.tar.gz", "w:gz") as archive:
             archive.add(place, "tandem-site")
