@@ -204,7 +204,7 @@ def headline(
     more = len(problems) - _PROBLEMS_MAX
     text = "; ".join(problems[:_PROBLEMS_MAX])
     end = f"; and {more} more." if more > 0 else "" if text.endswith("?") else "."
-    first = text.partition(" ")[0]
+    first = text.partition(" ")[0].rstrip(",")
     if not first[-1:].isdigit():  # the id of a worker stays as it is
         text = text[0].upper() + text[1:]
     return " ".join(filter(None, (text + end, effect, remedy_of(rows))))
