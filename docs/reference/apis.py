@@ -12,6 +12,8 @@ import ast
 import inspect
 import io
 import re
+import subprocess
+import sys
 import tempfile
 import textwrap
 import tokenize
@@ -26,7 +28,6 @@ from google.protobuf.descriptor_pb2 import (
     FieldDescriptorProto,
     FileDescriptorSet,
 )
-from grpc_tools import protoc
 
 import tandem
 from tandem.api.admin.app import make_admin_app
@@ -193,7 +194,9 @@ def _descriptors() -> FileDescriptorSet:
         out = Path(folder) / "set.bin"
         files = [str(ROOT / "proto/tandem/v1" / f"{name}.proto") for name in _PROTOS]
         arguments = [f"-I{ROOT / 'proto'}", "--include_source_info", f"--descriptor_set_out={out}"]
-        assert protoc.main(["protoc", *arguments, *files]) == 0
+        # In a process of its own, because the compiler's protobuf library must not be loaded beside
+        # another one.
+        subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *arguments, *files], check=True)
         return FileDescriptorSet.FromString(out.read_bytes())
 
 
