@@ -82,7 +82,9 @@ class Command:
 
     @property
     def is_run(self) -> bool:
-        return self.needs_cluster or self.words[:2] in (["make", "up"], ["tandem", "simulate"])
+        return (
+            self.needs_cluster or self.text == "make up" or self.words[:2] == ["tandem", "simulate"]
+        )
 
 
 def pages() -> list[Path]:
