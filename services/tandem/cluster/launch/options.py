@@ -19,7 +19,7 @@ from tandem.common.config.autoscale import AutoscaleConfig, AutoscaleMode
 from tandem.common.config.cluster import API_KEY_VARIABLE, Pool
 from tandem.common.config.engine import EngineOptions
 from tandem.common.config.groups import MEASUREMENT, ModelName, ModelRevision, ServedModelName
-from tandem.common.config.router import AdmissionOptions
+from tandem.common.config.router import AddressConfig, AdmissionOptions
 from tandem.common.config.tls import Kind, PublicTls
 from tandem.common.config.transfer import TransferConfig
 from tandem.common.options import (
@@ -106,6 +106,7 @@ class LaunchOptions(Options):
     admin: AdminOptions = field(default_factory=AdminOptions)
     tls: PublicTls = field(default_factory=PublicTls)
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)
+    addresses: AddressConfig = field(default_factory=AddressConfig)
     answers: AnswerConfig = field(default_factory=AnswerConfig)
     engine: EngineOptions = field(default_factory=EngineOptions)
     transfer: TransferConfig = field(default_factory=TransferConfig)
@@ -305,7 +306,8 @@ def _router(
     command += ["--admin-host", options.admin.host]
     command += ["--admin-port", "{admin_port}", "--admin-grpc-port", "{admin_grpc_port}"]
     command += [*_tls(options, run_folder, "router"), *to_argv(options.tls)]
-    command += [*to_argv(options.admission), *to_argv(options.answers)]
+    command += [*to_argv(options.admission), *to_argv(options.addresses)]
+    command += to_argv(options.answers)
     command += to_argv(options.autoscaler)
     if api == "http":
         ports = {
