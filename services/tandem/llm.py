@@ -752,7 +752,9 @@ class _EngineThread:
                 if engine.has_work():
                     self._deliver(engine.step())
         except BaseException as error:
-            log.exception("the engine of this LLM ends")
+            log.exception(
+                "the engine of this LLM failed; its unfinished requests end with an error"
+            )
             reason = f"the engine of this LLM failed: {error!r}"
         finally:
             with self._lock:
@@ -805,7 +807,7 @@ def _engine_config(model: str, enable_lora: bool, options: Mapping[str, Any]) ->
     if unknown := [name for name in options if _VLLM_OPTIONS.get(name, name) not in allowed]:
         own = sorted({*_VLLM_OPTIONS, *_ENGINE_OPTIONS - {*_VLLM_OPTIONS.values()}})
         raise ConfigError(
-            f"LLM has no option {unknown[0]}; it has model, seed, enable_lora, "
+            f"LLM has no option {unknown[0]}; its options are model, seed, enable_lora, "
             f"{', '.join((*_ANSWER_OPTIONS, *own))}"
         )
     if not enable_lora:
@@ -841,7 +843,7 @@ def _chat(
     """Returns the request to continue a conversation. Raises BadRequest."""
     if unknown := fields.keys() - set(ConversationFields.model_fields):
         allowed = ", ".join(sorted({*ConversationFields.model_fields} - {"messages"}))
-        raise BadRequest(f"chat has no argument {min(unknown)}; it has {allowed}")
+        raise BadRequest(f"chat has no argument {min(unknown)}; its arguments are {allowed}")
     body = validate(ChatBody, {"messages": list(messages), **fields})
     return ClientRequest(body.to_conversation(), **_sampling_fields(params))
 
@@ -870,5 +872,9 @@ def _each(given: _T | Sequence[_T] | None, number: int, name: str) -> Sequence[_
     if not isinstance(given, list | tuple):
         return [given] * number  # type: ignore[list-item]
     if len(given) != number:
-        raise BadRequest(f"{name} is a list of {len(given)} for {number} prompts", param=name)
+        raise BadRequest(
+            f"{name} is a list of {len(given)}, but there are {number} prompts; give a list of "
+            f"{number}, or one value for all prompts",
+            param=name,
+        )
     return given

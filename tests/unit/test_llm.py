@@ -82,7 +82,7 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
     short = SamplingParams(temperature=0, max_tokens=2)
     outputs = llm.generate(["One", "Two"], [GREEDY, short])
     assert [len(output.outputs[0].token_ids) for output in outputs] == [8, 2]
-    with pytest.raises(BadRequest, match="sampling_params is a list of 1 for 2 prompts"):
+    with pytest.raises(BadRequest, match="sampling_params is a list of 1, but there are 2 prompts"):
         llm.generate(["One", "Two"], [GREEDY])
 
 
@@ -280,11 +280,15 @@ def test_wrong_parameters_are_refused_when_they_are_made(
 def test_arguments_that_do_not_exist_are_named(llm: LLM, folder: ModelFolder) -> None:
     with pytest.raises(TypeError, match="detokenize"):
         SamplingParams(detokenize=False)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="no option tensor_parallel_size; it has model, seed"):
+    with pytest.raises(
+        ConfigError, match="no option tensor_parallel_size; its options are model, seed"
+    ):
         LLM(folder.path, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="must be one of auto, cpu, cuda"):
         LLM(folder.path, device="gpu")
-    with pytest.raises(BadRequest, match="chat has no argument mm_processor_kwargs; it has add_"):
+    with pytest.raises(
+        BadRequest, match="chat has no argument mm_processor_kwargs; its arguments are add_"
+    ):
         llm.chat(HELLO, GREEDY, mm_processor_kwargs={})
     with (
         LLM(folder.path, **SETTINGS) as plain,

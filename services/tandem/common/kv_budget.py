@@ -62,7 +62,7 @@ def _what_is_wrong(budget: KvBudget) -> str:
         return f"tokens is {budget.tokens}; it must be from 1 to {BUDGET_TOKENS_MAX}"
     if not 0 <= budget.sinks < budget.tokens:
         return (
-            f"sinks is {budget.sinks}; it must be from 0 to {budget.tokens - 1}, so that a token "
-            f"of the budget's {budget.tokens} is left for the window"
+            f"sinks is {budget.sinks}; it must be from 0 to {budget.tokens - 1}, so that at "
+            f"least one of the budget's {budget.tokens} tokens is left for the window"
         )
     return ""

@@ -74,7 +74,10 @@ def parse_from_sources(made: type[T], program: str, argv: Sequence[str]) -> Sour
             for token in argument.tokens:
                 if token.source != "cli" and _variable(token.keyword or "") in _negative(argument):
                     positive = argument.name.removeprefix("--")
-                    raise CycloptsError(msg=f"{token.keyword}: set {positive} to false instead")
+                    raise CycloptsError(
+                        msg=f"{token.keyword} is an option of the command line only; set "
+                        f"{positive} to false instead"
+                    )
                 named = {"cli": _COMMAND_LINE, "env": token.keyword}
                 sources[argument.name] = named.get(token.source) or token.source
 
@@ -91,8 +94,8 @@ def _drop_if_of_kubernetes(variable: str, program: str) -> None:
         del os.environ[variable]
         service = variable.removesuffix("_PORT").lower().replace("_", "-")
         print(
-            f"{program}: {variable}={printable(value)} is ignored: Kubernetes sets it for the "
-            f"Service {service}, and it is no option",
+            f"{program}: {variable}={printable(value)} is ignored: Kubernetes sets this "
+            f"variable for the Service {service}, so it is not read as an option of Tandem",
             file=sys.stderr,
         )
 

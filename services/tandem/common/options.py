@@ -62,7 +62,7 @@ class Bounds:
         if self.most is not None and not value <= self.most:
             return f"be at most {self.most}"
         if self.pattern is not None and not re.fullmatch(self.pattern, value):
-            return f"match {self.pattern}"
+            return f"match the regular expression {self.pattern}"
         return "be a finite number" if value in (math.inf, -math.inf) else ""
 
 
@@ -94,7 +94,7 @@ def to_int(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f'"{text}" is no whole number') from None
+        raise ValueError(f'"{text}" is not a whole number') from None
 
 
 def with_unit(metavar: str, parse: Callable[[str], float], show: Callable[[Any], str]) -> Parameter:
@@ -359,7 +359,7 @@ def one_line(error: CycloptsError) -> str:
     """Returns one line that describes a wrong command line."""
     if isinstance(error, UnusedCliTokensError):
         extra = " ".join(error.unused_tokens or ())
-        return f"nothing takes the argument {extra!r}; --help lists what is taken"
+        return f"unexpected argument {extra!r}; see --help for the allowed arguments and options"
     if isinstance(error, MissingArgumentError) and error.argument is not None:
         if error.keyword:
             return f"{error.keyword} requires an argument"

@@ -37,14 +37,14 @@ _TEMPERATURE_MIN = 0.01
 
 # The allowed values, as error messages and the OpenAPI schema state them.
 ALLOWED = {
-    "n": f"an integer from 1 to {CHOICES_MAX}, from 1 to {BEAMS_MAX} with use_beam_search, and at "
-    f"most {CHOICES_MAX} times the number of prompts",
+    "n": f"an integer from 1 to {CHOICES_MAX}, or to {BEAMS_MAX} with use_beam_search; n times the "
+    f"number of prompts must be at most {CHOICES_MAX}",
     "temperature": "a number from 0 (greedy) to 2",
     "top_p": "a number over 0 and at most 1",
     "top_k": "an integer: -1 or 0 (off), or a count of tokens",
     "min_p": "a number from 0 (off) to 1",
     "seed": "an integer from -2^63 to 2^64-1",
-    "max_tokens": "an integer of at least 1, or 0 with echo of a prompt",
+    "max_tokens": "an integer of at least 1, or 0 with echo in a completion request",
     "min_tokens": "an integer from 0 to max_tokens",
     "stop": f"a non-empty string of at most {STOP_CHARACTERS_MAX} characters, or a list of at "
     f"most {STOP_STRINGS_MAX} such strings",
@@ -64,7 +64,7 @@ ALLOWED = {
     "regex, choice (a list of strings) and grammar",
     "skip_special_tokens": "true or false",
     "include_stop_str_in_output": "true or false",
-    "truncate_prompt_tokens": "an integer of at least 1, or -1 (what the context leaves)",
+    "truncate_prompt_tokens": "an integer of at least 1, or -1 (as many as fit the context)",
 }
 _Real = (float, int)
 # Numeric parameter -> (type, smallest allowed value, largest allowed value).
@@ -206,7 +206,7 @@ def _check(params: SamplingParams) -> None:
 def _check_texts(name: str, texts: object, num_max: int, characters_max: int) -> None:
     for text in _check_list(name, texts, str, num_max):
         if not 0 < len(text) <= characters_max:
-            raise _refusal(name, why="one with an empty or too long string")
+            raise _refusal(name, why="a value with an empty or too long string")
 
 
 def _check_list(name: str, values: object, kind: type, num_max: int) -> list[Any]:
@@ -216,7 +216,7 @@ def _check_list(name: str, values: object, kind: type, num_max: int) -> list[Any
     if not isinstance(values, list) or any(type(value) is not kind for value in values):
         raise _wrong_type(name)
     if len(values) > num_max:
-        raise _refusal(name, why=f"a list of {len(values)}")
+        raise _refusal(name, why=f"a list of {len(values)} items")
     return values
 
 
@@ -226,9 +226,9 @@ def _check_biases(biases: Any) -> None:
     if not isinstance(biases, dict) or any(not isinstance(b, _Real) for b in biases.values()):
         raise _wrong_type("logit_bias")
     if any(type(token_id) is not int for token_id in biases):
-        raise _refusal("logit_bias", why="one with a key that is no token id")
+        raise _refusal("logit_bias", why="an object with a key that is not a token id")
     if len(biases) > BIASES_MAX:
-        raise _refusal("logit_bias", why=f"an object of {len(biases)}")
+        raise _refusal("logit_bias", why=f"an object of {len(biases)} token ids")
     for bias in biases.values():
         if not -BIAS_MAX <= bias <= BIAS_MAX:
             raise _refusal("logit_bias", bias)

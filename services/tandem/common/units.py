@@ -23,7 +23,9 @@ def parse_size(text: str) -> int:
     except ValueError:
         found = _SIZE.fullmatch(text.strip().lower())
     if found is None or found[2] not in _SIZES:
-        raise ValueError(f'"{text}" is no size; write a number of bytes, 500MB or 4GiB')
+        raise ValueError(
+            f'"{text}" is not a size; write a number of bytes, or a size such as 500MB or 4GiB'
+        )
     return round(float(found[1]) * _SIZES[found[2]])
 
 
@@ -35,7 +37,9 @@ def parse_time(text: str) -> float:
     except ValueError:
         parts = _TIME.findall(text)
     if not parts or _TIME.sub("", text).strip():
-        raise ValueError(f'"{text}" is no time; write a number of seconds, 90s, 5m or 1h30m')
+        raise ValueError(
+            f'"{text}" is not a time; write a number of seconds, or a time such as 90s, 5m or 1h30m'
+        )
     return math.fsum(float(number) * _TIMES[unit] for number, unit in parts)
 
 

@@ -558,7 +558,7 @@ class _Clock(threading.local):
         """Raises TemplateError if the deadline has passed. Returns "", because each loop iteration
         prints the result of this call into the prompt."""
         if time.monotonic() > self.late_at:
-            raise jinja2.TemplateError(f"it does not end within {RENDER_S_MAX:g} s")
+            raise jinja2.TemplateError(f"the template did not end within {RENDER_S_MAX:g} s")
         return ""
 
 
@@ -587,7 +587,9 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         _clock.check()
         if _result_size(operator, left, right) > _RESULT_SIZE_MAX:
-            raise jinja2.TemplateError(f"its {operator} makes something too large")
+            raise jinja2.TemplateError(
+                f"the result of the template's operator {operator} is too large"
+            )
         return super().call_binop(context, operator, left, right)
 
 

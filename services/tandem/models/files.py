@@ -85,7 +85,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {first_line(error)}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+        raise ConfigError(f"{path} must contain a JSON object, not a {type(value).__name__}")
     return value
 
 

@@ -30,8 +30,8 @@ def max_context(options: EngineOptions, model: ModelConfig) -> int:
         return model.max_model_len
     if not 1 <= options.max_model_len <= model.max_model_len:
         raise ConfigError(
-            f"max-model-len {options.max_model_len} is not within 1 to {model.max_model_len}, "
-            "the context that the model was trained for"
+            f"max-model-len is {options.max_model_len}; it must be from 1 to "
+            f"{model.max_model_len}, the context length that the model was trained for"
         )
     return options.max_model_len
 
@@ -47,7 +47,7 @@ def why_not_kv_dtype(model: ModelConfig, dtype: str) -> str:
         )
     if model.latent.kv_rank % _LATENT_MULTIPLE:
         return (
-            f"the KV dtype int8 needs latents of a multiple of {_LATENT_MULTIPLE} numbers; "
-            f"kv_lora_rank is {model.latent.kv_rank}"
+            f"the KV dtype int8 needs a model whose kv_lora_rank is a multiple of "
+            f"{_LATENT_MULTIPLE}; it is {model.latent.kv_rank}"
         )
     return ""

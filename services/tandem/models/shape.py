@@ -103,5 +103,6 @@ def _from_hub(name: str, revision: str) -> Path:
     except (OSError, ValueError) as error:  # These are the base classes of the library's errors.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"{name} is no folder here and its config.json cannot be had from the hub ({reason})"
+            f"{name} is not a folder on this machine, and its config.json cannot be downloaded "
+            f"from the hub ({reason})"
         ) from error

@@ -59,7 +59,10 @@ def resolve(model: str, *, revision: str = "", cache_dir: Path | None = None) ->
     """
     path = Path(model).expanduser()
     if revision and (model == BUILT_IN or path.exists() or path.suffix.lower() == ".gguf"):
-        raise ConfigError(f"{model} is no hub model: it has no revision {revision[:80]!r}")
+        raise ConfigError(
+            f"{model} is not a model of the Hugging Face hub, so the revision {revision[:80]!r} "
+            "cannot be used"
+        )
     if model == BUILT_IN and not path.exists():
         if (file := built_in_file(cache_dir)) is None:
             raise ConfigError(
@@ -137,7 +140,8 @@ def read_folder(
     ends = end_token_ids(path)
     if unknown := [token_id for token_id in ends if token_id >= config.vocab_size]:
         log.warning(
-            "%s: no answer ends at eos_token_id %s: vocab_size is %d",
+            "%s: the model cannot generate eos_token_id %s, so no answer ends with it: vocab_size "
+            "is %d",
             path,
             ", ".join(map(str, unknown)),
             config.vocab_size,
@@ -183,13 +187,13 @@ def _with_converted_tokenizer(path: Path, cache_dir: Path | None) -> Path | None
 def _source(path: Path, conversion: dict[str, Any]) -> Path:
     source = Path(str(conversion.get("source") or "(none named)"))
     if not source.exists():
-        raise ConfigError(f"{path} was made from {source}, which is not there now")
+        raise ConfigError(f"{path} was converted from {source}, which does not exist any more")
     return source
 
 
 def _num_weights(path: Path, conversion: dict[str, Any]) -> int:
     if type(counted := conversion.get("num_weights")) is not int:
-        raise ConfigError(f"{path / CONVERSION_FILE} gives no num_weights")
+        raise ConfigError(f"{path / CONVERSION_FILE} has no num_weights, an integer")
     return counted
 
 
@@ -229,8 +233,8 @@ def _downloaded_folder(name: str, revision: str, cache_dir: Path | None) -> Path
                 raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"{name} is no folder here and cannot be had from the hub ({reason}); "
-            f"a model is {_ACCEPTED}"
+            f"{name} is not a folder on this machine and cannot be downloaded from the hub "
+            f"({reason}); a model is {_ACCEPTED}"
         ) from error
 
 
@@ -248,7 +252,9 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
         names = sorted(set(weight_map.values()))
         outside = [name for name in names if Path(name).is_absolute() or ".." in name]
         if outside:
-            raise ConfigError(f"{index} names {outside[0][:80]!r}, which is not in its folder")
+            raise ConfigError(
+                f"{index} names the file {outside[0][:80]!r}, which is outside its folder"
+            )
         for name in names:
             if not (path / name).is_file():
                 raise ConfigError(f"{path} has no {name[:80]!r}, which {_INDEX_FILE} names")

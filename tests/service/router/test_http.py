@@ -329,7 +329,7 @@ BAD = [
     ({"prompt": "x", "temperature": "hot"}, 400, "temperature", "from 0 (greedy) to 2"),
     ({"prompt": "x", "n": 0}, 400, "n", "from 1 to 128"),
     ({"prompt": "x", "n": 129}, 400, "n", "from 1 to 128"),
-    ({"prompt": ["x"] * 3, "n": 43}, 400, "n", "at most 128 times the number of prompts"),
+    ({"prompt": ["x"] * 3, "n": 43}, 400, "n", "must be at most 128"),
     ({"prompt": "x", "n": 2, "best_of": 1}, 400, "best_of", "from n to 128"),
     ({"prompt": "x", "best_of": 2, "stream": True}, 400, "best_of", "n with stream=true"),
     ({"prompt": ["x", "y"], "best_of": 65}, 400, "best_of", "65 for each of 2 prompts"),

@@ -81,7 +81,7 @@ def test_what_tiers_hold_has_a_column_if_a_worker_has_one(width: int) -> None:
 
 
 def test_the_audit_trail_in_80_columns_has_each_entry_whole() -> None:
-    why = "prefill must be an integer from 0 to 64: the size wanted, and nothing else at all"
+    why = "prefill must be an integer from 0 to 64, the wanted size of the pool and nothing else"
     entry = {
         "at": 1.8e9,
         "router_id": "router-0",

@@ -98,7 +98,10 @@ def test_other_variables_of_tandem_set_no_option(monkeypatch: pytest.MonkeyPatch
         ("port: soon", r"Invalid value for \[port\] from .*tandem.yaml"),
         ("port: 0", "port is 0; it must be at least 1"),
         ("port", "must have lines such as `port: 8000`"),
-        ("no-overlap: true", r"\[no-overlap\]: set overlap to false instead"),
+        (
+            "no-overlap: true",
+            r"\[no-overlap\] is an option of the command line only; set overlap to false",
+        ),
         ("port: [", "cannot be read as YAML"),
         ("\0", "cannot be read as YAML"),
     ],
@@ -120,11 +123,15 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_TTFT_LIMIT", "5x")
-    with pytest.raises(ConfigError, match='Invalid value for TANDEM_TTFT_LIMIT: "5x" is no time'):
+    with pytest.raises(
+        ConfigError, match='Invalid value for TANDEM_TTFT_LIMIT: "5x" is not a time'
+    ):
         options()
     monkeypatch.setenv("TANDEM_TTFT_LIMIT", "5s")
     monkeypatch.setenv("TANDEM_NO_OVERLAP", "1")
-    with pytest.raises(ConfigError, match="TANDEM_NO_OVERLAP: set overlap to false instead"):
+    with pytest.raises(
+        ConfigError, match=r"TANDEM_NO_OVERLAP is an option .* only; set overlap to false instead"
+    ):
         options()
 
 

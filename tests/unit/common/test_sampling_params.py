@@ -46,7 +46,7 @@ def test_a_value_of_another_type_is_refused(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"logit_bias": {"5": 1.0}}, "with a key that is no token id"),
+        ({"logit_bias": {"5": 1.0}}, "with a key that is not a token id"),
         ({"min_tokens": 17}, "min_tokens must be an integer from 0 to max_tokens; it is 17"),
         ({"structured_outputs": StructuredOutputsParams(regex="")}, "; it is empty"),
         ({"structured_outputs": StructuredOutputsParams(json_object=False)}, "exactly one of json"),

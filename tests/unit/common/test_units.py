@@ -47,13 +47,17 @@ def test_a_time_is_a_number_of_seconds(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "4XB", "GiB", "4G", "4 Gi B", "-4GiB", "nan"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is no size; write a number of bytes, 500MB or 4GiB"):
+    with pytest.raises(
+        ValueError, match=r"is not a size; write a number of bytes, or a size such as 500MB"
+    ):
         parse_size(text)
 
 
 @pytest.mark.parametrize("text", ["", "5x", "m", "5m6", "1h-5m", "soon"])
 def test_what_is_no_time_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is no time; write a number of seconds, 90s"):
+    with pytest.raises(
+        ValueError, match=r"is not a time; write a number of seconds, or a time such as 90s"
+    ):
         parse_time(text)
 
 

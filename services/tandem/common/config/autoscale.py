@@ -85,6 +85,6 @@ class AutoscaleConfig(Options):
             most = getattr(self, f"{pool}_max")
             if least > most:
                 raise ConfigError(
-                    f"autoscale-{pool}-min is {least} and autoscale-{pool}-max is {most}; "
-                    "0 <= min <= max is allowed"
+                    f"autoscale-{pool}-min is {least}; it must be at most autoscale-{pool}-max, "
+                    f"which is {most}"
                 )

@@ -48,11 +48,11 @@ def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
         name, _, path = entry.partition("=")
         if not re.fullmatch(ADAPTER_NAME, name) or not path:
             raise ConfigError(
-                f"lora has {entry!r}; it must be NAME=PATH, the name of 1 to 128 letters, digits "
-                "and . _ : / -"
+                f"lora has the entry {entry!r}; an entry must be NAME=PATH, and NAME must have 1 "
+                "to 128 characters, each a letter, a digit or one of . _ : / -"
             )
         if name in found:
-            raise ConfigError(f"lora names {name!r} twice")
+            raise ConfigError(f"lora has the name {name!r} twice; each adapter needs its own name")
         found[name] = str(Path(path).expanduser().absolute())
     return found
 
@@ -160,16 +160,25 @@ class EngineOptions(Options):
 
     def check_together(self) -> None:
         if self.numerics == "invariant" and "bfloat16" in (self.dtype, self.kv_dtype):
-            raise ConfigError("numerics=invariant computes in float32; use dtype auto or float32")
+            raise ConfigError(
+                "numerics is invariant, which computes in float32, so neither dtype nor kv-dtype "
+                "can be bfloat16; set them to auto or float32"
+            )
         sealed = [tier.option for tier in KV_TIERS if tier.is_sealed]
         if self.kv_key_file and not any(getattr(self, option) for option in sealed):
             names = " and ".join(map(option_name, sealed))
-            raise ConfigError(f"kv-key-file is set without {names}, so it encrypts nothing")
+            raise ConfigError(
+                f"kv-key-file is set without {names}, so there are no KV blocks to encrypt"
+            )
         for name in ("kv_store_endpoint", "kv_store_region", "kv_store_credentials"):
             if getattr(self, name) and not self.kv_store_url:
-                raise ConfigError(f"{option_name(name)} is set without kv-store-url")
+                raise ConfigError(
+                    f"{option_name(name)} is set without kv-store-url; set both, or neither"
+                )
         if self.lora and not self.max_loras:
-            raise ConfigError("lora names adapters, and max-loras is 0; it must be at least 1")
+            raise ConfigError(
+                "lora lists adapters, but max-loras is 0; set max-loras to at least 1"
+            )
 
 
 @Parameter(name="*", group=ENGINE)

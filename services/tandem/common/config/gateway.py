@@ -24,8 +24,8 @@ def parse_objectives(text: str) -> dict[str, int]:
         match = _OBJECTIVE.fullmatch(entry)
         if match is None or match[1] in found:
             raise ConfigError(
-                f"objectives has {entry!r}; it must be NAME=PRIORITY, such as batch=-1, and each "
-                "NAME once"
+                f"objectives has the entry {entry!r}; an entry must be NAME=PRIORITY, such as "
+                "batch=-1, and no NAME may occur twice"
             )
         found[match[1]] = int(match[3])
     return found
@@ -57,7 +57,8 @@ class GatewayOptions(Options):
     def check_together(self) -> None:
         if self.endpoint_picker and self.front_of:
             raise ConfigError(
-                "endpoint-picker and front-of cannot go together: a picker serves no request"
+                "endpoint-picker and front-of cannot both be set: an endpoint picker serves no "
+                "requests, but the front of a decode worker does"
             )
         if self.endpoint_picker:
             self.picker_address()

@@ -84,8 +84,9 @@ def parse_scale_objects(text: str) -> dict[str, str]:
         match = _SCALE_OBJECT.fullmatch(entry)
         if match is None or match[1] not in SIZED_POOLS or match[1] in found:
             raise ConfigError(
-                f"scale-objects has {entry!r}; it must be POOL=statefulsets/NAME or "
-                f"POOL=deployments/NAME, once for a POOL of {', '.join(SIZED_POOLS)}"
+                f"scale-objects has the entry {entry!r}; an entry must be POOL=statefulsets/NAME "
+                f"or POOL=deployments/NAME, POOL must be one of {', '.join(SIZED_POOLS)}, and no "
+                "POOL may occur twice"
             )
         found[match[1]] = match[2]
     return found
@@ -100,7 +101,8 @@ def _parse_origins(text: str) -> tuple[str, ...]:
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ConfigError(
-                f"cors-origins has {origin!r}; it must be * or such as https://app.example:8443"
+                f"cors-origins has {origin!r}; it must be * or an origin such as "
+                "https://app.example:8443"
             )
     return origins
 
@@ -204,16 +206,21 @@ class RouterOptions(AdmissionOptions):
 
     def check_together(self) -> None:
         if self.api != "both" and self.gateway.endpoint_picker:
-            raise ConfigError("an endpoint picker has no public API: --api goes without it")
+            raise ConfigError(
+                f"--api {self.api} and --endpoint-picker cannot both be set: an endpoint picker "
+                "has no public API"
+            )
         if self.api == "grpc" and self.gateway.front_of:
             raise ConfigError(
-                "a front serves the HTTP API: --api grpc and --front-of cannot go together"
+                "--api grpc and --front-of cannot both be set: the front of a decode worker must "
+                "serve the HTTP API"
             )
         of_address = self.addresses.unparsed_bytes_per_address or self.unparsed_bytes_max // 2
-        if min(of_address, self.unparsed_bytes_max) < self.body_bytes_max:
+        if (room := min(of_address, self.unparsed_bytes_max)) < (body := self.body_bytes_max):
             raise ConfigError(
-                f"unparsed-bytes-per-address must have room for one body of {self.body_bytes_max} "
-                "bytes, and unparsed-bytes-max for two"
+                f"the unparsed request bodies of one address may have {room} bytes together, less "
+                f"than the largest request body, {body}; set unparsed-bytes-per-address to at "
+                f"least {body} and unparsed-bytes-max to at least {2 * body}"
             )
 
     @property

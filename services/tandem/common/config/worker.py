@@ -50,7 +50,10 @@ class KvEventOptions(Options):
                     f"{option} is {endpoint!r}; it must be tcp://HOST:PORT or ipc://PATH"
                 )
         if self.kv_events_replay and not self.kv_events:
-            raise ConfigError("kv-events-replay needs kv-events, which it repeats")
+            raise ConfigError(
+                "kv-events-replay is set without kv-events, so there are no KV events to replay; "
+                "set both, or neither"
+            )
 
 
 def _parse_cores(text: str) -> tuple[int, ...]:

@@ -27,4 +27,8 @@ async def cancel(*tasks: asyncio.Task[Any]) -> None:
             task.cancel()
         _, left = await asyncio.wait(left, timeout=_AGAIN_S)
         for task in left:
-            log.warning("%s goes on after its cancellation; once more", task.get_name())
+            log.warning(
+                "the task %s still runs %g s after its cancellation; it is cancelled again",
+                task.get_name(),
+                _AGAIN_S,
+            )

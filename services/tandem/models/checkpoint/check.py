@@ -51,7 +51,8 @@ def check_weights(files: Sequence[Path], config: ModelConfig) -> Shapes:
         )
         if config.num_layers > len(stored):
             raise UnsupportedModel(
-                f"{config.num_layers} layers are more than the checkpoint has tensors"
+                f"the config has {config.num_layers} layers, but the checkpoint has only "
+                f"{len(stored)} tensors"
             )
         shapes = expected_shapes(config, stored)
         if is_gguf:
@@ -98,8 +99,8 @@ def _forms(
         first = _forms_of(EMBEDDING, shapes[EMBEDDING], stored, config)
         if again.keys() & stored.keys() and _parts(again) != _parts(first):
             raise UnsupportedModel(
-                f"tie_word_embeddings is true, and {OUTPUT} is not stored as {EMBEDDING} is: one "
-                "of them is quantized. Set it to false"
+                f"tie_word_embeddings is true, but only one of {OUTPUT} and {EMBEDDING} is "
+                "quantized, so they are different matrices; set tie_word_embeddings to false"
             )
         forms |= {name: replace(form, is_optional=True) for name, form in again.items()}
     return forms
@@ -163,9 +164,9 @@ def _check_form(tensor: _Stored, form: Form, source: str) -> None:
             f"{_shown(form)}"
         )
     if form.dtypes and tensor.dtype not in form.dtypes:
-        wanted = "numbers with a fraction" if form.dtypes == FLOATS else form.dtypes[0]
+        wanted = "a floating-point type" if form.dtypes == FLOATS else form.dtypes[0]
         raise UnsupportedModel(
-            f"{tensor.file}: {tensor.name} holds {tensor.dtype}; {source} implies {wanted}"
+            f"{tensor.file}: {tensor.name} has type {tensor.dtype}; {source} implies {wanted}"
         )
 
 

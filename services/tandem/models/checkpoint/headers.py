@@ -66,7 +66,7 @@ def read_header(file: Path) -> Header:
         stream.seek(0)
         num_bytes = int.from_bytes(stream.read(8), "little")
         if not 2 <= num_bytes <= min(size - 8, _HEADER_BYTES_MAX):
-            raise ConfigError(f"{file} is not a whole safetensors file")
+            raise ConfigError(f"{file} is not a safetensors file, or is cut short")
         raw = stream.read(num_bytes)
         described = dict(json.loads(raw).items())
         described.pop("__metadata__", None)
@@ -81,13 +81,16 @@ def _tensor(name: str, described: Mapping[str, Any]) -> TensorHeader:
     shape = tuple(described["shape"])
     begin, end = described["data_offsets"]
     if dtype not in _BITS:
-        raise ConfigError(f"{name[:200]} is of the unknown type {dtype!r:.80}")
+        raise ConfigError(f"the tensor {name[:200]} has the unknown type {dtype!r:.80}")
     if any(type(each) is not int or each < 0 for each in (*shape, begin, end)):
-        raise ConfigError(f"{name[:200]} has an impossible shape or place")
+        raise ConfigError(
+            f"the tensor {name[:200]} has an invalid shape or data_offsets; both must consist of "
+            "integers of at least 0"
+        )
     if math.prod(shape) * _BITS[dtype] != 8 * (end - begin):
         raise ConfigError(
-            f"{name[:200]} has {end - begin} bytes, which are not those of {dtype} in the shape "
-            f"{list(shape)!s:.80}"
+            f"the tensor {name[:200]} has {end - begin} bytes, which is not the size of type "
+            f"{dtype} and shape {list(shape)!s:.80}"
         )
     return TensorHeader(dtype, shape)
 
@@ -101,7 +104,10 @@ def _check_complete(file: Path, spans: Iterable[tuple[int, int]], data_bytes: in
         last = end
     if last > data_bytes:
         raise ConfigError(
-            f"{file} is cut short: its tensors take {last} bytes, and it has {data_bytes} of them"
+            f"{file} is cut short: its tensors take {last} bytes, but it has only {data_bytes} "
+            "bytes of data"
         )
     if last < data_bytes:
-        raise ConfigError(f"{file} has {data_bytes - last} bytes after its last tensor")
+        raise ConfigError(
+            f"{file} has {data_bytes - last} bytes after its last tensor; it must have none"
+        )

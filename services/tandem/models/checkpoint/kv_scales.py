@@ -58,8 +58,8 @@ def find_kv_scales(files: Sequence[Path], config: ModelConfig) -> dict[Place, St
             each = tensors[name]
             if math.prod(each.shape) != 1 or each.dtype not in FLOATS:
                 raise UnsupportedModel(
-                    f"{file}: {name} is {each.dtype} of shape {list(each.shape)}; a scale of KV "
-                    "must be one number with a fraction"
+                    f"{file}: {name} has type {each.dtype} and shape {list(each.shape)}; a KV "
+                    "scale must be a single floating-point number"
                 )
             found[place] = StoredScale(file, name)
     if not found and not config.has_kv_scales:
@@ -68,8 +68,7 @@ def find_kv_scales(files: Sequence[Path], config: ModelConfig) -> dict[Place, St
     if missing := [place for place in wanted if place not in found]:
         layer, which = missing[0]
         raise UnsupportedModel(
-            f"{files[0].parent}: the checkpoint lacks {which}_scale of layer {layer}; static "
-            "scales of KV must be there for K and V of all layers, or kv-dtype be another than "
-            "fp8_e4m3"
+            f"{files[0].parent}: the checkpoint lacks {which}_scale of layer {layer}; it needs "
+            "k_scale and v_scale of all layers, unless kv-dtype is a type other than fp8_e4m3"
         )
     return {place: found[place] for place in wanted}

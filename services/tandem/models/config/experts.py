@@ -49,7 +49,9 @@ def read_experts(
     num = size(config, _num_experts_key(config, family))
     top_k = size(config, "num_experts_per_tok")
     if top_k > num:
-        raise UnsupportedModel(f"num_experts_per_tok is {top_k}; there are {num} experts")
+        raise UnsupportedModel(
+            f"num_experts_per_tok is {top_k}; it must be at most the number of experts, {num}"
+        )
     if family.experts == "deepseek":
         return _deepseek_experts(config, family, num_layers, num, top_k)
     is_chosen = family.experts == "qwen"
@@ -64,7 +66,9 @@ def read_experts(
         return [experts] * num_layers
     dense = config.get("mlp_only_layers") or ()
     if not isinstance(dense, Sequence) or any(type(layer) is not int for layer in dense):
-        raise UnsupportedModel(f"mlp_only_layers is {dense!r:.80}; it must be a list of layers")
+        raise UnsupportedModel(
+            f"mlp_only_layers is {dense!r:.80}; it must be a list of layer numbers"
+        )
     step = size(config, "decoder_sparse_step")
     return [
         experts if layer not in dense and (layer + 1) % step == 0 else None
@@ -78,7 +82,7 @@ def _deepseek_experts(
     num_dense = config.get("first_k_dense_replace")
     if type(num_dense) is not int or num_dense < 0:
         raise UnsupportedModel(
-            f"first_k_dense_replace is {num_dense!r:.80}; it must be a number of layers"
+            f"first_k_dense_replace is {num_dense!r:.80}; it must be an integer of at least 0"
         )
     inner = size(config, "moe_intermediate_size")
     experts = Experts(
@@ -103,13 +107,15 @@ def _groups(config: Mapping[str, Any], family: Family, num: int, top_k: int) -> 
     least = 2 if family.is_corrected else 1
     if num % groups.num or num // groups.num < least or groups.top > groups.num:
         raise UnsupportedModel(
-            f"n_group is {groups.num} and topk_group {groups.top}; {num} experts must divide into "
-            f"so many groups of at least {least}"
+            f"n_group is {groups.num} and topk_group is {groups.top}; n_group must divide the "
+            f"{num} experts into equal groups of at least {least}, and topk_group must be at most "
+            "n_group"
         )
     if top_k > groups.top * (num // groups.num):
         raise UnsupportedModel(
-            f"num_experts_per_tok is {top_k}; {groups.top} groups of topk_group have "
-            f"{groups.top * (num // groups.num)} experts"
+            f"num_experts_per_tok is {top_k}; it must be at most "
+            f"{groups.top * (num // groups.num)}, the number of experts in topk_group "
+            f"({groups.top}) groups"
         )
     return groups if groups.top < groups.num else None
 

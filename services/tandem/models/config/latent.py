@@ -66,7 +66,7 @@ def read_latent(config: Mapping[str, Any], family: Family) -> Latent | None:
     if kv_heads not in (None, heads):
         raise UnsupportedModel(
             f"num_key_value_heads is {kv_heads!r:.80}; with latent attention it must be "
-            f"num_attention_heads, {heads}, or null"
+            f"null or equal num_attention_heads, {heads}"
         )
     plain = size(config, "qk_nope_head_dim")
     rope = size(config, "qk_rope_head_dim")
@@ -90,6 +90,8 @@ def _yarn_score_factor(config: Mapping[str, Any]) -> float:
     if kind == "default" or not parameters.get("mscale_all_dim"):
         return 1.0
     if parameters.get("factor") is None:
-        raise UnsupportedModel(f"rope scaling {kind!r:.80} has mscale_all_dim and needs factor")
+        raise UnsupportedModel(
+            f"rope scaling {kind!r:.80} has mscale_all_dim but no factor; it must have both"
+        )
     factor = number(parameters, "factor", 1.0)
     return yarn_scale(factor, number(parameters, "mscale_all_dim", 1.0)) ** 2

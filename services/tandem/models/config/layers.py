@@ -40,7 +40,7 @@ def read_layers(
     supported."""
     if num_layers > LAYERS_MAX:
         raise UnsupportedModel(
-            f"num_hidden_layers is {num_layers}; models with at most {LAYERS_MAX} are supported"
+            f"num_hidden_layers is {num_layers}; it must be at most {LAYERS_MAX}"
         )
     have_rope = _have_rope(config, family, num_layers)
     slide = _have_window(config, family, have_rope)
@@ -96,7 +96,7 @@ def _have_window(config: Mapping[str, Any], family: Family, have_rope: list[bool
     num_full = config.get("max_window_layers", _DEFAULT_WINDOW_LAYERS)
     if type(num_full) is not int or num_full < 0:
         raise UnsupportedModel(
-            f"max_window_layers is {num_full!r:.80}; it must be a number of layers"
+            f"max_window_layers is {num_full!r:.80}; it must be an integer of at least 0"
         )
     return [layer >= num_full for layer in range(num_layers)]
 
@@ -109,8 +109,8 @@ def _check_layer_types(config: Mapping[str, Any], slide: Sequence[bool]) -> None
         return
     if [_slides(kind) for kind in _one_per_layer(kinds, "layer_types", len(slide))] != list(slide):
         raise UnsupportedModel(
-            f"layer_types is {kinds!r:.80}; the architecture, sliding_window and "
-            f"use_sliding_window give a window to {sum(slide)} of {len(slide)} layers"
+            f"layer_types is {kinds!r:.80}, which contradicts the architecture, sliding_window and "
+            f"use_sliding_window: they give {sum(slide)} of {len(slide)} layers a sliding window"
         )
 
 

@@ -231,8 +231,8 @@ def _architecture(config: Mapping[str, Any]) -> str:
     kind = config.get("model_type")
     if kind is not None and _family_of(kind) not in (None, architecture):
         raise UnsupportedModel(
-            f"model_type is {kind!r:.80}, which is {_family_of(kind)}, and architectures names "
-            f"{architecture}; only one can be right"
+            f"model_type is {kind!r:.80}, which means {_family_of(kind)}, but architectures has "
+            f"{architecture}; both must mean the same architecture"
         )
     return architecture
 
@@ -281,7 +281,7 @@ def _check_supported(config: Mapping[str, Any], family: Family) -> None:
         )
     if not flag(config, "is_causal", True):
         raise UnsupportedModel(
-            "is_causal is False, which is not supported: tokens see no later ones"
+            "is_causal is false, which is not supported: a token can only attend to earlier tokens"
         )
     for key in family.refuses:
         if config.get(key):
@@ -309,12 +309,12 @@ def _num_extra_layers(config: Mapping[str, Any], family: Family) -> int:
     num = config.get("num_nextn_predict_layers")
     if num and not family.has_extra_layers:
         raise UnsupportedModel(
-            f"num_nextn_predict_layers is {num!r:.80}; layers that predict further tokens are not "
+            f"num_nextn_predict_layers is {num!r:.80}; multi-token prediction (MTP) layers are not "
             "supported for this architecture"
         )
     if num is not None and (type(num) is not int or num < 0):
         raise UnsupportedModel(
-            f"num_nextn_predict_layers is {num!r:.80}; it must be a number of layers"
+            f"num_nextn_predict_layers is {num!r:.80}; it must be an integer of at least 0"
         )
     return num or 0
 
@@ -325,7 +325,8 @@ def _max_model_len(config: Mapping[str, Any], family: Family) -> int:
     scaling = ropes["full_attention"].scaling
     if scaling is not None and family.has_partial_rope and scaling.kind != "longrope":
         raise UnsupportedModel(
-            f"rope scaling {scaling.kind!r} is not supported for this architecture; longrope is"
+            f"rope scaling {scaling.kind!r} is not supported for this architecture; supported is "
+            "longrope"
         )
     if scaling is None or family.is_length_scaled:
         return stated
@@ -337,19 +338,20 @@ def _check_ropes(layers: Sequence[LayerSpec], family: Family, head_dim: int) -> 
         rotary_dim = rope.rotary_dim(head_dim)
         if rotary_dim != head_dim and not family.has_partial_rope:
             raise UnsupportedModel(
-                f"partial_rotary_factor {rope.rotary_share} is not supported for this architecture"
+                f"partial_rotary_factor {rope.rotary_share} is not supported for this "
+                "architecture; it must be 1"
             )
         if rotary_dim % 2:
             raise UnsupportedModel(
-                f"partial_rotary_factor {rope.rotary_share} rotates {rotary_dim} numbers of a "
-                "head; it must be an even number"
+                f"partial_rotary_factor {rope.rotary_share} rotates {rotary_dim} of the "
+                f"{head_dim} dimensions of a head; the number of rotated dimensions must be even"
             )
         scaling = rope.scaling
         for factors in (scaling.short_factors, scaling.long_factors) if scaling else ():
             if scaling and scaling.kind == "longrope" and len(factors) != rotary_dim // 2:
                 raise UnsupportedModel(
-                    f"rope scaling 'longrope' has {len(factors)} factors for {rotary_dim // 2} "
-                    "frequencies"
+                    f"rope scaling 'longrope' has a list of {len(factors)} factors; it must have "
+                    f"one for each of {rotary_dim // 2} frequencies"
                 )
 
 

@@ -18,7 +18,7 @@ def demand(given: Any, key: str, allowed: tuple[Any, ...], name: str = "") -> An
     value = given.get(key) if isinstance(given, dict) else given
     # Types are compared, too, because True == 1 in Python.
     if not any(value == each and type(value) is type(each) for each in allowed):
-        shown = ", ".join("nothing" if each is None else str(each) for each in allowed)
+        shown = ", ".join("no value" if each is None else str(each) for each in allowed)
         raise refusal(name or key, value, f"supported are {shown}")
     return value
 

@@ -118,8 +118,8 @@ def read_ropes(
         sliding = local
     elif scaling or not given.keys() <= set(_KINDS):
         raise UnsupportedModel(
-            "rope_parameters of this architecture must have full_attention and sliding_attention, "
-            "and nothing beside them; rope_scaling must be absent then"
+            "rope_parameters of this architecture may have only the keys full_attention and "
+            "sliding_attention, and rope_scaling must then be absent"
         )
     else:
         full, sliding = (
@@ -139,7 +139,7 @@ def read_rope(config: Mapping[str, Any], *, default_theta: float = 10000.0) -> R
     parameters = rope_parameters(config)
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedModel(
-            "rope parameters per layer type are not supported; one set for all layers is"
+            "rope parameters per layer type are not supported; all layers must have the same ones"
         )
     theta = optional_number(
         parameters, "rope_theta", optional_number(config, "rope_theta", default_theta)
@@ -164,7 +164,7 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     old = _object(config, "rope_scaling")
     if new and old and _with_theta(new, config) != _with_theta(old, config):
         raise UnsupportedModel(
-            "rope_parameters and rope_scaling say different things; only one can be right"
+            "rope_parameters and rope_scaling differ; make them equal, or remove the wrong one"
         )
     return new or old
 
@@ -228,7 +228,7 @@ def _read_scaling(parameters: Mapping[str, Any], max_positions: int) -> RopeScal
 def _truncate(parameters: Mapping[str, Any]) -> bool:
     # Null is refused: in transformers null means false, although an absent key means true.
     if parameters.get("truncate", True) is None:
-        raise UnsupportedModel("truncate is None; it must be true or false")
+        raise UnsupportedModel("truncate is null; it must be true or false")
     return flag(parameters, "truncate", True)
 
 
@@ -241,7 +241,7 @@ def _factors(parameters: Mapping[str, Any], name: str) -> tuple[float, ...]:
 
 def _number(parameters: Mapping[str, Any], kind: str, name: str) -> float:
     if parameters.get(name) is None:
-        raise UnsupportedModel(f"rope scaling {kind!r} needs {name} > 0")
+        raise UnsupportedModel(f"rope scaling {kind!r} needs {name}, a number > 0")
     return number(parameters, name, 0.0)
 
 

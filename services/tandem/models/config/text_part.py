@@ -118,9 +118,9 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     default = _DEFAULT_KINDS.get(name.removesuffix(_SUFFIX))
     if default is None:
         raise UnsupportedModel(
-            f"architecture {name:.80} is not supported, and neither is its text part alone, "
-            f"{part.get('model_type')!r:.80}; text parts are supported of "
-            f"{', '.join(each + _SUFFIX for each in _DEFAULT_KINDS)}"
+            f"architecture {name:.80} is not supported, and its text part alone "
+            f"({part.get('model_type')!r:.80}) is not supported either; supported are text parts "
+            f"of {', '.join(each + _SUFFIX for each in _DEFAULT_KINDS)}"
         )
     kind = part.get("model_type") or default
     text = {**_DEFAULTS.get(str(kind), {}), **part}
@@ -147,7 +147,9 @@ def names_in_model(stored: Iterable[str], *, is_text_part: bool) -> dict[str, st
         if (own := text_name(name)) is None:
             continue
         if own in names:
-            raise UnsupportedModel(f"{names[own]} and {name} are the same tensor")
+            raise UnsupportedModel(
+                f"{names[own]} and {name} are two names of the same tensor; remove one of them"
+            )
         names[own] = name
     return names
 

@@ -147,7 +147,7 @@ def _check_supported(metadata: GgufMetadata, *, head_dim: int) -> None:
     if num_experts and metadata.architecture not in _WITH_EXPERTS:
         raise UnsupportedModel(
             f"a mixture of {num_experts} experts is not supported for {metadata.architecture}; "
-            f"it is for {' and '.join(_WITH_EXPERTS)}"
+            f"supported architectures with experts are {' and '.join(_WITH_EXPERTS)}"
         )
     for key in _HEAD_SIZE_KEYS if metadata.architecture != "deepseek2" else ():
         size = metadata.size(key, head_dim)
@@ -233,7 +233,7 @@ def _window(metadata: GgufMetadata) -> dict[str, Any]:
     if metadata.of_model("attention.sliding_window_pattern", 1) != 1:
         raise UnsupportedModel(
             "attention.sliding_window_pattern gives a sliding window to some layers and full "
-            "attention to the others; supported is one kind for all layers"
+            "attention to the others; all layers must have the same kind of attention"
         )
     if metadata.architecture not in ("llama", "qwen2", "qwen3", "qwen3moe"):
         raise UnsupportedModel(f"a sliding window is not supported for {metadata.architecture}")

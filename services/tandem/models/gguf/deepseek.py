@@ -39,7 +39,9 @@ def latent_rope(metadata: GgufMetadata) -> dict[str, Any]:
     key = "rope.scaling.yarn_log_multiplier"
     mscale = round(10 * metadata.number(key, 0.0), 6)
     if mscale < 0:
-        raise UnsupportedModel(f"{metadata.architecture}.{key} is {mscale / 10}, below 0")
+        raise UnsupportedModel(
+            f"{metadata.architecture}.{key} is {mscale / 10}; it must be at least 0"
+        )
     return {"mscale": mscale, "mscale_all_dim": mscale} if mscale else {}
 
 
@@ -56,8 +58,8 @@ def _latent(metadata: GgufMetadata) -> dict[str, Any]:
     query, value = _head_sizes(metadata, kv_rank=kv_rank, rope=rope)
     if query <= rope:
         raise UnsupportedModel(
-            f"{metadata.architecture}: a head's key of {query} numbers leaves none without "
-            f"positions: rope.dimension_count is {rope}"
+            f"{metadata.architecture}.rope.dimension_count is {rope}; it must be less than the "
+            f"size of a head's key, {query}"
         )
     return {
         "num_key_value_heads": num_heads,
@@ -83,8 +85,8 @@ def _head_sizes(metadata: GgufMetadata, *, kv_rank: int, rope: int) -> tuple[int
     attention = f"{metadata.architecture}.attention"
     if None in own and own != [None, None]:
         raise UnsupportedModel(
-            f"{attention} has only one of key_length_mla and value_length_mla; both are needed, or "
-            "none"
+            f"{attention} has only one of key_length_mla and value_length_mla; the file must "
+            "have both or neither"
         )
     if own == [None, None]:
         if None in usual:
@@ -94,7 +96,7 @@ def _head_sizes(metadata: GgufMetadata, *, kv_rank: int, rope: int) -> tuple[int
     if usual not in (of_token, [None, None]):
         raise UnsupportedModel(
             f"{attention}.key_length and value_length are {usual!r:.80}; with key_length_mla they "
-            f"must be those of a token's latent, {of_token}"
+            f"must be the sizes of a token's latent, {of_token}"
         )
     return own[0], own[1]
 
@@ -105,7 +107,7 @@ def _experts(metadata: GgufMetadata) -> dict[str, Any]:
     if gating not in (*_SOFTMAX, _SIGMOID):
         raise _refusal(metadata, "expert_gating_func", gating, "0, 1 (softmax) and 2 (sigmoid)")
     if (num_shared := metadata.count("expert_shared_count")) < 1:
-        raise _refusal(metadata, "expert_shared_count", num_shared, "numbers from 1")
+        raise _refusal(metadata, "expert_shared_count", num_shared, "integers of at least 1")
     is_normalized = metadata.flag_of_model("expert_weights_norm", False)
     groups = _groups(metadata, num_experts)
     config = {
@@ -127,7 +129,9 @@ def _experts(metadata: GgufMetadata) -> dict[str, Any]:
             "topk_method": "noaux_tc",
         }
     if is_normalized:  # Refused: transformers ignores this key, and other implementations do not.
-        raise _refusal(metadata, "expert_weights_norm", is_normalized, "False, with softmax")
+        raise _refusal(
+            metadata, "expert_weights_norm", is_normalized, "False if expert_gating_func is softmax"
+        )
     has_groups = groups[0] > 1
     return config | {
         "norm_topk_prob": False,

@@ -27,7 +27,9 @@ def read_headers(files: Sequence[Path], architecture: str) -> dict[str, StoredTe
             continue
         name = hf_name(each.name, architecture)
         if name in headers:
-            raise UnsupportedModel(f"{headers[name].name} and {each.name} are the same tensor")
+            raise UnsupportedModel(
+                f"{headers[name].name} and {each.name} are two names of the same tensor"
+            )
         if not readable.setdefault(each.type, _can_dequantize(each.type)):
             raise UnsupportedModel(
                 f"{each.name} is of type {each.type.name}, which the gguf package cannot dequantize"

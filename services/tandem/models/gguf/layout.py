@@ -89,7 +89,7 @@ def read_parts(files: Sequence[Path], *, skips_strings: bool = False) -> Layout:
     stated = layouts[0].keys.get("split.tensors.count", len(tensors))
     if len(files) > 1 and stated != len(tensors):
         raise ConfigError(
-            f"{files[0]}: split.tensors.count is {stated!r:.80}; the {len(files)} parts have "
+            f"{files[0]}: split.tensors.count is {stated!r:.80}, but the {len(files)} parts have "
             f"{len(tensors)} tensors together"
         )
     return Layout(tensors, layouts[0].keys)
@@ -105,9 +105,9 @@ def _check_part(layout: Layout, number: int, count: int) -> None:
             "--merge, or name them as that program does, NAME-00001-of-00003.gguf"
         )
     if stated != count:
-        raise ConfigError(f"split.count is {stated!r:.80}; by its name it must be {count}")
+        raise ConfigError(f"split.count is {stated!r:.80}; the file's name requires {count}")
     if (found := layout.keys.get("split.no")) != number:
-        raise ConfigError(f"split.no is {found!r:.80}; by its name it must be {number}")
+        raise ConfigError(f"split.no is {found!r:.80}; the file's name requires {number}")
 
 
 class _Scan:
@@ -123,7 +123,7 @@ class _Scan:
 
     def layout(self) -> Layout:
         if self._take(4) != _MAGIC:
-            raise ValueError("it does not begin with GGUF")
+            raise ValueError("it does not begin with the bytes GGUF")
         self._check_version(self._take(4))
         num_tensors = self._count("tensors", _TENSORS_MAX)
         num_keys = self._count("keys", _KEYS_MAX)
@@ -142,11 +142,11 @@ class _Scan:
     def _check_version(self, version: bytes) -> None:
         if int.from_bytes(version, "big") in _VERSIONS:
             raise ValueError(
-                "it is big-endian; little-endian files are supported, and gguf-convert-endian of "
-                "the gguf package makes one of it"
+                "it is big-endian, but only little-endian files are supported; convert it with "
+                "gguf-convert-endian of the gguf package"
             )
         if (number := int.from_bytes(version, "little")) not in _VERSIONS:
-            raise ValueError(f"its version is {number}; 2 and 3 are supported, little-endian")
+            raise ValueError(f"its version is {number}; supported are versions 2 and 3")
 
     def _key_and_value(self) -> tuple[str, Any]:
         key = self._string()
@@ -156,7 +156,10 @@ class _Scan:
                 raise ValueError("general.alignment must be of type uint32")
             self._alignment = self._uint32()
             if self._alignment.bit_count() != 1 or self._alignment > _ALIGNMENT_MAX:
-                raise ValueError(f"general.alignment is {self._alignment}")
+                raise ValueError(
+                    f"general.alignment is {self._alignment}; it must be a power of 2 and at most "
+                    f"{_ALIGNMENT_MAX}"
+                )
             return key, self._alignment
         if kind == _ARRAY:
             return key, self._array()
@@ -177,7 +180,7 @@ class _Scan:
 
     def _numbers(self, kind: int, num: int) -> list[Any]:
         if kind not in _SCALARS:
-            raise ValueError(f"a value before byte {self._at} is of the unknown type {kind}")
+            raise ValueError(f"a value before byte {self._at} has the unknown type {kind}")
         form = f"<{num}{_SCALARS[kind]}"
         return list(struct.unpack(form, self._take(struct.calcsize(form))))
 
@@ -187,7 +190,10 @@ class _Scan:
         name = self._string()
         num_dims = self._uint32()
         if not 1 <= num_dims <= _DIMS_MAX:
-            raise ValueError(f"the tensor {_shown(name)} has {num_dims} dimensions")
+            raise ValueError(
+                f"the tensor {_shown(name)} has {num_dims} dimensions; it must have from 1 to "
+                f"{_DIMS_MAX}"
+            )
         dims = [self._uint64() for _ in range(num_dims)]
         kind = self._uint32()
         start = self._uint64()
@@ -195,9 +201,12 @@ class _Scan:
             of_type = gguf.GGMLQuantizationType(kind)
             block_size, block_bytes = gguf.GGML_QUANT_SIZES[of_type]
         except (ValueError, KeyError):
-            raise ValueError(f"the tensor {_shown(name)} is of the unknown type {kind}") from None
+            raise ValueError(f"the tensor {_shown(name)} has the unknown type {kind}") from None
         if 0 in dims or dims[0] % block_size:
-            raise ValueError(f"the tensor {_shown(name)} has the impossible shape {dims}")
+            raise ValueError(
+                f"the tensor {_shown(name)} has the invalid shape {dims}; no dimension may be 0, "
+                f"and the first must be a multiple of {block_size}"
+            )
         end = start + math.prod(dims) // block_size * block_bytes
         return StoredTensor(self._file, name, of_type, tuple(reversed(dims)), start, end)
 
@@ -205,11 +214,15 @@ class _Scan:
         last = 0
         for start, end in sorted((tensor.begin, tensor.end) for tensor in tensors):
             if start % self._alignment or start < last:
-                raise ValueError(f"the data of two tensors overlap or begin askew at byte {start}")
+                raise ValueError(
+                    f"the tensor data at byte {start} overlaps the data before it, or does not "
+                    f"begin at a multiple of {self._alignment} bytes"
+                )
             last = end
         if tensors and begin + last > len(self._data):
             raise ValueError(
-                f"its tensors end at byte {begin + last}, and the file at byte {len(self._data)}"
+                f"it is cut short: its tensors end at byte {begin + last}, but the file ends at "
+                f"byte {len(self._data)}"
             )
 
     def _take(self, num_bytes: int) -> bytes:
@@ -256,11 +269,13 @@ class _Scan:
 
     def _count(self, what: str, num_max: int) -> int:
         if (count := self._uint64()) > num_max:
-            raise ValueError(f"it claims {count} {what}; at most {num_max} are read")
+            raise ValueError(f"it has {count} {what}; at most {num_max} are allowed")
         return count
 
     def _cut_short(self) -> ValueError:
-        return ValueError(f"it ends at byte {len(self._data)}, within its metadata")
+        return ValueError(
+            f"it is cut short: it ends at byte {len(self._data)}, within its metadata"
+        )
 
     def _uint32(self) -> int:
         return int(struct.unpack("<I", self._take(4))[0])

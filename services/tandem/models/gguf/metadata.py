@@ -56,7 +56,8 @@ class GgufMetadata:
         tokens = self.items("tokenizer.ggml.tokens", str)
         if not tokens:
             raise UnsupportedModel(
-                "the GGUF file has no tokenizer.ggml.tokens, a list of the texts of all tokens"
+                "the GGUF file has no tokenizer.ggml.tokens; it must have this list of all tokens' "
+                "texts"
             )
         return tokens
 
@@ -66,9 +67,7 @@ class GgufMetadata:
             return None
         num_tokens = len(self.tokens())
         if type(value) is not int or not 0 <= value < num_tokens:
-            raise _refusal(
-                key, value, f"it must be the id of one of the {num_tokens} tokens, from 0 on"
-            )
+            raise _refusal(key, value, f"it must be a token id, from 0 to {num_tokens - 1}")
         return value
 
     def special_ids(self, **keys: str) -> dict[str, int]:
@@ -87,7 +86,7 @@ class GgufMetadata:
         if isinstance(value, list):
             if len(set(value)) != 1:
                 raise UnsupportedModel(
-                    f"{full_key} differs from layer to layer; only one value for all is supported"
+                    f"{full_key} differs from layer to layer; all layers must have the same value"
                 )
             return value[0]
         return value
@@ -98,7 +97,7 @@ class GgufMetadata:
 
     def count(self, key: str, default: Any = _MISSING) -> Any:
         """Reads an integer of at least 0 from a key with the architecture's prefix."""
-        return self._of_model(key, default, _is_count, "an integer from 0 on")
+        return self._of_model(key, default, _is_count, "an integer of at least 0")
 
     def number(self, key: str, default: Any = _MISSING) -> Any:
         return self._of_model(key, default, _is_number, "a number")
@@ -117,7 +116,7 @@ class GgufMetadata:
     ) -> Any:
         if key not in self._keys:  # `value` is the default.
             if value is _MISSING:
-                raise UnsupportedModel(f"the GGUF file has no {key}; it must be {allowed}")
+                raise UnsupportedModel(f"the GGUF file has no {key}, which must be {allowed}")
             return value
         if not is_allowed(value):
             raise _refusal(key, value, f"it must be {allowed}")

@@ -76,7 +76,8 @@ def hf_name(name: str, architecture: str = "LlamaForCausalLM") -> str:
     parts = _OUTER if match and match["layer"] is None else _inner(architecture)
     if match is None or match["part"] not in parts:
         raise UnsupportedModel(
-            f"the tensor {name:.80} has no place in {architecture}, the architecture of this file"
+            f"the tensor {name:.80} does not belong to {architecture}, the architecture of this "
+            "file"
         )
     module = parts[match["part"]]
     if match["layer"] is not None:

@@ -44,8 +44,8 @@ def rope_scaling(
 def _longrope(metadata: GgufMetadata, tables: Mapping[str, np.ndarray]) -> dict[str, Any]:
     if metadata.architecture != "phi3" or not {ROPE_LONG, ROPE_SHORT} <= tables.keys():
         raise UnsupportedModel(
-            f"a rope scaling by {ROPE_LONG} and {ROPE_SHORT} is supported for phi3, and both "
-            f"tables are needed; this is {metadata.architecture} with {', '.join(sorted(tables))}"
+            f"rope scaling by tables is supported only for phi3 and needs both {ROPE_LONG} and "
+            f"{ROPE_SHORT}; this file is {metadata.architecture} with {', '.join(sorted(tables))}"
         )
     scaling = {
         "rope_type": "longrope",
@@ -77,7 +77,7 @@ def _llama3_scaling(rope_freqs: np.ndarray, *, theta: float) -> dict[str, Any]:
     )
     if not np.allclose(expected, rope_freqs, rtol=1e-4):
         raise UnsupportedModel(
-            "the table rope_freqs.weight is not one of Llama 3's scalings; "
+            "the table rope_freqs.weight does not have a rope scaling of Llama 3; "
             "supported are linear, llama3 and yarn"
         )
     return {

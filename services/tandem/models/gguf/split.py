@@ -29,7 +29,10 @@ def parts_of(file: Path) -> tuple[Path, ...]:
         return (file,)
     count = int(found["count"])
     if not 1 <= int(found["number"]) <= count:
-        raise ConfigError(f"{file} is named as part {found['number']} of {found['count']}")
+        raise ConfigError(
+            f"{file} has the part number {found['number']} in its name; it must be from 1 to "
+            f"{found['count']}"
+        )
     numbers = range(1, count + 1)
     parts = tuple(
         file.with_name(f"{found['name']}-{number:05}-of-{count:05}{found['suffix']}")
@@ -37,6 +40,6 @@ def parts_of(file: Path) -> tuple[Path, ...]:
     )
     if missing := [part.name for part in parts if not part.is_file()]:
         raise ConfigError(
-            f"{file} is one of {count} parts of a model, and {file.parent} lacks {few(missing)}"
+            f"{file} is one of {count} parts of a model, but {file.parent} lacks {few(missing)}"
         )
     return parts

@@ -119,8 +119,8 @@ def write_tokenizer(metadata: GgufMetadata, folder: Path) -> None:
     pre = metadata.text("tokenizer.ggml.pre", "(none named)")
     if model not in ("gpt2", "llama"):
         raise UnsupportedModel(
-            f"GGUF tokenizer {model} is not supported; gpt2 (byte-level BPE) and llama "
-            "(SentencePiece) are. Use the model's Hugging Face folder instead"
+            f"GGUF tokenizer {model} is not supported; supported are gpt2 (byte-level BPE) and "
+            "llama (SentencePiece). Use the model's Hugging Face folder instead"
         )
     if model == "gpt2" and pre not in _PATTERNS:
         raise UnsupportedModel(
@@ -191,16 +191,16 @@ def _merges(metadata: GgufMetadata, vocab: Mapping[str, int]) -> list[tuple[str,
     merges = metadata.items("tokenizer.ggml.merges", str)
     if merges is None:
         raise UnsupportedModel(
-            "the GGUF file has no tokenizer.ggml.merges, which tokenizer.ggml.model gpt2 needs: "
-            "pairs of tokens with a space between them"
+            "the GGUF file has no tokenizer.ggml.merges; with tokenizer.ggml.model gpt2 it must "
+            "have this list of pairs of tokens"
         )
     pairs = []
     for number, merge in enumerate(merges):
         left, space, right = merge.partition(" ")
         if not (space and left in vocab and right in vocab and left + right in vocab):
             raise UnsupportedModel(
-                f"tokenizer.ggml.merges has {merge!r:.80} as number {number}; it must be two "
-                "tokens that make a third one, with a space between them"
+                f"entry {number} of tokenizer.ggml.merges is {merge!r:.80}; it must be two tokens "
+                "with a space between them, and the two joined must be a token, too"
             )
         pairs.append((left, right))
     return pairs
@@ -247,13 +247,13 @@ def _sentence_piece(metadata: GgufMetadata, tokens: Sequence[str]) -> Tokenizer:
     scores = metadata.items("tokenizer.ggml.scores", float, len(tokens))
     if scores is None:
         raise UnsupportedModel(
-            "the GGUF file has no score for each token (tokenizer.ggml.scores), which "
-            "tokenizer.ggml.model llama needs"
+            "the GGUF file has no score for each token (tokenizer.ggml.scores), which it "
+            "needs because tokenizer.ggml.model is llama"
         )
     unknown = metadata.token_id(special_key("unknown"))
     if (longest := max(map(len, tokens))) > _PIECE_MAX:
         raise UnsupportedModel(
-            f"tokenizer.ggml.tokens has a token of {longest} characters; they must have at most "
+            f"tokenizer.ggml.tokens has a token of {longest} characters; a token may have at most "
             f"{_PIECE_MAX}"
         )
     vocab = {token: token_id for token_id, token in enumerate(tokens)}

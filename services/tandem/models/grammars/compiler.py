@@ -86,7 +86,7 @@ class GrammarCompiler:
         if matcher.is_error():
             return matcher.get_error()
         if matcher.is_stopped() and not matcher.is_accepting():
-            return "no text matches it"
+            return "no text can match it"
         return ""
 
     def forced_token(self, matcher: LLMatcher) -> int | None:
@@ -124,7 +124,7 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 eos = [token_id for token_id in self.eos_token_ids if token_id < self.vocab_size]
                 if not eos:
-                    raise BadRequest("the model has no end-of-sequence token")
+                    raise BadRequest("the model has no end-of-sequence token, which grammars need")
                 text = self.tokenizer_file.read_text(encoding="utf-8")
                 # The tokenizer may have added tokens whose ids are above the model's last logit.
                 num_tokens = max(Tokenizer.from_str(text).get_vocab().values()) + 1

@@ -170,7 +170,7 @@ class GrammarMatcher:
             try:
                 self._update()
             except BaseException as error:  # llguidance's panics do not derive from Exception.
-                log.exception("a mask failed")
+                log.exception("the token mask of a grammar could not be computed")
                 self.error = self.error or repr(error)
             self.cost_s = time.thread_time() - started
             self._compiled.is_broken |= bool(self.error)

@@ -120,7 +120,7 @@ def _checked_schema(schema: object) -> dict[str, Any]:
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise ValueError("a schema is a JSON object")
+        raise ValueError("a schema must be a JSON object")
     _check_schema(schema)
     # A client's schema must not set the compiler's options.
     return {name: value for name, value in schema.items() if name != "x-guidance"}
@@ -131,7 +131,7 @@ def _check_schema(schema: dict[str, Any]) -> list[int]:
     the schema is nested too deeply, has too many lists and objects (VISITS_MAX), or has too large
     divisors."""
     if _depth(schema) > DEPTH_MAX:
-        raise ValueError(f"the schema is nested more than {DEPTH_MAX} deep")
+        raise ValueError(f"the schema is nested more than {DEPTH_MAX} levels deep")
     seen: set[int] = set()
     divisors: list[int] = []
     num_visits = 0
@@ -140,10 +140,13 @@ def _check_schema(schema: dict[str, Any]) -> list[int]:
         nonlocal num_visits
         num_visits += 1
         if num_visits > VISITS_MAX:
-            raise ValueError("the schema is too large with its references")
+            raise ValueError(
+                f"the schema with its references has more than {VISITS_MAX} lists and objects"
+            )
         if depth > EXPANDED_DEPTH_MAX:
             raise ValueError(
-                f"the schema is nested more than {EXPANDED_DEPTH_MAX} deep with its references"
+                f"the schema with its references is nested more than {EXPANDED_DEPTH_MAX} levels "
+                "deep"
             )
         for inner in _inside(value):
             if isinstance(inner, dict | list):
@@ -197,8 +200,8 @@ def _check_divisors(divisors: list[int]) -> None:
     work = max(sum(d for d in divisors if d > 1), reduce(_lcm, divisors, 1))
     if work > DIVISORS_MAX:
         raise ValueError(
-            "its multipleOf are too large: their digits without zeros at the end may have a sum and"
-            f" a least common multiple of {DIVISORS_MAX} at most"
+            "its values of multipleOf are too large: without decimal point and trailing zeros, "
+            f"their sum and their least common multiple must be at most {DIVISORS_MAX}"
         )
 
 
@@ -261,8 +264,8 @@ def _checked_lark(text: str) -> str:
         brackets, used = rules[name]
         if depth + brackets > EXPANDED_DEPTH_MAX:
             raise ValueError(
-                f"its rules lead more than {EXPANDED_DEPTH_MAX} deep into each other, which the"
-                " compiler's stack does not allow"
+                f"its rules use each other more than {EXPANDED_DEPTH_MAX} levels deep, which "
+                "the compiler's stack does not allow"
             )
         seen.add(name)
         for other in used:
@@ -278,7 +281,7 @@ def _checked_lark(text: str) -> str:
 def _choices(source: str) -> list[str]:
     choices = json.loads(source)
     if not (isinstance(choices, list) and choices):
-        raise ValueError("a choice is a list of at least one string")
+        raise ValueError("choice must be a list of at least one string")
     if not all(isinstance(choice, str) and choice for choice in choices):
-        raise ValueError("each choice is a non-empty string")
+        raise ValueError("each choice must be a non-empty string")
     return choices

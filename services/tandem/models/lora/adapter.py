@@ -129,13 +129,15 @@ def open_lora(path: str, model: ModelConfig, *, rank_max: int) -> LoraFolder:
         raise ConfigError(f"{folder} has no {WEIGHTS_FILE}; save the adapter as safetensors")
     with naming(file):
         if file.stat().st_size > _CONFIG_BYTES_MAX:
-            raise ConfigError(f"{file} has over {_CONFIG_BYTES_MAX} bytes, which no adapter needs")
+            raise ConfigError(
+                f"{file} is larger than the {_CONFIG_BYTES_MAX} bytes that are allowed"
+            )
         raw = file.read_bytes()
         modules = read_modules(read_json(file), model)
         ranks = [module.rank for module in modules.values()]
         if max(ranks) > rank_max:
             raise UnsupportedModel(
-                f"its rank is {max(ranks)}; max-lora-rank allows at most {rank_max}"
+                f"the adapter has rank {max(ranks)}; max-lora-rank allows at most {rank_max}"
             )
     with naming(folder / WEIGHTS_FILE):
         header = read_header(folder / WEIGHTS_FILE)
@@ -169,11 +171,12 @@ def read_modules(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Lor
 def _check_supported(config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
         raise UnsupportedModel(
-            f"peft_type is {config.get('peft_type')!r:.80}, which is not supported; LORA is"
+            f"peft_type is {config.get('peft_type')!r:.80}, which is not supported; it must be LORA"
         )
     if config.get("bias", "none") != "none":
         raise UnsupportedModel(
-            f"bias is {config['bias']!r:.80}, which is not supported; none is: train no biases"
+            f"bias is {config['bias']!r:.80}, which is not supported; train the adapter with bias "
+            "none"
         )
     initialized = config.get("init_lora_weights", True)
     if not any(initialized is allowed or initialized == allowed for allowed in _INITIALIZED):
@@ -234,10 +237,13 @@ def _check_header(
         tensors[name] = plain.get(a, a), plain.get(b, b)
     if surplus := plain.keys() - expected.keys():
         raise UnsupportedModel(
-            f"it has {few(sorted(surplus))}, which {CONFIG_FILE} does not name for this model"
+            f"the adapter has {few(sorted(surplus))}, which {CONFIG_FILE} does not imply for this "
+            "model"
         )
     if missing := expected.keys() - plain.keys():
-        raise UnsupportedModel(f"it lacks {few(sorted(missing))}, which {CONFIG_FILE} implies")
+        raise UnsupportedModel(
+            f"the adapter lacks {few(sorted(missing))}, which {CONFIG_FILE} implies"
+        )
     for name, shape in expected.items():
         found = header[plain[name]]
         if found.shape != shape:
@@ -247,7 +253,7 @@ def _check_header(
             )
         if found.dtype not in _DTYPES:
             raise UnsupportedModel(
-                f"{name} holds {found.dtype}; supported are {', '.join(_DTYPES)}"
+                f"{name} has type {found.dtype}; supported are {', '.join(_DTYPES)}"
             )
     return tensors
 

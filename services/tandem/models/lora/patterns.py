@@ -63,7 +63,9 @@ def match_all(patterns: Sequence[Pattern], names: Sequence[str]) -> list[list[st
     answers = [json.loads(line) for line in output.split(b"\n")[:-1]]
     wrong = next((i for i, answer in enumerate(answers) if isinstance(answer, dict)), None)
     if wrong is not None:
-        raise _refusal(patterns[wrong], f"is no regular expression: {answers[wrong]['why']}")
+        raise _refusal(
+            patterns[wrong], f"is not a valid regular expression: {answers[wrong]['why']}"
+        )
     if len(answers) < len(patterns):
         raise _refusal(
             patterns[len(answers)],

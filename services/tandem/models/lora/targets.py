@@ -136,7 +136,9 @@ def _layers(config: Mapping[str, Any]) -> tuple[Collection[int], list[str]] | No
         return None
     layers = given if isinstance(given, list) else [given]
     if not all(type(layer) is int for layer in layers):
-        raise UnsupportedModel(f"layers_to_transform is {given!r:.80}; it must be layers' numbers")
+        raise UnsupportedModel(
+            f"layers_to_transform is {given!r:.80}; it must be a layer number or a list of them"
+        )
     return layers, patterns if isinstance(patterns, list) else [patterns]
 
 
@@ -155,8 +157,8 @@ def _in_layers(names: list[str], layers: Collection[int], lists: list[str]) -> l
     first = [next(filter(None, of_name), "") for of_name in zip(*numbers, strict=True)]
     if lists and not any(map(str.isdecimal, first)):
         raise UnsupportedModel(
-            f"layers_pattern {lists!r:.80} names no list of layers of this model; its list is "
-            "layers"
+            f"layers_pattern {lists!r:.80} names no list of layers of this model; the only "
+            "such list is named layers"
         )
     chosen = [
         name
@@ -167,8 +169,8 @@ def _in_layers(names: list[str], layers: Collection[int], lists: list[str]) -> l
         existing = sorted(int(number) for number in first if number.isdecimal())
         where = f"from {existing[0]} to {existing[-1]}" if existing else "none"
         raise UnsupportedModel(
-            f"layers_to_transform {layers!r:.80} names no layer with a module of target_modules; "
-            f"such layers are {where}"
+            f"layers_to_transform {layers!r:.80} has no layer with a module of target_modules; "
+            f"layers with one: {where}"
         )
     return chosen
 

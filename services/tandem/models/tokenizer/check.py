@@ -51,7 +51,9 @@ def check_file(file: Path) -> None:
     )
     if status == 0:
         return
-    lines = output.decode(errors="replace").splitlines() or ["it cannot be loaded within bounds"]
+    lines = output.decode(errors="replace").splitlines() or [
+        "loading it fails, or takes too much time or memory"
+    ]
     raise ConfigError(f"{file} cannot be used: {lines[-1]}")
 
 
@@ -65,7 +67,9 @@ def check_rules(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
     _check_growth(tokenizer)
     around = len(tokenizer.encode("").ids)
     if around > _AROUND_MAX:
-        raise ConfigError(f"it puts {around} tokens around each text; {_AROUND_MAX} are allowed")
+        raise ConfigError(
+            f"it adds {around} tokens to each text; at most {_AROUND_MAX} are allowed"
+        )
     for text in _texts():
         shown = text if len(text) < 8 else f"{text[:4]}... ({len(text)} characters)"
         yield f"its rules fail or do not end on the text {json.dumps(shown)}"
@@ -73,14 +77,18 @@ def check_rules(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
         tokens_max = around + 64 + _TOKENS_PER_BYTE_MAX * len(text.encode())
         if len(ids) > tokens_max:
             raise ConfigError(
-                f"its rules make {len(ids)} tokens of the text {json.dumps(shown)}; {tokens_max} "
-                "are allowed"
+                f"its rules make {len(ids)} tokens of the text {json.dumps(shown)}; at most "
+                f"{tokens_max} are allowed"
             )
         num_characters = len(tokenizer.decode(ids))
-        if num_characters > 64 + _CHARACTERS_PER_TOKEN_MAX * len(ids):
-            raise ConfigError(f"its decoder makes {num_characters} characters of {len(ids)} tokens")
+        characters_max = 64 + _CHARACTERS_PER_TOKEN_MAX * len(ids)
+        if num_characters > characters_max:
+            raise ConfigError(
+                f"its decoder makes {num_characters} characters of {len(ids)} tokens; at most "
+                f"{characters_max} are allowed"
+            )
         if time.monotonic() - began > TEXTS_S:
-            raise ConfigError(f"its rules take over {TEXTS_S:g} s for a few short texts")
+            raise ConfigError(f"its rules take more than {TEXTS_S:g} s for a few short texts")
 
 
 def _check_growth(tokenizer: tokenizers.Tokenizer) -> None:
@@ -104,7 +112,7 @@ def _check_growth(tokenizer: tokenizers.Tokenizer) -> None:
         if growth > _GROWTH_MAX:
             raise ConfigError(
                 f"the rules of its {part} may make a text {growth:.3g} times as long; "
-                f"{_GROWTH_MAX} times are allowed"
+                f"at most {_GROWTH_MAX} times are allowed"
             )
 
 

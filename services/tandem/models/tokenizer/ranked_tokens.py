@@ -199,8 +199,8 @@ def _family(settings: Mapping[str, Any], file: Path, num_ranks: int) -> _Family:
     by_code = next((family for name, family in _BY_CODE.items() if name in code), None)
     if by_code is None and settings.get("auto_map"):
         raise UnsupportedModel(
-            f"its tokenizer is the code {code:.80}, which is not known; known are the tiktoken "
-            "files of Llama 3, Qwen and Kimi. Save the tokenizer as tokenizer.json"
+            f"its tokenizer needs the code {code:.80}, which is not supported; supported are the "
+            "tiktoken files of Llama 3, Qwen and Kimi. Save the tokenizer as tokenizer.json"
         )
     by_name = _KIMI if file.name == "tiktoken.model" else _LLAMA3
     by_name = _QWEN if file.suffix == ".tiktoken" else by_name
@@ -217,19 +217,20 @@ def _tekken(file: Path) -> _Tokens:
     num_ranked = size(config, "default_vocab_size") - num_special
     if not 0 < num_ranked <= len(vocab) or num_special > _SPECIAL_MAX:
         raise ConfigError(
-            f"default_vocab_size is {config['default_vocab_size']}; there are {num_special} "
-            f"special tokens (at most {_SPECIAL_MAX} are read) and {len(vocab)} others"
+            f"default_vocab_size is {config['default_vocab_size']} and default_num_special_tokens "
+            f"is {num_special}; their difference must be from 1 to {len(vocab)}, and there may be "
+            f"at most {_SPECIAL_MAX} special tokens"
         )
     pattern = config.get("pattern")
     if not isinstance(pattern, str):
-        raise ConfigError(f"config.pattern is {pattern!r:.80}; it must be a text")
+        raise ConfigError(f"config.pattern is {pattern!r:.80}; it must be a string")
     ranked: dict[bytes, int] = {}
     for number, each in enumerate(vocab[:num_ranked]):
         token = each.get("token_bytes") if isinstance(each, dict) else None
         if not isinstance(token, str) or each.get("rank") != number:
             raise ConfigError(
-                f"vocab has {each!r:.80} as number {number}; it must have the rank "
-                f"{number} and token_bytes in base64"
+                f"entry {number} of vocab is {each!r:.80}; it must have the rank {number} and "
+                "token_bytes in base64"
             )
         ranked[_decode_token(token.encode(), f"vocab {number}")] = number
     _check_ranks(ranked)
@@ -254,8 +255,8 @@ def _tekken_special_tokens(given: Any, num: int) -> dict[str, int]:
             )
             if type(rank) is not int or not 0 <= rank < num or not isinstance(name, str):
                 raise ConfigError(
-                    f"special_tokens has {each!r:.80}; it must have a rank below {num} and a "
-                    "token_str"
+                    f"special_tokens has the entry {each!r:.80}; it must have a rank from 0 to "
+                    f"{num - 1} and a token_str"
                 )
             names[rank] = name
     return {names.get(rank, f"<SPECIAL_{rank}>"): rank for rank in range(num)}
@@ -283,15 +284,15 @@ def _check_ranks(ranked: Mapping[bytes, int]) -> None:
     if sorted(ranked.values()) != list(range(len(ranked))):
         raise ConfigError(f"the ranks of its {len(ranked)} tokens must be 0 to {len(ranked) - 1}")
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranked]:
-        raise ConfigError(f"it has no token for the byte {missing[0]}; it must have one for each")
+        raise ConfigError(f"it has no token for the byte {missing[0]}; each byte must be a token")
 
 
 def _build(tokens: _Tokens) -> Tokenizer:
     ids = set(tokens.ranked.values())
     if clash := [name for name, token_id in tokens.special.items() if token_id in ids]:
         raise ConfigError(
-            f"the special token {clash[0]!r:.80} is number {tokens.special[clash[0]]}, which "
-            "another token has"
+            f"the special token {clash[0]!r:.80} has the id {tokens.special[clash[0]]}, which "
+            "another token has, too"
         )
     spelled = {_as_letters(token): token_id for token, token_id in tokens.ranked.items()}
     model = models.BPE(

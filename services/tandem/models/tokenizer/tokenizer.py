@@ -73,8 +73,8 @@ class Tokenizer:
         last = max(set(vocabulary.values()) - tokenizer._added_ids, default=-1)
         if last >= model.config.vocab_size:
             raise ConfigError(
-                f"{model.path / 'tokenizer.json'} has tokens up to number {last}, and vocab_size "
-                f"of config.json is {model.config.vocab_size}: it is another model's tokenizer"
+                f"{model.path / 'tokenizer.json'} has token ids up to {last}, but vocab_size of "
+                f"config.json is {model.config.vocab_size}: it is another model's tokenizer"
             )
         return tokenizer
 

@@ -149,7 +149,7 @@ def test_more_workers_than_the_gpus_take_are_refused_where_no_machine_can_join()
     ("words", "why"),
     [
         (["--decode", "1:gpu"], "is no label"),
-        (["--decode", "x:gpu=a"], "is no whole number"),
+        (["--decode", "x:gpu=a"], "is not a whole number"),
         (["--decode", "99"], "at most 64"),
         (["--decode", "1:gpu=a"], "--listen is needed"),
     ],

@@ -84,9 +84,15 @@ def test_deepseek_v3() -> None:
         (DEEPSEEK_V2 | {"topk_method": "group_limited_greedy"}, "n_group is None; it must be"),
         (DEEPSEEK_V3 | {"scoring_func": "softmax"}, "scoring_func is 'softmax'.*sigmoid"),
         (DEEPSEEK_V3 | {"topk_method": "greedy"}, "topk_method is 'greedy'.*noaux_tc"),
-        (DEEPSEEK_V3 | {"n_group": 7}, "n_group is 7 and topk_group 4; 256 experts must divide"),
-        (DEEPSEEK_V3 | {"n_group": 256}, "so many groups of at least 2"),
-        (DEEPSEEK_V3 | {"n_group": 128, "topk_group": 2}, "2 groups of topk_group have 4 experts"),
+        (
+            DEEPSEEK_V3 | {"n_group": 7},
+            "n_group is 7 and topk_group is 4; n_group must divide the 256 experts",
+        ),
+        (DEEPSEEK_V3 | {"n_group": 256}, "equal groups of at least 2"),
+        (
+            DEEPSEEK_V3 | {"n_group": 128, "topk_group": 2},
+            "at most 4, the number of experts in topk_group .2. groups",
+        ),
         (DEEPSEEK_V3 | {"num_key_value_heads": 8}, "num_key_value_heads is 8; with latent"),
         (DEEPSEEK_V3 | {"kv_lora_rank": None}, "kv_lora_rank is None; it must be a positive"),
         (DEEPSEEK_V3 | {"qk_rope_head_dim": 9}, "qk_rope_head_dim is 9; it must be an even"),

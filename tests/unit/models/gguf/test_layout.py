@@ -40,13 +40,13 @@ ALIGNMENT = b"general.alignment"
 NESTED = struct.pack("<IQ", ARRAY, 1) * 1000
 BROKEN = {
     "empty": (b"", "empty"),
-    "another format": (b"PK\x03\x04" + bytes(100), "does not begin with GGUF"),
+    "another format": (b"PK\x03\x04" + bytes(100), "does not begin with the bytes GGUF"),
     "version 1": (header(version=1), "its version is 1"),
-    "big-endian": (header(version=3 << 24), "it is big-endian; little-endian files are supported"),
+    "big-endian": (header(version=3 << 24), "it is big-endian, but only little-endian files are"),
     "cut in the header": (b"GGUF\x03", "within its metadata"),
     "keys that it lacks": (header(num_keys=10), "within its metadata"),
-    "countless keys": (header(num_keys=HUGE), "claims 9223372036854775807 keys"),
-    "countless tensors": (header(num_tensors=HUGE), "claims 9223372036854775807 tensors"),
+    "countless keys": (header(num_keys=HUGE), "it has 9223372036854775807 keys"),
+    "countless tensors": (header(num_tensors=HUGE), "it has 9223372036854775807 tensors"),
     "a long key": (header(num_keys=1) + struct.pack("<Q", HUGE), "within its metadata"),
     "a long string": (
         header(num_keys=1) + key(STRING, struct.pack("<Q", HUGE)),
@@ -68,23 +68,26 @@ BROKEN = {
     "alignment in text": (header(num_keys=1) + key(STRING, text(b"x"), ALIGNMENT), "uint32"),
     "no dimension": (header(num_tensors=1) + tensor(), "0 dimensions"),
     "many dimensions": (header(num_tensors=1) + tensor(*[1] * 5), "5 dimensions"),
-    "a dimension of 0": (header(num_tensors=1) + tensor(0, 5), "impossible shape"),
-    "half a block": (header(num_tensors=1) + tensor(33, kind=Q4_0), "impossible shape"),
+    "a dimension of 0": (header(num_tensors=1) + tensor(0, 5), "invalid shape"),
+    "half a block": (header(num_tensors=1) + tensor(33, kind=Q4_0), "invalid shape"),
     "an unknown quantization": (header(num_tensors=1) + tensor(1, kind=999), "unknown type 999"),
     "a product over 64 bits": (
         header(num_tensors=1) + tensor(1 << 32, 1 << 32),
-        "and the file at byte",
+        "but the file ends at byte",
     ),
-    "data that it lacks": (header(num_tensors=1) + tensor(1 << 20), "and the file at byte"),
+    "data that it lacks": (header(num_tensors=1) + tensor(1 << 20), "but the file ends at byte"),
     "data at the end of the world": (
         header(num_tensors=1) + tensor(1, start=HUGE + 1),
-        "and the file at byte",
+        "but the file ends at byte",
     ),
     "data twice": (
         header(num_tensors=2) + tensor(8) + tensor(8, name=b"u") + bytes(128),
         "overlap",
     ),
-    "data askew": (header(num_tensors=1) + tensor(8, start=4) + bytes(128), "askew"),
+    "data askew": (
+        header(num_tensors=1) + tensor(8, start=4) + bytes(128),
+        "does not begin at a multiple of 32 bytes",
+    ),
 }
 
 

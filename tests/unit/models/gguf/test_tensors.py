@@ -78,7 +78,7 @@ def test_names():
     "name", ["blk.0.ffn_gate_shexp.weight", "token_embd_norm.weight", "attn_q.weight", "x"]
 )
 def test_tensors_without_a_place_are_named(name):
-    with pytest.raises(UnsupportedModel, match=rf"tensor {name} has no place in Llama"):
+    with pytest.raises(UnsupportedModel, match=rf"tensor {name} does not belong to Llama"):
         hf_name(name)
 
 

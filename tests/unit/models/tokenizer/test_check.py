@@ -54,14 +54,14 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         lambda file: file.update(normalizer={"type": "Prepend", "prepend": "b" * 100_000}),
         "make .* tokens of the text",
     ),
-    "around": (around(20_000), "puts 20000 tokens around each text"),
+    "around": (around(20_000), "adds 20000 tokens to each text"),
     "decodes": (
         lambda file: file.update(
             decoder={"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 10**6}
         ),
         "rules of its decoder may make a text 1e.06 times as long",
     ),
-    "no JSON": (lambda file: file.clear(), "cannot be loaded"),
+    "no JSON": (lambda file: file.clear(), "loading it fails"),
 }
 
 

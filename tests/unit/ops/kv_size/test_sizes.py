@@ -223,7 +223,7 @@ def test_int8_of_deepseek_v3_has_a_scale_and_64_numbers_as_they_are() -> None:
     assert size(DEEPSEEK_V3, "int8", tensor_parallel=8).block_bytes == 61 * part_bytes
     assert DEEPSEEK_V3.latent is not None
     odd = replace(DEEPSEEK_V3, latent=replace(DEEPSEEK_V3.latent, kv_rank=40))
-    with pytest.raises(ConfigError, match="a multiple of 16 numbers; kv_lora_rank is 40"):
+    with pytest.raises(ConfigError, match="kv_lora_rank is a multiple of 16; it is 40"):
         size(odd, "int8")
     assert "int8" not in kv_dtypes(odd)
 

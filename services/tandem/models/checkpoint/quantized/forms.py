@@ -63,7 +63,9 @@ def forms_of_parts(
 
     Raises UnsupportedModel if a matrix of this shape cannot be stored with the scheme."""
     if len(shape) != 2:
-        raise UnsupportedModel(f"{module} is quantized, and it is no matrix")
+        raise UnsupportedModel(
+            f"{module} is quantized, but it is not a matrix; only matrices may be quantized"
+        )
     forms = (_scaled if scheme.coding == "scaled" else _words)(module, *shape, stored, scheme)
     names = {f"{module}.{part}": form for part, form in forms.items()}
     if scheme.coding != "scaled":
@@ -78,7 +80,7 @@ def num_groups(module: str, num_in: int, scheme: Scheme) -> int:
     size = scheme.group_size or num_in
     if num_in % size:
         raise UnsupportedModel(
-            f"{module} has {num_in} inputs, which do not divide into groups of {size}"
+            f"{module} has {num_in} inputs; this must be a multiple of the group size, {size}"
         )
     return num_in // size
 
@@ -109,8 +111,8 @@ def _words(
     for what, num in in_words.items():
         if num % word:
             raise UnsupportedModel(
-                f"{module} has {num} {what}; numbers of {scheme.bits} bits are stored in words of "
-                f"{word}"
+                f"{module} has {num} {what}; this must be a multiple of {word}, because a word has "
+                f"{word} weights of {scheme.bits} bits"
             )
     order = Form(((num_in,),), ("I32",), is_optional=True)
     if scheme.coding == "packed":

@@ -34,7 +34,9 @@ class Fp8:
     def check_numbers(self) -> None:
         """Raises UnsupportedModel naming the source if a weight is NaN."""
         if bool((self.data.view(torch.uint8) & _NAN == _NAN).any()):
-            raise UnsupportedModel(f"{self.source} has a weight in fp8 that is NaN")
+            raise UnsupportedModel(
+                f"{self.source} has an fp8 weight that is NaN; all weights must be numbers"
+            )
 
     def numbers(self) -> torch.Tensor:
         """Returns the dequantized matrix, float32 [out, in]."""

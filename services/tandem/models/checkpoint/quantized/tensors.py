@@ -60,15 +60,25 @@ class Coded:
         Raises UnsupportedModel naming the tensor that does not fit the matrix."""
         if self.scheme.coding == "packed":
             self._require(
-                tuple(self.by_kind["weight_shape"].tolist()) == self.shape, "weight_shape"
+                tuple(self.by_kind["weight_shape"].tolist()) == self.shape,
+                "weight_shape",
+                f"it must be {list(self.shape)}",
             )
         if self.scheme.coding == "gptq" and self.scheme.bits == 8:
             zeros = _bytes_of(self.by_kind["qzeros"]) + self.scheme.zero_offset
-            self._require(bool((zeros == _MIDDLE).all()), "qzeros")
+            self._require(
+                bool((zeros == _MIDDLE).all()),
+                "qzeros",
+                f"with 8 bits all zero points must be {_MIDDLE}",
+            )
         if (of_input := self._group_of_input()) is not None:
             num_groups = self.shape[1] // (self.scheme.group_size or self.shape[1])
             fits = (of_input >= 0) & (of_input < num_groups)
-            self._require(bool(fits.all()), self._order)
+            self._require(
+                bool(fits.all()),
+                self._order,
+                f"its group numbers must be from 0 to {num_groups - 1}",
+            )
 
     def numbers(self) -> torch.Tensor:
         """Returns the dequantized matrix, float32 [out, in]."""
@@ -162,9 +172,11 @@ class Coded:
     def _order(self) -> str:
         return "weight_g_idx" if self.scheme.coding == "packed" else "g_idx"
 
-    def _require(self, fits: bool, name: str) -> None:
+    def _require(self, fits: bool, name: str, must: str) -> None:
         if not fits:
-            raise UnsupportedModel(f"{self.file}: {self.name}.{name} does not fit its matrix")
+            raise UnsupportedModel(
+                f"{self.file}: {self.name}.{name} does not fit its matrix; {must}"
+            )
 
 
 def join_parts(

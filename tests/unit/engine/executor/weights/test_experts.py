@@ -144,7 +144,10 @@ def test_mxfp4_stays_as_it_is(tmp_path: Path) -> None:
             {"gate_up_proj_scales": torch.zeros(5, 64, 3).byte()},
             r"gate_up_proj_scales has shape \[5, 64, 3\]; config\.json implies \[5, 64, 2\]",
         ),
-        ({"gate_up_proj_blocks": torch.zeros(5, 64, 2, 16)}, "holds F32; config.json implies U8"),
+        (
+            {"gate_up_proj_blocks": torch.zeros(5, 64, 2, 16)},
+            "has type F32; config.json implies U8",
+        ),
     ],
 )
 def test_blocks_that_do_not_fit_are_named(
@@ -227,7 +230,9 @@ def test_a_correction_stays_float32(tmp_path: Path) -> None:
 def test_latent_kv_of_few_bits_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     folder, _ = make_tiny_model("deepseek-v3", tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="int8 needs latents of a multiple of 16 numbers"):
+    with pytest.raises(
+        ConfigError, match="int8 needs a model whose kv_lora_rank is a multiple of 16"
+    ):
         runner_of(folder, kv_dtype="int8")
     for dtype in ("fp8_e4m3", "k8v4", "int4"):
         with pytest.raises(ConfigError, match=f"KV dtype {dtype} is not supported with latent"):
