@@ -81,7 +81,10 @@ class JoinOptions(Options):
         if not colon:
             return text.strip("[]"), _DEFAULT_PORT
         if not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ConfigError(f"{text[:80]!r} is no ADDRESS or ADDRESS:PORT")
+            raise ConfigError(
+                f"address is {text[:80]!r}; it must be ADDRESS or ADDRESS:PORT, with a port from 1 "
+                "to 65535"
+            )
         return host.strip("[]"), int(port)
 
 
@@ -94,7 +97,7 @@ def join(options: JoinOptions) -> int:
             host, port, token=token, ca_sha256=options.ca_sha256, own_address=options.own_address
         )
     if guardian.cluster_processes(reply.cluster_id):
-        raise ConfigError("this machine is part of that cluster already")
+        raise ConfigError(f"this machine is already a host of the cluster at {options.address}")
     signals = stop_signals(parent_pid=options.parent_pid)
     with suppress(Interrupted), signals, _JoinedHost(options, reply, address, token) as joined:
         try:
@@ -102,7 +105,10 @@ def join(options: JoinOptions) -> int:
             joined.watch()
         except Interrupted:
             if joined.is_joined and options.parent_pid is None:
-                joined.say("leaving; Ctrl-C again ends what runs here at once")
+                joined.say(
+                    "leaving: the routers and workers of this host move to other hosts; press "
+                    "Ctrl-C again to end them at once"
+                )
                 with suppress(Interrupted), stop_signals():
                     joined.leave()
             joined.say("stopping")
@@ -143,7 +149,7 @@ class _JoinedHost:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with Waiting(ProgressRow("processes", "end")):
+        with Waiting(ProgressRow("processes", "are being stopped")):
             self._listening.close()
             self._ray.end()
             self._run.end_processes()
@@ -171,15 +177,17 @@ class _JoinedHost:
             while not self._ray.is_up:
                 self._ray.tick()
                 if time.monotonic() > give_up_at:
-                    raise ConfigError(f"Ray's head was not joined in {_START_DEADLINE_S:g} s")
+                    raise ConfigError(
+                        f"this host did not join Ray's head in {_START_DEADLINE_S:g} s"
+                    )
                 time.sleep(_START_INTERVAL_S)
         self._listening.open(
-            self._reply, self._token, lambda who: self.say(f"{escape(printable(who))} joins")
+            self._reply, self._token, lambda who: self.say(f"host {escape(printable(who))} joins")
         )
         self.say(
             f"[bold green]joined[/] as {self._listening.host_id} ({escape(self._options.listen)})"
         )
-        self.say(f"logs {escape(str(self._run.logs.folder))}")
+        self.say(f"the logs are in {escape(str(self._run.logs.folder))}")
 
     @property
     def is_joined(self) -> bool:

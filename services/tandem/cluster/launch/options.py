@@ -120,9 +120,14 @@ class LaunchOptions(Options):
         check_listen(self.listen)
         sizes = (self.num_routers, self.num_prefill, self.num_decode)
         if not self.listen and any(labels_of(size) for size in sizes):
-            raise ConfigError("a pool has labels, which choose among machines: --listen is needed")
+            raise ConfigError(
+                "labels in --prefill, --decode or --routers choose hosts, so they need --listen"
+            )
         if self.listen and self.no_cluster_tls:
-            raise ConfigError("--no-cluster-tls and --listen: calls between machines are encrypted")
+            raise ConfigError(
+                "--no-cluster-tls and --listen cannot be given together: calls between machines "
+                "must be encrypted"
+            )
         if self.api_key_file and self.admission.keys_file:
             raise ConfigError("--api-key-file and --keys-file cannot be given together")
         # A new Redis has no API keys. An existing one may have some, which is not checked here.
@@ -132,7 +137,7 @@ class LaunchOptions(Options):
         if outer and not (has_keys or self.admission.allow_anonymous):
             raise ConfigError(
                 f"anyone who reaches {outer[0]} could use the cluster, which has no API keys; "
-                "set --api-key-file or TANDEM_API_KEY, or say --allow-anonymous"
+                "set --api-key-file or TANDEM_API_KEY, or give --allow-anonymous"
             )
         # Building the autoscaler's settings raises ConfigError if they are invalid.
         assert self.autoscaler is not None
@@ -192,7 +197,10 @@ def check_listen(address: str, option: str = "--listen") -> None:
         return
     try:
         if ipaddress.ip_address(address).is_unspecified:
-            raise ConfigError(f"{option} is {address}; name one address that other machines reach")
+            raise ConfigError(
+                f"{option} is {address}; it must be one address at which other machines reach this "
+                "one"
+            )
     except ValueError:
         raise ConfigError(f"{option} is {address[:80]!r}; it must be an IP address") from None
 
