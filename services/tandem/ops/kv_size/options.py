@@ -78,4 +78,7 @@ class KvSizeOptions(Options):
             allowed = ", ".join(KV_BITS)
             raise ConfigError(f"kv-dtype is {self.kv_dtype!r}; it must be one of {allowed}")
         if not self.tensor_parallel or min(self.tensor_parallel) < 1:
-            raise ConfigError("tensor-parallel must be numbers from 1 on, with commas between them")
+            raise ConfigError(
+                f"tensor-parallel is {','.join(map(str, self.tensor_parallel))!r}; it must be one "
+                "or more numbers of at least 1, separated by commas"
+            )

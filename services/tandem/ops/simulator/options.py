@@ -106,7 +106,10 @@ class SimulateOptions(Options):
         name."""
         names = POLICIES if self.policies == "all" else tuple(self.policies.split(","))
         if unknown := set(names) - set(POLICIES):
-            raise UsageError(f"no policy {', '.join(sorted(unknown))}; there are {POLICIES}")
+            raise UsageError(
+                f"--policies names unknown policies: {', '.join(sorted(unknown))}; allowed are "
+                f"{', '.join(POLICIES)}"
+            )
         return names
 
     def shares(self) -> list[float]:
@@ -120,7 +123,9 @@ class SimulateOptions(Options):
         rates = read_rates(self.rates, self.block_size)
         sizes = self._tier_blocks(rates.block_bytes)
         if sizes and rates.windows:
-            raise UsageError("--rates: tiers of a model with sliding windows are not simulated")
+            raise UsageError(
+                "--rates: KV cache tiers cannot be simulated for a model with sliding windows"
+            )
         rates = msgspec.structs.replace(rates, tiers=self._tier_rates(rates, sizes))
         scenario = Scenario(
             num_decode=self.decode,
@@ -143,7 +148,8 @@ class SimulateOptions(Options):
         for fault in scenario.faults:
             if fault.worker_id not in scenario.roles:
                 raise UsageError(
-                    f"--fault: no worker {fault.worker_id}: there are {scenario.roles}"
+                    f"--fault: there is no worker {fault.worker_id}; the workers are "
+                    f"{', '.join(scenario.roles)}"
                 )
         return scenario
 
@@ -152,10 +158,12 @@ class SimulateOptions(Options):
         blocks."""
         sizes = {HOST: self.kv_host_memory, DISK: self.kv_disk_size}
         if not block_bytes and (self.kv_store or any(sizes.values())):
-            raise UsageError("--rates: tiers need block_bytes")
+            raise UsageError("--rates: the file must set block_bytes to simulate KV cache tiers")
         for name, size in sizes.items():
             if 0 < size < block_bytes:
-                raise UsageError(f"the {name} tier's {size} bytes hold no block of {block_bytes}")
+                raise UsageError(
+                    f"the {name} tier has {size} bytes, but one KV block needs {block_bytes}"
+                )
         blocks = {name: size // block_bytes for name, size in sizes.items() if size}
         return blocks | ({STORE: KNOWN_IN_STORE} if self.kv_store else {})
 
@@ -211,7 +219,7 @@ def _read_load(text: str) -> float:
     except ValueError:
         share = 0.0
     if share <= 0:
-        raise UsageError(f"--loads: {text!r} is no percentage above 0")
+        raise UsageError(f"--loads: {text!r} is neither a percentage above 0 nor 'trace'")
     return share
 
 
@@ -222,9 +230,11 @@ def _read_fault(text: str) -> Fault:
         worker_id = parts[1]
         state = parts[2]
     except (ValueError, IndexError):
-        raise UsageError(f"--fault: {text!r} is not SECONDS:WORKER:down or up") from None
+        raise UsageError(
+            f"--fault: {text!r} is not SECONDS:WORKER:down or SECONDS:WORKER:up"
+        ) from None
     if state == "down":
         return Fault(at_s, worker_id, "down")
     if state == "up":
         return Fault(at_s, worker_id, "up")
-    raise UsageError(f"--fault: {text!r} ends neither with down nor with up")
+    raise UsageError(f"--fault: {text!r} must end with :down or :up")
