@@ -43,12 +43,13 @@ _RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerOptions(Options):
-    """`tandem controller` runs the pool controller on a Ray cluster that is there already."""
+    """`tandem controller` runs the pool controller on an existing Ray cluster."""
 
     pools: Text
-    """JSON file with the command of each pool's workers, and the resources that one takes."""
+    """JSON file with the command of each pool's workers, and the Ray resources of one worker."""
     num_prefill: Annotated[PoolSize, Parameter(name="--prefill")] = 1
-    """Number of prefill workers of a new cluster; :LABEL=VALUE,... are those of their nodes."""
+    """Number of prefill workers of a new cluster. 2:gpu=H100 starts 2 on nodes with the label
+    gpu=H100."""
     num_decode: Annotated[PoolSize, Parameter(name="--decode")] = 1
     """Number of decode workers of a new cluster."""
     ray_address: Text = "auto"
@@ -56,7 +57,8 @@ class ControllerOptions(Options):
     request_nodes: Switch = False
     """Ask Ray's autoscaler for the nodes that the wanted sizes need."""
     drain_deadline_s: PositiveSeconds = 45.0
-    """Seconds until a worker that was told to end is killed; longer than it drains itself."""
+    """Seconds after which a draining worker is killed. It must be longer than the worker's own
+    --drain-deadline."""
 
 
 def run(options: ControllerOptions) -> int:

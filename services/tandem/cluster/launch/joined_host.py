@@ -49,23 +49,25 @@ _DEFAULT_PORT = 8100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinOptions(Options):
-    """`tandem join` makes this machine a host of a cluster. Ctrl-C has it leave in order, a second
-    Ctrl-C ends at once what runs here."""
+    """`tandem join` makes this machine a host of a cluster. Ctrl-C moves its routers and workers to
+    other hosts before it leaves. A second Ctrl-C ends them at once."""
 
     address: Text
-    """Address of a host of the cluster, or ADDRESS:PORT; it may stand first without the option."""
+    """Address of a host of the cluster, or ADDRESS:PORT. It can also be the first argument, without
+    the option."""
     token_file: Text
-    """File with the cluster's secret to join."""
+    """File with the cluster's token for joining machines."""
     ca_sha256: Annotated[Text, Bounds(pattern="[0-9A-Fa-f:]*")]
-    """SHA-256 of the cluster's authority, which `tandem up` prints."""
+    """SHA-256 fingerprint of the cluster's certificate authority, which `tandem up` prints."""
     own_address: Annotated[Text, Parameter(metavar="IP")] = ""
-    """Address of this machine for the others. Default: the one that reaches ADDRESS."""
+    """IP address at which other machines reach this one. Default: the one that connects to
+    ADDRESS."""
     model: Text = ""
-    """The model on this machine. Default: as the cluster names it."""
+    """The cluster's model, as named on this machine. Default: as on the first machine."""
     labels: Labels = ()
     """Labels of this machine, such as gpu=H100, which a pool can require."""
     parent_pid: Annotated[PositiveOrNone, Parameter(name="--die-with-parent", metavar="PID")] = None
-    """Process whose end stops this host, too. 0: none."""
+    """Stop this host when the process with this id ends. 0: off."""
 
     def check_together(self) -> None:
         check_listen(self.own_address, "--own-address")

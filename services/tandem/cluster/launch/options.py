@@ -67,13 +67,14 @@ class LaunchOptions(Options):
     model_revision: Annotated[ModelRevision, Parameter(group=_CLUSTER)] = ""
     served_model_name: Annotated[ServedModelName, Parameter(group=_CLUSTER)] = ""
     num_prefill: Annotated[PoolSize, Parameter(name="--prefill")] = 1
-    """Number of prefill workers. 2:gpu=H100 also requires hosts with this label."""
+    """Number of prefill workers. 2:gpu=H100 starts 2 on hosts with the label gpu=H100."""
     num_decode: Annotated[PoolSize, Parameter(name="--decode")] = 1
     """Number of decode workers."""
     num_routers: Annotated[PoolSize, Parameter(name="--routers")] = 1
-    """Number of routers. With --listen, each router runs on a host of its own."""
+    """Number of routers. With --listen, each router needs a host of its own."""
     workers_per_gpu: PositiveOrNone = None
-    """Largest number of workers on one GPU. 0: 1 with --device cuda, no limit with auto."""
+    """Largest number of workers on one GPU. 0: 1 with --device cuda, no limit with --device
+    auto."""
     host: str = "127.0.0.1"
     """Address on which the HTTP and gRPC APIs listen."""
     http_port: Annotated[_PublicPort, Parameter(name="--port")] = 8000
@@ -91,7 +92,7 @@ class LaunchOptions(Options):
     cluster_port: _ClusterPort = 8100
     """With --listen: the first of 220 ports for joining machines, Ray and Redis."""
     join_token_file: Text = ""
-    """File with the secret that joining machines need. Default: a new secret."""
+    """File with the token that joining machines need. Default: a new token."""
     labels: Labels = ()
     """Labels of this machine, such as gpu=H100, which a pool can require."""
     no_cluster_tls: Annotated[Switch, Parameter(group=MEASUREMENT)] = False
