@@ -45,7 +45,7 @@ def test_a_strange_authority_learns_no_token_and_a_wrong_token_gets_nothing(join
     where = (joined.first.address, JOIN_PORT)
     with pytest.raises(ConfigError, match="The token was not sent"):
         request_join(*where, token=TOKEN, ca_sha256="ab" * 32, own_address="")
-    with pytest.raises(ConfigError, match="the token is wrong"):
+    with pytest.raises(ConfigError, match="the join token is wrong"):
         request_join(*where, token=TOKEN + "x", ca_sha256=joined.ca_sha256, own_address="")
 
 

@@ -41,7 +41,9 @@ def add_key(file: Path, tenant: str, role: Role, expires: str, limits: dict[str,
         )
         file.write_bytes(msgspec.json.encode([*found, key.record]))
     except (OSError, msgspec.DecodeError) as error:
-        raise OperateError(f"{file} cannot be read or written as a file of keys: {error}") from None
+        raise OperateError(
+            f"{file} cannot be read or written as a JSON file of API keys: {error}"
+        ) from None
     print(key.text)
 
 
@@ -64,7 +66,7 @@ def update_key(url: str, key_id: str, limits: dict[str, int]) -> None:
     for name, value in key["limits"].items():
         print(f"{name}: {value}")
     if not key["limits"]:
-        print("no limits")
+        print("the key has no limits")
 
 
 def show_usage(url: str, window: str, last: int, tenant: str | None) -> None:
@@ -92,7 +94,7 @@ def revoke_key(url: str, key_id: str) -> bool:
     done = call_with_progress(url, "POST", {}, path=f"{_PATH}/{key_id}/revoke")
     problems = {"redis": done["redis"], **done["routers"]}
     for name, problem in problems.items():
-        print(f"{name}: {problem or 'confirmed'}")
+        print(f"{name}: {problem or 'revocation confirmed'}")
     return not any(problems.values())
 
 
@@ -103,7 +105,7 @@ def parse_duration(text: str) -> float:
     with suppress(ValueError):
         if has_unit or text == "0":
             return parse_time(text)
-    raise OperateError(f"{text!r} is no duration; give a number and a unit: 90s, 15m, 12h, 30d")
+    raise OperateError(f"{text!r} is not a duration; give a number and a unit: 90s, 15m, 12h, 30d")
 
 
 def _day(seconds: float) -> str:

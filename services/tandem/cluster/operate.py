@@ -103,7 +103,7 @@ def _show_recent_events(url: str, screen: Console) -> None:
         events = call_with_progress(url, "GET", path=path)["events"]
         recent = [e for e in events if time.time() - e["at"] < _RECENT_S]
         if recent:
-            screen.print("\nlately:")
+            screen.print("\nrecent events:")
         for event in reversed(recent):
             ago = f"{max(0.0, time.time() - event['at']):.0f} s ago"
             about = f" {event['about']}" if event["about"] else ""
@@ -137,7 +137,7 @@ def set_role(url: str, worker_id: str, role: str) -> None:
     body = {"role": role} if role else {}
     with Waiting(ProgressRow(worker_id, "changes its pool")):
         done = call_router(url, "POST", body, path=path, deadline_s=_SET_ROLE_DEADLINE_S)
-    print(f"{worker_id} is in the {done['role']} pool now ({done['seen_s']:.2f} s)")
+    print(f"{worker_id} is now in the {done['role']} pool (this took {done['seen_s']:.2f} s)")
 
 
 def drain_worker(url: str, worker_id: str, *, deadline_s: float, force: bool = False) -> None:
@@ -158,7 +158,7 @@ def drain_worker(url: str, worker_id: str, *, deadline_s: float, force: bool = F
             waiting.show(drain_step(initial, state, worker_id))
             time.sleep(_POLL_INTERVAL_S)
             state = call_router(url, "GET")
-    print(f"{worker_id} has left")
+    print(f"{worker_id} is drained and has ended")
 
 
 def reset_prefix_cache(url: str, worker_id: str) -> None:
@@ -215,21 +215,30 @@ def _show_record(record: Mapping[str, Any]) -> None:
         table.add_row(f"{name}, later", f"{stages[name]:.1f}", "")
     screen.print(table)
     if waited_ms := record["shared_wait_ms"]:
-        screen.print(f"{waited_ms:.1f} ms of its queue: for blocks that other requests computed")
+        screen.print(
+            f"{waited_ms:.1f} ms of its queue time: waited for KV blocks that other requests "
+            "computed"
+        )
     usage = record["usage"]
     cached = f"{usage['cached_tokens']} of {usage['prompt_tokens']} prompt tokens were cached"
     if by_tier := usage.get("cached_tokens_by_tier"):
         cached += f" ({', '.join(f'{tier} {num}' for tier, num in by_tier.items())})"
-    screen.print(f"placed: {record['placement'] or 'at no worker'}; {cached}")
+    screen.print(f"placed: {record['placement'] or 'no worker was chosen'}; {cached}")
     if usage.get("budget_restarted"):
-        screen.print("its KV budget was restarted: a worker chose anew what it keeps")
-    prefill = record["prefill_worker"] or f"{record['decode_worker'] or 'nobody'} itself"
-    pulled = f"{record['blocks_pulled']} blocks over {record['transport'] or 'nothing'}"
-    screen.print(f"prefilled by {prefill}, decoded by {record['decode_worker'] or 'nobody'}")
+        screen.print(
+            "its KV budget was restarted: another worker computed its KV again, and chose again "
+            "which blocks it keeps"
+        )
+    prefill = record["prefill_worker"] or f"{record['decode_worker'] or 'no worker'} itself"
+    pulled = "no KV blocks"
+    if record["blocks_pulled"]:
+        pulled = f"{record['blocks_pulled']} KV blocks over {record['transport'] or 'no transport'}"
+    screen.print(f"prefilled by {prefill}, decoded by {record['decode_worker'] or 'no worker'}")
     if kept := record.get("kept"):
         screen.print(_kept_text(kept))
     screen.print(
-        f"pulled {pulled}; moved {record['moves']} times; lost {record['workers_lost']} workers"
+        f"pulled {pulled}; moved to another worker {record['moves']} times; "
+        f"{record['workers_lost']} of its workers failed"
     )
 
 

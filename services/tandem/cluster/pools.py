@@ -287,12 +287,12 @@ def with_free_gpu(
     if device == "cpu" or not (gpus or (device == "cuda" and spec.host_id)):
         return hosts, ""
     if not gpus:
-        return [], "no host has a GPU (CUDA_VISIBLE_DEVICES can name GPUs that are not found)"
+        return [], "no host has a GPU (or CUDA_VISIBLE_DEVICES names GPUs that do not exist)"
     fewest = min(uses for uses, _ in gpus.values())
     limit = spec.workers_per_gpu
     if limit is not None and fewest >= limit:
         total = sum(host.num_gpus for host in hosts)
-        return [], f"no GPU is free ({total} in all, --workers-per-gpu {limit})"
+        return [], f"no GPU is free ({total} in total, --workers-per-gpu {limit})"
     return [h for h in hosts if h.host_id in gpus and gpus[h.host_id][0] == fewest], ""
 
 

@@ -52,7 +52,7 @@ def placed_whys(pools: Mapping[str, Any]) -> list[str]:
     _WHYS_MAX lines."""
     agents = [agent for pool in pools.values() for agent in pool.get("agents", ())]
     return [
-        f"{agent['id']} is on {agent['host']}: {agent['placed_why']}"
+        f"{agent['id']} runs on {agent['host']}, because {agent['placed_why']}"
         for agent in agents
         if agent.get("placed_why") and agent["state"] not in ("draining", "lost")
     ][-_WHYS_MAX:]
@@ -63,7 +63,11 @@ def waiting_pools(state: Mapping[str, Any]) -> list[str]:
     has the reason."""
     headline = state.get("headline", "")
     whys = {name: pool.get("waits_why", "") for name, pool in state["pools"].items()}
-    return [f"{name} waits: {why}" for name, why in whys.items() if why and why not in headline]
+    return [
+        f"the {name} pool waits for a GPU: {why}"
+        for name, why in whys.items()
+        if why and why not in headline
+    ]
 
 
 def worker_tables(
@@ -128,7 +132,7 @@ def index_table(workers: Mapping[str, Mapping[str, Any]]) -> Table:
             numbers = ["-"] * 3
             verdict = Text(worker["error"], "red")
         elif not worker["in_tree"]:
-            verdict = Text("it has no log in the tree", "red")
+            verdict = Text("the prefix tree has no entries of this worker", "red")
         else:
             verdict = Text("ok", "green") if worker["ok"] else Text("differs", "red")
         made.add_row(Text(worker_id), *numbers, verdict)

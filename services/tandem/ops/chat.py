@@ -33,7 +33,7 @@ _HELP = """\
 /clear          begin a new conversation
 /model NAME     ask another model; without a name, list the models
 /quit           leave (also Ctrl-D)
-Ctrl-C stops an answer. A line that ends with \\ goes on in the next one."""
+Ctrl-C stops an answer. A line that ends with \\ continues on the next line."""
 
 
 @dataclass(slots=True)
@@ -111,7 +111,9 @@ class Chat:
         if answer.finish_reason == "stopped":
             parts.append("stopped by Ctrl-C")
         elif answer.finish_reason == "length":
-            parts.append("cut at the limit of tokens; /retry, or say: go on")
+            parts.append(
+                "cut at the token limit; ask the model to continue, or ask again with /retry"
+            )
         if parts and self.console.is_terminal:
             self.console.print(f"[dim]{', '.join(parts)}[/]")
 
@@ -181,7 +183,7 @@ def run(chat: Chat, question: str = "") -> int:
     known = chat.models()
     if not chat.model:
         if not known:
-            raise OperateError(f"the server at {chat.url} has no model")
+            raise OperateError(f"the server at {chat.url} serves no model")
         chat.model = known[0]
     if not question and not sys.stdin.isatty():
         question = sys.stdin.read().strip()
@@ -192,7 +194,10 @@ def run(chat: Chat, question: str = "") -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with suppress(ImportError):
         import readline  # noqa: F401  # arrow keys and history in `input`
-    chat.console.print(f"[dim]{escape(chat.model)} at {escape(chat.url)}; /help, Ctrl-D leaves[/]")
+    chat.console.print(
+        f"[dim]{escape(chat.model)} at {escape(chat.url)}; /help lists the commands, Ctrl-D ends "
+        "the chat[/]"
+    )
     while True:
         try:
             text = _read()
@@ -298,11 +303,11 @@ def _check(reply: httpx.Response) -> None:
 def _unreachable(url: str, error: Exception) -> OperateError:
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return OperateError(
-            f"no server answers at {url}; start one with `tandem up`, or name another"
+            f"no server answers at {url}; start one with `tandem up`, or name another with --url"
         )
     if isinstance(error, httpx.HTTPError):
         return OperateError(f"the connection to {url} was lost: {error}")
-    return OperateError(f"what answers at {url} does not speak OpenAI's API: {error}")
+    return OperateError(f"the server at {url} does not answer with OpenAI's API: {error}")
 
 
 def _shown(text: str) -> str:

@@ -31,7 +31,7 @@ app = App(
 )
 config = App(name="config", help="Show the options in force.")
 bench = App(name="bench", help="Measure a running cluster, or parts of Tandem on this machine.")
-index = App(name="index", help="Look after the prefix tree.")
+index = App(name="index", help="Check the prefix tree.")
 keys = App(name="keys", help="Create, list, update, rotate and revoke API keys.")
 app.command(bench)
 app.command(config)
@@ -131,8 +131,12 @@ def chat(
         str, Parameter(help="The model. Default: the server's first.", show_default=False)
     ] = "",
     system: Annotated[str, Parameter(help="Instructions to the model.", show_default=False)] = "",
-    temperature: Annotated[float | None, Parameter(help="Default: the model's own.")] = None,
-    max_tokens: Annotated[int | None, Parameter(help="Most tokens of an answer.")] = None,
+    temperature: Annotated[
+        float | None, Parameter(help="Sampling temperature. Default: the model's own.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, Parameter(help="Largest number of tokens in an answer.")
+    ] = None,
 ) -> int:
     """Chat with a model in the terminal. /help lists the commands."""
     from rich.console import Console
@@ -158,7 +162,7 @@ def ps() -> None:
 def status(
     *,
     watch: Annotated[
-        bool, Parameter(alias="-w", help="Show it again every 2 s, until Ctrl-C.")
+        bool, Parameter(alias="-w", help="Show the state again every 2 s, until Ctrl-C.")
     ] = False,
     as_json: Annotated[bool, Parameter(name="--json", help="Print the state as JSON.")] = False,
     url: _Url = "",
@@ -178,7 +182,9 @@ def scale(
     /,
     *sizes: Annotated[str, Parameter(show=False)],
     url: _Url = "",
-    deadline: Annotated[float, TIME, Parameter(help="Longest wait for the sizes.")] = 60.0,
+    deadline: Annotated[
+        float, TIME, Parameter(help="Longest wait until the sizes are reached.")
+    ] = 60.0,
 ) -> None:
     """Set pool sizes, such as prefill=2 decode=1, and wait until they are reached."""
     from tandem.cluster.operate import scale_pools
@@ -209,11 +215,9 @@ def drain(
     *,
     url: _Url = "",
     deadline: Annotated[
-        float, TIME, Parameter(help="Time that its requests have to finish or move.")
+        float, TIME, Parameter(help="Time that the worker's requests have to finish or move.")
     ] = 30.0,
-    force: Annotated[
-        bool, Parameter(help="Drain it even if it is the last decode worker.")
-    ] = False,
+    force: Annotated[bool, Parameter(help="Drain even the last decode worker.")] = False,
 ) -> None:
     """Drain a worker: its requests finish or move to other workers, then its process ends.
 
@@ -258,7 +262,7 @@ def audit(
 
 @app.command
 def why(
-    request: Annotated[str, Parameter(help="Its id, that of its reply, or its X-Request-Id.")],
+    request: Annotated[str, Parameter(help="Id of the request or its reply, or its X-Request-Id.")],
     /,
     *,
     url: _AnyUrl = "",
@@ -281,12 +285,14 @@ def logs(
     ] = "",
     /,
     *,
-    follow: Annotated[bool, Parameter(alias="-f", help="Go on with new lines.")] = False,
+    follow: Annotated[
+        bool, Parameter(alias="-f", help="Continue with new lines as they come.")
+    ] = False,
     url: _Url = "",
 ) -> None:
     """Show the log of a process of `tandem up` on this machine, also after its end.
 
-    That of a worker on another machine comes through a router, while its process answers.
+    A router fetches the log of a worker on another machine, while that worker answers.
     """
     from tandem.cluster.logs.worker_log import show_names, show_worker_log
 
@@ -313,7 +319,7 @@ def verify(
     *,
     url: _Url = "",
     everything: Annotated[
-        bool, Parameter(name="--all", help="Check every entry, not a sample of each worker's.")
+        bool, Parameter(name="--all", help="Check all entries of each worker instead of a sample.")
     ] = False,
 ) -> int:
     """Compare the prefix tree with the workers' blocks. Exit status 1: they differ."""
@@ -330,7 +336,8 @@ def usage(
     ] = "day",
     last: Annotated[int, Parameter(help="Number of days or minutes.")] = 7,
     tenant: Annotated[
-        str | None, Parameter(help="One tenant. Default: all, or that of a user's key.")
+        str | None,
+        Parameter(help="Only this tenant. Default: all tenants, or the one of a user's key."),
     ] = None,
     url: _AnyUrl = "",
 ) -> None:
@@ -343,13 +350,15 @@ def usage(
 @keys.command
 def create(
     *,
-    tenant: Annotated[str, Parameter(help="Whose key it is. Tenants share no KV cache.")],
+    tenant: Annotated[str, Parameter(help="Tenant of the key. Tenants share no KV cache.")],
     role: Annotated[
-        Literal["user", "operator", "metrics"], Parameter(help="Which calls it allows.")
+        Literal["user", "operator", "metrics"], Parameter(help="Which calls the key allows.")
     ] = "user",
-    expires: Annotated[str, Parameter(help="Time that it works, such as 30d. 0: for ever.")] = "0",
+    expires: Annotated[
+        str, Parameter(help="Time until the key expires, such as 30d. 0: never.")
+    ] = "0",
     file: Annotated[
-        Path | None, Parameter(help="File of records to add it to, for --keys-file, not a router.")
+        Path | None, Parameter(help="Add the key to this file for --keys-file, and call no router.")
     ] = None,
     limits: _Limits = _NO_LIMITS,
     url: _Url = "",
@@ -480,15 +489,19 @@ PROGRAMS: dict[tuple[str, ...], Callable[..., int]] = {}
 for words, start, text in (
     ("up", up, "Start a cluster on this machine; `up MODEL` names a model"),
     ("serve", up, "Do the same as `up`"),
-    ("join", join, "Make this machine a host of a cluster; Ctrl-C has it leave in order"),
+    ("join", join, "Make this machine a host of a cluster; Ctrl-C makes it leave cleanly"),
     ("config show", show_config, "Show the options of `up`, and where their values come from"),
-    ("controller", controller, "Run the pool controller on a Ray cluster that others started"),
-    ("doctor", program("tandem.ops.doctor"), "Check this host, and say what each lack costs"),
+    ("controller", controller, "Run the pool controller on an existing Ray cluster"),
+    (
+        "doctor",
+        program("tandem.ops.doctor"),
+        "Check this host, and show the effect of each problem and its remedy",
+    ),
     ("simulate", program("tandem.ops.simulator"), "Replay a trace on simulated workers"),
     (
         "kv-size",
         program("tandem.ops.kv_size"),
-        "Compute the memory of KV, and the workers of a load",
+        "Compute the memory of a model's KV, and the workers that a load needs",
     ),
     (
         "completion",
@@ -500,14 +513,18 @@ for words, start, text in (
     (
         "redis-front",
         program("tandem.net.security.redis_front", is_service=True),
-        "Run a TLS port before a Redis server",
+        "Run a TLS proxy in front of a Redis server",
     ),
-    ("bench transfer", program("tandem_bench.transfer"), "Compare NIXL and gRPC, and each raw"),
+    (
+        "bench transfer",
+        program("tandem_bench.transfer"),
+        "Compare KV transfers over NIXL and gRPC with raw transfers over each",
+    ),
     ("bench index", program("tandem_bench.index"), "Time the prefix tree in Redis"),
     ("bench engine", program("tandem_bench.engine"), "Time prefill and decode of the model"),
     ("bench perplexity", program("tandem_bench.perplexity"), "Compare the quality of KV formats"),
     ("bench serve", program("tandem_bench.serve"), "Measure a cluster with AIPerf or GuideLLM"),
-    ("bench stages", program("tandem_bench.engine_stages"), "Time a model's step by its stages"),
+    ("bench stages", program("tandem_bench.engine_stages"), "Time the stages of a model's step"),
 ):
     *group, name = words.split()
     (app[group[0]] if group else app).command(start, name=name, help=f"{text}.")
@@ -517,7 +534,7 @@ for words, start, text in (
 for place, (title, names) in enumerate(
     {
         "Start": "up serve chat pull join",
-        "Look": "ps status why logs events usage audit",
+        "Inspect": "ps status why logs events usage audit",
         "Change": "scale set-role drain reset-prefix-cache keys index",
         "Prepare": "doctor config kv-size simulate bench completion",
         "Parts of a cluster": "router worker controller redis-front",

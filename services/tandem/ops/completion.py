@@ -32,7 +32,7 @@ class CompletionOptions(Options):
     shell: Annotated[Shell, Parameter(show_default=False)] = field(default="auto", kw_only=False)
     """The shell. Default: the one that runs the command."""
     install: Switch = False
-    """Write the script to where the shell finds it, for this user."""
+    """Install the script in the folder of this user from which the shell loads it."""
 
 
 # command that parses its arguments itself -> its settings
@@ -54,7 +54,7 @@ def main() -> None:
     _add_options(tandem)
     if options.install:
         path = tandem.install_completion(shell=shell)
-        print(f"{path} is written; a new {shell} uses it")
+        print(f"the completion script is in {path}; a new {shell} session uses it")
     else:
         print(tandem.generate_completion(shell=shell))
 
@@ -78,7 +78,7 @@ def _current_shell() -> Literal["bash", "zsh", "fish"]:
     except ShellDetectionError:
         found = "powershell"
     if found == "powershell":
-        sys.exit("tandem completion: name the shell: bash, zsh or fish")
+        sys.exit("tandem completion: the shell was not recognized; name it: bash, zsh or fish")
     return found
 
 

@@ -140,7 +140,7 @@ async def test_the_command_prints_what_is_on_another_machine(
     out, err = capsys.readouterr()
     assert out == "an old run\n"
     assert "its log is no file of its own" in err
-    assert "this is the last log of that name here" in err
+    assert "this is the last log of decode-0 on this machine" in err
 
 
 async def test_the_command_follows_over_silence(
@@ -174,7 +174,7 @@ async def test_the_command_follows_over_silence(
     def is_told() -> bool:
         nonlocal err
         err += capsys.readouterr().err
-        return "Its lines come when it answers" in err
+        return "New lines follow when it answers again" in err
 
     await eventually(is_told)
     worker.log = log
@@ -205,7 +205,7 @@ async def test_a_worker_that_has_gone_is_told_with_its_host(
         await printed(router, "decode-9")
         out, err = capsys.readouterr()
         assert out == "an old run\n"
-        assert "the last decode-9 ran on gpu-3 (127.0.0.1); this is an earlier one's log" in err
+        assert "decode-9 last ran on gpu-3 (127.0.0.1); this is its log from an earlier run" in err
     finally:
         del view.gone["decode-9"]
 
@@ -214,7 +214,9 @@ async def test_without_a_router_the_logs_of_this_machine_are_printed(
     state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nobody = "http://127.0.0.1:1"
-    with pytest.raises(OperateError, match=r"no log of 'decode-0' is kept here.*no router answers"):
+    with pytest.raises(
+        OperateError, match=r"this machine has no log of 'decode-0'.*no router answers"
+    ):
         show_worker_log(nobody, "decode-0", follow=False)
     for start, admin in (("2026", nobody), ("2027", "http://127.0.0.1:2")):
         run = state / f"{start}0101T000000Z-c"

@@ -140,7 +140,7 @@ def test_a_worker_goes_to_a_host_with_a_free_gpu_and_waits_for_one() -> None:
         ("decode-1", "b", 1),
     ]
     assert plan(spec, TWO, running(add), there) == ([], [])
-    why = "no GPU is free (3 in all, --workers-per-gpu 1)"
+    why = "no GPU is free (3 in total, --workers-per-gpu 1)"
     waits = gpu_waits(spec, TWO, running(add), there)
     assert waits == {"prefill": why}
     prefill = describe(TWO, add, waits=waits)["prefill"]
@@ -157,7 +157,7 @@ def test_no_host_with_a_gpu_is_a_reason_of_its_own() -> None:
     add, _ = plan(spec, TWO, [], hosts(a=0, b=0))
     assert on(add) == [("router-0", "a", None)]
     waits = gpu_waits(spec, TWO, add, hosts(a=0, b=0))
-    assert {why[:20] for why in waits.values()} == {"no host has a GPU (C"}
+    assert {why[:20] for why in waits.values()} == {"no host has a GPU (o"}
     assert set(waits) == {"prefill", "decode"}
 
 
@@ -208,4 +208,4 @@ def test_labels_choose_before_gpus_do() -> None:
     there = [*hosts(a=4), Host("b", [0], {"zone": "z"}, num_gpus=1)]
     add, _ = plan(spec, DECODE[2], [], there)
     assert on(add) == [("decode-0", "b", 0)]
-    assert "1 in all" in gpu_waits(spec, DECODE[2], add, there)["decode"]
+    assert "1 in total" in gpu_waits(spec, DECODE[2], add, there)["decode"]

@@ -78,7 +78,7 @@ def test_the_reason_names_the_farthest_hosts() -> None:
     found = {"a": 812e6, **{name: at * 1e6 for at, name in enumerate("bcdef", 1)}}
     assert far_reason(far_hosts(found), found, "decode") == (
         "b has 1.0 MB/s, c has 2.0 MB/s, d has 3.0 MB/s, 2 more are far to the decode workers, "
-        "another host 812.0 MB/s"
+        "and the fastest host 812.0 MB/s"
     )
 
 
@@ -91,7 +91,9 @@ def test_a_worker_goes_to_the_near_host_and_says_from_which_it_was_kept() -> Non
     found = measured(prefill_0=SLOW, prefill_1=FAST)
     (near,), drain = plan(make_spec(), wanted, members, hosts, measured=found)
     assert near.host == "a"
-    assert near.placed_why == "b has 9.0 MB/s to the decode workers, another host 800.0 MB/s"
+    assert (
+        near.placed_why == "b has 9.0 MB/s to the decode workers, and the fastest host 800.0 MB/s"
+    )
     assert drain == []
     prefill = describe(wanted, [near])["prefill"]
     assert isinstance(prefill, dict)

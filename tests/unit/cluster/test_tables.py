@@ -109,10 +109,10 @@ def test_a_process_that_was_kept_from_far_hosts_says_so() -> None:
     plain = {"id": "prefill-0", "state": "running", "host": "host-b"}
     near = {"id": "prefill-1", "state": "running", "host": "host-a", "placed_why": "host-b is far"}
     pools = {"prefill": {"agents": [plain, near, {**near, "state": "lost"}]}, "decode": {}}
-    assert placed_whys(pools) == ["prefill-1 is on host-a: host-b is far"]
+    assert placed_whys(pools) == ["prefill-1 runs on host-a, because host-b is far"]
 
 
 def test_a_pool_that_waits_says_why_unless_the_headline_does() -> None:
     pools = {"prefill": {"wanted": 1}, "decode": {"waits_why": "no GPU is free"}}
-    assert waiting_pools({"pools": pools}) == ["decode waits: no GPU is free"]
+    assert waiting_pools({"pools": pools}) == ["the decode pool waits for a GPU: no GPU is free"]
     assert waiting_pools({"pools": pools, "headline": "The decode pool ...: no GPU is free."}) == []

@@ -61,5 +61,5 @@ def test_bash_completes_commands_options_and_choices(
 )
 def test_a_script_is_installed_for_the_user(shell: str, path: str, tmp_path: Path) -> None:
     said = run([*COMPLETION, shell, "--install"], tmp_path)
-    assert said == f"{tmp_path / path} is written; a new {shell} uses it\n"
+    assert said == f"the completion script is in {tmp_path / path}; a new {shell} session uses it\n"
     assert "--kv-memory" in (tmp_path / path).read_text()

@@ -86,7 +86,7 @@ def test_the_nixl_that_pulls_use_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     ("limits", "cost"),
     [
         ((1024, 20_000), ""),  # a router raises its own limit as far as it may
-        ((1024, 1024), "a router takes 384 connections, not 4096"),
+        ((1024, 1024), "a router accepts 384 connections instead of 4096"),
         ((1024, resource.RLIM_INFINITY), ""),
     ],
 )
@@ -132,12 +132,18 @@ def test_locked_memory_is_limited_where_there_is_rdma(
     [
         (0x2001, {}, {}, "the kernel's clock is synchronized", False),
         (0x40, {}, {}, "not synchronized", True),
-        (0x40, {"run/systemd/timesync/synchronized": ""}, {}, "by systemd-timesyncd", False),
-        (0x40, {"run/chrony/chronyd.pid": "7"}, {}, "not known: chrony runs", False),
-        (0x40, {".dockerenv": ""}, {}, "not known here", False),
-        (0x40, {}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "not known here", False),
+        (
+            0x40,
+            {"run/systemd/timesync/synchronized": ""},
+            {},
+            "synchronized by systemd-timesyncd",
+            False,
+        ),
+        (0x40, {"run/chrony/chronyd.pid": "7"}, {}, "unknown: chrony runs", False),
+        (0x40, {".dockerenv": ""}, {}, "unknown: it is not visible", False),
+        (0x40, {}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "unknown: it is not visible", False),
         (0x2001, {".dockerenv": ""}, {}, "the kernel's clock is synchronized", False),
-        (None, {}, {}, "not known here", False),
+        (None, {}, {}, "unknown: it is not visible", False),
     ],
 )
 def test_a_clock_that_nothing_sets_drifts(
@@ -153,7 +159,7 @@ def test_a_clock_that_nothing_sets_drifts(
     finding = clocks.time_sync(host(tmp_path, files, **environment))
     assert finding.found.startswith(found)
     assert bool(finding.cost) == costs
-    assert ("5 s off" in finding.cost) == costs
+    assert ("more than 5 s" in finding.cost) == costs
 
 
 def test_the_kernel_tells_the_clocks_status_without_rights() -> None:
@@ -197,7 +203,7 @@ def test_the_fullest_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         ("2.13.0+cu128", ""),
         ("2.13.0+cu130", "PyTorch is built for CUDA 13, which needs driver 580: no GPU is used"),
-        ("2.13.0+cpu", "PyTorch is built for CPUs: workers compute there"),
+        ("2.13.0+cpu", "PyTorch is built for CPUs, so workers do not use the GPU"),
         ("2.13.0", ""),
         ("", ""),
     ],
@@ -256,5 +262,5 @@ def test_the_command_tells_of_each_check(capsys: pytest.CaptureFixture[str]) -> 
     assert "checks" in terminal.text
     told = capsys.readouterr().out.splitlines()
     assert sum(not line.startswith(" ") for line in told) == len(CHECKS) + 1
-    assert sum("costs: " in line for line in told) == sum("to do: " in line for line in told)
+    assert sum("effect: " in line for line in told) == sum("remedy: " in line for line in told)
     assert f"of {len(CHECKS)} checks found a problem" in told[-1]

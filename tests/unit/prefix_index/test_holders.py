@@ -27,7 +27,7 @@ def test_what_one_worker_knows_of_the_store_counts_for_all() -> None:
 
 
 def test_a_workers_id_has_no_mark() -> None:
-    with pytest.raises(ConfigError, match="'a#disk'; it must not have a '#'"):
+    with pytest.raises(ConfigError, match="'a#disk'; it must not contain '#'"):
         WorkerConfig(
             role="decode",
             worker_id="a#disk",

@@ -30,14 +30,15 @@ def request_join(
         found = hashlib.sha256(ca).hexdigest()
         if found != ca_sha256.replace(":", "").lower():
             raise ConfigError(
-                f"{where} has an authority of SHA-256 {found}, which is not that of --ca-sha256: "
-                "it is another cluster, or somebody in between. The token was not sent"
+                f"the certificate authority at {where} has the SHA-256 fingerprint {found}, not "
+                "the one in --ca-sha256: it belongs to another cluster, or someone intercepts the "
+                "connection. The join token was not sent"
             )
         context = ssl.create_default_context(cadata=ca)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         return _send_request(host, port, context, _name_in(ca), token, own_address)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise ConfigError(f"{where} cannot be joined: {error}") from error
+        raise ConfigError(f"the cluster at {where} cannot be joined: {error}") from error
 
 
 def _fetch_ca(host: str, port: int) -> bytes:
@@ -58,8 +59,8 @@ def _fetch_ca(host: str, port: int) -> bytes:
     certificates = x509.load_pem_x509_certificates(text)
     if len(certificates) != 1:
         raise ValueError(
-            f"it sends {len(certificates)} certificates as its authority's, and must send one. "
-            "The token was not sent"
+            f"it sent {len(certificates)} certificates as its certificate authority instead of "
+            "one. The join token was not sent"
         )
     return certificates[0].public_bytes(Encoding.DER)
 
@@ -88,7 +89,7 @@ def _send_request(
         reply = connection.getresponse()
         body = reply.read(_BYTES_MAX)
     if reply.status != 200:
-        raise ConfigError(f"{host}:{port} refuses: {_reason(body)}")
+        raise ConfigError(f"{host}:{port} refused to let this host join: {_reason(body)}")
     return msgspec.json.decode(body, type=JoinReply), own_address
 
 

@@ -59,21 +59,21 @@ class JoinServer:
             case "POST", "/join":
                 status, body = self._join(environ)
             case _:
-                status, body = _refusal("404 Not Found", "there is only /ca and /join")
+                status, body = _refusal("404 Not Found", "this port serves only /ca and /join")
         start_response(status, [("Content-Type", "application/octet-stream")])
         return [body]
 
     def _join(self, environ: dict[str, Any]) -> tuple[str, bytes]:
         given = environ.get("HTTP_AUTHORIZATION", "").removeprefix("Bearer ").strip()
         if not hmac.compare_digest(given.encode(), self._token.encode()):
-            log.warning("%s is refused: its token to join is wrong", environ["REMOTE_ADDR"])
-            return _refusal("401 Unauthorized", "the token is wrong")
+            log.warning("%s was refused because it sent a wrong join token", environ["REMOTE_ADDR"])
+            return _refusal("401 Unauthorized", "the join token is wrong")
         try:
             sent = msgspec.json.decode(environ["wsgi.input"].read(), type=JoinRequest)
         except (ValueError, msgspec.DecodeError) as error:
-            return _refusal("400 Bad Request", f"the call cannot be read: {error}")
+            return _refusal("400 Bad Request", f"the join request cannot be read: {error}")
         if sent.version != (own := version("tandem-llm")):
-            why = f"this cluster runs Tandem {own}, and you {sent.version[:40]!r}"
+            why = f"this cluster runs Tandem {own}, but the joining host runs {sent.version[:40]!r}"
             return _refusal("409 Conflict", why)
         self._joined(sent.address)
         return "200 OK", msgspec.json.encode(self._reply)

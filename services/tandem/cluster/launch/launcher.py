@@ -148,7 +148,7 @@ class _Launch:
         """Stops Ray's head, then the other processes, and Redis last, within 5 s in total."""
         if self._activity is not None:
             self._activity.stop()
-        with Waiting(ProgressRow("processes", "end")):
+        with Waiting(ProgressRow("processes", "are being stopped")):
             if self._listening is not None:
                 self._listening.close()
             self._ray_head.end()
@@ -342,7 +342,9 @@ class _Launch:
             options_for_others(self._options), urls, self._token, self._api_key
         )
         return self._listening.open(
-            reply, token, lambda address: self._screen.say(f"{escape(printable(address))} joins")
+            reply,
+            token,
+            lambda address: self._screen.say(f"host {escape(printable(address))} joins"),
         )
 
     def _publish_head(self, *, address: str = "", why: str = "") -> None:
@@ -393,8 +395,8 @@ class _Launch:
 
     def _restart_redis(self, redis: EmbeddedRedis) -> None:
         self._screen.say(
-            "[yellow]Redis ended and is started again at the same address; requests are still "
-            "served, by the workers that the routers know"
+            "[yellow]Redis ended and is started again at the same address; until then, the routers "
+            "serve requests with the workers that they already know"
         )
         while True:
             try:
@@ -427,7 +429,7 @@ def _largest_process() -> str:
     if not used:
         return ""
     rss, pid, name = max(used)
-    return f", or end a process: {pid} ({printable(name)}) uses the most, {rss / 1e9:.1f} GB"
+    return f", or end a process: {pid} ({printable(name)}) uses the most memory, {rss / 1e9:.1f} GB"
 
 
 def _check_port(host: str, option: str, port: int) -> None:
@@ -438,10 +440,10 @@ def _check_port(host: str, option: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
-                raise ConfigError(f"{host} is no address of this machine") from error
+                raise ConfigError(f"{host} is not an address of this machine") from error
             owner = _listener(port)
             why = f"is used by {owner}" if owner else f"cannot be used ({error.strerror})"
-            todo = f"stop that process, or choose another port with {option}"
+            todo = f"{'stop that process, or ' * bool(owner)}choose another port with {option}"
             raise ConfigError(f"port {port} of {host} {why}; {todo}") from error
 
 

@@ -62,19 +62,27 @@ class Leaving:
             write_leaving(redis, self._cluster_id, self._host_id, "leaves")
             until = give_up_at - DRAIN_S
             if lacking := self._wait_for_others(redis, records, until, tick, show):
-                say(f"[yellow]no other host has taken what runs here: {', '.join(lacking)}")
-            say("draining what runs here")
+                say(
+                    "[yellow]other hosts lack processes of these pools, and this host leaves "
+                    f"nevertheless: {', '.join(lacking)}"
+                )
+            say("draining the routers and workers of this host")
             write_leaving(redis, self._cluster_id, self._host_id, "drains")
             initial = len(self._own(self._pools(redis)))
             while (own := self._own(self._pools(redis))) and time.monotonic() < give_up_at:
                 left = ", ".join(agent["id"] for agent in own)
-                show(ProgressRow("drain", f"{left} to end", initial - len(own), initial))
+                show(
+                    ProgressRow("drain", f"waiting for {left} to end", initial - len(own), initial)
+                )
                 write_leaving(redis, self._cluster_id, self._host_id, "drains")
                 tick()
                 time.sleep(_INTERVAL_S)
             forget_leaving(redis, self._cluster_id, self._host_id)
         except UNREACHABLE as error:
-            say(f"[yellow]Redis is lost, this host leaves at once: {escape(printable(str(error)))}")
+            say(
+                "[yellow]Redis does not answer, so this host leaves at once: "
+                f"{escape(printable(str(error)))}"
+            )
         finally:
             redis.close()
             records.close()
@@ -99,7 +107,11 @@ class Leaving:
                 settles_at = now + _SETTLED_S
             if not lacking or now > min(until, settles_at):
                 return lacking
-            show(ProgressRow("hand over", f"other hosts lack {', '.join(lacking)}"))
+            show(
+                ProgressRow(
+                    "hand over", f"other hosts still lack processes of: {', '.join(lacking)}"
+                )
+            )
             write_leaving(redis, self._cluster_id, self._host_id, "leaves")
             tick()
             time.sleep(_INTERVAL_S)

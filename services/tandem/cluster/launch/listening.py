@@ -152,7 +152,7 @@ def read_join_token(path: str) -> str:
         raise ConfigError(f"the token file {path} cannot be read: {error}") from None
     if len(token) < TOKEN_BYTES_MIN or not token.isascii():
         raise ConfigError(
-            f"{path} has no token: at least {TOKEN_BYTES_MIN} ASCII characters on one line"
+            f"the token in {path} must have at least {TOKEN_BYTES_MIN} ASCII characters on one line"
         )
     return token
 

@@ -67,13 +67,14 @@ class LaunchOptions(Options):
     model_revision: Annotated[ModelRevision, Parameter(group=_CLUSTER)] = ""
     served_model_name: Annotated[ServedModelName, Parameter(group=_CLUSTER)] = ""
     num_prefill: Annotated[PoolSize, Parameter(name="--prefill")] = 1
-    """Number of prefill workers. 2:gpu=H100 also requires hosts with this label."""
+    """Number of prefill workers. 2:gpu=H100 starts 2 on hosts with the label gpu=H100."""
     num_decode: Annotated[PoolSize, Parameter(name="--decode")] = 1
     """Number of decode workers."""
     num_routers: Annotated[PoolSize, Parameter(name="--routers")] = 1
-    """Number of routers. With --listen, each router runs on a host of its own."""
+    """Number of routers. With --listen, each router needs a host of its own."""
     workers_per_gpu: PositiveOrNone = None
-    """Largest number of workers on one GPU. 0: 1 with --device cuda, no limit with auto."""
+    """Largest number of workers on one GPU. 0: 1 with --device cuda, no limit with --device
+    auto."""
     host: str = "127.0.0.1"
     """Address on which the HTTP and gRPC APIs listen."""
     http_port: Annotated[_PublicPort, Parameter(name="--port")] = 8000
@@ -91,7 +92,7 @@ class LaunchOptions(Options):
     cluster_port: _ClusterPort = 8100
     """With --listen: the first of 220 ports for joining machines, Ray and Redis."""
     join_token_file: Text = ""
-    """File with the secret that joining machines need. Default: a new secret."""
+    """File with the token that joining machines need. Default: a new token."""
     labels: Labels = ()
     """Labels of this machine, such as gpu=H100, which a pool can require."""
     no_cluster_tls: Annotated[Switch, Parameter(group=MEASUREMENT)] = False
@@ -121,9 +122,14 @@ class LaunchOptions(Options):
         check_listen(self.listen)
         sizes = (self.num_routers, self.num_prefill, self.num_decode)
         if not self.listen and any(labels_of(size) for size in sizes):
-            raise ConfigError("a pool has labels, which choose among machines: --listen is needed")
+            raise ConfigError(
+                "labels in --prefill, --decode or --routers choose hosts, so they need --listen"
+            )
         if self.listen and self.no_cluster_tls:
-            raise ConfigError("--no-cluster-tls and --listen: calls between machines are encrypted")
+            raise ConfigError(
+                "--no-cluster-tls and --listen cannot be given together: calls between machines "
+                "must be encrypted"
+            )
         if self.api_key_file and self.admission.keys_file:
             raise ConfigError("--api-key-file and --keys-file cannot be given together")
         # A new Redis has no API keys. An existing one may have some, which is not checked here.
@@ -133,7 +139,7 @@ class LaunchOptions(Options):
         if outer and not (has_keys or self.admission.allow_anonymous):
             raise ConfigError(
                 f"anyone who reaches {outer[0]} could use the cluster, which has no API keys; "
-                "set --api-key-file or TANDEM_API_KEY, or say --allow-anonymous"
+                "set --api-key-file or TANDEM_API_KEY, or give --allow-anonymous"
             )
         # Building the autoscaler's settings raises ConfigError if they are invalid.
         assert self.autoscaler is not None
@@ -193,7 +199,10 @@ def check_listen(address: str, option: str = "--listen") -> None:
         return
     try:
         if ipaddress.ip_address(address).is_unspecified:
-            raise ConfigError(f"{option} is {address}; name one address that other machines reach")
+            raise ConfigError(
+                f"{option} is {address}; it must be one address at which other machines reach this "
+                "one"
+            )
     except ValueError:
         raise ConfigError(f"{option} is {address[:80]!r}; it must be an IP address") from None
 

@@ -38,7 +38,8 @@ def _read(folder: Path) -> Authority:
         return Authority.with_key("ray", certificate, key)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the Secret of Ray's authority, mounted at {folder}, cannot be used: {error}"
+            f"the Secret with Ray's certificate authority, mounted at {folder}, cannot be used: "
+            f"{error}"
         ) from error
 
 

@@ -53,8 +53,9 @@ def parse_labels(text: str) -> tuple[str, ...]:
     for label in labels:
         if not _LABEL.fullmatch(label) or label.startswith(_OWN):
             raise ConfigError(
-                f"{label[:80]!r} is no label; NAME=VALUE of letters, digits, '-', '_' and '.', "
-                "at most 63 each, is allowed"
+                f"the label {label[:80]!r} must be NAME=VALUE; each side may have 1 to 63 letters, "
+                "digits, '-', '_' and '.', begins and ends with a letter or digit, and NAME must "
+                "not begin with ray.io or tandem-"
             )
     return labels
 

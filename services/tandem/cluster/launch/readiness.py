@@ -68,7 +68,7 @@ class Readiness:
                     moved_at = time.monotonic()
                 if time.monotonic() - moved_at > _DEADLINE_S:
                     raise ConfigError(
-                        f"the start made no progress for {_DEADLINE_S:g} s; still awaited: "
+                        f"the start made no progress for {_DEADLINE_S:g} s; not ready yet: "
                         f"{self._awaited()}. Their logs are in {self._log_folder()}"
                     )
                 time.sleep(_INTERVAL_S)

@@ -86,7 +86,9 @@ class LaunchScreen:
         grpc = "off (--no-grpc)" if options.no_grpc else f"{escape(options.grpc_address)}"
         print_(f"  API      [bold]{url}/v1[/] (OpenAI), gRPC {grpc}")
         admin = escape(options.admin_url)
-        print_(f"  page     [bold]{admin}/[/], gRPC {escape(options.admin_grpc_address)}")
+        print_(
+            f"  admin    [bold]{admin}/[/] (live page), gRPC {escape(options.admin_grpc_address)}"
+        )
         print_(f"  logs     {escape(logs)}")
         if pools["decode"]:
             message = {"role": "user", "content": _PROMPT}
@@ -99,7 +101,10 @@ class LaunchScreen:
             print_(f"  curl {api} {header} \\\n    -d '{json.dumps(body)}'", markup=False)
         if command_to_join:
             print_(f"join from another machine: {command_to_join}", markup=False)
-        print_("Ray is starting; scaling and restarts follow. Ctrl-C stops all of it.")
+        print_(
+            "Ray is still starting; then workers can be added and restarted. Ctrl-C stops the "
+            "cluster."
+        )
 
 
 def _precision(records: Sequence[WorkerRecord]) -> str:

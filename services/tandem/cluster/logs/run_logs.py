@@ -115,7 +115,9 @@ def find_address(kind: Literal["http", "admin"], default: str) -> str:
     found = [getattr(each, kind) for each in running()]
     if len(found) > 1:
         urls = " or ".join(found)
-        raise OperateError(f"{len(found)} clusters run here: name one with --url {urls}")
+        raise OperateError(
+            f"{len(found)} clusters run on this machine; choose one with --url {urls}"
+        )
     return found[0] if found else default
 
 

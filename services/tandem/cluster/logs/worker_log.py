@@ -46,7 +46,10 @@ def show_worker_log(url: str, process_id: str, *, follow: bool) -> None:
     is_own_router = state.get("router", {}).get("id") == process_id
     if local is not None and (worker is None or _writes(worker, local)):
         if host := _other_host(state, process_id):
-            _note(f"the last {process_id} ran on {host}; this is an earlier one's log")
+            _note(
+                f"{process_id} last ran on {host}; this is its log from an earlier run on this "
+                "machine"
+            )
         show_log(local, follow=follow)
     elif worker is None and not is_own_router:
         raise OperateError(
@@ -65,7 +68,8 @@ def show_names(url: str) -> None:
     for worker in state.get("workers", ()):
         where.setdefault(worker["worker_id"], worker["host"])
     if not where:
-        raise OperateError(f"no log is kept here; {why_unknown}")
+        why = f"the router at {place} knows no workers" if state else why_unknown
+        raise OperateError(f"this machine has no logs of a cluster; {why}")
     table = Table("log", "where", box=None, pad_edge=False)
     for name in sorted(where):
         table.add_row(name, where[name])
@@ -92,7 +96,7 @@ def _show_remote(url: str, process_id: str, local: Path | None, *, follow: bool)
     except OperateError as error:
         if local is None:
             raise
-        _note(f"{error.message}; this is the last log of that name here")
+        _note(f"{error.message}; this is the last log of {process_id} on this machine")
         show_log(local, follow=follow)
         return
     with suppress(KeyboardInterrupt, BrokenPipeError):
@@ -111,15 +115,15 @@ def _state(url: str) -> tuple[Mapping[str, Any], str]:
     except OperateError as error:
         return {}, error.message
     if isinstance(state, dict) and "workers" in state:
-        return state, f"the router at {url} knows no such worker"
-    return {}, f"what answers at {url} is no router"
+        return state, f"the router at {url} knows no worker with this id"
+    return {}, f"the program that answers at {url} is not a router"
 
 
 def _no_log(run: Path | None, process_id: str) -> str:
     names = ", ".join(log_names(run)) or "none"
     return (
-        f"no log of {process_id[:80]!r} is kept here; the cluster has these logs here: {names}. "
-        "On Kubernetes a pod's log is `kubectl logs POD`"
+        f"this machine has no log of {process_id[:80]!r}; it has these logs of the cluster: "
+        f"{names}. On Kubernetes, `kubectl logs POD` shows the log of a pod"
     )
 
 
@@ -181,6 +185,6 @@ def _show_pieces(url: str, path: str, piece: Mapping[str, str], *, follow: bool)
             if not follow:
                 raise
             if not is_away:
-                _note(f"{error.message}. Its lines come when it answers")
+                _note(f"{error.message}. New lines follow when it answers again")
             is_away = True
             piece = {**piece, "text": ""}

@@ -206,4 +206,6 @@ def _free_port(host: str) -> int:
             except OSError:
                 continue
             return port
-    raise ConfigError(f"no free port of {host} in {_PORTS.start} to {_PORTS.stop - 1}")
+    raise ConfigError(
+        f"the embedded Redis found no free port of {host} from {_PORTS.start} to {_PORTS.stop - 1}"
+    )

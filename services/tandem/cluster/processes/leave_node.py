@@ -41,7 +41,7 @@ def leave(run_folder: Path, deadline_s: float) -> list[str]:
     give_up_at = time.monotonic() + deadline_s
     running = process.find_all(run_folder)
     for each in running:
-        log.info("this node ends: %s drains", each.process_id)
+        log.info("draining %s, because this node is about to end", each.process_id)
         each.send(signal.SIGTERM)
     left = []
     for each in running:
@@ -55,7 +55,9 @@ def main(deadline_s: str) -> int:
     configure_logging("leave-node")
     folder = os.environ.get(RUN_FOLDER_VARIABLE, Path(tempfile.gettempdir()) / "tandem")
     if left := leave(Path(folder), float(deadline_s)):
-        log.warning("these have not drained in %s s: %s", deadline_s, ", ".join(left))
+        log.warning(
+            "these workers did not finish draining in %s s: %s", deadline_s, ", ".join(left)
+        )
     return int(bool(left))
 
 

@@ -106,7 +106,7 @@ class SharedOwned:
         try:
             found = self._redis().get(f"{{tandem:{self._cluster_id}}}:owned")
         except UNREACHABLE as error:
-            log.warning("what the controller wrote cannot be read: %s", error)
+            log.warning("the pool controller's state cannot be read from Redis: %s", error)
             return None
         return msgspec.json.decode(found, type=Owned) if isinstance(found, bytes | str) else None
 
@@ -137,7 +137,7 @@ class SharedOwned:
         try:
             return read_pair_bandwidths(self._redis(), self._cluster_id, worker_ids)
         except UNREACHABLE as error:
-            log.info("the bandwidth of pairs is not known: %s", error)
+            log.info("the bandwidths between workers cannot be read from Redis: %s", error)
             return {}
 
     def _redis(self) -> SyncClient:

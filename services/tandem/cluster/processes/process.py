@@ -104,7 +104,7 @@ def start(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{process_id} was not started in {_DETACH_DEADLINE_S:g} s") from None
+        raise ConfigError(f"{process_id} did not start in {_DETACH_DEADLINE_S:g} s") from None
     if done.returncode:
         raise ConfigError(f"{process_id}: {done.stderr.decode(errors='replace').strip()}")
     process = find(process_id, run_folder)
@@ -150,7 +150,7 @@ def failed_start(what: str, log: Path) -> ConfigError:
     """Builds the error for a process that ended during its start, with the end of its log."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     tail = "\n".join(lines[-_LOG_TAIL_LINES:])
-    return ConfigError(f"{what} ended while it was started; the end of its log:\n{tail}")
+    return ConfigError(f"{what} ended during its start; the end of its log:\n{tail}")
 
 
 def last_warning(log: Path) -> str:

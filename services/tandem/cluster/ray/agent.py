@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 CONTROLLER_NAME = "pool-controller"
 _CHECK_INTERVAL_S = 2.0
-_STOPPED = {True: "is stopped, as by SIGSTOP", False: "continues"}
+_STOPPED = {True: "is suspended, as by SIGSTOP", False: "runs again"}
 # if a process ran for this many seconds, its restarts begin again with the shortest pause
 HEALTHY_AFTER_S = 60.0
 
@@ -224,7 +224,12 @@ class Agent:
             controller.report.remote(*self.status())
         except (ValueError, ray.exceptions.RayError) as error:
             # This report is lost. A restarted controller requests the status of every agent.
-            log.warning("the state %s cannot be reported to the pool controller: %s", state, error)
+            log.warning(
+                "the state of %s (%s) cannot be reported to the pool controller: %s",
+                self._member.member_id,
+                state,
+                error,
+            )
 
 
 def expand(word: str, variables: Mapping[str, str]) -> str:

@@ -135,7 +135,7 @@ class PoolController:
             is_done = self._reconcile()
             with suppress(queue.Empty):
                 self._events.get(timeout=None if is_done else _RETRY_S)()
-        log.warning("the controller of another head owns the pools now")
+        log.warning("the pool controller of another Ray head has taken over, so this one ends")
 
     def _update_hosts(self) -> None:
         """Updates the reachable hosts and those that want to leave. If Redis lost its data, the
@@ -168,14 +168,18 @@ class PoolController:
         if not self._write(Owned(self._owned.wanted, kept, self._spec.number, self._hosts.known())):
             return False
         for member in lost:
-            log.warning("%s is lost with its host %s", member.member_id, member.host)
+            log.warning(
+                "%s is lost, because its host %s does not answer", member.member_id, member.host
+            )
             self._forget_agent(member)
         for member in drain:
             log.info("draining %s", member.member_id)
             if member.agent_name in self._agents:
                 self._agents[member.agent_name].drain.remote()
         for member in (*back, *add):
-            log.info("adding %s %s %s", member.member_id, member.host, member.placed_why)
+            where = f" on host {member.host}" if member.host else ""
+            why = f", because {member.placed_why}" if member.placed_why else ""
+            log.info("adding %s%s%s", member.member_id, where, why)
             self._attach(member)
         if self._spec.requests_nodes:
             self._nodes.request(node_bundles(self._spec, self._owned.wanted, self._owned.members))
@@ -202,7 +206,7 @@ class PoolController:
         now = self._owned
         waits = gpu_waits(self._spec, now.wanted, now.members, hosts, self._leaving)
         for pool in waits.keys() - self._waits.keys():
-            log.warning("the pool %s waits: %s", pool, waits[pool])
+            log.warning("the %s pool waits for a GPU: %s", pool, waits[pool])
         self._waits = waits
 
     def _write(self, new: Owned) -> bool:
@@ -217,12 +221,12 @@ class PoolController:
                     self._channel.supersede()
                     return False
             except UNREACHABLE as error:
-                log.warning("Redis is lost, pools stay as they are: %s", error)
+                log.warning("Redis does not answer, so the pools stay as they are: %s", error)
                 return False
         try:
             new.write(self._run_folder)
         except OSError as error:
-            log.warning("the state of the pools cannot be written: %s", error)
+            log.warning("the state of the pools cannot be written to the run folder: %s", error)
             if self._shared is None:
                 return False  # if Redis has the state, too, the file is only a copy
         self._owned = new
@@ -260,7 +264,10 @@ class PoolController:
         try:
             self.report(*ray.get(agent.status.remote(), timeout=30))
         except ray.exceptions.RayError as error:
-            log.warning("an agent does not answer, it will report when it is up: %s", error)
+            log.warning(
+                "the agent of a process does not answer; it will report its state once it runs: %s",
+                error,
+            )
 
     def _take_report(
         self, agent_name: str, state: MemberState, process: Mapping[str, object]
@@ -271,7 +278,7 @@ class PoolController:
         if state == "gone":
             self._owned.members.remove(member)
             self._forget_agent(member)
-            log.info("%s is gone", member.member_id)
+            log.info("%s has ended", member.member_id)
             return
         if member.leaves and state != "draining":
             # Ray restarted the agent, and the new agent does not know that the process must drain.
@@ -305,7 +312,7 @@ class NodeRequests:
         if bundles == self._last_bundles and now - self._requested_at < _REPEAT_INTERVAL_S:
             return
         if bundles != self._last_bundles:
-            log.info("Ray's autoscaler is asked for room for %d processes", len(bundles))
+            log.info("asking Ray's autoscaler for nodes for %d processes", len(bundles))
         try:
             request_resources(
                 bundles=[dict(resources) for resources, _ in bundles],

@@ -97,7 +97,9 @@ class RayHost:
             self._tick()
         except UNREACHABLE as error:
             if not self._redis_lost:
-                log.warning("Redis is lost, Ray stays as it is: %s", error)
+                log.warning(
+                    "Redis does not answer, so this host keeps its current role in Ray: %s", error
+                )
             self._redis_lost = True
         else:
             self._redis_lost = False
@@ -145,7 +147,7 @@ class RayHost:
         if not self._may_lead or self._spec is None or not (number := self._lease.take()):
             return
         self._stop()
-        self._say(f"this host becomes Ray's head (number {number})")
+        self._say(f"this host becomes Ray's head (fencing number {number})")
         self._leads = True
         self._number = number
         before = "" if self._host_before == self._node.host_id else self._host_before
@@ -154,7 +156,7 @@ class RayHost:
 
     def _follow(self, head: Head) -> None:
         self._stop()
-        self._say(f"joining Ray's head at {escape(head.address)} (number {head.number})")
+        self._say(f"joining Ray's head at {escape(head.address)} (fencing number {head.number})")
         self._number = head.number
         self._process.join(head.address)
 

@@ -123,7 +123,7 @@ class ScaleChannel:
             try:
                 sizes |= check_sizes(json.loads(body))
             except (ValueError, BadRequest) as error:
-                log.error("a scale request is refused: %s", error)
+                log.error("a scale request was refused: %s", error)
         if sizes:
             self._on_sizes(sizes)
 
@@ -150,5 +150,5 @@ class ScaleChannel:
 
     def _note_lost(self, error: BaseException) -> None:
         if not self._lost:
-            log.warning("Redis is lost, pools stay as they are: %s", error)
+            log.warning("Redis does not answer, so the pools stay as they are: %s", error)
         self._lost = True

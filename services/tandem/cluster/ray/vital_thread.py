@@ -24,7 +24,7 @@ def start_vital(name: str, run: Callable[[], None]) -> None:
         try:
             run()
         except Exception:
-            log.exception("%s broke; its actor ends, and Ray starts it again", name)
+            log.exception("the thread %s failed; its Ray actor ends, and Ray restarts it", name)
             time.sleep(_PAUSE_S)
             os._exit(_EXIT_STATUS)
 

@@ -22,7 +22,10 @@ AutoscaleMode = Annotated[
     Autoscale,
     Parameter(
         name="--autoscale",
-        help="Pool sizes follow the load. dry-run: wanted sizes are exported, for an HPA or KEDA.",
+        help=(
+            "on: pool sizes follow the load. dry-run: wanted sizes are only exported as metrics, "
+            "for an HPA or KEDA."
+        ),
     ),
 ]
 
@@ -48,7 +51,7 @@ class AutoscaleConfig(Options):
     itl_s: PositiveSeconds = 0.1
     """Target for the time between two tokens, in seconds."""
     cold_start_s: Seconds = 90.0
-    """Seconds that a new worker needs until it takes its first request."""
+    """Seconds from the decision to add a worker until the worker takes its first request."""
     interval_s: PositiveSeconds = 10.0
     """Seconds between two decisions."""
     idle_s: Seconds = 40.0

@@ -80,14 +80,16 @@ class EngineOptions(Options):
     """Device that computes the model. auto: the GPU if there is one, else the CPU."""
     dtype: Dtype = "auto"
     """Data type of the computation. auto: bfloat16 where the hardware has it, else float32;
-    quantized weights stay quantized. Any other converts them, but for fp8 on native kernels."""
+    quantized weights stay quantized. bfloat16 and float32 convert quantized weights, except fp8
+    weights on native kernels."""
     kv_dtype: KvDtype = "auto"
-    """Data type of the KV pool. auto: that of the computation. With a scale for each token and
-    head: int8 and fp8_e4m3, about half of bfloat16's memory; not with Triton kernels k8v4, keys of
-    8 bits and values of 4, two fifths; int4, 0.28, and the model is calibrated at its first
-    start. DeepSeek's latents may be int8."""
+    """Data type of the KV pool. auto: that of the computation. Compared with bfloat16, int8 and
+    fp8_e4m3 take about half of the memory, k8v4 (keys of 8 bits, values of 4 bits) 40%, and int4
+    28%. k8v4 and int4 need native or torch kernels. int4 calibrates the model at its first start.
+    Of the quantized types, DeepSeek's latent KV allows only int8."""
     numerics: Numerics = "fast"
-    """fast, or invariant: computes in float32, and results do not depend on other requests."""
+    """invariant: compute in float32, so that results do not depend on the other requests. fast:
+    faster, without this guarantee."""
     kernels: Kernels = "auto"
     """Code that computes: native (C++, CPUs), triton (GPUs) or torch. auto: the fastest one."""
     weights: WeightFormat = "auto"
@@ -126,17 +128,19 @@ class EngineOptions(Options):
     """Largest share of the KV pool, and of each tier, that requests may protect from eviction: 0
     to 1."""
     max_model_len: PositiveOrNone = None
-    """Largest number of tokens of prompt and answer. 0: the model's own limit."""
+    """Largest number of tokens in a prompt and its answer together. 0: the model's own limit."""
     max_num_seqs: Positive = 64
     """Largest number of requests that a worker computes at the same time."""
     max_tokens_per_step: PositiveOrNone = None
-    """Largest number of tokens that one step computes. 0: 512 on CPUs, by size on GPUs."""
+    """Largest number of tokens that one step computes. 0: 512 on CPUs; on GPUs it depends on the
+    number of multiprocessors, such as 2048 on an H100."""
     itl_target_s: Seconds = 0.1
     """Target for the seconds between two tokens, met by splitting long prompts. 0: off."""
     itl_limit_s: Seconds = 0.0
     """Limit for the seconds between two tokens; a request that would exceed it waits. 0: off."""
     shared_wait_s: Seconds = 10.0
-    """Longest wait for KV blocks that another request computes already, in seconds. 0: no wait."""
+    """Longest wait, in seconds, for KV blocks that another request is already computing. 0: no
+    wait."""
     lora: Annotated[Mapping[str, str], _Adapters] = field(default_factory=dict)
     """LoRA adapters in PEFT's format, as NAME=FOLDER. The option can be repeated."""
     max_loras: Count = 8
@@ -144,7 +148,7 @@ class EngineOptions(Options):
     max_lora_rank: Positive = 64
     """Largest rank of a LoRA adapter; adapters with a larger rank are refused."""
     queue_max: Positive = 256
-    """Largest number of requests that wait at a worker; the worker refuses further ones."""
+    """Largest number of requests that wait at a worker. The worker refuses further requests."""
     num_threads: Annotated[Positive, Parameter(name="--threads")] = 1
     """Number of threads of a worker's engine."""
 

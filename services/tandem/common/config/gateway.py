@@ -37,15 +37,17 @@ class GatewayOptions(Options):
     """A router is an endpoint picker, or the front of a decode worker, or neither."""
 
     endpoint_picker: Text = ""
-    """HOST:PORT of the endpoint picker for gateways. The public ports are then closed."""
+    """HOST:PORT at which this process is an endpoint picker for gateways. It then opens no public
+    ports."""
     picker_fallbacks: Count = 2
     """Number of alternative endpoints that the picker names for retries."""
     picker_stays: Switch = False
-    """The answer also passes through the picker, which then sees its end."""
+    """Pass answers through the picker, too, so that it knows when a request ends."""
     objectives: Annotated[Mapping[str, int], by_comma("NAME=PRIORITY,...", parse_objectives)] = (
         field(default_factory=dict)
     )
-    """Priority of each InferenceObjective. Below 0: refused (429) when workers are busy."""
+    """Priority of each InferenceObjective, such as batch=-1. Requests with a priority below 0 are
+    refused (429) when workers are busy."""
     front_of: Text = ""
     """Id of the decode worker for which this router takes requests from a gateway."""
 

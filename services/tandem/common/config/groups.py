@@ -23,12 +23,17 @@ LIFECYCLE = Group("Lifecycle", sort_key=8)
 MEASUREMENT = Group("Tests and measurements", sort_key=9, show=bool(os.environ.get("TANDEM_DEV")))
 Own = Parameter(group=PROCESS)
 ModelName = Annotated[
-    str, Parameter(help="Hugging Face folder, GGUF file or hub name.", group=PROCESS)
+    str,
+    Parameter(
+        help="Model: a Hugging Face folder, a GGUF file or a name on the Hugging Face hub.",
+        group=PROCESS,
+    ),
 ]
 ModelRevision = Annotated[
     Text,
     Parameter(
-        help="Commit, tag or branch of a hub model; only a commit never changes.", group=PROCESS
+        help="Commit, tag or branch of a model on the hub. Only a commit never changes.",
+        group=PROCESS,
     ),
 ]
 ServedModelName = Annotated[

@@ -12,7 +12,7 @@ class RedisFrontOptions(Options):
     """A TLS port in front of a Redis server that listens at a Unix socket."""
 
     cluster_id: str
-    """Cluster whose routers and workers may connect."""
+    """Id of the cluster whose routers and workers may connect."""
     socket: str
     """Path of the server's Unix socket."""
     tls_dir: str

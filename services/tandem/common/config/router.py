@@ -59,12 +59,13 @@ class AddressConfig(Options):
     trusted_proxies: Annotated[tuple[str, ...], by_comma("CIDR,...", _parse_proxies)] = ()
     """Proxies (CIDR networks) whose header X-Forwarded-For is trusted."""
     connections_per_address: Count = 0
-    """Connections that one address may open. 0: half of --connections-max. Proxies: no limit."""
+    """Largest number of connections of one client address. 0: half of --connections-max. Trusted
+    proxies have no limit."""
     requests_per_address: Count = 0
-    """Requests of one address that may be unanswered. 0: half of --connections-max."""
+    """Largest number of unanswered requests of one client address. 0: half of --connections-max."""
 
     unparsed_bytes_per_address: Size = 0
-    """Share of --unparsed-bytes-max that one address may use, in bytes. 0: half of it."""
+    """Number of bytes of --unparsed-bytes-max that one client address may use. 0: half of them."""
 
     def check_together(self) -> None:
         for proxy in self.trusted_proxies:
@@ -135,7 +136,8 @@ class AdmissionOptions(Options):
     grpc_memory: PositiveSize = 1 << 30
     """A gRPC replica or endpoint picker restarts when its memory has grown by this many bytes."""
     keys_max_age_s: Seconds = 0.0
-    """Refuse requests with keys if the keys could not be read for this many seconds. 0: never."""
+    """Refuse requests with API keys if the router could not read the keys from Redis for this many
+    seconds. 0: never."""
 
 
 @Parameter(name="*", group=REQUESTS)
@@ -149,7 +151,7 @@ class RouterOptions(AdmissionOptions):
     host: Annotated[str, Own] = "127.0.0.1"
     """Address on which the HTTP and gRPC APIs listen."""
     api: Annotated[Literal["both", "http", "grpc"], Own] = "both"
-    """Public APIs of this process. grpc: only gRPC, with a limit on memory (--grpc-memory)."""
+    """Public APIs of this process. With grpc, --grpc-memory limits its memory."""
     http_port: Annotated[Port, Own] = 8000
     """Port of the HTTP API. With --api grpc, only for probes and other routers."""
     grpc_port: Annotated[Port, Own] = 8001
@@ -165,13 +167,15 @@ class RouterOptions(AdmissionOptions):
         Own,
         by_comma("POOL=RESOURCE/NAME,...", parse_scale_objects),
     ] = field(default_factory=dict)
-    """Kubernetes objects whose scale sets the pool sizes. Default: the pool controller does."""
+    """Kubernetes objects whose numbers of replicas are the pool sizes, such as
+    prefill=statefulsets/NAME. Default: the pool controller sets the sizes."""
     tokenizer_processes: Positive = 1
     """Number of processes that render and tokenize prompts."""
     lookup_deadline_s: Seconds = 0.02
     """Longest wait for the prefix tree in Redis, in seconds. Raise it for a distant Redis."""
     hold_deadline_s: Seconds = 30.0
-    """Seconds that a request waits while a pool has no worker. Longer than a cold start."""
+    """Seconds that a request waits while a pool has no worker. It should be longer than the start
+    of a worker."""
     drain_deadline_s: Seconds = 30.0
     """Seconds that running requests have to finish when the router stops."""
     header_bytes_max: Annotated[PositiveSize, _Http] = 64 << 10
@@ -183,7 +187,7 @@ class RouterOptions(AdmissionOptions):
     body_deadline_s: Annotated[PositiveSeconds, _Http] = 60.0
     """Longest time to receive a request body, in seconds."""
     keep_alive_s: Annotated[PositiveSeconds, _Http] = 75.0
-    """An idle connection is closed after this many seconds. Clients should close it earlier."""
+    """Idle connections are closed after this many seconds. Clients should close them earlier."""
     send_deadline_s: Annotated[PositiveSeconds, _Http] = 60.0
     """A connection whose client reads nothing for this many seconds is closed."""
     connections_max: Annotated[Positive, _Http] = 4096
@@ -191,7 +195,8 @@ class RouterOptions(AdmissionOptions):
     unparsed_bytes_max: Annotated[PositiveSize, _Http] = 256 << 20
     """Largest total size of request bodies that wait to be parsed, in bytes."""
     allowed_hosts: Annotated[tuple[str, ...], _Http, by_comma("NAME,...", _parse_hosts)] = ()
-    """Host names, such as that of a proxy, that a router on 127.0.0.1 also accepts."""
+    """Further host names that a router on 127.0.0.1 accepts in requests, such as that of a
+    proxy."""
     addresses: AddressConfig = field(default_factory=AddressConfig)
     admin: AdminOptions = field(default_factory=AdminOptions)
     answers: AnswerConfig = field(default_factory=AnswerConfig)

@@ -17,7 +17,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 TlsDir = Annotated[
     Text,
-    Parameter(help="Folder with ca.crt, tls.crt and tls.key. Default: clear text inside."),
+    Parameter(help="Folder with ca.crt, tls.crt and tls.key. Default: no TLS in the cluster."),
     Own,
 ]
 

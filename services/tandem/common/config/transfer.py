@@ -32,7 +32,8 @@ class TransferConfig(Options):
     transport: Transport = "auto"
     """Transport of KV blocks. auto: the fastest one that works between two workers."""
     nixl_tcp: NixlTcp = "off"
-    """insecure: NIXL may use TCP. Anyone who reaches its port can write to the worker's memory."""
+    """insecure: NIXL may use TCP. Then anyone who reaches its port can write to the worker's
+    memory."""
     prefill_at: PrefillAt = "auto"
     """Pool that computes long prompts. auto: the pool that is predicted to finish first."""
     local_prefill_max_tokens: Count = 64
@@ -48,9 +49,10 @@ class TransferConfig(Options):
     overlap: Annotated[bool, Parameter(group=MEASUREMENT)] = True
     """Transfer KV blocks while the next ones are computed, instead of afterwards."""
     heartbeat_timeout_s: PositiveSeconds = 30.0
-    """A worker that sends KV blocks counts as hung after this many seconds without a step."""
+    """A worker that sends KV blocks counts as hung if its engine computes no step for this many
+    seconds."""
     pull_deadline_s: PositiveSeconds = 30.0
-    """Longest transfer of one group of KV blocks, in seconds."""
+    """Longest time for the transfer of one group of KV blocks, in seconds."""
     warm_blocks: Count = 0
     """Number of KV blocks that a new worker copies from other workers. 0: none."""
     connect_deadline_s: Constant[float] = 5.0

@@ -65,8 +65,9 @@ def _parse_cores(text: str) -> tuple[int, ...]:
 class WorkerOptions(Options):
     """`tandem worker` runs one worker until it is drained. Its secrets come from the environment.
 
-    The exit status is 0 after a drain, 1 when the engine ended or no more blocks can be pulled, and
-    2 for wrong settings or a worker that does not fit the others, which no restart would mend.
+    The exit status is 0 after a drain, and 1 if the engine ended or no KV blocks can be pulled any
+    more. It is 2 if settings are wrong or incompatible with the other workers; a restart does not
+    help then.
     """
 
     role: Annotated[Role, Own]
@@ -85,9 +86,10 @@ class WorkerOptions(Options):
     cores: Annotated[tuple[int, ...], Own, by_comma("N,...", _parse_cores)] = ()
     """CPU cores for the engine, such as 0 or 0,1. Default: all."""
     engine_hang_timeout_s: PositiveSeconds = 60.0
-    """The worker ends itself if its busy engine computes nothing for this many seconds."""
+    """The worker ends if its engine has requests but computes nothing for this many seconds."""
     generation: Name = ""
-    """For upgrades that change the KV format: a name that the old workers do not have."""
+    """Name of the KV format's generation. For an upgrade that changes the KV format, set a name
+    that the old workers do not have."""
     drain_deadline_s: Seconds = 30.0
     """Seconds that running requests have to move or finish when the worker stops."""
     engine: EngineConfig
@@ -104,4 +106,4 @@ class WorkerConfig(WorkerOptions):
     def check_together(self) -> None:
         # The prefix tree names a worker's tier WORKER_ID#TIER.
         if "#" in self.worker_id:
-            raise ConfigError(f"worker-id is {self.worker_id!r}; it must not have a '#'")
+            raise ConfigError(f"worker-id is {self.worker_id!r}; it must not contain '#'")

@@ -28,8 +28,8 @@ def clock(host: HostFiles) -> Finding:
     """Checks that a program can read the clock without a system call, which depends on the kernel's
     clock source."""
     source = host.text("sys/devices/system/clocksource/clocksource0/current_clocksource")
-    cost = "each reading of the clock is a system call, several in each step"
-    remedy = "`clocksource=tsc` on the kernel's command line, if the machine's TSC is stable"
+    cost = "each reading of the clock is a system call, and each engine step reads it several times"
+    remedy = "add `clocksource=tsc` to the kernel's command line, if the machine's TSC is stable"
     if source in _FAST_SOURCES:
         return Finding("clock", source)
     return Finding("clock", source or "unknown", cost, remedy)
@@ -59,13 +59,16 @@ def time_sync(host: HostFiles) -> Finding:
     if status is not None and not status & _UNSYNCHRONIZED:
         return Finding(name, "the kernel's clock is synchronized")
     if (host.root / "run/systemd/timesync/synchronized").exists():
-        return Finding(name, "by systemd-timesyncd")
+        return Finding(name, "synchronized by systemd-timesyncd")
     if any(host.root.glob("run/chrony/chronyd.*")):
-        return Finding(name, "not known: chrony runs, and `chronyc tracking` tells")
+        return Finding(
+            name,
+            "unknown: chrony runs, and `chronyc tracking` shows whether the clock is synchronized",
+        )
     if status is None or host.in_container:
-        return Finding(name, "not known here: look at the machine itself")
+        return Finding(name, "unknown: it is not visible from here; check it on the host itself")
     cost = (
-        f"the clock drifts: {CLOCK_OFF_S:g} s off the others', routers name this host's workers as "
-        "in trouble"
+        "the clock drifts; once it differs from other hosts by more than "
+        f"{CLOCK_OFF_S:g} s, routers report a problem with this host's workers"
     )
     return Finding(name, "not synchronized", cost, "run chrony or systemd-timesyncd")

@@ -33,12 +33,12 @@ def redis(host: HostFiles) -> Finding:
 
     url = host.environment.get(REDIS_URL_VARIABLE)
     if not url:
-        return Finding("Redis", f"not asked: {REDIS_URL_VARIABLE} is not set")
+        return Finding("Redis", f"not checked: {REDIS_URL_VARIABLE} is not set")
     asked_at = time.monotonic()
     try:
         wait_until_answers(url, _REDIS_DEADLINE_S)
     except ConfigError as error:
-        cost = "workers and routers do not start; running ones place requests by load alone"
+        cost = "workers and routers cannot start; running routers choose workers by load alone"
         remedy = f"check the server, the network and {REDIS_URL_VARIABLE}"
         return Finding("Redis", error.message, cost, remedy)
     return Finding("Redis", f"answers in {(time.monotonic() - asked_at) * 1e3:.0f} ms")
@@ -65,7 +65,7 @@ def main() -> None:
         verdict = "!" if finding.cost else "ok"
         print(f"{verdict:2}  {finding.name:<12} {finding.found}")
         if finding.cost:
-            print(f"{'':4}{'':12} costs: {finding.cost}")
-            print(f"{'':4}{'':12} to do: {finding.remedy}")
+            print(f"{'':4}{'':12} effect: {finding.cost}")
+            print(f"{'':4}{'':12} remedy: {finding.remedy}")
     num_lacks = sum(bool(finding.cost) for finding in findings)
     print(f"{num_lacks} of {len(findings)} checks found a problem")

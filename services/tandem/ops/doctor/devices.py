@@ -22,8 +22,8 @@ def gpus(host: HostFiles) -> Finding:
     number = len(list((host.root / "dev").glob("nvidia[0-9]*")))
     driver = _DRIVER.search(host.text("proc/driver/nvidia/version"))
     if not number and driver:
-        cost = "no GPU is in this container: workers compute on the CPU"
-        remedy = "`docker run --gpus all`, or `worker.gpu.count` in the chart"
+        cost = "this container has no GPU, so workers compute on the CPU"
+        remedy = "use `docker run --gpus all`, or set `worker.gpu.count` in the chart"
         return Finding("GPU", f"none, driver {driver[1]}.{driver[2]}", cost, remedy)
     if not number:
         cost = "workers compute on the CPU"
@@ -61,7 +61,10 @@ def _unusable(driver: int | None) -> tuple[str, str]:
     """Returns why the installed PyTorch cannot use a GPU with this driver, and a remedy. Returns
     ("", "") if it can."""
     if (cuda := _cuda_of_torch()) == "cpu":
-        return "PyTorch is built for CPUs: workers compute there", "install PyTorch's CUDA build"
+        return (
+            "PyTorch is built for CPUs, so workers do not use the GPU",
+            "install PyTorch's CUDA build",
+        )
     oldest = _DRIVER_MIN.get(cuda, 0)
     if driver is not None and driver < oldest:
         cost = f"PyTorch is built for CUDA {cuda}, which needs driver {oldest}: no GPU is used"
@@ -96,7 +99,7 @@ def nixl(host: HostFiles) -> Finding:
     package = next((name for name in packages if find_spec(name) is not None), None)
     if package is None:
         remedy = "pip install 'tandem-llm[nixl]'"
-        cost = "blocks travel by gRPC, which is slower"
+        cost = "KV blocks are sent over gRPC, which is slower"
         return Finding("NIXL", "not installed", cost, remedy)
     version = installed_version(package)
     ucx = next((f"UCX {v}" for name in _UCX_PACKAGES if (v := installed_version(name))), "its UCX")
@@ -105,7 +108,7 @@ def nixl(host: HostFiles) -> Finding:
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
     if numbers and numbers < _NIXL_MIN:
         least = ".".join(map(str, _NIXL_MIN))
-        cost = f"Tandem uses NIXL {least} or newer: blocks may have to travel by gRPC"
+        cost = f"Tandem needs NIXL {least} or newer; KV blocks may be sent over gRPC instead"
         return Finding("NIXL", found, cost, f"pip install '{package}>={least}'")
     return Finding("NIXL", found)
 
@@ -117,8 +120,8 @@ def memory_reads(host: HostFiles) -> Finding:
     scope = host.text("proc/sys/kernel/yama/ptrace_scope") or "none"
     if identity.cma:
         return Finding("CMA", f"ptrace scope {scope}")
-    cost = "workers of this host exchange blocks by gRPC: none may read another's memory (CMA)"
-    remedy = "`sysctl kernel.yama.ptrace_scope=1`, and a UCX_TLS that allows shared memory"
+    cost = "workers on this host send KV blocks over gRPC: CMA, reading each other's memory, is off"
+    remedy = "run `sysctl kernel.yama.ptrace_scope=1`, and let UCX_TLS allow shared memory"
     return Finding("CMA", f"ptrace scope {scope}", cost, remedy)
 
 
@@ -126,6 +129,6 @@ def rdma(host: HostFiles) -> Finding:
     """Checks that this host has an active RDMA port."""
     if host_identity(root=host.root, environment=host.environment).rdma:
         return Finding("RDMA", "a port is active")
-    cost = "between hosts, blocks travel by gRPC"
-    remedy = "`worker.rdma.count` in the chart; without RDMA, NIXL over TCP (--nixl-tcp insecure)"
+    cost = "KV blocks are sent over gRPC between hosts"
+    remedy = "set `worker.rdma.count` in the chart; without RDMA, use --nixl-tcp insecure"
     return Finding("RDMA", "no active port", cost, remedy)

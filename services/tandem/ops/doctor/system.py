@@ -26,7 +26,7 @@ def kernel(host: HostFiles) -> Finding:
     numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdecimal())
     if not numbers or numbers >= _KERNEL_MIN:
         return Finding("kernel", release)
-    remedy = f"Linux {_KERNEL_MIN[0]}.{_KERNEL_MIN[1]} or newer"
+    remedy = f"use Linux {_KERNEL_MIN[0]}.{_KERNEL_MIN[1]} or newer"
     return Finding("kernel", release, "`tandem up` cannot watch its processes", remedy)
 
 
@@ -46,7 +46,7 @@ def huge_pages(host: HostFiles) -> Finding:
     chosen = setting.partition("[")[2].partition("]")[0] or "unknown"
     if chosen not in ("never", "unknown"):
         return Finding("huge pages", chosen)
-    cost = "weights and KV lie in small pages: CPU workers compute more slowly"
+    cost = "weights and KV use small memory pages, so CPU workers compute more slowly"
     remedy = "write madvise to /sys/kernel/mm/transparent_hugepage/enabled"
     return Finding("huge pages", chosen, cost, remedy)
 
@@ -58,7 +58,7 @@ def shared_memory(host: HostFiles) -> Finding:
     found = f"{free / 1e6:.0f} MB free"
     if free >= _SHARED_MIN:
         return Finding("/dev/shm", found)
-    remedy = "`docker run --shm-size`, `worker.sharedMemory` in the chart"
+    remedy = "use `docker run --shm-size`, or set `worker.sharedMemory` in the chart"
     return Finding("/dev/shm", found, "Ray's head may not start", remedy)
 
 
@@ -72,8 +72,8 @@ def open_files(host: HostFiles) -> Finding:
     room = max(1, (hard - _OTHER_FILES) // 2)
     if hard >= needed:
         return Finding("open files", str(hard))
-    cost = f"a router takes {room} connections, not {_CONNECTIONS}"
-    remedy = f"`ulimit -Hn {needed}`, LimitNOFILE={needed} in a unit of systemd"
+    cost = f"a router accepts {room} connections instead of {_CONNECTIONS}"
+    remedy = f"run `ulimit -Hn {needed}`, or set LimitNOFILE={needed} in a unit of systemd"
     return Finding("open files", str(hard), cost, remedy)
 
 
@@ -90,10 +90,10 @@ def memlock(host: HostFiles) -> Finding:
     has_rdma = host_identity(root=host.root, environment=host.environment).rdma
     if not has_rdma or limit >= read_memory().total_bytes:
         return Finding("memlock", found)
-    cost = "NIXL cannot register a larger KV pool for RDMA: its blocks travel by gRPC"
+    cost = "NIXL cannot register a larger KV pool for RDMA, so its blocks are sent over gRPC"
     remedy = (
-        "`ulimit -l unlimited`, LimitMEMLOCK=infinity in a unit of systemd (the container "
-        "runtime's, too), or `worker.rdma.runAsRoot` in the chart"
+        "run `ulimit -l unlimited`, set LimitMEMLOCK=infinity in a unit of systemd (the container "
+        "runtime's, too), or set `worker.rdma.runAsRoot` in the chart"
     )
     return Finding("memlock", found, cost, remedy)
 
@@ -102,15 +102,15 @@ def model_disk(host: HostFiles) -> Finding:
     """Checks the free space for downloaded and converted models."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    cost = "a model cannot be downloaded or converted: workers do not start"
-    remedy = "free space, or name another disk (TANDEM_CACHE_DIR, HF_HOME)"
+    cost = "a model cannot be downloaded or converted, so workers cannot start"
+    remedy = "free some space, or name a folder on another disk in TANDEM_CACHE_DIR and HF_HOME"
     return _disk("model disk", (cache_root(), Path(HF_HUB_CACHE)), cost, remedy)
 
 
 def run_disk(host: HostFiles) -> Finding:
     """Checks the free space for a run's temporary files and logs."""
-    cost = "logs are cut short, and routers name workers of this host as in trouble"
-    remedy = "free space, or name another disk (TMPDIR, XDG_STATE_HOME)"
+    cost = "logs are incomplete, and routers report a problem with the workers of this host"
+    remedy = "free some space, or name a folder on another disk in TMPDIR and XDG_STATE_HOME"
     # tempfile.gettempdir() is not used, because it writes a file, and fails if all disks are full.
     temporary = Path(host.environment.get("TMPDIR", "/tmp"))
     return _disk("run disk", (temporary, runs_folder()), cost, remedy)

@@ -33,49 +33,55 @@ def _parse_ranks(text: str) -> tuple[int, ...]:
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSizeOptions(Options):
-    """`tandem kv-size` computes the memory of a model's KV, what fits, and the workers of a load.
+    """`tandem kv-size` computes the memory of a model's KV, and the workers that a load needs.
 
     It needs no weights and loads no model.
     """
 
     model: str = field(kw_only=False)
-    """Hugging Face folder, config.json alone, GGUF file, smollm2 or hub name."""
+    """Model: a Hugging Face folder, its config.json, a GGUF file, smollm2 or a name on the hub."""
     model_revision: Text = ""
-    """Commit, tag or branch of a hub model."""
+    """Commit, tag or branch of a model on the hub."""
     context: PositiveOrNone = None
-    """Number of tokens in a sequence. 0: what the model was trained for."""
+    """Number of tokens in a sequence. 0: the context length of the model."""
     batch: Positive = 1
     """Number of sequences."""
     block_size: Positive = 16
     """Number of tokens in a KV block."""
     kv_dtype: str = "bfloat16"
-    """Data type of the KV pool in the tables of attention, ranks and workers."""
+    """Data type of the KV pool, for the tables that do not compare data types."""
     dtype: Computed = "bfloat16"
-    """Data type of the computation, in which int8 KV of latent attention keeps rotated keys."""
+    """Data type of the computation. The rotated keys of latent attention have it even in int8
+    KV."""
     tensor_parallel: Annotated[tuple[int, ...], by_comma("N,...", _parse_ranks)] = (1,)
-    """Numbers of tensor-parallel ranks; workers have the first of them."""
+    """Numbers of tensor-parallel ranks to compare. The needed workers are computed for the
+    first."""
     memory: NotNegative = 0.0
-    """Memory of a device in GiB, of which each rank has one. 0: not computed."""
+    """Memory of one device in GiB, with one device for each rank. 0: not computed."""
     weights: Weights = "bfloat16"
-    """Data type of the weights in that memory."""
+    """Data type of the weights in --memory."""
     reserve: NotNegative = 1.0
-    """GiB of that memory for activations and libraries."""
+    """GiB of --memory that activations and libraries need."""
     rate: NotNegative = 0.0
-    """Requests a second, to compute the number of workers. 0: not computed."""
+    """Requests per second, for which the needed workers are computed. 0: not computed."""
     prompt: Positive = 1024
-    """Number of tokens in each of these requests' prompts."""
+    """Number of prompt tokens in each request of --rate."""
     completion: Positive = 256
-    """Number of tokens in each of these requests' completions."""
+    """Number of output tokens in each request of --rate."""
     itl_s: PositiveSeconds = 0.1
-    """Service level of the time to each next token, in seconds."""
+    """Limit for the time between two tokens, in seconds."""
     rates: Text = ""
-    """JSON file of WorkerRates. Default: a guess at an 8B model on one large GPU."""
+    """JSON file with the measured speeds of a worker. Default: a guess for an 8B model on a large
+    GPU."""
     json: Switch = False
-    """JSON instead of tables."""
+    """Print JSON instead of tables."""
 
     def check_together(self) -> None:
         if self.kv_dtype not in KV_BITS:
             allowed = ", ".join(KV_BITS)
             raise ConfigError(f"kv-dtype is {self.kv_dtype!r}; it must be one of {allowed}")
         if not self.tensor_parallel or min(self.tensor_parallel) < 1:
-            raise ConfigError("tensor-parallel must be numbers from 1 on, with commas between them")
+            raise ConfigError(
+                f"tensor-parallel is {','.join(map(str, self.tensor_parallel))!r}; it must be one "
+                "or more numbers of at least 1, separated by commas"
+            )

@@ -53,7 +53,7 @@ def simulate(options: SimulateOptions) -> None:
     console.print(make_table(reports, title))
     if scenario.rates.tiers:
         console.print(make_tier_table(reports))
-    console.print(f"{time.perf_counter() - started:.0f} s")
+    console.print(f"the simulations took {time.perf_counter() - started:.0f} s")
     if options.out:
         _write(Path(options.out), reports, scenario, title, console)
 
@@ -127,11 +127,15 @@ def _write(
     try:
         from tandem.ops.simulator.output.plots import write_page, write_plots
     except ImportError:
-        console.print("no plots: they need matplotlib (pip install 'tandem-llm[simulate]')")
+        console.print(
+            "no plots were made: they need matplotlib (pip install 'tandem-llm[simulate]')"
+        )
         return
     with Waiting(ProgressRow("plots", "are drawn")):
         write_page(reports, title, write_plots(reports, folder), folder / "simulation.html")
-    console.print(f"written: {folder}/simulation.html, .json and PNGs", highlight=False)
+    console.print(
+        f"the results are in {folder}: simulation.html, simulation.json and PNGs", highlight=False
+    )
 
 
 def _give_up(why: str) -> NoReturn:

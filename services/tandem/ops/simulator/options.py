@@ -41,11 +41,11 @@ class SimulateOptions(Options):
     decode: Count = 8
     """Number of decode workers."""
     prefill: Count = 0
-    """Number of prefill workers. 0: decode workers prefill themselves."""
+    """Number of prefill workers. 0: decode workers also prefill."""
     kv_tokens: Positive = 3_000_000
     """Number of tokens in each worker's KV cache."""
     block_size: Positive = BLOCK_SIZE
-    """Number of tokens in a block of the trace. Mooncake's have 512."""
+    """Number of tokens in a block of the trace. Blocks of Mooncake's traces have 512."""
     kv_host_memory: Count = 0
     """Host memory of each worker for copies of KV blocks, in bytes. 0: none."""
     kv_disk_size: Count = 0
@@ -53,60 +53,68 @@ class SimulateOptions(Options):
     kv_store: Switch = False
     """All workers share an object store for copies of KV blocks."""
     kv_tier_policy: KvTierPolicy = "value"
-    """Copies that are made and kept: see `tandem worker`."""
+    """Which evicted blocks are copied, and which copies are dropped first, as for `tandem
+    worker`."""
     kv_host_rate: NotNegative = 0.0
-    """Bytes a second that are loaded from host memory. 0: that of --rates, or a guess."""
+    """Bytes per second that a worker loads from host memory. 0: the speed in --rates, or a
+    guess."""
     kv_disk_rate: NotNegative = 0.0
-    """Bytes a second that are loaded from disk. 0: that of --rates, or a guess."""
+    """Bytes per second that a worker loads from disk. 0: the speed in --rates, or a guess."""
     kv_store_rate: NotNegative = 0.0
-    """Bytes a second that are loaded from the object store. 0: that of --rates, or a guess."""
+    """Bytes per second that a worker loads from the object store. 0: the speed in --rates, or a
+    guess."""
     policies: str = "all"
-    """Names of placement policies, with commas between them, or all."""
+    """Names of placement policies, separated by commas. all: every policy."""
     loads: str = "10,20,30,40,50,60,70,80,90,100,110,120"
-    """Loads in percent of what the workers can carry, or 'trace': as recorded."""
+    """Loads in percent of what the workers can serve, separated by commas. trace: the recorded
+    load."""
     requests: Count = 0
-    """Number of requests: the trace is cut, or renamed copies are added. 0: as recorded."""
+    """Number of requests. The trace is cut, or copies with other prefixes are added. 0: as
+    recorded."""
     seeds: Positive = 1
-    """Number of paired runs of each policy and load."""
+    """Number of runs of each policy and load, each with other random numbers."""
     rates: Text = ""
-    """JSON file of WorkerRates. Default: a guess."""
+    """JSON file with the measured speeds of a worker. Default: a guess."""
     rate_error: NotNegative = 0.3
-    """Largest relative error of the rates that policies know."""
+    """Largest relative error of the worker speeds that policies know."""
     cores: NotNegative = 0.0
     """Number of cores of one machine that all workers share. 0: each worker has its own."""
     report_age: NotNegative = 500.0
-    """Age of the load that workers report, in ms."""
+    """Age of the workers' load reports that policies use, in ms."""
     shift_s: Seconds = 0.0
-    """Seconds into the trace to start at."""
+    """Start this many seconds into the trace."""
     rename: Text = ""
-    """Name that gives all prefixes of the trace other hashes."""
+    """Name from which all prefixes of the trace get other hashes."""
     fault: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
     """Fault as SECONDS:WORKER:down or up, such as 60:decode-0:down; may be given several times."""
     slo_ttft: NotNegative = 2000.0
-    """Service level of the time to first token, in ms."""
+    """Limit for the time to the first token, in ms."""
     slo_ttft_token: NotNegative = 0.2
-    """Milliseconds that each prompt token adds to it."""
+    """Milliseconds that each prompt token adds to --slo-ttft."""
     slo_tpot: NotNegative = 100.0
-    """Service level of the time to each next token, in ms."""
+    """Limit for the time between two tokens, in ms."""
     pulls: bool = True
-    """Workers may pull prefixes from those that hold them."""
+    """Workers may pull cached prefixes from other workers."""
     admission: bool = True
-    """Requests that would miss the service level are refused early, under every policy."""
+    """Refuse requests that would exceed --slo-ttft, under every policy."""
     day: Count = 0
-    """Number of requests that are laid on a day's curve. 0: off."""
+    """Number of requests that are spread over one day with a typical daily load. 0: off."""
     autoscale: Switch = False
-    """The pools follow the load, from 1 worker to --prefill and --decode."""
+    """The pool sizes follow the load, from 1 worker to --prefill and --decode workers."""
     cold_start_s: Seconds = 90.0
-    """Seconds until an added worker serves."""
+    """Seconds from the start of a new worker until it serves requests."""
     out: Text = ""
-    """Folder for JSON, PNG and HTML."""
+    """Folder for the results as JSON, PNG and HTML."""
 
     def names(self) -> tuple[str, ...]:
         """Returns the names of the placement policies to compare. Raises UsageError for an unknown
         name."""
         names = POLICIES if self.policies == "all" else tuple(self.policies.split(","))
         if unknown := set(names) - set(POLICIES):
-            raise UsageError(f"no policy {', '.join(sorted(unknown))}; there are {POLICIES}")
+            raise UsageError(
+                f"--policies names unknown policies: {', '.join(sorted(unknown))}; allowed are "
+                f"{', '.join(POLICIES)}"
+            )
         return names
 
     def shares(self) -> list[float]:
@@ -120,7 +128,9 @@ class SimulateOptions(Options):
         rates = read_rates(self.rates, self.block_size)
         sizes = self._tier_blocks(rates.block_bytes)
         if sizes and rates.windows:
-            raise UsageError("--rates: tiers of a model with sliding windows are not simulated")
+            raise UsageError(
+                "--rates: KV cache tiers cannot be simulated for a model with sliding windows"
+            )
         rates = msgspec.structs.replace(rates, tiers=self._tier_rates(rates, sizes))
         scenario = Scenario(
             num_decode=self.decode,
@@ -143,7 +153,8 @@ class SimulateOptions(Options):
         for fault in scenario.faults:
             if fault.worker_id not in scenario.roles:
                 raise UsageError(
-                    f"--fault: no worker {fault.worker_id}: there are {scenario.roles}"
+                    f"--fault: there is no worker {fault.worker_id}; the workers are "
+                    f"{', '.join(scenario.roles)}"
                 )
         return scenario
 
@@ -152,10 +163,12 @@ class SimulateOptions(Options):
         blocks."""
         sizes = {HOST: self.kv_host_memory, DISK: self.kv_disk_size}
         if not block_bytes and (self.kv_store or any(sizes.values())):
-            raise UsageError("--rates: tiers need block_bytes")
+            raise UsageError("--rates: the file must set block_bytes to simulate KV cache tiers")
         for name, size in sizes.items():
             if 0 < size < block_bytes:
-                raise UsageError(f"the {name} tier's {size} bytes hold no block of {block_bytes}")
+                raise UsageError(
+                    f"the {name} tier has {size} bytes, but one KV block needs {block_bytes}"
+                )
         blocks = {name: size // block_bytes for name, size in sizes.items() if size}
         return blocks | ({STORE: KNOWN_IN_STORE} if self.kv_store else {})
 
@@ -211,7 +224,7 @@ def _read_load(text: str) -> float:
     except ValueError:
         share = 0.0
     if share <= 0:
-        raise UsageError(f"--loads: {text!r} is no percentage above 0")
+        raise UsageError(f"--loads: {text!r} is neither a percentage above 0 nor 'trace'")
     return share
 
 
@@ -222,9 +235,11 @@ def _read_fault(text: str) -> Fault:
         worker_id = parts[1]
         state = parts[2]
     except (ValueError, IndexError):
-        raise UsageError(f"--fault: {text!r} is not SECONDS:WORKER:down or up") from None
+        raise UsageError(
+            f"--fault: {text!r} is not SECONDS:WORKER:down or SECONDS:WORKER:up"
+        ) from None
     if state == "down":
         return Fault(at_s, worker_id, "down")
     if state == "up":
         return Fault(at_s, worker_id, "up")
-    raise UsageError(f"--fault: {text!r} ends neither with down nor with up")
+    raise UsageError(f"--fault: {text!r} must end with :down or :up")

@@ -168,7 +168,7 @@ def _read_rows(path: Path) -> list[Arrival]:
     try:
         return _read_lines(path)
     except UnicodeDecodeError:
-        raise TraceError(f"{path} is no text") from None
+        raise TraceError(f"{path} is not a text file in UTF-8") from None
 
 
 def _read_lines(path: Path) -> list[Arrival]:
@@ -192,9 +192,9 @@ def _read_lines(path: Path) -> list[Arrival]:
 def _why(error: Exception) -> str:
     """Returns a sentence that says why a line of a trace cannot be read."""
     if isinstance(error, KeyError):
-        return f"it has no {error}"
+        return f"the field {error} is missing"
     if isinstance(error, json.JSONDecodeError):
-        return "it is no JSON"
+        return "it is not JSON"
     return str(error)
 
 
@@ -221,5 +221,5 @@ def _read_azure(row: dict[str, str], next_ids: Iterator[int]) -> Arrival:
 def _positive(value: object) -> int:
     number = int(str(value))
     if number < 1:
-        raise ValueError(f"{number} is no number of tokens")
+        raise ValueError(f"a number of tokens is {number}; it must be at least 1")
     return number

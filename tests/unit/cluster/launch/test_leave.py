@@ -68,8 +68,9 @@ def test_a_member_that_no_other_host_takes_is_not_waited_for(
 
     said, redis = left(monkeypatch, pools)
     assert said == [
-        "[yellow]no other host has taken what runs here: router",
-        "draining what runs here",
+        "[yellow]other hosts lack processes of these pools, and this host leaves nevertheless: "
+        "router",
+        "draining the routers and workers of this host",
     ]
     assert not redis.words
 
@@ -92,7 +93,7 @@ def test_a_redis_that_lost_the_wish_hears_it_again(
         return {"router": {"wanted": 1, "agents": [*own, *others]}}
 
     said, redis = left(monkeypatch, pools)
-    assert said == ["draining what runs here"]
+    assert said == ["draining the routers and workers of this host"]
     assert lost
     assert not redis.words
     assert time.monotonic() - started < 5
@@ -109,8 +110,8 @@ def test_what_starts_elsewhere_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
 
     shown = list[ProgressRow]()
     said, _ = left(monkeypatch, pools, shown)
-    assert said == ["draining what runs here"]
-    assert set(shown) == {ProgressRow("hand over", "other hosts lack router")}
+    assert said == ["draining the routers and workers of this host"]
+    assert set(shown) == {ProgressRow("hand over", "other hosts still lack processes of: router")}
     assert time.monotonic() - started > 1.0
 
 
@@ -127,7 +128,7 @@ def test_a_process_that_never_starts_leaves_time_to_drain(monkeypatch: pytest.Mo
 
     shown = list[ProgressRow]()
     said, redis = left(monkeypatch, pools, shown)
-    assert said[-1] == "draining what runs here"
-    assert shown[-1] == ProgressRow("drain", "router-0 to end", 0, 1)
+    assert said[-1] == "draining the routers and workers of this host"
+    assert shown[-1] == ProgressRow("drain", "waiting for router-0 to end", 0, 1)
     assert len(drained) > 1
     assert not redis.words

@@ -84,7 +84,9 @@ def test_commands_find_the_one_cluster_that_runs(tmp_path: Path) -> None:
     second = run(tmp_path, "second", "x")
     assert find_address("http", "default") == "http://h:1", "the second one still starts"
     second.announce(Addresses("http://h:3", "http://h:4"))
-    with pytest.raises(OperateError, match=r"2 clusters run here: .* http://h:2 or http://h:4"):
+    with pytest.raises(
+        OperateError, match=r"2 clusters run on this machine; .* http://h:2 or http://h:4"
+    ):
         find_address("admin", "default")
     first.close()
     assert find_address("http", "default") == "http://h:3"

@@ -21,4 +21,4 @@ def test_the_process_ends_with_a_thread_that_breaks(body: str, status: int) -> N
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == status
-    assert ("pools broke" in done.stderr) == bool(status)
+    assert ("the thread pools failed" in done.stderr) == bool(status)

@@ -192,7 +192,7 @@ def test_drain_shows_what_is_left(
         done = lambda: "3 sequences" in terminal.text  # noqa: E731
         with router(lambda _: state({}) if done() else drains) as url:
             operate.drain_worker(url, "decode-0", deadline_s=SEEN_S)
-    assert capsys.readouterr().out == "decode-0 has left\n"
+    assert capsys.readouterr().out == "decode-0 is drained and has ended\n"
 
 
 def test_set_role_shows_that_it_waits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,4 +204,4 @@ def test_set_role_shows_that_it_waits(capsys: pytest.CaptureFixture[str]) -> Non
 
         with router(answer) as url:
             operate.set_role(url, "decode-0", "prefill")
-    assert capsys.readouterr().out == "decode-0 is in the prefill pool now (0.10 s)\n"
+    assert capsys.readouterr().out == "decode-0 is now in the prefill pool (this took 0.10 s)\n"

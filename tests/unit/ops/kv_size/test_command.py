@@ -94,7 +94,11 @@ def test_the_tables_are_those_of_the_page(llama: Path) -> None:
     ("arguments", "status", "names"),
     [
         (["--tensor-parallel", "3"], 1, "tensor_parallel 3 does not divide 8 KV heads"),
-        (["--tensor-parallel", "0"], 2, "tensor-parallel must be numbers from 1 on"),
+        (
+            ["--tensor-parallel", "0"],
+            2,
+            "tensor-parallel is '0'; it must be one or more numbers of at least 1",
+        ),
         (["--tensor-parallel", "two"], 2, "two"),
         (["--kv-dtype", "int7"], 2, "kv-dtype is 'int7'; it must be one of bfloat16"),
         (["--context", "-1"], 2, "context"),

@@ -85,19 +85,19 @@ def test_tiers_have_a_table_of_their_own_and_refuse_windows(
     monkeypatch.setattr("sys.argv", ["simulate", str(MOONCAKE), *more])
     with pytest.raises(SystemExit):
         main()
-    assert "sliding windows are not simulated" in capsys.readouterr().err
+    assert "cannot be simulated for a model with sliding windows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["nowhere.jsonl"], "nowhere.jsonl"),
-        ([str(MOONCAKE), "--policies", "best"], "no policy best"),
-        ([str(MOONCAKE), "--loads", "-5"], "no percentage"),
+        ([str(MOONCAKE), "--policies", "best"], "unknown policies: best; allowed are"),
+        ([str(MOONCAKE), "--loads", "-5"], "neither a percentage above 0 nor"),
         ([str(MOONCAKE), "--fault", "1:nobody:down"], "no worker nobody"),
         ([str(MOONCAKE), "--fault", "soon"], "SECONDS:WORKER"),
         ([str(MOONCAKE), "--autoscale", "--decode", "0"], "autoscale-decode-max is 0"),
-        ([str(MOONCAKE), "--kv-host-memory", "1000"], "hold no block of 67108864"),
+        ([str(MOONCAKE), "--kv-host-memory", "1000"], "one KV block needs 67108864"),
     ],
 )
 def test_a_bad_option_is_named(

@@ -127,5 +127,5 @@ def test_a_trace_on_a_day_has_the_days_rates_and_its_own_bursts() -> None:
 
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(TraceError, match=r"trace.jsonl is no text"):
+    with pytest.raises(TraceError, match=r"trace.jsonl is not a text file"):
         read_trace(tmp_path / "trace.jsonl")
