@@ -297,7 +297,7 @@ async def test_blocks_of_a_sequence_that_ended_are_no_mismatch() -> None:
         pair.producer.fetch = ends_late
         run = pb.BlockRun(first_block=0, block_ids=ALL)
         run.checksums.extend(await checksums(pair.producer.pool, "lease", 0, ALL, 1))
-        with pytest.raises(LeaseLost, match="s gives up its pulls"):
+        with pytest.raises(LeaseLost, match="the pulls of sequence s were given up"):
             await pair.pull(run=run)
         assert pair.num_mismatches == 0
         assert not len(pair.link.reservations)

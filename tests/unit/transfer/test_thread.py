@@ -99,8 +99,11 @@ def test_without_nixl_each_question_is_answered(
     ("changes", "error"),
     [
         ({}, "the peer nobody is not connected"),
-        ({"producer_block_ids": [1]}, "1 producer blocks for 2 here"),
-        ({"producer_block_ids": [], "local_block_ids": []}, "0 producer blocks for 0 here"),
+        ({"producer_block_ids": [1]}, "the pull has 1 producer blocks and 2 local blocks"),
+        (
+            {"producer_block_ids": [], "local_block_ids": []},
+            "the pull has 0 producer blocks and 0 local blocks",
+        ),
         ({"local_block_ids": [3, 8]}, "a block id is not in a pool of 8 blocks"),
     ],
 )
@@ -124,7 +127,7 @@ def test_a_peer_with_other_blocks_is_incompatible(
     transfer.connect("peer", b"metadata", RemotePool(0, 8, LAYOUT.block_bytes * 2, 0, "DRAM"))
     connected = events.get(timeout=DEADLINE_S)
     assert isinstance(connected, messages.PeerConnected)
-    assert connected.error == "peer has blocks of 512 bytes, here of 256"
+    assert connected.error == "peer has blocks of 512 bytes; those of this worker have 256 bytes"
 
 
 def test_cancelling_and_disconnecting_what_is_unknown_is_nothing(

@@ -54,4 +54,4 @@ def changed(limits: Limits, changes: dict[str, Any]) -> Limits:
     try:
         return msgspec.convert({**msgspec.to_builtins(limits), **changes}, Limits)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"the limits are not as they must be: {error}") from None
+        raise BadRequest(f"a limit has an invalid value: {error}") from None

@@ -169,4 +169,4 @@ def _client(url: str, kinds: tuple[Any, Any, Any, Any], **bounds: Any) -> Any:
         client.connection_pool.make_connection()
         return client
     except TypeError as error:  # redis-py's error for an unknown option
-        raise ConfigError(f"the Redis URL has a wrong option: {error}") from None
+        raise ConfigError(f"the Redis URL has an unknown option: {error}") from None

@@ -48,7 +48,7 @@ def test_a_cluster() -> None:
         ("redis://:hush@a,b", "for several use redis.sentinel:// or redis.cluster://"),
         ("redis+sentinel://:hush@a", "must name its service"),
         ("redis+cluster://:hush@a/1", "database 0 only"),
-        ("redis://:hush@a:port", "'a:port' in the Redis URL is no HOST or HOST:PORT"),
+        ("redis://:hush@a:port", "'a:port' in the Redis URL must be HOST or HOST:PORT"),
         ("redis://:hush@a:70000", "no HOST or HOST:PORT"),
         ("redis://:hush@a?socket_timeout=soon", "socket_timeout"),
         ("rediss://:hush@a?ssl_ca_certs=/none.pem", "/none.pem'.*no such file"),
