@@ -172,9 +172,9 @@ def test_an_id_names_one_thing_and_the_number_of_chains_is_bounded() -> None:
     engine, _ = make_engine(queue_max=2)
     engine.hold_prefix("h", hashes())
     engine.add(make_spec("a", PROMPT))
-    with pytest.raises(InternalError, match="a is on this engine"):
+    with pytest.raises(InternalError, match="a is already on this engine"):
         engine.import_blocks("a", hashes())
-    with pytest.raises(InternalError, match="h is on this engine"):
+    with pytest.raises(InternalError, match="h is already on this engine"):
         engine.add(make_spec("h", PROMPT))
     with pytest.raises(InternalError, match="no chain h is imported"):
         engine.commit_import("h", 0)

@@ -104,7 +104,7 @@ def test_without_nixl_each_question_is_answered(
             {"producer_block_ids": [], "local_block_ids": []},
             "the pull has 0 producer blocks and 0 local blocks",
         ),
-        ({"local_block_ids": [3, 8]}, "a block id is not in a pool of 8 blocks"),
+        ({"local_block_ids": [3, 8]}, "a block id of the pull is not from 0 to 7"),
     ],
 )
 def test_a_pull_that_cannot_start_fails_and_leaves_its_blocks_safe(

@@ -408,4 +408,4 @@ def _block_sizes(spans: BlockSpans) -> str:
 
 def _check_range(block_ids: list[int], num_blocks: int) -> None:
     if min(block_ids) < 0 or max(block_ids) >= num_blocks:
-        raise BadRequest(f"a block id is not in a pool of {num_blocks} blocks")
+        raise BadRequest(f"a block id of the pull is not from 0 to {num_blocks - 1}")

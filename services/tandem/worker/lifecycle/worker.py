@@ -152,7 +152,7 @@ class Worker:
             await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 return await starting
-            log.info("stopped before the model was loaded")
+            log.info("this worker was stopped before its model was loaded")
             while not starting.done():
                 # A loading engine reads no commands, so it is killed. The loop repeats this,
                 # because the process may not exist yet.

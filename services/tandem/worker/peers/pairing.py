@@ -169,7 +169,9 @@ class Pairing:
                 raise Incompatible(error.details() or "") from None
             raise WorkerLost(f"{error.code().name}: {error.details()}") from None
         if response.epoch != peer.epoch:
-            raise WorkerLost(f"another process now has its address (epoch {response.epoch})")
+            raise WorkerLost(
+                f"another process now uses the address of the worker (epoch {response.epoch})"
+            )
         theirs = to_struct(KvCompatibility, response.compatibility)
         if differences := self._compatibility.differences(theirs):
             raise Incompatible("; ".join(differences))

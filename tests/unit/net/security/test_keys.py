@@ -18,7 +18,7 @@ from tandem.net.security.keys import (
 from tandem.net.security.limits import NO_LIMITS, Limits, changed
 
 NOW = 1_000_000.0
-UNKNOWN = "not one of this cluster's"
+UNKNOWN = "not belong to this cluster"
 
 
 def ring_of(*records: KeyRecord, age_max_s: float = 0.0) -> KeyRing:

@@ -78,5 +78,5 @@ def read_credentials(path: Path) -> dict[str, str]:
     found = dict(parser["default"]) if parser.has_section("default") else {}
     missing = [name for name in list(_FIELDS)[:2] if not found.get(name)]
     if missing:
-        raise ConfigError(f"{option}: its section [default] has no {' and no '.join(missing)}")
+        raise ConfigError(f"{option}: the section [default] has no {' and no '.join(missing)}")
     return {field: found[name] for name, field in _FIELDS.items() if found.get(name)}
