@@ -273,7 +273,7 @@ async def test_what_cannot_work_is_said_once_and_seldom_tried_again(
         await asyncio.wait([pair.peers._entries["p0-e"].connecting])
         assert pair.producer.num_connects == 2
         assert caplog.text.count("cannot read KV blocks from p0") == 1
-        assert "it offers []" in pair.peers.unreachable["p0"]
+        assert "the producer offers []" in pair.peers.unreachable["p0"]
         pair.producer.answer.transports.extend(transports)
         pair.peers.update([pair.record()])
         assert [peer.worker_id for peer in await pair.peers.all_connected()] == ["p0"]

@@ -95,14 +95,20 @@ def test_without_nixl_each_question_is_answered(
     assert "NIXL cannot be loaded" in producer.error
 
 
+EQUAL = "the numbers must be equal and above 0"
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
         ({}, "the peer nobody is not connected"),
-        ({"producer_block_ids": [1]}, "the pull has 1 producer blocks and 2 local blocks"),
+        (
+            {"producer_block_ids": [1]},
+            f"the pull has 1 producer blocks and 2 local blocks; {EQUAL}",
+        ),
         (
             {"producer_block_ids": [], "local_block_ids": []},
-            "the pull has 0 producer blocks and 0 local blocks",
+            f"the pull has 0 producer blocks and 0 local blocks; {EQUAL}",
         ),
         ({"local_block_ids": [3, 8]}, "a block id of the pull is not from 0 to 7"),
     ],
