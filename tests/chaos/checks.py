@@ -92,7 +92,7 @@ def errors_logged(cluster: AnyCluster) -> list[str]:
         for record in _STARTS_OF_RECORDS.split(log.read_text(errors="replace"))
         if (" ERROR " in record.partition("\n")[0] or "\nTraceback" in f"\n{record}")
         and "UCX" not in record
-        and "the engine made no turn" not in record
+        and "the engine made no progress" not in record
     ]
 
 

@@ -95,7 +95,7 @@ async def test_a_hung_engine_is_ended_and_a_stopped_worker_is_not(
         # Its only consumer gives up long before the engine is ended, and nobody else comes.
         await stop_under_a_lease(engine, 1, lambda: worker.process.poll() is not None)
         assert worker.process.returncode == 1
-        assert "the engine made no turn for" in worker.log.read_text()
+        assert "the engine made no progress for" in worker.log.read_text()
 
 
 @pytest.mark.parametrize(

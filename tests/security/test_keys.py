@@ -150,7 +150,7 @@ async def test_a_revoked_key_ends_everywhere_with_redis_and_without(routers: Rou
     routers.redis.kill()
     done = await tandem(routers.admin_of(one), "revoke", second.split("-")[1])
     assert done.returncode == 1
-    assert "redis: Redis is away" in done.stdout
+    assert "redis: Redis does not answer" in done.stdout
     assert done.stdout.count("confirmed") == 3
     assert await is_refused(one, second)
     assert await is_refused(two, second)

@@ -151,7 +151,7 @@ def test_a_worker_goes_to_the_machine_that_joined_and_elsewhere_when_that_is_los
     (log,) = joined.second.folder.glob("state/tandem/runs/*/prefill-0.log")
     told = joined.logs("prefill-0")
     assert (told.returncode, told.stderr) == (0, "")
-    assert "prefill prefill-0 ready at" in told.stdout
+    assert "prefill worker prefill-0 is ready at" in told.stdout
     assert log.read_text().startswith(told.stdout)
     joined.second.kill()
     wait_until(lambda: joined.serves("prefill-1"), 60)

@@ -91,7 +91,7 @@ def test_a_slowed_pull_stays_under_way_and_can_be_cancelled(
     assert consumer.connect(peer) == ""
     consumer.submit("slow", peer, [1, 2], [3, 4])
     consumer.submit("late", peer, [1, 2], [5, 6], deadline_s=0.2)
-    assert consumer.result("late").error == "not done in 0.2 s"
+    assert consumer.result("late").error == "the read did not end within 0.2 s"
     assert len(consumer.of_kind(transfer.Settled)) == 1
     consumer.thread.cancel("slow")
     assert consumer.result("slow").error == "the pull was cancelled"
@@ -208,7 +208,7 @@ def test_connecting_to_a_stopped_peer_is_an_error_in_time(
         lambda: len(consumer.of_kind(transfer.PeerConnected)) == 2, "the stopped one's error"
     )
     assert consumer.of_kind(transfer.PeerConnected)[1] == transfer.PeerConnected(
-        "peer", "not done in 3 s"
+        "peer", "the read did not end within 3 s"
     )
     peer.resume()
     assert consumer.connect(peer) == ""

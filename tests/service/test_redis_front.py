@@ -112,7 +112,7 @@ async def test_a_tcp_probe_leaves_no_line_in_the_log(
     async with clear:
         with pytest.raises((RedisError, *UNREACHABLE)):
             await clear.ping()
-    await eventually(lambda: "before it was joined" in caplog.text)
+    await eventually(lambda: "before it reached Redis" in caplog.text)
 
 
 async def test_new_certificates_are_taken_for_new_connections(fronted: Fronted) -> None:

@@ -100,11 +100,11 @@ class AdapterSlots:
         if adapter is None:
             return
         if not self._num_slots:
-            raise AdapterUnavailable("this worker has no adapters: its max-loras is 0")
+            raise AdapterUnavailable("this worker serves no adapters: its --max-loras is 0")
         if adapter.rank > self._rank_max:
             raise AdapterUnavailable(
-                f"the adapter {adapter.name!r} has rank {adapter.rank}; max-lora-rank of this "
-                f"worker is {self._rank_max}"
+                f"the adapter {adapter.name!r} has rank {adapter.rank}; this worker allows at "
+                f"most {self._rank_max} (--max-lora-rank)"
             )
         self._forget_failed()
         if (failed := self._failed.get(adapter.digest)) is not None:
@@ -145,7 +145,7 @@ class AdapterSlots:
             except (TandemError, OSError, MemoryError) as error:
                 why = error.message if isinstance(error, TandemError) else repr(error)
                 log.warning(
-                    "the adapter %s of %s cannot be loaded: %s", adapter.name, adapter.path, why
+                    "the adapter %s in %s cannot be loaded: %s", adapter.name, adapter.path, why
                 )
                 # The error is sent to the client, which must not learn paths of this machine.
                 why = why.replace(str(Path(adapter.path).expanduser()), "its folder")

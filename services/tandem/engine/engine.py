@@ -155,7 +155,10 @@ class Engine:
         """
         old = self._sequences.find(spec.sequence_id)
         if Mode.PREFILL_ONLY in (old.mode, spec.mode):
-            raise InternalError(f"sequence {spec.sequence_id} is for a peer and cannot restart")
+            raise InternalError(
+                f"sequence {spec.sequence_id} is prefilled for another worker, so it cannot be "
+                "restarted here"
+            )
         self._drop(old, unsafe_blocks)
         self._new_sequences.check(spec)
         new = self._new_sequences.make(spec, old.arrival)
@@ -194,7 +197,9 @@ class Engine:
         """
         sequence = self._sequences.awaiting(sequence_id)
         if sequence.mode is Mode.WAITING_FOR_REMOTE_KV:
-            raise InternalError(f"sequence {sequence_id} awaits all its KV, not a prefix")
+            raise InternalError(
+                f"sequence {sequence_id} waits for the KV of its whole prompt, not of a prefix"
+            )
         try:
             num_stored = sequence.num_stored_blocks
             num_held = len(sequence.block_table)
@@ -203,7 +208,10 @@ class Engine:
             own = self._kv.global_ids(sequence.tables, num_stored if is_short else num_blocks)
             check_own(sequence_id, own, unsafe_blocks)
             if not is_short and not self._kv.replace(sequence.tables, unsafe_blocks):
-                raise QueueFull("no blocks are left in place of some that a read may still write")
+                raise QueueFull(
+                    "the KV pool has too few free blocks to replace those that an abandoned pull "
+                    "may still write"
+                )
         except TandemError:
             self._drop(sequence, unsafe_blocks)
             raise
@@ -283,7 +291,10 @@ class Engine:
         (`Scheduler.returnable`).
         """
         for sequence in self._scheduler.returnable(sequence_ids)[:count]:
-            self._fail(sequence, Returned("it would wait here for others"))
+            self._fail(
+                sequence,
+                Returned("the worker returned the request: others are ahead of it in the queue"),
+            )
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
         """Frees quarantined blocks, because no pull can write to them any more."""
@@ -480,7 +491,7 @@ class Engine:
 
     def _check_new(self, sequence_id: str) -> None:
         if sequence_id in self._sequences or sequence_id in self._peer_blocks:
-            raise InternalError(f"sequence {sequence_id} is on this engine already")
+            raise InternalError(f"sequence {sequence_id} is already on this engine")
 
     def _check_chain(self, sequence_id: str) -> None:
         self._check_new(sequence_id)
@@ -509,7 +520,7 @@ class Engine:
 
 
 def _grammar_error(why: str) -> BadRequest:
-    return BadRequest(f"its grammar cannot go on: {why}")
+    return BadRequest(f"the grammar of the request failed during decoding: {why}")
 
 
 class LiveSequences(dict[str, Sequence]):
@@ -518,14 +529,17 @@ class LiveSequences(dict[str, Sequence]):
     def find(self, sequence_id: str) -> Sequence:
         """Returns the sequence with this id. Raises InternalError if there is none."""
         if sequence_id not in self:
-            raise InternalError(f"no sequence {sequence_id} is on this engine")
+            raise InternalError(f"there is no sequence {sequence_id} on this engine")
         return self[sequence_id]
 
     def awaiting(self, sequence_id: str) -> Sequence:
         """Returns the sequence if it awaits KV from a peer. Otherwise raises InternalError."""
         sequence = self.find(sequence_id)
         if sequence.status is not Status.WAITING_FOR_KV:
-            raise InternalError(f"sequence {sequence_id} is {sequence.status.value}, not awaiting")
+            raise InternalError(
+                f"the status of sequence {sequence_id} is {sequence.status.value}; it must be "
+                f"{Status.WAITING_FOR_KV.value}"
+            )
         return sequence
 
     def awaiting_all(self, sequence_id: str) -> Sequence:
@@ -533,5 +547,7 @@ class LiveSequences(dict[str, Sequence]):
         raises InternalError."""
         sequence = self.awaiting(sequence_id)
         if sequence.mode is not Mode.WAITING_FOR_REMOTE_KV:
-            raise InternalError(f"sequence {sequence_id} awaits its prefix, not all its KV")
+            raise InternalError(
+                f"sequence {sequence_id} waits for the KV of a prefix, not of its whole prompt"
+            )
         return sequence

@@ -67,7 +67,7 @@ class KeptChains:
         if is_refused:
             share = self._kv.pools[0].pins.share(tenant, retention.weight)
             return Kept(depth, f"the tenant's share is {share} blocks")
-        return Kept(depth, "" if depth == len(block_hashes) else "the others are not cached")
+        return Kept(depth, "" if depth == len(block_hashes) else "the other blocks are not cached")
 
     def expire(self) -> None:
         """Ends the pins that have expired."""

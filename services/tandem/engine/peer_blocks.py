@@ -108,7 +108,9 @@ class PeerBlocks:
         """
         chain = self._chains.get(sequence_id)
         if chain is None or not chain.is_imported:
-            raise InternalError(f"no chain {sequence_id} is imported on this engine")
+            raise InternalError(
+                f"this engine imports no chain of KV blocks with the id {sequence_id}"
+            )
         num_cached = chain.num_cached_blocks
         num_held = len(chain.block_hashes)
         try:

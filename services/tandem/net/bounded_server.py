@@ -128,7 +128,9 @@ class BoundedServer:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                log.error("no connection can be accepted for now: %s", error)
+                log.error(
+                    "the HTTP server cannot accept connections now and tries again soon: %s", error
+                )
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             address = str(peer[0])
@@ -210,7 +212,7 @@ class BoundedServer:
                 while await reader.read(_READ_BYTES):
                     pass
         except (OSError, TimeoutError, EOFError) as error:
-            log.debug("a connection of %s ended early: %r", connection.address, error)
+            log.debug("the connection from %s ended early: %r", connection.address, error)
         finally:
             if writer is not None:
                 writer.transport.abort()
@@ -254,7 +256,7 @@ async def _read_call(
                 writer.write(http.send(go_on) or b"")
             data = await reader.read(_READ_BYTES)
             if not data and request is None and not http.trailing_data[0]:
-                raise EOFError("no request came")
+                raise EOFError("the client sent no request")
             http.receive_data(data)
         elif isinstance(event, h11.Request):
             request = event
@@ -267,7 +269,7 @@ async def _read_call(
             assert request is not None
             return request, body
         else:
-            raise EOFError("the connection was closed")
+            raise EOFError("the client closed the connection")
 
 
 def _check_length(num_bytes: int) -> None:
@@ -306,7 +308,7 @@ def _call(app: WsgiApp, environ: dict[str, Any]) -> _Answer:
         status, headers = begun[-1]
         return int(status.split(" ")[0]), headers, body
     except Exception:
-        log.exception("a call of %s failed", environ["PATH_INFO"][:200])
+        log.exception("the HTTP request for %s failed", environ["PATH_INFO"][:200])
         return _plain(500, "an internal error\n")
 
 

@@ -32,6 +32,6 @@ def make_socket_folder() -> Path:
     except OSError as error:
         most = _PATH_BYTES_MAX - _BELOW_BYTES_MAX
         raise ConfigError(
-            f"TMPDIR is {place}, and sockets need one of at most {most} bytes; {_SHORT} cannot be "
-            f"used instead: {error.strerror}"
+            f"TMPDIR is {place}, which is too long for sockets; it must have at most {most} bytes, "
+            f"because {_SHORT} cannot be used instead: {error.strerror}"
         ) from None

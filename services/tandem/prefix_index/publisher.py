@@ -157,7 +157,11 @@ class Publisher:
             async with asyncio.timeout(self._config.deadline_s):
                 await self._index.forget(self._worker_id)
         except (*UNREACHABLE, TandemError) as error:
-            logger.warning("%s stays in the prefix tree until swept: %r", self._worker_id, error)
+            logger.warning(
+                "worker %s could not be removed from the prefix tree; a later sweep removes it: %r",
+                self._worker_id,
+                error,
+            )
 
     async def _run(self) -> None:
         failures = 0
@@ -172,18 +176,24 @@ class Publisher:
                 else:
                     self._in_step = False
                     failures += 1
-                    logger.warning("the prefix tree lost step with epoch %s", self.epoch)
+                    logger.warning(
+                        "the prefix tree refused a batch of epoch %s; this worker publishes all "
+                        "its blocks again",
+                        self.epoch,
+                    )
             except (*UNREACHABLE, TandemError) as error:
                 # Redis may or may not have applied the call. So a new log is started.
                 self._in_step = False
                 failures += 1
                 if failures == 1:
-                    logger.warning("the prefix tree is out of reach: %r", error)
+                    logger.warning(
+                        "publishing to the prefix tree failed and is tried again: %r", error
+                    )
             except Exception:
                 # After a bug, starting a new log is better than to stop publishing.
                 self._in_step = False
                 failures += 1
-                logger.exception("publishing to the prefix tree broke")
+                logger.exception("publishing to the prefix tree failed and is tried again")
             await self._pause(failures)
 
     async def _begin_log(self) -> None:
@@ -196,7 +206,9 @@ class Publisher:
         self._to_remove = {}
         self._num_in_flight = 0
         self._in_step = True
-        logger.info("publishing %d blocks under epoch %s", len(self._held), self.epoch)
+        logger.info(
+            "publishing %d blocks to the prefix tree under epoch %s", len(self._held), self.epoch
+        )
 
     async def _publish_batch(self) -> bool:
         """Publishes one batch, which is empty if no change waits. Returns whether the tree applied
@@ -252,4 +264,4 @@ def _take(waiting: dict[bytes, None], count: int) -> list[bytes]:
 
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("publishing to the prefix tree has ended", exc_info=error)
+        logger.error("publishing to the prefix tree has ended because of an error", exc_info=error)

@@ -83,12 +83,15 @@ class RedisIndex:
 
     async def reset(self, worker_id: str, epoch: str) -> None:
         if not epoch:
-            raise ConfigError("a log's epoch must not be empty")
+            raise ConfigError("the epoch of a worker in the prefix tree must not be empty")
         self._shard_of.pop(worker_id, None)
         shard, more, placed_in = 0, 1, None
         while more:
             if shard == _SHARDS_MAX:
-                raise ConfigError(f"the prefix tree has no room for worker {worker_id}")
+                raise ConfigError(
+                    f"the prefix tree has no room for worker {worker_id}: all {_SHARDS_MAX} shards "
+                    "are full"
+                )
             wanted = epoch if placed_in is None else ""
             placed, more = await self._reset(
                 self._redis, [self.key(shard)], worker_id, wanted, self._silent_s

@@ -37,7 +37,8 @@ class BlockPairs:
     def __post_init__(self) -> None:
         if len(self.producer_ids) != len(self.local_ids):
             raise ValueError(
-                f"{len(self.producer_ids)} producer blocks for {len(self.local_ids)} local ones"
+                f"{len(self.producer_ids)} producer blocks for {len(self.local_ids)} local blocks; "
+                "the numbers must be equal"
             )
 
 
@@ -77,7 +78,10 @@ class ParallelLayout:
     def heads(self, rank: int) -> range:
         """Returns the indices of the model's KV heads that the rank holds."""
         if not 0 <= rank < self.degree:
-            raise ValueError(f"there is no rank {rank} in a degree of {self.degree}")
+            raise ValueError(
+                f"rank is {rank}; with a tensor-parallel degree of {self.degree} it must be from 0 "
+                f"to {self.degree - 1}"
+            )
         first = rank * self.whole.num_kv_heads // self.degree
         return range(first, first + self.heads_per_rank)
 
@@ -171,4 +175,6 @@ def _check_alike(producer: BlockLayout, local: BlockLayout) -> None:
         if getattr(producer, name) != getattr(local, name)
     ]
     if differences:
-        raise Incompatible("the producer's blocks cannot be read here: " + "; ".join(differences))
+        raise Incompatible(
+            "this worker cannot read the producer's blocks: " + "; ".join(differences)
+        )

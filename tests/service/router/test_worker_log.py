@@ -87,8 +87,8 @@ async def test_a_part_comes_with_the_place_where_it_ends(
 @pytest.mark.parametrize(
     ("worker_id", "after", "status", "message"),
     [
-        ("decode-0", "somewhere", 400, "is no place in a log"),
-        ("decode-1", "", 409, "its log is no file of its own"),
+        ("decode-0", "somewhere", 400, "it must be the `after` of the previous answer"),
+        ("decode-1", "", 409, "this worker has no log file"),
         ("decode-7", "", 404, "there are: decode-0, decode-1"),
     ],
 )
@@ -139,7 +139,7 @@ async def test_the_command_prints_what_is_on_another_machine(
     await printed(router, "decode-0")
     out, err = capsys.readouterr()
     assert out == "an old run\n"
-    assert "its log is no file of its own" in err
+    assert "this worker has no log file" in err
     assert "this is the last log of decode-0 on this machine" in err
 
 

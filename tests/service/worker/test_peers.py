@@ -173,7 +173,7 @@ async def test_slower_nixl_loses_and_the_figures_are_told_once(
                     pair.peers.update([pair.record()])
                     await asyncio.sleep(0.01)
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert "come over grpc: NIXL is slower" in warning
+    assert "are pulled over grpc: NIXL is slower" in warning
     assert "GB/s" in warning
 
 
@@ -250,7 +250,7 @@ async def test_what_was_asked_for_is_used_or_nothing(transport: str) -> None:
 async def test_a_pair_without_a_common_transport_is_refused() -> None:
     async with pair_of("grpc") as pair:
         del pair.producer.answer.transports[1]
-        with pytest.raises(Incompatible, match="wanted grpc, it offers"):
+        with pytest.raises(Incompatible, match="this worker uses grpc, the producer offers"):
             await pair.get()
 
 
@@ -272,8 +272,8 @@ async def test_what_cannot_work_is_said_once_and_seldom_tried_again(
         pair.peers.update([pair.record()])
         await asyncio.wait([pair.peers._entries["p0-e"].connecting])
         assert pair.producer.num_connects == 2
-        assert caplog.text.count("cannot read from p0") == 1
-        assert "it offers []" in pair.peers.unreachable["p0"]
+        assert caplog.text.count("cannot read KV blocks from p0") == 1
+        assert "the producer offers []" in pair.peers.unreachable["p0"]
         pair.producer.answer.transports.extend(transports)
         pair.peers.update([pair.record()])
         assert [peer.worker_id for peer in await pair.peers.all_connected()] == ["p0"]

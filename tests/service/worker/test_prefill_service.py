@@ -238,7 +238,7 @@ async def test_a_lease_whose_prefix_breaks_is_refused() -> None:
         producer.report(reserved=[Reserved("l", 0, list(range(7)))])
         producer.prefixes.num_blocks.set_exception(RuntimeError("a bug"))
         refused = (await next_event(call)).refused
-        assert refused.message == "internal_error: the lease broke: RuntimeError('a bug')"
+        assert refused.message == "internal_error: the lease failed: RuntimeError('a bug')"
         assert (await producer.sent(Remove)).sequence_id == "l"
         assert producer.service.num_leases == 0
 
@@ -345,7 +345,7 @@ async def test_in_the_decode_pool_it_takes_no_prompts_and_still_lends_what_it_ha
         open_before = await opened(producer, start("before"))
         producer.service.takes_prompts = False
         refused = await refusal(producer, start("after"))
-        assert refused.message == "this worker is in the decode pool now"
+        assert refused.message == "this worker has moved to the decode pool and prefills no prompts"
         assert refused.wait_estimate_s == 0
         hold = pb.HoldBlocks(lease_id="held", block_hashes=[b"h" * 16], consumer_worker_id="d0")
         await opened(producer, pb.PrefillCommand(hold=hold))

@@ -144,7 +144,10 @@ def test_it_is_tried_again_later() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"max_loras": 0}, "max-loras is 0"), ({"max_lora_rank": 3}, "max-lora-rank .* is 3")],
+    [
+        ({"max_loras": 0}, "max-loras is 0"),
+        ({"max_lora_rank": 3}, r"at most 3 \(--max-lora-rank\)"),
+    ],
 )
 def test_an_engine_refuses_what_it_has_no_room_for(settings: dict[str, int], message: str) -> None:
     engine, _ = make_engine(**settings)

@@ -215,11 +215,11 @@ class TestRefusal:
     def test_a_live_id_and_an_unknown_one(self) -> None:
         engine, _ = make_engine()
         engine.add(make_spec("a", PROMPT))
-        with pytest.raises(InternalError, match="a is on this engine"):
+        with pytest.raises(InternalError, match="a is already on this engine"):
             engine.add(make_spec("a", PROMPT))
         with pytest.raises(InternalError, match="no sequence b"):
             engine.commit("b", 1)
-        with pytest.raises(InternalError, match="is waiting, not awaiting"):
+        with pytest.raises(InternalError, match="is waiting; it must be"):
             engine.start_local_prefill("a")
         engine.remove("b")
 

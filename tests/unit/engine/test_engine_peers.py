@@ -310,14 +310,14 @@ class TestPrefix:
         engine.add(make_spec("prefix", self.LONG, prefix_blocks=3))
         engine.add(make_spec("all", self.LONG, mode=Mode.WAITING_FOR_REMOTE_KV))
         engine.step()
-        with pytest.raises(InternalError, match="awaits its prefix"):
+        with pytest.raises(InternalError, match="waits for the KV of a prefix"):
             engine.commit("prefix", 1)
-        with pytest.raises(InternalError, match="awaits its prefix"):
+        with pytest.raises(InternalError, match="waits for the KV of a prefix"):
             engine.start_local_prefill("prefix")
-        with pytest.raises(InternalError, match="awaits all its KV"):
+        with pytest.raises(InternalError, match="waits for the KV of its whole prompt"):
             engine.continue_prefill("all", 3)
         engine.continue_prefill("prefix", 0)
-        with pytest.raises(InternalError, match="is running, not awaiting"):
+        with pytest.raises(InternalError, match="is running; it must be"):
             engine.continue_prefill("prefix", 0)
 
     def test_preempted_it_awaits_nothing_any_more(self) -> None:

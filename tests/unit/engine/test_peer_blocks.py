@@ -172,11 +172,11 @@ def test_an_id_names_one_thing_and_the_number_of_chains_is_bounded() -> None:
     engine, _ = make_engine(queue_max=2)
     engine.hold_prefix("h", hashes())
     engine.add(make_spec("a", PROMPT))
-    with pytest.raises(InternalError, match="a is on this engine"):
+    with pytest.raises(InternalError, match="a is already on this engine"):
         engine.import_blocks("a", hashes())
-    with pytest.raises(InternalError, match="h is on this engine"):
+    with pytest.raises(InternalError, match="h is already on this engine"):
         engine.add(make_spec("h", PROMPT))
-    with pytest.raises(InternalError, match="no chain h is imported"):
+    with pytest.raises(InternalError, match="imports no chain of KV blocks with the id h"):
         engine.commit_import("h", 0)
     engine.import_blocks("c", hashes())
     with pytest.raises(QueueFull):

@@ -190,12 +190,12 @@ def test_pools_of_other_sizes_are_fine_but_their_ends_are_kept() -> None:
     small = layout(2, num_blocks=2)
     assert descriptors(layout(2), small, BlockPairs([5], [1]), local_rank=0)
     for blocks in (BlockPairs([6], [1]), BlockPairs([5], [2]), BlockPairs([-1], [1])):
-        with pytest.raises(ValueError, match="is not in a pool of"):
+        with pytest.raises(ValueError, match=r"block id is .*; it must be from 0 to"):
             descriptors(layout(2), small, blocks, local_rank=0)
 
 
 def test_a_rank_that_is_not_there_is_a_mistake_of_ours() -> None:
-    with pytest.raises(ValueError, match="no rank 2"):
+    with pytest.raises(ValueError, match=r"rank is 2; .* must be from 0 to 1"):
         descriptors(layout(1), layout(2), BlockPairs([0], [0]), local_rank=2)
 
 

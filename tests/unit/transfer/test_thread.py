@@ -95,13 +95,22 @@ def test_without_nixl_each_question_is_answered(
     assert "NIXL cannot be loaded" in producer.error
 
 
+EQUAL = "the numbers must be equal and above 0"
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
         ({}, "the peer nobody is not connected"),
-        ({"producer_block_ids": [1]}, "1 producer blocks for 2 here"),
-        ({"producer_block_ids": [], "local_block_ids": []}, "0 producer blocks for 0 here"),
-        ({"local_block_ids": [3, 8]}, "a block id is not in a pool of 8 blocks"),
+        (
+            {"producer_block_ids": [1]},
+            f"the pull has 1 producer blocks and 2 local blocks; {EQUAL}",
+        ),
+        (
+            {"producer_block_ids": [], "local_block_ids": []},
+            f"the pull has 0 producer blocks and 0 local blocks; {EQUAL}",
+        ),
+        ({"local_block_ids": [3, 8]}, "a block id of the pull is not from 0 to 7"),
     ],
 )
 def test_a_pull_that_cannot_start_fails_and_leaves_its_blocks_safe(
@@ -124,7 +133,7 @@ def test_a_peer_with_other_blocks_is_incompatible(
     transfer.connect("peer", b"metadata", RemotePool(0, 8, LAYOUT.block_bytes * 2, 0, "DRAM"))
     connected = events.get(timeout=DEADLINE_S)
     assert isinstance(connected, messages.PeerConnected)
-    assert connected.error == "peer has blocks of 512 bytes, here of 256"
+    assert connected.error == "peer has blocks of 512 bytes; those of this worker have 256 bytes"
 
 
 def test_cancelling_and_disconnecting_what_is_unknown_is_nothing(

@@ -46,7 +46,7 @@ def test_what_is_waited_for_is_told_by_consumer_and_stage() -> None:
         Lease("d", "prefill-1", opened_at=95.0, is_hold=True, is_ahead=True),
     ]
     assert describe(held, held, 100.0) == (
-        "holds of prefill-1 read by its consumer: 1, leases of decode-0 computed: 1, "
+        "cache leases of prefill-1 read by its consumer: 1, leases of decode-0 computed: 1, "
         "leases of decode-0 queued: 1, leases of decode-1 read by its consumer: 1, "
         "sequences running: 2; the oldest is 19.5 s old"
     )
@@ -62,11 +62,11 @@ async def test_a_drain_that_goes_on_says_why_and_ends_at_its_deadline(
     deadline = time.monotonic() + 600
     draining = asyncio.create_task(drain(held, held, lambda: deadline))
     async with asyncio.timeout(10):
-        while "waits for leases of decode-0 queued: 1" not in caplog.text:  # noqa: ASYNC110
+        while "waiting for leases of decode-0 queued: 1" not in caplog.text:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         deadline = time.monotonic()  # another request to stop
         await draining
-    assert "drain deadline: 0 sequences and 1 leases are cut off" in caplog.text
+    assert "the drain deadline has passed: 0 sequences and 1 leases are aborted" in caplog.text
 
 
 async def test_a_drain_ends_when_nothing_is_held(caplog: pytest.LogCaptureFixture) -> None:
@@ -78,4 +78,4 @@ async def test_a_drain_ends_when_nothing_is_held(caplog: pytest.LogCaptureFixtur
     held.sequences.clear()
     async with asyncio.timeout(10):
         await draining
-    assert "nobody holds anything here" in caplog.text
+    assert "no sequence and no lease is left" in caplog.text

@@ -59,7 +59,7 @@ def test_an_engine_is_ended_when_somebody_waits_for_it_in_vain() -> None:
         watched.turn(1)
         assert (watched.num_stacks, watched.killed) == (1, [])
         watched.turn(1)
-        assert (watched.num_stacks, watched.killed) == (1, ["the engine made no turn for 11 s"])
+        assert (watched.num_stacks, watched.killed) == (1, ["the engine made no progress for 11 s"])
 
 
 def test_a_report_and_nobody_who_waits_both_begin_the_count_anew() -> None:
@@ -83,5 +83,5 @@ def test_a_quarantine_that_stays_past_its_budget_is_given_up() -> None:
     watched.turn(NUM_TURNS)
     assert watched.gave_up == []
     watched.turn(1)
-    assert watched.gave_up == ["the quarantine is past its budget for 11 s"]
+    assert watched.gave_up == ["for 11 s, more KV blocks than allowed have been in quarantine"]
     assert watched.killed == []

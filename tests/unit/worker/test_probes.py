@@ -77,7 +77,7 @@ async def test_a_loop_that_stands_still_is_seen(
     await asyncio.sleep(0.3)
     status, reason = served.get("/health")
     assert status == 503
-    assert reason.startswith("the event loop stands still")
+    assert reason.startswith("the event loop has been blocked")
 
 
 async def test_an_idle_engine_is_asked_now_and_then(served: Served) -> None:

@@ -36,7 +36,8 @@ def test_auto(nixl: Way, grpc: Way, reach: Reach | None, transport: str, reason:
 
 def test_the_warning_has_figures_and_what_would_lift_it() -> None:
     slow = choose_transport("auto", SLOW, GRPC, Reach.MEMORY).warning
-    assert "NIXL is slower: 0.20 GB/s after 2.00 ms. gRPC: 1.00 GB/s after 2.00 ms" in slow
+    assert "NIXL is slower: 0.20 GB/s with a latency of 2.00 ms" in slow
+    assert "gRPC: 1.00 GB/s with a latency of 2.00 ms" in slow
     assert "no CMA here" in choose_transport("auto", BROKEN, Way(), None).warning
     unreachable = choose_transport("auto", BROKEN, GRPC, Reach.NOTHING).warning
     assert "no common path but plain TCP" in unreachable

@@ -102,7 +102,7 @@ def check_own(sequence_id: str, own: Collection[int], unsafe: Collection[int]) -
     """Raises InternalError if a block in `unsafe` is not one of the sequence's `own` blocks."""
     if strangers := set(unsafe).difference(own):
         raise InternalError(
-            f"blocks {sorted(strangers)} are not own blocks of sequence {sequence_id}"
+            f"the unsafe blocks {sorted(strangers)} do not belong to sequence {sequence_id}"
         )
 
 
@@ -115,6 +115,6 @@ def check_trusted(sequence_id: str, num_blocks: int, num_stored: int, num_held: 
     """
     if not num_stored <= num_blocks <= num_held:
         raise InternalError(
-            f"{num_blocks} blocks of sequence {sequence_id} are said to be good; it has "
-            f"{num_held}, and {num_stored} of them were here"
+            f"the pull reports {num_blocks} valid blocks of sequence {sequence_id}; the number "
+            f"must be from {num_stored} (stored before the pull) to {num_held} (all its blocks)"
         )

@@ -67,7 +67,10 @@ class HeavyHitters:
         """
         num_blocks = self.num_blocks(num_computed)
         if len(sums) != num_blocks:
-            raise InternalError(f"{len(sums)} sums came with {num_blocks} blocks of KV")
+            raise InternalError(
+                f"the peer sent {len(sums)} attention sums for {num_blocks} blocks of KV; each "
+                "block needs one"
+            )
         self._sums = np.array(sums, np.float32)
         self.num_evicted_tokens = self._evicted_at(num_computed) * self._size
 

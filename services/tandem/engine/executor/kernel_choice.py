@@ -34,16 +34,21 @@ def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfi
     chosen = fastest if config.kernels == "auto" else config.kernels
     if chosen == "native" and device.type == "cpu" and (reason := why_unusable()):
         raise ConfigError(
-            f"{reason}. Run `make` in the repository, or install the package again; kernels=torch "
-            "computes without them, many times slower"
+            f"{reason}. Run `make` in the repository, install the package again, or use "
+            "kernels=torch, which needs no native kernels but is many times slower"
         )
     reason = _why_not(chosen, config, device, model)
     if reason and config.kernels != "auto":
-        raise ConfigError(f"kernels={chosen} cannot compute this: {reason}")
+        raise ConfigError(f"kernels={chosen} cannot be used here: {reason}")
     if config.weights == "int8" and (reason or chosen != "native"):
-        raise ConfigError(f"weights=int8 needs the native kernels: {reason or f'not {chosen}'}")
+        why = reason or f"the kernels here are {chosen}"
+        raise ConfigError(f"weights=int8 needs the native kernels: {why}")
     if reason:
-        log.warning("torch computes, several times slower than %s kernels: %s", chosen, reason)
+        log.warning(
+            "the torch kernels are used, several times slower than the %s kernels: %s",
+            chosen,
+            reason,
+        )
         return "torch"
     return chosen
 
@@ -67,13 +72,16 @@ def why_not_triton(device: torch.device, numerics: str) -> str:
     """Returns why the Triton kernels cannot run on this device with these numerics, or an empty
     string if the kernels can run."""
     if numerics == "invariant":
-        return "the invariant numerics are torch's and the native kernels'"
+        return "only the torch and native kernels support the invariant numerics"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if device.type != "cuda":
         if os.environ.get("TRITON_INTERPRET") == "1":
             return ""
-        return f"the device is {device.type}, and Triton's interpreter is off (TRITON_INTERPRET=1)"
+        return (
+            f"the device is {device.type}, and Triton's interpreter is off (TRITON_INTERPRET=1 "
+            "enables it)"
+        )
     return _why_no_launcher()
 
 
@@ -88,5 +96,6 @@ def _why_no_launcher() -> str:
     compilers = ("gcc", "clang") if named is None else (named,)
     if any(shutil.which(compiler) for compiler in compilers):
         return ""
-    sought = "gcc and clang, and CC is not set" if named is None else f"CC, which is {named!r}"
-    return f"Triton needs a C compiler and finds none: looked for {sought}"
+    if named is None:
+        return "Triton needs a C compiler: gcc and clang are not installed, and CC is not set"
+    return f"Triton needs a C compiler: CC is {named!r}, which is not installed"

@@ -88,7 +88,10 @@ def calibrate(folder: ModelFolder) -> KeyChannels:
         if token < folder.config.vocab_size
     ]
     if not token_ids:
-        raise ConfigError(f"{folder.path}: the tokenizer makes no tokens of a text")
+        raise ConfigError(
+            f"{folder.path}: the tokenizer returns no tokens for the text that calibrates the KV "
+            "scales"
+        )
     squares = _mean_squares(folder, token_ids)
     keys, queries = (_at_least(each.sqrt()) for each in squares)
     quarter = folder.config.head_dim // 4
@@ -167,7 +170,10 @@ def _read(file: Path, config: ModelConfig) -> KeyChannels:
             channels.order.sort(-1).values, torch.arange(config.head_dim).int().expand(shape)
         )
         if channels.scales.shape != shape or not is_order or not (channels.scales > 0).all():
-            raise ConfigError(f"{file} is not of this model: its channels are not {list(shape)}")
+            raise ConfigError(
+                f"{file} does not belong to this model, which needs the KV channels of "
+                f"{list(shape)} (layers, KV heads, head size)"
+            )
     return channels
 
 

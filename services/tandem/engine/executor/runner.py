@@ -118,7 +118,7 @@ class ModelRunner:
         self.numerics_name: str = config.numerics
         self.tokens_per_step = _tokens_per_step(self.device)
         self.why_no_budgets = (
-            "the Triton kernels do not know it; native and torch kernels do"
+            "the Triton kernels have no KV budgets; the native and torch kernels do"
             if kernels == "triton"
             else ""
         )
@@ -296,7 +296,8 @@ def _static_kv(folder: ModelFolder, kv_dtype: str) -> StaticKv | None:
         return fixed_scales(folder)
     if folder.config.has_kv_scales:
         log.warning(
-            "the checkpoint's scales of KV are not used: kv-dtype is %s, and they are for fp8_e4m3",
+            "the checkpoint's KV scales are not used: they are for kv-dtype fp8_e4m3, and kv-dtype "
+            "is %s",
             kv_dtype,
         )
     return None

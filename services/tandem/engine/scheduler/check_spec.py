@@ -49,8 +49,8 @@ def check_spec(
         # A prompt of text can have unknown ids too, if the tokenizer has tokens for which the model
         # has no embedding.
         raise BadRequest(
-            f"token ids are from {min(spec.token_ids)} to {max(spec.token_ids)}; the model has "
-            f"those from 0 to {vocab_size - 1}",
+            f"token ids are from {min(spec.token_ids)} to {max(spec.token_ids)}; those of the "
+            f"model are from 0 to {vocab_size - 1}",
             param="prompt",
         )
     max_tokens = spec.sampling.max_tokens

@@ -80,5 +80,6 @@ class Deadlines:
 
 def _overloaded(late_s: float) -> Overloaded:
     return Overloaded(
-        f"its first token would come {late_s:.1f} s too late here", retry_after_s=late_s
+        f"this worker would send the first token of the request {late_s:.1f} s too late",
+        retry_after_s=late_s,
     )

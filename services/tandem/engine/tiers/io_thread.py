@@ -46,5 +46,5 @@ class IoThread:
                 job()
             # A bug, or a panic in obstore. Whatever waits for this job has a deadline.
             except BaseException:
-                log.exception("a job of %s failed", threading.current_thread().name)
+                log.exception("a job of the thread %s failed", threading.current_thread().name)
             self._on_job_end()

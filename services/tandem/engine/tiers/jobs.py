@@ -76,7 +76,11 @@ class Write:
                 end_write()
                 target.is_written = True
             except OSError as error:
-                log.debug("a block is not written to %s: %s", target.storage.name, error)
+                log.debug(
+                    "a block cannot be written to the KV cache tier %s: %s",
+                    target.storage.name,
+                    error,
+                )
             finally:
                 self.on_end(self, target)
 
@@ -145,7 +149,12 @@ class LoadPart(NamedTuple):
         except OSError as error:
             if error.errno not in _PASSING:
                 raise
-            log.info("block %d is read from %s again: %s", self.slot, self.storage.name, error)
+            log.info(
+                "reading block %d of the KV cache tier %s failed and is tried once more: %s",
+                self.slot,
+                self.storage.name,
+                error,
+            )
             self.begin_read()(target)
 
 
@@ -324,7 +333,12 @@ class Load:
             data = channel.buffer(part.block_id, part.storage.memory(part.slot))
             part.end_read(end_read, data)
         except (OSError, BadBlock) as error:
-            log.warning("block %d cannot be read from %s: %s", part.slot, part.storage.name, error)
+            log.warning(
+                "block %d of the KV cache tier %s cannot be read: %s",
+                part.slot,
+                part.storage.name,
+                error,
+            )
             self.failed = part
             return False
         self._copies_in_flight.append(channel.begin_in(part.block_id, data, self.after))

@@ -148,7 +148,9 @@ def _divide(
     if any(part < slot for part, slot in zip(parts, slots, strict=True)):
         pairs = zip(needs, slots, strict=True)
         least = fixed + max(-(-slot * sum(needs) // need) for need, slot in pairs)
-        raise ConfigError(f"{option} is {given}; it must be at least {least} for one block")
+        raise ConfigError(
+            f"{option} is {given}; it must be at least {least} bytes, so that one block fits"
+        )
     return parts
 
 

@@ -86,13 +86,14 @@ class Encrypted:
         head = sealed[:_HEAD_BYTES].tobytes()
         cipher = self._ciphers.get(head[:_ID_BYTES])
         if cipher is None:
-            raise BadBlock(f"it is encrypted with key {head[:_ID_BYTES].hex()}, which is not here")
+            key_id = head[:_ID_BYTES].hex()
+            raise BadBlock(f"it is encrypted with key {key_id}, which is not in kv-key-file")
         about = self._about(block_hash)
         body = sealed[_HEAD_BYTES:].data
         try:
             cipher.decrypt_into(head[_ID_BYTES:], body, about, target.data)
         except (InvalidTag, ValueError) as error:
-            raise BadBlock("it cannot be decrypted: its bytes are others") from error
+            raise BadBlock("it cannot be decrypted: its bytes have changed") from error
 
     def _about(self, block_hash: bytes) -> bytes:
         return block_hash + self._identity
@@ -110,11 +111,11 @@ def read_keys(path: Path) -> list[bytes]:
         mode = path.stat().st_mode
         text = path.read_text("ascii")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"kv-key-file {path}: {error}") from error
+        raise ConfigError(f"kv-key-file {path} cannot be read: {error}") from error
     if mode & 0o007:
         raise ConfigError(
-            f"kv-key-file {path}: its mode is {mode & 0o777:o}, so that others than its user and "
-            f"group may use it; run chmod o= {path}"
+            f"kv-key-file {path}: its mode is {mode & 0o777:o}, so every user of this machine has "
+            f"access to it; run chmod o= {path}"
         )
     lines = text.split()
     if not lines or not all(re.fullmatch("[0-9a-fA-F]{64}", line) for line in lines):

@@ -24,7 +24,7 @@ from tandem.errors import BadRequest
 # Name of the environment variable that has the path of the process's log file.
 FILE_VARIABLE = "TANDEM_LOG_FILE"
 BYTES_MAX = 32 << 20
-NO_FILE = "its log is no file of its own; on Kubernetes, `kubectl logs POD` prints a pod's"
+NO_FILE = "this worker has no log file; on Kubernetes, `kubectl logs POD` prints its log"
 PIECE_BYTES_MAX = 256 << 10  # `read_piece` returns at most this many bytes by default
 
 
@@ -48,7 +48,9 @@ class LogPosition:
         if not text:
             return cls()
         if not (found := re.fullmatch(r"(\d{1,20})-(\d{1,18})", text, re.ASCII)):
-            message = f"{text[:80]!r} is no place in a log; give back what the answer before had"
+            message = (
+                f"after is {text[:80]!r}; it must be the `after` of the previous answer, or empty"
+            )
             raise BadRequest(message, param="after")
         return cls(int(found[1]), int(found[2]))
 

@@ -42,7 +42,9 @@ def configure_logging(process: str) -> None:
     handler.setFormatter(_formatter(process))
     level = (os.environ.get(LEVEL_VARIABLE) or "INFO").upper()
     if level not in logging.getLevelNamesMapping():
-        raise ConfigError(f"{LEVEL_VARIABLE} is {level!r}; it must be a level, such as DEBUG")
+        raise ConfigError(
+            f"{LEVEL_VARIABLE} is {level!r}; it must be DEBUG, INFO, WARNING, ERROR or CRITICAL"
+        )
     logging.basicConfig(handlers=[handler], level=level, force=True)
     faulthandler.enable(file=2)  # writes the stacks of all threads if native code crashes
     # On STACKS_SIGNAL, writes the stacks of all threads, which shows where a process hangs.

@@ -38,7 +38,9 @@ class Declared(Generic[M]):
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __get__(self, owner: object, owner_type: type | None = None) -> M:
-        raise AttributeError(f"{self.name} is only declared here")
+        raise AttributeError(
+            f"the metric {self.name} has no value yet: it is declared, not registered"
+        )
 
     def register(self, registry: CollectorRegistry, common: Mapping[str, str]) -> M:
         names = [*common, *self.labels]

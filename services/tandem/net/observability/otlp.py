@@ -65,7 +65,7 @@ def needs_sdk(what: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ConfigError(
-            f"{what} are asked for by {_ENDPOINT}, but {error.name} is not installed: "
+            f"{_ENDPOINT} turns on {what}, but the package {error.name} is not installed: "
             "pip install 'tandem-llm[otel]'"
         ) from error
 

@@ -18,7 +18,7 @@ from tandem.common.config.tls import Kind, certificate_name
 
 _HEADER = "authorization"
 _REFUSAL = "the cluster's token is missing or wrong"
-_WRONG_KIND = "this call is not for the kind of process that the certificate names"
+_WRONG_KIND = "the certificate is of a kind of process that may not make this call"
 # Key in gRPC's authentication context that has the names in the peer's certificate.
 _NAMES = "x509_subject_alternative_name"
 
@@ -108,7 +108,9 @@ def _checked(handler: Any, name: bytes) -> Any:
         try:
             return await anext(aiter(requests))
         except StopAsyncIteration:
-            return await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "there is no message")
+            return await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "the call has no request message"
+            )
 
     async def answer_stream(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         request = await admit(requests, context)

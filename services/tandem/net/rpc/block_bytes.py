@@ -33,20 +33,23 @@ def decode(message: bytes) -> memoryview:
     if not message:
         return memoryview(b"")  # proto3 leaves out an empty field, so the message is empty, too
     if message[:1] != _TAG:
-        raise ValueError("not a BlockBytes message")
+        raise ValueError("the bytes are not a BlockBytes message")
     length = shift = 0
     at = 1
     while True:
         byte = message[at] if at < len(message) and shift < 64 else -1
         if byte < 0:
-            raise ValueError("a BlockBytes message without a length")
+            raise ValueError("the BlockBytes message has no length")
         at += 1
         length |= (byte & 0x7F) << shift
         shift += 7
         if byte < 0x80:
             break
     if len(message) - at != length:
-        raise ValueError(f"a BlockBytes message of {len(message) - at} bytes that says {length}")
+        raise ValueError(
+            f"the BlockBytes message has {len(message) - at} bytes of data; its length field is "
+            f"{length}"
+        )
     return memoryview(message)[at:]
 
 

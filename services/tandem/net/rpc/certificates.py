@@ -60,9 +60,13 @@ class CertificateFiles:
                 if self._stamps() != stamp:
                     return self._certificate
                 self._certificate = read
-                log.info("the certificate %s was read again", self._paths[0])
+                log.info("the certificate %s has changed and was read again", self._paths[0])
             except (OSError, ValueError) as error:
-                log.warning("the certificate %s stays in use: %s", self._paths[0], error)
+                log.warning(
+                    "the changed certificate %s cannot be used, so the old one stays in use: %s",
+                    self._paths[0],
+                    error,
+                )
             self._stamp = stamp
             return self._certificate
 

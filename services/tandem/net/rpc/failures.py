@@ -87,7 +87,7 @@ async def _reporting(
     except TandemError as error:
         await abort(context, error)
     except TimeoutError:
-        await abort(context, DeadlineExceeded(f"no answer in time to {method}"))
+        await abort(context, DeadlineExceeded(f"{method} was not answered in time"))
 
 
 def _parsed(handler: Any, body: bytes, method: str) -> Any:
@@ -97,7 +97,7 @@ def _parsed(handler: Any, body: bytes, method: str) -> Any:
         return parse(body) if parse else body
     except (DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(
-            f"{method} takes a valid message whose strings are UTF-8: {error}"
+            f"the request of {method} is not a valid message with strings in UTF-8: {error}"
         ) from None
 
 

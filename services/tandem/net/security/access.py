@@ -89,9 +89,9 @@ class Access:
         """
         if self._ring.synced_at is not None and not self._ring.records and not self._is_open:
             raise ConfigError(
-                "there is no API key, and --host or --admin-host is no loopback address: anyone "
-                "who reaches it could use the router. Create a key (`tandem keys create`) or "
-                "name --keys-file; or say --allow-anonymous"
+                "there is no API key, and --host or --admin-host is not a loopback address, so "
+                "anyone who reaches this address could use the router; create a key (`tandem keys "
+                "create`), set --keys-file, or permit it with --allow-anonymous"
             )
 
 

@@ -86,7 +86,7 @@ class BodyBudget:
             if silent is None or silent is body:
                 raise TooManyRequests(
                     f"request bodies of your address have {held.num_bytes} bytes that are not "
-                    f"parsed yet; at most {self._of_address_max} are taken",
+                    f"parsed yet; at most {self._of_address_max} are accepted",
                     retry_after_s=_RETRY_AFTER_S,
                 )
             self._revoke(silent)

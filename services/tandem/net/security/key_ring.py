@@ -56,7 +56,7 @@ class KeyRing:
         key_id, secret = parse_key(bearer)
         record = self._records.get(key_id)
         if record is None:
-            raise Unauthenticated("the API key is not one of this cluster's")
+            raise Unauthenticated("the API key does not belong to this cluster")
         check_secret(record, secret, now=now)
         return record
 

@@ -103,7 +103,9 @@ class KeyService:
             try:
                 await self._registry.remove(self._router_id)
             except UNREACHABLE:
-                log.info("Redis is away: this router's entry there stays for an hour")
+                log.info(
+                    "Redis does not answer, so the record of this router stays there for an hour"
+                )
 
     async def refresh(self, own_url: str) -> None:
         """Reads changed keys from the file and from Redis, and registers this router with the URL
@@ -126,7 +128,9 @@ class KeyService:
                 self._read_at = now
         except UNREACHABLE as error:
             if not self._is_away:
-                log.warning("API keys cannot be read from Redis, known ones stay: %r", error)
+                log.warning(
+                    "API keys cannot be read from Redis; the known keys stay in use: %r", error
+                )
             self._is_away = self._is_behind = True
         else:
             self._is_away = False
@@ -175,7 +179,7 @@ class KeyService:
             redis = ""
         except UNREACHABLE as error:
             self._is_behind = True
-            redis = f"Redis is away, and is written when it is back: {error!r}"
+            redis = f"Redis does not answer; it is written when it answers again: {error!r}"
         routers = dict(zip(self._others, await sending, strict=True))
         return Revocation(key_id, redis, {self._router_id: "", **routers})
 
@@ -184,11 +188,11 @@ class KeyService:
         that the ring did not have yet. Raises Unauthenticated for a wrong signature, and
         KeysUnknown if the records cannot be decoded."""
         if not hmac.compare_digest(self._sign(body).encode(), signature.encode()):
-            raise Unauthenticated("the signature is not of a router of this cluster")
+            raise Unauthenticated("the signature is not from a router of this cluster")
         try:
             records = msgspec.json.decode(body, type=list[KeyRecord])
         except UNREADABLE as error:
-            raise KeysUnknown(f"the records are of another version of Tandem: {error}") from None
+            raise KeysUnknown(f"the records are from another version of Tandem: {error}") from None
         self.ring.merge(records, now=time.time())
         # The router that sent the records may have failed to write them to Redis. So the next
         # refresh compares the ring with Redis.
@@ -214,11 +218,14 @@ class KeyService:
             written = await self._store.put(record)
         except UNREACHABLE as error:
             raise KeysUnknown(
-                f"Redis is away, and a key must be known to all routers: {error!r}; try again",
+                f"Redis does not answer, so the key cannot be saved: {error!r}; try again",
                 retry_after_s=REFRESH_S,
             ) from error
         if not written:
-            raise NotNow(f"the key {record.key_id} was changed just now; look at it again")
+            raise NotNow(
+                f"the key {record.key_id} was changed by another call at the same time; check it "
+                "with `tandem keys list` and try again"
+            )
         self.ring.merge([record], now=time.time())
         await asyncio.gather(*(self._send_record(url, record) for url in self._others.values()))
 
@@ -272,7 +279,9 @@ class KeyService:
             # An error is not fatal if the file was read before: the file may be in the middle of
             # being replaced.
             if self._file_time:
-                log.warning("the file of API keys cannot be read, known keys stay: %s", error)
+                log.warning(
+                    "the file of API keys cannot be read; the known keys stay in use: %s", error
+                )
                 return
             raise ConfigError(f"the keys file {self._file} cannot be read: {error}") from None
         self.ring.merge(records, now=now)

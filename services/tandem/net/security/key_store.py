@@ -80,5 +80,5 @@ def _decode(value: bytes | str) -> KeyRecord | None:
     try:
         return msgspec.json.decode(value, type=KeyRecord)
     except UNREADABLE as error:
-        log.warning("an API key's record in Redis cannot be read: %s", error)
+        log.warning("the record of an API key in Redis cannot be read and is ignored: %s", error)
         return None

@@ -157,7 +157,7 @@ def parse_key(text: str) -> tuple[str, str]:
     if prefix == KEY_PREFIX and key_id and secret:
         return key_id, secret
     if not text:
-        raise Unauthenticated("an empty API key is not one of this cluster's")
+        raise Unauthenticated("the API key is empty; it does not belong to this cluster")
     return f"own{_digest(text)[: 2 * _ID_BYTES]}", text
 
 
@@ -171,7 +171,7 @@ def check_secret(record: KeyRecord, secret: str, *, now: float) -> None:
     is_current = hmac.compare_digest(given, record.digest)
     is_previous = hmac.compare_digest(given, record.previous_digest) and now < record.previous_until
     if not (is_current or is_previous):
-        raise Unauthenticated("the API key is not one of this cluster's")
+        raise Unauthenticated("the API key does not belong to this cluster")
     if record.state(now) != "valid":
         raise Unauthenticated("the API key has expired")
 

@@ -48,10 +48,10 @@ def changed(limits: Limits, changes: dict[str, Any]) -> Limits:
     values. Raises BadRequest for an unknown limit or an invalid value."""
     if unknown := set(changes) - set(Limits.__struct_fields__):
         raise BadRequest(
-            f"there is no limit {min(unknown)[:80]!r}; limits are "
+            f"there is no limit {min(unknown)[:80]!r}; the limits are "
             + ", ".join(Limits.__struct_fields__)
         )
     try:
         return msgspec.convert({**msgspec.to_builtins(limits), **changes}, Limits)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"the limits are not as they must be: {error}") from None
+        raise BadRequest(f"a limit has an invalid value: {error}") from None

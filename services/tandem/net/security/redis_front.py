@@ -98,7 +98,13 @@ class RedisFront:
             while True:
                 accepted, address = await loop.sock_accept(self._listener)
                 if len(tasks) + self.num_open >= CONNECTIONS_MAX:
-                    log.warning("%s is refused: %d connections are open", address, self.num_open)
+                    log.warning(
+                        "the connection from %s is refused: %d connections are open, at most %d "
+                        "are allowed",
+                        address,
+                        self.num_open,
+                        CONNECTIONS_MAX,
+                    )
                     accepted.close()
                     continue
                 task = loop.create_task(self._serve(accepted, str(address[0])))
@@ -116,7 +122,11 @@ class RedisFront:
                 lambda: client, accepted, ssl=context, ssl_handshake_timeout=HANDSHAKE_DEADLINE_S
             )
             if not self._names & _names_of(client.transport):
-                log.warning("%s is refused: its certificate names no process of ours", address)
+                log.warning(
+                    "the connection from %s is refused: its certificate names no process of this "
+                    "cluster",
+                    address,
+                )
                 client.transport.close()
                 return
             _, server = await loop.create_unix_connection(_Side, self._options.socket)
@@ -124,7 +134,9 @@ class RedisFront:
             # A TCP probe disconnects without a handshake. For example, kubelet probes every 2 s.
             probe = isinstance(error, ConnectionResetError) and not hasattr(client, "transport")
             level = logging.DEBUG if probe else logging.INFO
-            log.log(level, "a connection of %s ended before it was joined: %r", address, error)
+            log.log(
+                level, "the connection from %s ended before it reached Redis: %r", address, error
+            )
             accepted.close()
             if hasattr(client, "transport"):
                 client.transport.abort()
@@ -155,7 +167,12 @@ def _names_of(transport: asyncio.Transport) -> set[str]:
 
 async def _run(options: RedisFrontOptions) -> None:
     front = RedisFront(options)
-    log.info("listening: %s:%d, in front of %s", options.host, front.port, options.socket)
+    log.info(
+        "listening on %s:%d with TLS for the Redis socket %s",
+        options.host,
+        front.port,
+        options.socket,
+    )
     serving = asyncio.create_task(front.run())
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, serving.cancel)

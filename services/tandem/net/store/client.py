@@ -101,7 +101,9 @@ def wait_until_answers(
                 return
         except UNREACHABLE as error:
             if AuthenticationError in (type(error), type(error.__cause__)):
-                raise ConfigError(f"Redis at {name} refuses the password") from error
+                raise ConfigError(
+                    f"Redis at {name} refuses the password of the Redis URL"
+                ) from error
             if time.monotonic() >= give_up_at or not alive():
                 raise ConfigError(
                     f"Redis at {name} does not answer (deadline {deadline_s:g} s): {error}"
@@ -169,4 +171,4 @@ def _client(url: str, kinds: tuple[Any, Any, Any, Any], **bounds: Any) -> Any:
         client.connection_pool.make_connection()
         return client
     except TypeError as error:  # redis-py's error for an unknown option
-        raise ConfigError(f"the Redis URL has a wrong option: {error}") from None
+        raise ConfigError(f"the Redis URL has an unknown option: {error}") from None

@@ -73,7 +73,11 @@ class Journal:
                     await self._write()
                 except UNREACHABLE as error:
                     if not is_away:
-                        log.warning("%s waits for Redis: %r", self._what, error)
+                        log.warning(
+                            "Redis does not answer; new entries of %s wait in memory: %r",
+                            self._what,
+                            error,
+                        )
                     is_away = True
                     await asyncio.sleep(_RETRY_S)
                     self._added.set()
@@ -93,7 +97,9 @@ class Journal:
         try:
             replies: Any = await self._redis.xrevrange(self._key(name), count=num_max)
         except UNREACHABLE as error:
-            raise NotNow(f"{self._what} is in Redis, which is away: {error!r}") from error
+            raise NotNow(
+                f"{self._what} cannot be read: Redis does not answer: {error!r}"
+            ) from error
         found = []
         for _, fields in replies:
             with suppress(KeyError, *UNREADABLE):

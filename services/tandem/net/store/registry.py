@@ -412,7 +412,7 @@ class Registry:
     def _leave_out(self, worker_id: str, problems: list[str]) -> None:
         if worker_id not in self._left_out:
             self._left_out.add(worker_id)
-            logger.warning("worker %s is left out: its %s", worker_id, "; its ".join(problems))
+            logger.warning("worker %s is ignored: its %s", worker_id, "; its ".join(problems))
 
     async def _drop(self, worker_ids: list[str]) -> None:
         keys = [self._workers_key, self._compatibility_key, *map(self._record_key, worker_ids)]
@@ -435,8 +435,8 @@ def _differences(mine: KvCompatibility, cluster: bytes) -> list[str]:
         return mine.differences(msgspec.msgpack.decode(cluster, type=KvCompatibility))
     except UNREADABLE as error:
         return [
-            f"version of Tandem is not the cluster's, whose KV compatibility has other fields: "
-            f"{error}"
+            "version of Tandem is not the cluster's: the KV compatibility of the cluster has other "
+            f"fields: {error}"
         ]
 
 

@@ -79,7 +79,7 @@ def parse(url: str) -> RedisAddress:
         path = f"/{database}" if database else ""
     options = _options(f"redis://{user}@host{path}?{split.query}")
     if kind == "cluster" and options.pop("db", 0):
-        raise ConfigError("a Redis Cluster has database 0 only")
+        raise ConfigError("a Redis Cluster has database 0 only; remove the database from the URL")
     own = {
         name: options.pop(f"sentinel_{name}")
         for name in ("username", "password")
@@ -98,7 +98,7 @@ def _options(url: str) -> dict[str, Any]:
     try:
         options = dict(parse_url(url))  # type: ignore[no-untyped-call]
     except ValueError as error:
-        raise ConfigError(f"the Redis URL is wrong: {error}") from None
+        raise ConfigError(f"the Redis URL cannot be parsed: {error}") from None
     for name in ("connection_class", "host", "port"):
         options.pop(name, None)
     if url.startswith("unix") and "path" not in options:
@@ -119,5 +119,5 @@ def _host_and_port(text: str, default_port: int) -> tuple[str, int]:
     except ValueError:
         host = None
     if not host:
-        raise ConfigError(f"{text!r} in the Redis URL is no HOST or HOST:PORT")
+        raise ConfigError(f"{text!r} in the Redis URL must be HOST or HOST:PORT")
     return host, port if port is not None else default_port

@@ -53,7 +53,8 @@ class BlockServer:
         assert lent is not None, "abort raises"
         if not set(lent).issuperset(request.block_ids):
             await context.abort(
-                grpc.StatusCode.PERMISSION_DENIED, "the lease did not announce these blocks"
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"some of the requested blocks were not announced for lease {lease_id}",
             )
         for first in range(0, len(request.block_ids), self._blocks_a_message):
             block_ids = request.block_ids[first : first + self._blocks_a_message]

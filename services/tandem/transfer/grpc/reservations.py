@@ -29,9 +29,9 @@ class PoolReservation:
         from `block_ids[first]` on.
         """
         if not self.is_open:
-            raise LeaseLost(f"the engine was told that {self.sequence_id} gives up its pulls")
+            raise LeaseLost(f"the pulls of sequence {self.sequence_id} were given up")
         if first + num_blocks > len(self.block_ids):
-            raise LeaseLost(f"more bytes than {len(self.block_ids)} blocks")
+            raise LeaseLost(f"the producer sent more bytes than {len(self.block_ids)} blocks have")
 
 
 class Reservations:

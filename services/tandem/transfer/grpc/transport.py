@@ -70,7 +70,7 @@ class GrpcTransport:
                 if num_bytes > 1 and took[-1][1] > _SLOW_PROBE_S:
                     break
         except LeaseLost as error:
-            log.info("no more gRPC probes of %s: %s", self._worker_id, error)
+            log.info("measuring the gRPC connection to %s ended early: %s", self._worker_id, error)
         return took[1:]
 
     async def probe(self, num_bytes: int) -> float:
@@ -88,7 +88,7 @@ class GrpcTransport:
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, ValueError) as error:
             raise LeaseLost(f"a probe failed: {_describe(error)}") from None
         if received != num_bytes:
-            raise LeaseLost(f"a probe brought {received} bytes, not {num_bytes}")
+            raise LeaseLost(f"a probe returned {received} bytes instead of {num_bytes}")
         return time.monotonic() - started
 
     async def pull(self, pull: BlockPull) -> float:
@@ -142,15 +142,15 @@ class GrpcTransport:
                     data = decode(message)
                     num_blocks = pool.spans.count(blocks.block_ids[first : part.stop], len(data))
                     if not num_blocks:
-                        raise LeaseLost(f"{self._worker_id} sent bytes that are not the blocks")
+                        raise LeaseLost(f"{self._worker_id} sent bytes that are not whole blocks")
                     pool.write(blocks, first, data)
                     first += num_blocks
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, ValueError) as error:
-            raise LeaseLost(f"bytes from {self._worker_id}: {_describe(error)}") from None
+            raise LeaseLost(f"fetching blocks from {self._worker_id}: {_describe(error)}") from None
         finally:
             call.cancel()
         if first != part.stop:
-            raise LeaseLost(f"{self._worker_id} sent {part.stop - first} blocks too few")
+            raise LeaseLost(f"{self._worker_id} did not send {part.stop - first} of the blocks")
 
     def _call(self, stream: int, method: str, request: Any, deadline_s: float) -> Any:
         channel = self._channels.get(stream)

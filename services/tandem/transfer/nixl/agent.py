@@ -82,8 +82,8 @@ class NixlAgent:
         """
         if mode is None:
             raise Incompatible(
-                "NIXL reaches nobody from here: the kernel or UCX_TLS forbids CMA, and there is no "
-                "active RDMA port"
+                "NIXL can reach no other worker: the kernel or UCX_TLS forbids CMA, and this host "
+                "has no active RDMA port"
             )
         bindings = load_nixl().nixlBind
         self.name = name
@@ -103,7 +103,9 @@ class NixlAgent:
             with ucx_tls(transports(mode, memory)):
                 self._backend: int = self._agent.createBackend("UCX", backend_options(mode))
         except self._errors as error:
-            raise Incompatible(f"NIXL has no working UCX backend here: {error}") from error
+            raise Incompatible(
+                f"the UCX backend of NIXL does not work on this host: {error}"
+            ) from error
 
     def register(self, *, address: int, num_bytes: int, device_id: int, memory: str) -> None:
         """Registers memory, so that reads of this agent can write into it.
@@ -244,4 +246,4 @@ class NixlAgent:
         except self._errors as error:
             lost = isinstance(error, self._bindings.nixlRemoteDisconnectError)
             kind: type[TandemError] = WorkerLost if lost else InternalError
-            raise kind(f"{what}: {type(error).__name__} {error}") from error
+            raise kind(f"NIXL failed at {what}: {type(error).__name__} {error}") from error

@@ -116,7 +116,9 @@ class NixlConsumer:
         theirs = _block_sizes(pool.spans)
         ours = _block_sizes(self._spans)
         if theirs != ours:
-            raise Incompatible(f"{peer_id} has blocks of {theirs} bytes, here of {ours}")
+            raise Incompatible(
+                f"{peer_id} has blocks of {theirs} bytes; those of this worker have {ours} bytes"
+            )
         known = self._peers.get(peer_id)
         if known is not None and known.metadata != metadata:
             self.disconnect(peer_id)
@@ -224,13 +226,16 @@ class NixlConsumer:
         assert not self._pulls, "fencing would end the pulls under way"
         if self._instance is not None:
             for _, read in self._abandoned.values():
-                with logged("a handle goes with its agent"):
+                with logged("NIXL frees the handle when its agent is destroyed"):
                     self._instance.agent.release(read.handle)
             self._instance.close()
             self._instance = None
         self._abandoned.clear()
         block_ids = self._fence.renewed()
-        log.info("the consumer is made anew; blocks that are safe by that: %d", len(block_ids))
+        log.info(
+            "the NIXL agent was destroyed to end abandoned reads; %d blocks are safe to reuse",
+            len(block_ids),
+        )
         return block_ids
 
     @property
@@ -247,30 +252,35 @@ class NixlConsumer:
         failing_s = self._clock() - since
         if failing_s < RECOVER_S:
             return ""
-        return f"NIXL's consumer cannot be made anew for {failing_s:.0f} s: {message}"
+        return f"no new NIXL agent could be created for {failing_s:.0f} s: {message}"
 
     def close(self) -> None:
         """Fails all pulls and destroys the agent. After that, the KV pool's memory may be freed."""
         for active in list(self._pulls.values()):
-            self._give_up(active, WorkerLost("the worker stops"), "cancelled")
+            self._give_up(active, WorkerLost("this worker is stopping"), "cancelled")
         self._unfenced.extend(self.fence())
 
     def _check(self, pull: Pull) -> None:
         if pull.pull_id in self._pulls:
-            raise BadRequest(f"the pull {pull.pull_id} is under way already")
+            raise BadRequest(f"the pull {pull.pull_id} is already under way")
         if not pull.local_block_ids or len(pull.local_block_ids) != len(pull.producer_block_ids):
             raise BadRequest(
-                f"{len(pull.producer_block_ids)} producer blocks for {len(pull.local_block_ids)} "
-                f"here"
+                f"the pull has {len(pull.producer_block_ids)} producer blocks and "
+                f"{len(pull.local_block_ids)} local blocks; the numbers must be equal and above 0"
             )
         _check_range(pull.local_block_ids, self._spans.num_blocks)
         if self._fence.refuses(self._clock()):
-            raise QueueFull("too many blocks are fenced: the consumer must be made anew first")
+            raise QueueFull(
+                "too many blocks are fenced because abandoned reads may still write them; the NIXL "
+                "agent must be replaced first"
+            )
         for active in self._pulls.values():
             if not set(active.pull.local_block_ids).isdisjoint(pull.local_block_ids):
-                raise BadRequest(f"a local block of it is read into by {active.pull.pull_id}")
+                raise BadRequest(
+                    f"the pull {active.pull.pull_id} already reads into one of the local blocks"
+                )
         if fenced := self._fence.fenced(pull.local_block_ids):
-            raise BadRequest(f"block {min(fenced)} is fenced: a read may still write it")
+            raise BadRequest(f"block {min(fenced)} is fenced: an abandoned read may still write it")
 
     def _begin(self, pull: Pull) -> None:
         peer = self._peers.get(pull.peer_id)
@@ -318,7 +328,7 @@ class NixlConsumer:
             self._results.append(result)
             return True
         if now >= active.started_at + pull.deadline_s:
-            late = DeadlineExceeded(f"not done in {pull.deadline_s:g} s")
+            late = DeadlineExceeded(f"the read did not end within {pull.deadline_s:g} s")
             self._give_up(active, late, "deadline")
             return True
         return moved
@@ -351,7 +361,7 @@ class NixlConsumer:
         for number, (_, read) in list(self._abandoned.items()):
             assert self._instance is not None
             done = False
-            with logged("its blocks stay fenced until the consumer is made anew"):
+            with logged("its blocks stay fenced until the NIXL agent is replaced"):
                 done = is_done(self._instance.agent, read)
             if done:
                 self._instance.release_later(read.handle)
@@ -376,7 +386,7 @@ class NixlConsumer:
         `poll` reloads at most one peer per call, because loading a peer takes some milliseconds.
         """
         if (peer := self._peers.get(peer_id)) is not None:
-            with logged(f"the next pull from {peer_id} will tell"):
+            with logged(f"the next pull from {peer_id} tries again"):
                 self._agent_instance().load(peer.metadata, peer.pool)
 
     def _agent_instance(self) -> AgentInstance:
@@ -398,4 +408,4 @@ def _block_sizes(spans: BlockSpans) -> str:
 
 def _check_range(block_ids: list[int], num_blocks: int) -> None:
     if min(block_ids) < 0 or max(block_ids) >= num_blocks:
-        raise BadRequest(f"a block id is not in a pool of {num_blocks} blocks")
+        raise BadRequest(f"a block id of the pull is not from 0 to {num_blocks - 1}")

@@ -66,7 +66,7 @@ class AgentInstance:
 
     def release_ended(self) -> None:
         for handle in self._ended:
-            with logged("a handle goes with the agent"):
+            with logged("NIXL frees the handle when its agent is destroyed"):
                 self.agent.release(handle)
         self._ended.clear()
 
@@ -92,9 +92,9 @@ class AgentInstance:
         if peer is None or peer.agent_name in in_use:
             return
         del self._peers[metadata]
-        with logged("its list goes with the agent"):
+        with logged("NIXL frees the list of blocks when its agent is destroyed"):
             self.agent.release_list(peer.block_list)
-        with logged("NIXL has dropped the peer by itself"):
+        with logged("NIXL has already removed the peer"):
             self.agent.remove_peer(peer.agent_name)
 
     def _open(self, blocks: RemotePool) -> int:
@@ -112,7 +112,7 @@ class AgentInstance:
         self.release_ended()
         lists = [self.pool_list, self.scratch_list]
         for block_list in [*lists, *(peer.block_list for peer in self._peers.values())]:
-            with logged("its list goes with the agent"):
+            with logged("NIXL frees the list of blocks when its agent is destroyed"):
                 self.agent.release_list(block_list)
         self._peers.clear()
         self.agent.close()

@@ -99,7 +99,7 @@ class NixlPull:
                 instance.release_later(read.handle)
                 moved = True
             elif read.ended:
-                raise InternalError(f"NIXL reports an error of the read from {self.pull.peer_id}")
+                raise InternalError(f"NIXL reports that the read from {self.pull.peer_id} failed")
         return moved
 
     def _start(self, instance: AgentInstance) -> None:

@@ -39,7 +39,7 @@ class Reach(Enum):
 
     MEMORY = "one machine, PID namespace, IPC namespace and user: each reads the other's memory"
     RDMA = "both have an active RDMA port"
-    TCP = "plain TCP: anyone who reaches a worker's UCX port can write the engine's memory"
+    TCP = "plain TCP: anyone who reaches a worker's UCX port can write to the engine's memory"
     NOTHING = (
         "no common path but plain TCP: the two do not share a machine, PID namespace, IPC"
         " namespace and user, and do not both have an RDMA port"

@@ -144,7 +144,9 @@ class TransferThread:
 
     def _enqueue(self, command: Callable[[], None]) -> None:
         if self._commands.qsize() >= COMMANDS_MAX:
-            raise InternalError(f"{COMMANDS_MAX} commands wait for the transfer thread")
+            raise InternalError(
+                f"{COMMANDS_MAX} commands wait for the transfer thread, which is the limit"
+            )
         self._commands.put(command)
 
     def _run(self) -> None:

@@ -51,7 +51,7 @@ class NixlTransport:
         try:
             return await self._engine.connect_peer(self._peer_id, offer.nixl_metadata, pool)
         except TimeoutError as error:
-            raise WorkerLost(str(error) or "no answer in time") from None
+            raise WorkerLost(str(error) or "the engine did not answer in time") from None
 
     async def pull(self, pull: BlockPull) -> float:
         # Normally the transfer thread enforces the deadline. This later timeout is for an engine
@@ -60,7 +60,9 @@ class NixlTransport:
             async with asyncio.timeout(pull.deadline_s + _ENGINE_MARGIN_S):
                 result = await self._engine.pull(self._peer_id, pull)
         except TimeoutError:
-            raise LeaseLost(f"a read from {self._peer_id} never ended: the engine hangs") from None
+            raise LeaseLost(
+                f"a read from {self._peer_id} did not end in time because the engine hangs"
+            ) from None
         if not result.done:
             raise LeaseLost(f"a read from {self._peer_id} failed: {result.error}")
         return result.elapsed_s

@@ -135,7 +135,9 @@ class DecodeSequences:
         sequence.num_lost += 1
         sequence.stream.push(_update(sequence, workers_lost=sequence.num_lost))
         if sequence.num_lost == sequence.submission.losses_max:
-            message = f"{sequence.num_lost} prefill workers were lost under it here"
+            message = (
+                f"{sequence.num_lost} prefill workers were lost while they prefilled this request"
+            )
             self.abort(sequence, WorkerLost.code, message)
 
     def finish_if_over(self, sequence: DecodeSequence) -> None:
@@ -159,7 +161,7 @@ class DecodeSequences:
             second_token_s = sequence.second_token_at - sequence.first_token_at
             self._metrics.on_second_token(sequence.timings.transport, second_token_s)
         named = about(sequence.sequence_id)
-        log.debug("%s ended here: %s", sequence.request_id, reason, extra=named)
+        log.debug("request %s has ended: %s", sequence.request_id, reason, extra=named)
         update = _update(
             sequence,
             finish_reason=reason,

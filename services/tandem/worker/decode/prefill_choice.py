@@ -92,7 +92,7 @@ def plan_prefill(
     """Returns the plan for a prompt. `candidates` are in the router's order."""
     local_s = local_seconds(prompt, local)
     if not candidates:
-        return PrefillPlan((), local_s, "nobody to ask")
+        return PrefillPlan((), local_s, "there is no prefill worker")
     num_missing = prompt.num_tokens - local.cached_tokens
     costs = {c.worker_id: candidate_seconds(prompt, c, num_missing) for c in candidates}
     # Candidates with equal costs stay in the router's order, because sorted() is stable.
@@ -103,7 +103,7 @@ def plan_prefill(
         order.remove(first)
         order.insert(0, first)
     costs_text = ", ".join(f"{w} {costs[w] * 1000:.0f} ms" for w in order)
-    reason = f"here {local_s * 1000:.0f} ms, {costs_text}; {num_missing} tokens missing"
+    reason = f"this worker {local_s * 1000:.0f} ms, {costs_text}; {num_missing} tokens missing"
     if is_local_faster(local_s, best_s):
         return PrefillPlan((), local_s, reason)
     worthwhile = [w for w in order if not is_local_faster(local_s, costs[w])]

@@ -169,7 +169,9 @@ class PromptPrefill:
             return
         late_s = self._planner.late_if_local_s(sequence.spec, reserved.num_cached_tokens)
         if late_s > 0:
-            message = f"its first token would come {late_s:.1f} s too late"
+            message = (
+                f"this worker would send the first token of the request {late_s:.1f} s too late"
+            )
             self._sequences.abort(sequence, Overloaded.code, message, retry_after_s=late_s)
             return
         self._metrics.local_prefills.inc()
@@ -231,7 +233,13 @@ class PromptPrefill:
         again = "first" if left == sequence.submission.candidates else "again"
         self._metrics.on_choice(choice, again)
         named = about(sequence.sequence_id)
-        log.debug("%s is prefilled %s: %s", sequence.request_id, choice, plan.reason, extra=named)
+        log.debug(
+            "prefill of request %s is %s: %s",
+            sequence.request_id,
+            choice,
+            plan.reason,
+            extra=named,
+        )
         return plan
 
     async def _run_lease(
@@ -258,7 +266,9 @@ class PromptPrefill:
                         on_first_token=on_first_token,
                     )
         except TimeoutError as error:
-            raise LeaseLost("it is given up: this worker asks nobody any more") from error
+            raise LeaseLost(
+                "the lease is given up because this worker leaves the decode pool"
+            ) from error
         finally:
             sequence.remote_prefill = None
 
@@ -281,7 +291,7 @@ class PromptPrefill:
                 candidate.worker_id, candidate.epoch, candidate.address
             )
         except TandemError as error:
-            log.warning("prefill worker %s is passed over: %s", candidate.worker_id, error)
+            log.warning("prefill worker %s is skipped: %s", candidate.worker_id, error)
             return None
         return self._producers.make_lease(peer)
 
@@ -291,7 +301,13 @@ class PromptPrefill:
         traceback = None if isinstance(error, TandemError) else error
         named = about(sequence.sequence_id)
         request_id = sequence.request_id
-        log.warning("prefill of %s failed: %s", request_id, error, exc_info=traceback, extra=named)
+        log.warning(
+            "prefill of request %s failed: %s",
+            request_id,
+            error,
+            exc_info=traceback,
+            extra=named,
+        )
         self._metrics.prefill_failures.inc()
         self._metrics.on_lost_lease(lease)
         sequence.timings.prefill_worker_id = ""

@@ -39,7 +39,7 @@ class RouterStream:
         self._draining = draining
         self._closed = False
         # The router's call fails with this error if the stream is closed early.
-        self._error: TandemError = WorkerLost("the stream was cut off")
+        self._error: TandemError = WorkerLost("the worker closed the stream early")
         self._ended = False
 
     def push(self, update: pb.SequenceUpdate) -> None:
@@ -73,7 +73,7 @@ class RouterStream:
         if isinstance(error, TandemError):
             self._error = error
         else:
-            log.error("reading a router's commands broke", exc_info=error)
+            log.error("reading the commands of a router failed", exc_info=error)
         self._closed = True
         self._changed.set()
 

@@ -235,8 +235,10 @@ class DecodeService:
             return
         error = "cancelled" if task.cancelled() else repr(task.exception())
         named = about(sequence.sequence_id)
-        log.error("prefill of %s broke: %s", sequence.request_id, error, extra=named)
-        self._sequences.abort(sequence, "internal_error", f"its prefill broke: {error}")
+        log.error(
+            "prefill of request %s failed unexpectedly: %s", sequence.request_id, error, extra=named
+        )
+        self._sequences.abort(sequence, "internal_error", f"the prefill failed: {error}")
 
     def _on_new_tokens(self, new: NewTokens) -> None:
         sequence = self._sequences.get(new.sequence_id)

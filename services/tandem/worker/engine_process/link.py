@@ -125,8 +125,8 @@ class EngineLink:
         except TimeoutError:
             self.tell_stacks()
             raise WorkerLost(
-                f"the engine did not start: its model is not loaded after {deadline_s:g} s; "
-                "--start-deadline is how long it may take"
+                f"the engine did not load its model within {deadline_s:g} s; a longer "
+                "--start-deadline gives it more time"
             ) from None
         self._map_pool(found, pool_fd)
         return found
@@ -336,8 +336,8 @@ class EngineLink:
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
-            log.error("reading from the engine broke", exc_info=task.exception())
-            self._end(f"reading from the engine broke: {task.exception()!r}")
+            log.error("reading messages from the engine failed", exc_info=task.exception())
+            self._end(f"reading messages from the engine failed: {task.exception()!r}")
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         kills = oom_kills()

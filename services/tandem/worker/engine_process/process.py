@@ -243,7 +243,13 @@ class EngineProcess:
         """
         name = type(command).__name__
         sequence_id = messages.sequence_id(command)
-        log.warning("%s %s: %s", name, sequence_id, error, extra=about(sequence_id))
+        log.warning(
+            "the command %s of sequence %s failed: %s",
+            name,
+            sequence_id,
+            error,
+            extra=about(sequence_id),
+        )
         match command:
             case messages.StartPull(_, pull):
                 failed = PullResult(pull.pull_id, done=False, error=error.message)
@@ -263,7 +269,7 @@ class EngineProcess:
     def _check_held(self, sequence_id: str, block_ids: list[int]) -> None:
         """Raises InternalError if the sequence does not hold all of these blocks."""
         if not set(self._engine.block_ids(sequence_id)).issuperset(block_ids):
-            raise InternalError(f"{sequence_id} does not hold these blocks")
+            raise InternalError(f"sequence {sequence_id} does not have all blocks of the pull")
 
     def _integrity(self) -> str:
         try:
@@ -365,7 +371,7 @@ def main(kind: type[EngineProcess] = EngineProcess) -> None:
         kind(settings).run()
     except BaseException as error:
         if not isinstance(error, ConfigError):  # the I/O process logs a ConfigError in one line
-            log.exception("the engine ends")
+            log.exception("the engine process ends because of an error")
         if isinstance(error, TandemError):
             fatal = messages.Fatal(error.message, error.code)
         else:

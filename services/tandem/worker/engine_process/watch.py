@@ -56,7 +56,9 @@ class EngineWatch:
         stuck = self._load().blocks_quarantined > self._quarantine_blocks_max
         self._stuck_s = self._stuck_s + TURN_S if stuck else 0.0
         if self._stuck_s > self._timeout_s:
-            self._give_up(f"the quarantine is past its budget for {self._stuck_s:.0f} s")
+            self._give_up(
+                f"for {self._stuck_s:.0f} s, more KV blocks than allowed have been in quarantine"
+            )
         num_reports = self._num_reports
         self._num_reports = self._link.num_reports
         # The worker has work if it has a sequence or a lease (`_is_used`). It also has work if it
@@ -72,4 +74,4 @@ class EngineWatch:
         if self._timeout_s - TURN_S < self._silent_s <= self._timeout_s:
             self._link.tell_stacks()
         if self._silent_s > self._timeout_s:
-            self._link.kill(f"the engine made no turn for {self._silent_s:.0f} s")
+            self._link.kill(f"the engine made no progress for {self._silent_s:.0f} s")

@@ -52,13 +52,15 @@ async def verify(
     expected = {each.index: each.xxh3 for each in run.checksums}
     indices = checked(run.first_block, len(targets), every)
     if list(expected) != list(indices):
-        raise LeaseLost(f"checksums of {list(expected)}, not of {list(indices)}")
+        raise LeaseLost(
+            f"the producer sent checksums of the blocks {list(expected)} instead of {list(indices)}"
+        )
     hashes = await _hashes(pool, sequence_id, [targets[index] for index in indices])
     for index, value in zip(indices, hashes, strict=True):
         if value != expected[index]:
             raise BlockMismatch(
-                f"block {run.first_block + index} has the checksum {value:016x} here and "
-                f"{expected[index]:016x} at its producer (its block {run.block_ids[index]})"
+                f"block {run.first_block + index} has the checksum {value:016x} on this worker and "
+                f"{expected[index]:016x} on the producer (block {run.block_ids[index]} there)"
             )
 
 

@@ -140,7 +140,7 @@ class ConsumerLease:
         def on_event(event: pb.PrefillEvent) -> None:
             nonlocal first_token_id
             if event.WhichOneof("event") != "prefilled":
-                raise LeaseLost(f"{self.peer.worker_id} answered {event}")
+                raise LeaseLost(f"{self.peer.worker_id} sent an unexpected event: {event}")
             self.stats.prefilled_at = time.monotonic()
             self.stats.cached = cached_of(event.prefilled)
             self.stats.queue_s = event.prefilled.queue_ms / 1000
@@ -180,7 +180,7 @@ class ConsumerLease:
             nonlocal num_held
             num_held = event.held.num_blocks
             if event.WhichOneof("event") != "held" or num_held > len(block_hashes):
-                raise LeaseLost(f"{self.peer.worker_id} answered {event}")
+                raise LeaseLost(f"{self.peer.worker_id} sent an unexpected event: {event}")
             # If the producer holds the whole chain, all targets are filled. If it holds only the
             # first 3 of 5 blocks, the last block to pull is the third one. A chain of a model with
             # attention windows is never held in part.
@@ -220,7 +220,7 @@ class ConsumerLease:
                     case "refused":
                         is_late = event.refused.code == Overloaded.code
                         raise (Overloaded if is_late else WorkerLost)(
-                            f"{self.peer.worker_id} refused: {event.refused.message}",
+                            f"{self.peer.worker_id} refused the lease: {event.refused.message}",
                             retry_after_s=event.refused.wait_estimate_s,
                         )
                     case "run":
@@ -230,12 +230,12 @@ class ConsumerLease:
                         self._check_released(event.released)
                         return
                     case _ if self._is_answered:
-                        raise LeaseLost(f"{self.peer.worker_id} answered twice")
+                        raise LeaseLost(f"{self.peer.worker_id} answered the lease twice")
                     case _:
                         on_answer(event)
                         if self._next_block != self._end_block:
                             came = f"{self._next_block} of {self._end_block} blocks"
-                            raise LeaseLost(f"{self.peer.worker_id} named {came}")
+                            raise LeaseLost(f"{self.peer.worker_id} announced {came}")
                         self._is_answered = True
                         stream.engine_waited_for = False
                         self._may_pull.set()
@@ -243,7 +243,10 @@ class ConsumerLease:
 
     def _take(self, run: pb.BlockRun) -> None:
         if run.first_block != self._next_block:
-            raise LeaseLost(f"a run starts at block {run.first_block}, not {self._next_block}")
+            raise LeaseLost(
+                f"{self.peer.worker_id} announced blocks from {run.first_block} on instead of "
+                f"{self._next_block}"
+            )
         self._next_block += len(run.block_ids)
         self.pulled_anything = True
 
@@ -254,7 +257,9 @@ class ConsumerLease:
         index = run.first_block - self._first_block
         targets = self._targets[index : index + len(run.block_ids)]
         if len(targets) != len(run.block_ids):
-            raise LeaseLost(f"a run ends at block {self._next_block}, after the last one")
+            raise LeaseLost(
+                f"{self.peer.worker_id} announced {self._next_block} blocks, more than requested"
+            )
         num_bytes = await self._puller.pull(
             self.peer,
             lease_id=self._lease_id,
@@ -292,9 +297,9 @@ class ConsumerLease:
     def _check_released(self, released: pb.Released) -> None:
         same = released.epoch == self._epoch and released.lease_id == self._lease_id
         if not (same and released.whole):
-            raise LeaseLost(f"{self.peer.worker_id} did not hold the lease to its end")
+            raise LeaseLost(f"{self.peer.worker_id} ended the lease early")
         if not (self._is_answered and self._is_release_sent and self._is_whole):
-            raise LeaseLost(f"{self.peer.worker_id} released before all was read")
+            raise LeaseLost(f"{self.peer.worker_id} ended the lease before all blocks were read")
         self.stats.released_at = time.monotonic()
 
 

@@ -61,7 +61,7 @@ async def open_stream(
     except BaseExceptionGroup as group:
         raise _first_error(group) from group
     except _BROKEN_CALL as error:
-        raise LeaseLost(f"{peer.worker_id}: {_describe(error)}") from error
+        raise LeaseLost(f"the stream to {peer.worker_id} failed: {_describe(error)}") from error
     finally:
         watching.cancel()
         call.cancel()
@@ -87,7 +87,9 @@ class LeaseStream:
             async with asyncio.timeout(self._silence_s):
                 await self._call.write(command)
         except TimeoutError:
-            raise ProducerSilent(f"{self._peer.worker_id} takes nothing") from None
+            raise ProducerSilent(
+                f"{self._peer.worker_id} reads no messages of the stream"
+            ) from None
 
     async def read(self) -> pb.PrefillEvent:
         """Returns the next event other than a heartbeat."""

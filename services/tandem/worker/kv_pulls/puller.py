@@ -91,7 +91,12 @@ class Puller:
                     # If the request has ended meanwhile, its blocks may belong to another request,
                     # and the mismatch means nothing. In that case `check` raises LeaseLost.
                     reservation.check(0, len(targets))
-                    log.error("%s over %s of %s", error, peer.transport, peer.peer_id)
+                    log.error(
+                        "a block pulled over %s from %s is corrupt and is discarded: %s",
+                        peer.transport,
+                        peer.peer_id,
+                        error,
+                    )
                     self._on_mismatch()
                     raise
             except Exception:

@@ -88,13 +88,15 @@ class NamedAdapters:
 
     def add(self, adapter: Adapter) -> None:
         """Serves an adapter. An adapter that was served under the same name is replaced."""
-        log.info("adapter %s is %s of %s", adapter.name, adapter.digest, adapter.path)
+        log.info(
+            "serving adapter %s with digest %s from %s", adapter.name, adapter.digest, adapter.path
+        )
         self.named[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
         """Stops serving the adapter of this name."""
         if self.named.pop(name, None) is not None:
-            log.info("adapter %s is served no more", name)
+            log.info("adapter %s is no longer served", name)
 
     def _read_own(self, name: str, path: str) -> Adapter:
         digest, rank = self._describe(path)
@@ -105,7 +107,7 @@ class NamedAdapters:
     def _describe(self, path: str) -> tuple[str, int]:
         config = self._config
         if not config.max_loras:
-            raise ConfigError("this worker has no adapters: its max-loras is 0")
+            raise ConfigError("this worker serves no adapters: its --max-loras is 0")
         if self._model is None:
             self._model = resolve(config.model, revision=config.model_revision).config
         with hang_limit(READ_DEADLINE_S):

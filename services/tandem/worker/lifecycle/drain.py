@@ -27,7 +27,8 @@ async def drain(
         now = time.monotonic()
         if now > ends_at():
             log.warning(
-                "drain deadline: %d sequences and %d leases are cut off after %.1f s: %s",
+                "the drain deadline has passed: %d sequences and %d leases are aborted after "
+                "%.1f s: %s",
                 decode.num_sequences,
                 prefill.num_leases,
                 now - began,
@@ -37,10 +38,12 @@ async def drain(
         if now - told > _TELL_S:
             told = now
             log.info(
-                "draining for %.0f s: waits for %s", now - began, describe(decode, prefill, now)
+                "draining for %.0f s, still waiting for %s",
+                now - began,
+                describe(decode, prefill, now),
             )
         await asyncio.sleep(_POLL_S)
-    log.info("drained in %.1f s: nobody holds anything here", time.monotonic() - began)
+    log.info("drained in %.1f s: no sequence and no lease is left", time.monotonic() - began)
 
 
 def describe(decode: DecodeService, prefill: PrefillService, now: float) -> str:
@@ -56,5 +59,5 @@ def _waits(decode: DecodeService, prefill: PrefillService) -> Iterator[str]:
     for sequence in decode.sequences:
         yield f"sequences {sequence.state.value}"
     for lease in prefill.leases:
-        kind = "holds" if lease.is_hold else "leases"
+        kind = "cache leases" if lease.is_hold else "leases"
         yield f"{kind} of {lease.consumer_id} {lease.stage}"

@@ -180,7 +180,7 @@ class KvEvents:
             self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
             _use(self._replay, "--kv-events-replay", replay, listens=True)
             self._task = asyncio.create_task(self._serve_replays(self._replay), name="kv-replay")
-        log.info("KV events of topic %s at %s", self._topic.decode(), endpoint)
+        log.info("publishing KV events of topic %s at %s", self._topic.decode(), endpoint)
 
     def _close(self, linger_ms: int = 0) -> None:
         self._publish.close(linger=linger_ms)
@@ -202,7 +202,10 @@ class KvEvents:
         while True:
             client, *question = await socket.recv_multipart()
             if len(question) != 2 or len(question[1]) != 8:
-                log.warning("a question for KV events is not 8 bytes of a sequence number")
+                log.warning(
+                    "a subscriber's request for past KV events is ignored: it must be a sequence "
+                    "number of 8 bytes"
+                )
                 continue
             first = int.from_bytes(question[1], "big")
             kept = [(n.to_bytes(8, "big"), payload) for n, payload in self._kept if n >= first]
@@ -212,7 +215,9 @@ class KvEvents:
                         await socket.send_multipart([client, b"", number, payload])
                     await asyncio.sleep(0)
             except (TimeoutError, zmq.ZMQError) as error:
-                log.warning("a subscriber did not take the KV events that it asked for: %r", error)
+                log.warning(
+                    "a subscriber did not read the past KV events that it requested: %r", error
+                )
 
 
 def _lora_id(adapter: Adapter) -> int:

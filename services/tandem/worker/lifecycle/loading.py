@@ -40,7 +40,7 @@ async def tell_failed(config: WorkerConfig, why: str) -> None:
         async with asyncio.timeout(_END_DEADLINE_S):
             await Registry(redis, config.cluster).tell_loading(config.worker_id, told)
     except (*UNREACHABLE, RedisError, TimeoutError) as error:
-        log.debug("nobody is told that this worker failed: %r", error)
+        log.debug("the failure of this worker could not be written to Redis: %r", error)
     await redis.aclose()
 
 
@@ -65,12 +65,12 @@ async def tell_loading(config: WorkerConfig, progress: Callable[[], tuple[int, i
             try:
                 await registry.tell_loading(config.worker_id, told)
             except (*UNREACHABLE, RedisError) as error:
-                log.debug("the notice of loading is not written: %r", error)
+                log.debug("the progress of loading could not be written to Redis: %r", error)
             await asyncio.sleep(config.cluster.record_interval_s)
     finally:
         try:
             async with asyncio.timeout(_END_DEADLINE_S):
                 await registry.end_loading(config.worker_id)
         except (*UNREACHABLE, RedisError, TimeoutError) as error:
-            log.debug("the notice of loading is not taken away: %r", error)
+            log.debug("the progress of loading could not be removed from Redis: %r", error)
         await redis.aclose()

@@ -120,7 +120,7 @@ class Membership:
                 await self.refresh()
             # Continue after any error, because a worker without a record counts as gone.
             except Exception:
-                log.exception("the record was not written")
+                log.exception("the record of this worker was not written and is tried again")
 
     def _note_unreachable(self, error: Any) -> None:
         if self._reachable:

@@ -87,5 +87,5 @@ class RoleChange:
             self.role = role
             await self._tell()
         took_s = time.monotonic() - started
-        log.info("this worker is in the %s pool now, after %.3f s", role, took_s)
+        log.info("this worker moved to the %s pool in %.3f s", role, took_s)
         return took_s

@@ -69,12 +69,12 @@ class Servicer(WorkerServicer):
         if not first < end <= NUM_BUCKETS:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"buckets {first} to {end} are no range of 0 to {NUM_BUCKETS}",
+                f"buckets are {first} to {end}; they must be a range within 0 to {NUM_BUCKETS}",
             )
         if request.tier and request.tier not in (tiers := self._worker.config.engine.tiers):
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"tier is {request.tier!r}; this worker has {', '.join(tiers) or 'none'}",
+                f"tier is {request.tier!r}; this worker's tiers are {', '.join(tiers) or 'none'}",
             )
         hashes = await self._worker.link.list_blocks(
             bucket_start(first), bucket_start(end), request.tier
@@ -130,7 +130,7 @@ class Servicer(WorkerServicer):
         if differences := compatibility.differences(theirs):
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"{request.worker_id} cannot read from {self._worker.config.worker_id}: here "
+                f"{request.worker_id} cannot read blocks of {self._worker.config.worker_id}: there "
                 + "; ".join(differences),
             )
         transfer = self._worker.config.transfer
@@ -148,7 +148,7 @@ class Servicer(WorkerServicer):
                 response.nixl_metadata = producer.metadata
                 response.pool = msgspec.msgpack.encode(producer.pool)
             else:
-                log.warning("NIXL cannot serve blocks here: %s", producer.error)
+                log.warning("this worker cannot serve blocks over NIXL: %s", producer.error)
         if transfer.transport == "nixl":
             response.transports.remove("grpc")
         return response
@@ -166,7 +166,8 @@ class Servicer(WorkerServicer):
             )
         if self._worker.state != "ready":
             await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION, f"this worker is {self._worker.state}"
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"this worker is {self._worker.state}; only a ready worker can change its role",
             )
         took_s = await self._worker.role.to(wanted[request.role])
         return pb.SetRoleResponse(role=request.role, took_s=took_s)

@@ -73,7 +73,12 @@ class Warmer:
             except Exception as error:
                 expected = isinstance(error, (TandemError, TimeoutError, grpc.aio.AioRpcError))
                 told = None if expected else error
-                log.warning("not warmed from %s: %r", peer.worker_id, error, exc_info=told)
+                log.warning(
+                    "this new worker could not copy cached blocks from %s: %r",
+                    peer.worker_id,
+                    error,
+                    exc_info=told,
+                )
 
     def _waiting(self, sequence_id: str) -> asyncio.Future[Reserved] | None:
         future = self._reserved.pop(sequence_id, None)

@@ -132,7 +132,7 @@ class Worker:
         if self.config.transfer.nixl_tcp == "insecure":
             log.warning(
                 "--nixl-tcp insecure: anyone who reaches this worker's UCX port can write into the "
-                "engine's memory; use it on a network of your own"
+                "engine's memory; use it only on a private network"
             )
         try:
             await self.adapters.read_own()
@@ -152,7 +152,7 @@ class Worker:
             await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 return await starting
-            log.info("stopped before the model was loaded")
+            log.info("this worker was stopped before its model was loaded")
             while not starting.done():
                 # A loading engine reads no commands, so it is killed. The loop repeats this,
                 # because the process may not exist yet.
@@ -192,7 +192,12 @@ class Worker:
             self._on_event(event)
         try:
             if await self._unless(self._stopping.wait(), membership.join(self.compatibility)):
-                log.info("%s %s ready at %s", self.role.role, self.config.worker_id, self._address)
+                log.info(
+                    "%s worker %s is ready at %s",
+                    self.role.role,
+                    self.config.worker_id,
+                    self._address,
+                )
                 warming = asyncio.create_task(self._warm())
                 try:
                     await self._unless(self._stopping.wait(), watch.turn_for_ever())
@@ -222,7 +227,7 @@ class Worker:
     def _compose(self, ready: messages.Ready) -> None:
         config = self.config
         log.info(
-            "engine loaded: %s kernels compute in %s, %d blocks of %d KiB; ms: %s",
+            "engine loaded: %s kernels compute in %s, %d blocks of %d KiB; load times in ms: %s",
             ready.kernels,
             ready.compute_dtype,
             ready.num_blocks,
@@ -336,7 +341,10 @@ class Worker:
 
     async def _warm(self) -> None:
         if self.config.transfer.warm_blocks and self.compatibility.has_windows_only:
-            log.warning("not warmed: all layers of the model have a window, so no chain is whole")
+            log.warning(
+                "this new worker copies no cached blocks from others: all layers of the model have "
+                "a sliding window, so no worker has the blocks of a whole prompt"
+            )
         elif self.config.transfer.warm_blocks:
             await self._warmer.run(await self.peers.all_connected())
 

@@ -44,7 +44,11 @@ class Probes:
     def unhealthy_reason(self) -> str:
         """Returns why the process is unhealthy; "" if it is healthy."""
         stands_s = time.monotonic() - self._turned_at
-        return f"the event loop stands still for {stands_s:.0f} s" if stands_s > LOOP_HANG_S else ""
+        return (
+            f"the event loop has been blocked for {stands_s:.0f} s"
+            if stands_s > LOOP_HANG_S
+            else ""
+        )
 
     def not_ready_reason(self) -> str:
         """Returns why the worker accepts no requests; "" if it accepts requests."""

@@ -89,7 +89,10 @@ class Pairing:
         peer.offers_grpc = "grpc" in offered
         wanted = self._config.transfer.transport
         if wanted not in offered and not (wanted == "auto" and offered):
-            raise Incompatible(f"no common transport: wanted {wanted}, it offers {sorted(offered)}")
+            raise Incompatible(
+                f"there is no common transport: this worker uses {wanted}, the producer offers "
+                f"{sorted(offered)}"
+            )
         if wanted == "auto" and "grpc" not in offered:
             wanted = "nixl"
         how = None
@@ -98,7 +101,7 @@ class Pairing:
         by_grpc = await self._measure(peer, "grpc", response) if wanted != "nixl" else Way()
         by_nixl = Way()
         if "nixl" not in offered:
-            by_nixl = Way(error="the producer has none, or may not use it")
+            by_nixl = Way(error="the producer does not offer it")
         elif how is Reach.NOTHING:
             by_nixl = Way(error=how.value)
         elif wanted != "grpc":
@@ -119,18 +122,21 @@ class Pairing:
         if choice.warning and choice.reason not in self._warned:
             self._warned.update({choice.reason} & _OF_THE_NETWORK)
             log.warning(
-                "blocks of %s come over %s: %s", peer.peer_id, choice.transport, choice.warning
+                "blocks of %s are pulled over %s: %s",
+                peer.peer_id,
+                choice.transport,
+                choice.warning,
             )
         else:
             why = f"{choice.reason}, {rate}" if choice.reason else rate
-            log.info("blocks of %s come over %s (%s)", peer.peer_id, choice.transport, why)
+            log.info("blocks of %s are pulled over %s (%s)", peer.peer_id, choice.transport, why)
 
     def give_up_failing(self, peer: Peer) -> None:
         """Switches a pair to gRPC after several NIXL reads in a row have failed."""
         failures = self._rates.failures(peer.worker_id, "nixl")
         may = self._config.transfer.transport == "auto" and peer.offers_grpc
         if peer.transport == "nixl" and failures >= FAILURES_MAX and may:
-            why = f"{failures} NIXL reads failed in a row; it is tried again now and then"
+            why = f"{failures} NIXL reads failed in a row; NIXL is measured again from time to time"
             self.use(peer, TransportChoice("grpc", "broken", why))
 
     def is_doubtful(self, peer: Peer) -> bool:
@@ -163,7 +169,9 @@ class Pairing:
                 raise Incompatible(error.details() or "") from None
             raise WorkerLost(f"{error.code().name}: {error.details()}") from None
         if response.epoch != peer.epoch:
-            raise WorkerLost(f"it is another process now (epoch {response.epoch})")
+            raise WorkerLost(
+                f"another process now uses the address of the worker (epoch {response.epoch})"
+            )
         theirs = to_struct(KvCompatibility, response.compatibility)
         if differences := self._compatibility.differences(theirs):
             raise Incompatible("; ".join(differences))

@@ -75,13 +75,13 @@ class Peers:
         entry = self._entries.get(peer_id(worker_id, epoch))
         if entry is None:
             entry = self._open(worker_id, epoch, address)
-        went = WorkerLost(f"{worker_id} went while it was connected")
+        went = WorkerLost(f"{worker_id} left the cluster before the connection was ready")
         try:
             with foreign_cancellation_raises(went):
                 async with asyncio.timeout(self._config.transfer.connect_deadline_s):
                     peer = await asyncio.shield(entry.connecting)
         except TimeoutError:
-            raise WorkerLost(f"no connection to {worker_id} yet") from None
+            raise WorkerLost(f"the connection to {worker_id} is not ready yet") from None
         self._pairing.give_up_failing(peer)
         return peer
 
@@ -156,9 +156,9 @@ class Peers:
         try:
             await self._pairing.again(peer)
         except TandemError as error:
-            log.info("%s is not measured again: %s", peer.worker_id, error)
+            log.info("the transports to %s could not be measured again: %s", peer.worker_id, error)
         except Exception:
-            log.exception("measuring %s again broke", peer.worker_id)
+            log.exception("measuring the transports to %s again failed", peer.worker_id)
         finally:
             entry.measured_at = time.monotonic()
             entry.again_s = min(2 * entry.again_s, _AGAIN_MAX_S)
@@ -186,7 +186,13 @@ class Peers:
             previous = entry.failure
             entry.failure = str(error)
             level = logging.DEBUG if previous == entry.failure else logging.WARNING
-            log.log(level, "cannot read from %s at %s: %s", entry.record[0], entry.record[2], error)
+            log.log(
+                level,
+                "cannot read KV blocks from %s at %s: %s",
+                entry.record[0],
+                entry.record[2],
+                error,
+            )
 
     def _close(self, key: str) -> None:
         entry = self._entries.pop(key, None)

@@ -18,12 +18,10 @@ PULL_BYTES = 4 << 20
 # time of the other transport's pull. For example, 13 ms is clearly slower than 10 ms, 12 ms is not.
 SLOWER = 1.25
 _LIFT_NOTHING = (
-    "Let the two share a machine, its namespaces and a user (in Kubernetes hostPID and hostIPC), or"
-    " give both an RDMA port"
+    "Let the two workers share a machine, its namespaces and a user (in Kubernetes hostPID and"
+    " hostIPC), or give both an RDMA port"
 )
-_LIFT_SLOW = (
-    "NIXL is measured again now and then; look at UCX_TLS and at what else the machine does"
-)
+_LIFT_SLOW = "NIXL is measured again from time to time; check UCX_TLS and other load on the machine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,4 +76,5 @@ def is_slower(one: PairRate | None, other: PairRate | None) -> bool:
 def figures(way: Way) -> str:
     if way.rate is None:
         return "not measured"
-    return f"{way.rate.bytes_per_s / 1e9:.2f} GB/s after {way.rate.latency_s * 1000:.2f} ms"
+    latency_ms = way.rate.latency_s * 1000
+    return f"{way.rate.bytes_per_s / 1e9:.2f} GB/s with a latency of {latency_ms:.2f} ms"

@@ -102,16 +102,16 @@ class Leases:
     def refusal(self, consumer_id: str) -> str:
         """Returns why this consumer gets no lease now; "" if it may have one."""
         if len(self) >= self._config.leases_max:
-            return f"{len(self)} leases are open here, which is the most"
+            return f"{len(self)} leases are open on this worker, which is the limit"
         of_consumer = sum(lease.consumer_id == consumer_id for lease in self)
         if of_consumer >= self._config.leases_per_consumer_max:
             return (
-                f"{of_consumer} leases are open for {consumer_id}, which is the most for one "
+                f"{of_consumer} leases are open for {consumer_id}, which is the limit for one "
                 "consumer"
             )
         if (ahead := self.num_blocks_ahead) > self._ahead_max:
             return (
-                f"{ahead} finished blocks wait for their consumers; at most {self._ahead_max} may"
+                f"{ahead} finished blocks wait for their consumers; the limit is {self._ahead_max}"
             )
         return ""
 

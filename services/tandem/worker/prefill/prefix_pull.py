@@ -137,7 +137,9 @@ class PrefixPuller:
         except TimeoutError:
             sequence_id = plan.spec.sequence_id
             log.warning(
-                "the prefix of %s did not come in time", sequence_id, extra=about(sequence_id)
+                "the cached prefix of sequence %s was not pulled in time and is computed instead",
+                sequence_id,
+                extra=about(sequence_id),
             )
             return num_cached
 
@@ -182,7 +184,7 @@ class PrefixPuller:
                 # After any error the pulled blocks are discarded and the prefix is computed.
                 self._metrics.on_lost_lease(lease)
                 log.warning(
-                    "no prefix of %s from %s: %s",
+                    "the cached prefix of sequence %s could not be pulled from %s: %s",
                     sequence_id,
                     peer.worker_id,
                     error,

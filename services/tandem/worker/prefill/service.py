@@ -143,16 +143,19 @@ class PrefillService:
         opening = first.hold if holds else first.start
         if not opening.lease_id:
             await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, "the first command is `start` or `hold`"
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "the first command must be `start` or `hold` with a lease id",
             )
         if opening.lease_id in self._leases:
-            await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"lease {opening.lease_id} is open")
+            await context.abort(
+                grpc.StatusCode.ALREADY_EXISTS, f"lease {opening.lease_id} is already open"
+            )
         consumer_id = opening.consumer_worker_id
         if self._draining and not (holds and self._serves_holds()):
             yield _refused(_DRAINS)
             return
         if not holds and not self.takes_prompts:
-            yield _refused("this worker is in the decode pool now")
+            yield _refused("this worker has moved to the decode pool and prefills no prompts")
             return
         if why := self._leases.refusal(consumer_id):
             yield _refused(why, wait_estimate_s=self._rates.retry_after_s)
@@ -193,7 +196,7 @@ class PrefillService:
             self._rates.on_end(now)
             self._metrics.requests.on_lease_end(lease, now)
             lease.end_span(now, outcome)
-            log.debug("%s ended: %s", lease.lease_id, outcome, extra=about(lease.lease_id))
+            log.debug("lease %s ended: %s", lease.lease_id, outcome, extra=about(lease.lease_id))
 
     def _transit(self, connection: str) -> Transit:
         """Returns the object that measures the delays of messages on a consumer's connection.
@@ -310,8 +313,13 @@ def _fail_if_broken(lease: Lease, task: asyncio.Task[None]) -> None:
     """
     if task.cancelled() or (error := task.exception()) is None:
         return
-    log.error("lease %s broke", lease.lease_id, exc_info=error, extra=about(lease.lease_id))
-    message = f"the lease broke: {error!r}"
+    log.error(
+        "lease %s failed unexpectedly",
+        lease.lease_id,
+        exc_info=error,
+        extra=about(lease.lease_id),
+    )
+    message = f"the lease failed: {error!r}"
     lease.events.put_nowait(Failed(lease.lease_id, InternalError.code, message))
 
 

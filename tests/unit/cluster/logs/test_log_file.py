@@ -124,5 +124,5 @@ def test_a_file_that_was_cut_is_read_from_its_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["x", "1", "-1", "1-", "1--2", "1-2\n", f"1-{'9' * 19}"])
 def test_what_is_no_place_is_refused(text: str) -> None:
-    with pytest.raises(BadRequest, match="is no place in a log"):
+    with pytest.raises(BadRequest, match="it must be the `after` of the previous answer"):
         LogPosition.parse(text)

@@ -64,7 +64,9 @@ def test_the_first_key_seals_and_each_opens() -> None:
     old, both, new = (Encrypted(keys, "model") for keys in ([ONE], [TWO, ONE], [TWO]))
     assert opened(both, HASH, old.seal(HASH, DATA)) == DATA.tobytes()
     assert opened(new, HASH, both.seal(HASH, DATA)) == DATA.tobytes()
-    with pytest.raises(BadBlock, match=r"encrypted with key [0-9a-f]{16}, which is not here"):
+    with pytest.raises(
+        BadBlock, match=r"encrypted with key [0-9a-f]{16}, which is not in kv-key-file"
+    ):
         opened(new, HASH, old.seal(HASH, DATA))
 
 

@@ -392,7 +392,7 @@ def test_a_reset_forgets_the_tiers_too(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"kv_host_bytes": 8}, "kv-host-memory is 8; it must be at least 32"),
-        ({"kv_disk_path": "/dev/null/x"}, "kv-disk-path /dev/null/x: "),
+        ({"kv_disk_path": "/dev/null/x"}, "kv-disk-path /dev/null/x cannot be used: "),
         ({"kv_disk_path": "{}", "kv_disk_bytes": 9}, "kv-disk-size is 9; it must be at least"),
     ],
 )

@@ -98,7 +98,7 @@ async def test_what_redis_missed_is_written_a_second_after_it_is_back(
         with monkeypatch.context() as patch:
             patch.setattr(one._store, "put", fail)
             patch.setattr(one, "_routers", {})
-            assert (await one.revoke(made.key_id)).redis.startswith("Redis is away")
+            assert (await one.revoke(made.key_id)).redis.startswith("Redis does not answer")
         if service is two:  # the first router told it, and ended
             body = msgspec.json.encode([one.ring.records[made.key_id]])
             two.take(body, two._sign(body))

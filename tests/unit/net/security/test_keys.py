@@ -18,7 +18,7 @@ from tandem.net.security.keys import (
 from tandem.net.security.limits import NO_LIMITS, Limits, changed
 
 NOW = 1_000_000.0
-UNKNOWN = "not one of this cluster's"
+UNKNOWN = "not belong to this cluster"
 
 
 def ring_of(*records: KeyRecord, age_max_s: float = 0.0) -> KeyRing:
@@ -171,10 +171,10 @@ def test_an_update_changes_the_named_limits_and_no_secret():
     ("changes", "word"),
     [
         ({"requests": 1}, "there is no limit 'requests'"),
-        ({"requests_per_minute": -1}, "not as they must be"),
-        ({"requests_per_minute": "many"}, "not as they must be"),
-        ({"weight": 0}, "not as they must be"),
-        ({"tokens_per_minute": 10**13}, "not as they must be"),
+        ({"requests_per_minute": -1}, "a limit has an invalid value"),
+        ({"requests_per_minute": "many"}, "a limit has an invalid value"),
+        ({"weight": 0}, "a limit has an invalid value"),
+        ({"tokens_per_minute": 10**13}, "a limit has an invalid value"),
     ],
 )
 def test_what_is_no_limit_is_refused(changes, word):

@@ -78,7 +78,7 @@ class BlockLayout:
     def offset(self, block_id: int) -> int:
         """Returns the byte offset of a block in the pool. Raises ValueError for an unknown id."""
         if not 0 <= block_id < self.num_blocks:
-            raise ValueError(f"block {block_id} is not in a pool of {self.num_blocks} blocks")
+            raise ValueError(f"block id is {block_id}; it must be from 0 to {self.num_blocks - 1}")
         return block_id * self.block_bytes
 
     def describe(self) -> str:

@@ -42,7 +42,7 @@ class BlockSpans:
                 return slice(at, at + size)
             first += num_blocks
             start += num_blocks * size
-        raise ValueError(f"block {block_id} is not in pools of {self.num_blocks} blocks")
+        raise ValueError(f"block id is {block_id}; it must be from 0 to {self.num_blocks - 1}")
 
     def num_bytes(self, block_ids: Iterable[int]) -> int:
         """Returns the total bytes of these blocks. Raises ValueError for an unknown id."""

@@ -169,7 +169,7 @@ class KvLayout:
             if 0 <= local < group.layout.num_blocks:
                 return number, local
             local -= group.layout.num_blocks
-        raise ValueError(f"block {block_id} is not in pools of {self.num_blocks} blocks")
+        raise ValueError(f"block id is {block_id}; it must be from 0 to {self.num_blocks - 1}")
 
     @property
     def sizes(self) -> list[int]:

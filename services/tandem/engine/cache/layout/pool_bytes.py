@@ -47,7 +47,9 @@ class PoolBytes:
             pairs.append((span, slice(first, first + size)))
             first += size
         if num_bytes is not None and num_bytes != first:
-            raise InternalError(f"{num_bytes} bytes are not {len(block_ids)} blocks")
+            raise InternalError(
+                f"{len(block_ids)} KV blocks have {first} bytes, but {num_bytes} bytes were given"
+            )
         return pairs
 
 

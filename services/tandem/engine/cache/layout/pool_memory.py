@@ -78,7 +78,8 @@ def populate(address: int, num_bytes: int) -> threading.Thread:
             if madvise(start, ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
                 if (error := ctypes.get_errno()) != errno.EINVAL:
                     log.warning(
-                        "%d bytes of the KV pool are not taken ahead: %s",
+                        "%d bytes of the KV pool could not be allocated in advance, so the first "
+                        "steps that write to them are slower: %s",
                         num_bytes - first,
                         os.strerror(error),
                     )
@@ -100,4 +101,7 @@ def _in_huge_pages(pages: mmap.mmap) -> mmap.mmap:
 
 
 def _no_memory(num_bytes: int, error: OSError) -> ConfigError:
-    return ConfigError(f"no memory for a KV pool of {num_bytes:,} bytes: {error}")
+    return ConfigError(
+        f"a KV pool of {num_bytes:,} bytes cannot be allocated: {error}; lower --kv-memory or "
+        "--num-blocks"
+    )

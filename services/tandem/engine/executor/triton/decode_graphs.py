@@ -52,7 +52,8 @@ class DecodeGraphs:
             for shape in reversed(shapes)
         ][::-1]
         if pool is not None:
-            log.info("recorded decode steps of %s rows", ", ".join(map(str, self._sizes)))
+            sizes = ", ".join(map(str, self._sizes))
+            log.info("recorded CUDA graphs of decode steps with %s sequences", sizes)
 
     def fits(self, slices: Sequence[SequenceSlice]) -> bool:
         """Returns whether these slices are a decode step that a graph can replay.

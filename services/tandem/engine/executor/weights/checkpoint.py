@@ -60,7 +60,8 @@ def check_tied(stored: Stored) -> None:
     are_alike = output.keys() == embedding.keys()
     if not (are_alike and all(_are_equal(output[part], embedding[part]) for part in output)):
         raise UnsupportedModel(
-            f"tie_word_embeddings is true, and {OUTPUT} differs from {EMBEDDING}: set it to false"
+            f"tie_word_embeddings is true, but {OUTPUT} differs from {EMBEDDING}; set "
+            "tie_word_embeddings to false in config.json"
         )
 
 

@@ -65,7 +65,7 @@ def claim(parent: Path, is_own: Callable[[Path], bool]) -> DiskFolder:
             fcntl.flock(choosing, fcntl.LOCK_EX)
             return _choose(parent, shared, is_own)
     except OSError as error:
-        raise ConfigError(f"kv-disk-path {parent}: {error}") from error
+        raise ConfigError(f"kv-disk-path {parent} cannot be used: {error}") from error
 
 
 def _choose(parent: Path, shared: int, is_own: Callable[[Path], bool]) -> DiskFolder:

@@ -81,13 +81,18 @@ class DiskStorage(Storage):
                     self.num_torn += 1
             found = [each for each in found if each[0] < num_whole]
         except OSError as error:
-            raise ConfigError(f"kv-disk-path {self.folder.path}: {error}") from error
+            raise ConfigError(f"kv-disk-path {self.folder.path} cannot be used: {error}") from error
         self._lost: SimpleQueue[int] = SimpleQueue()
         self._checksums = np.zeros(self.num_slots, np.uint64)
         for slot, _, checksum in found:
             self._checksums[slot] = checksum
         self._entries = [(slot, entry) for slot, entry, _ in found]
-        log.info("%s: %d blocks, %d torn", self.folder.path, len(found), self.num_torn)
+        log.info(
+            "KV cache tier on disk %s: %d blocks can be used, %d damaged blocks are dropped",
+            self.folder.path,
+            len(found),
+            self.num_torn,
+        )
 
     def write(self, slot: int, entry: Entry, data: Bytes) -> None:
         if self._checksums[slot]:
@@ -107,7 +112,7 @@ class DiskStorage(Storage):
         try:
             self._move(_pread, slot, sealed)
             if _checksum(block_hash, sealed) != self._checksums[slot]:
-                raise BadBlock("its checksum is another one")
+                raise BadBlock("its checksum does not match")
             self._seal.open(block_hash, sealed, target)
         except BadBlock:
             self._find_lost()
@@ -128,7 +133,11 @@ class DiskStorage(Storage):
         os.ftruncate(self._file, self.num_slots * self._block_bytes)
         lost = [int(slot) + num_whole for slot in np.flatnonzero(self._checksums[num_whole:])]
         self._checksums[num_whole:] = 0
-        log.warning("%s: the file was cut off; %d blocks are lost", self.folder.path, len(lost))
+        log.warning(
+            "another process truncated the file of KV blocks in %s; %d blocks are lost",
+            self.folder.path,
+            len(lost),
+        )
         for slot in lost:
             self._manifest.clear_slot(slot)
             self._lost.put(slot)

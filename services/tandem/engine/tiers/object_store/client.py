@@ -50,7 +50,7 @@ def open_store(config: EngineConfig) -> Any:
             **settings,
         )
     except Exception as error:  # obstore raises a different class for each setting
-        raise ConfigError(f"kv-store-url {config.kv_store_url}: {error}") from error
+        raise ConfigError(f"kv-store-url {config.kv_store_url} cannot be used: {error}") from error
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -69,14 +69,14 @@ def read_credentials(path: Path) -> dict[str, str]:
         mode = path.stat().st_mode
         parser.read_string(path.read_text())
     except (OSError, UnicodeDecodeError, configparser.Error) as error:
-        raise ConfigError(f"{option}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{option} cannot be read: {type(error).__name__}: {error}") from error
     if mode & 0o007:
         raise ConfigError(
-            f"{option}: its mode is {mode & 0o777:o}, so that others than its user and group may "
-            f"use it; run chmod o= {path}"
+            f"{option}: its mode is {mode & 0o777:o}, so every user of this machine has access to "
+            f"it; run chmod o= {path}"
         )
     found = dict(parser["default"]) if parser.has_section("default") else {}
     missing = [name for name in list(_FIELDS)[:2] if not found.get(name)]
     if missing:
-        raise ConfigError(f"{option}: its section [default] has no {' and no '.join(missing)}")
+        raise ConfigError(f"{option}: the section [default] has no {' and no '.join(missing)}")
     return {field: found[name] for name, field in _FIELDS.items() if found.get(name)}

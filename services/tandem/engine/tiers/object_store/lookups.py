@@ -55,7 +55,7 @@ class _Lookup:
             self.found = search(self.storages, self.layout, self.block_hashes, self.first)
         except OSError as error:
             # After an error, the storage itself makes no requests for a while.
-            log.debug("a look-up failed: %s", error)
+            log.debug("a look-up of blocks in the object store failed: %s", error)
         finally:
             self.seconds = self.clock() - started
             self.on_end(self)

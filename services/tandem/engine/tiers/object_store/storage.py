@@ -74,13 +74,20 @@ class ObjectStorage(SharedStorage):
             self._has(bytes(16))
         except PermissionError as error:
             raise ConfigError(
-                f"kv-store-url {place}: the store refuses the credentials of kv-store-credentials, "
-                f"or of AWS_ACCESS_KEY_ID in the environment ({error})"
+                f"kv-store-url {place}: the store refuses the credentials in kv-store-credentials "
+                f"or, without that option, AWS_ACCESS_KEY_ID of the environment ({error})"
             ) from error
         except FileNotFoundError as error:
-            raise ConfigError(f"kv-store-url {place}: there is no such bucket ({error})") from error
+            raise ConfigError(
+                f"kv-store-url {place}: the bucket does not exist ({error})"
+            ) from error
         except OSError as error:
-            log.warning("kv-store-url %s does not answer; it is tried again: %s", place, error)
+            log.warning(
+                "the object store at kv-store-url %s does not answer; the worker starts without it "
+                "and tries again later: %s",
+                place,
+                error,
+            )
 
     def of_group(self, group: int, seal: Seal) -> ObjectStorage:
         """Returns the storage of another KV group of the model in the same store."""
@@ -155,14 +162,14 @@ class ObjectStorage(SharedStorage):
         try:
             data = np.frombuffer(got.result(), np.uint8)
         except FileNotFoundError as error:
-            raise BadBlock("it is not there any more") from error
+            raise BadBlock("it is no longer in the object store") from error
         checksum = data[:_CHECKSUM_BYTES].tobytes()
         body = data[_CHECKSUM_BYTES:]
         sealed = self._seal.buffer(target)
         if body.nbytes != sealed.nbytes:
             raise BadBlock(f"it has {body.nbytes} bytes instead of {sealed.nbytes}")
         if _checksum(block_hash, body) != checksum:
-            raise BadBlock("its checksum is another one")
+            raise BadBlock("its checksum does not match")
         sealed[:] = body
         self._seal.open(block_hash, sealed, target)
 
@@ -222,13 +229,13 @@ class _Health:
         with self._lock:
             self._lock.wait_for(lambda: not self._is_probed, 2 * REQUEST_S)
             if not self._may_request():
-                raise OSError("the store has failed lately")
+                raise OSError("the object store failed recently and is not used for now")
             self._is_probed = self._has_failed
 
     def succeed(self) -> None:
         with self._lock:
             if self._has_failed:
-                log.info("the store answers again")
+                log.info("the object store answers again")
                 self._backoff.reset()
             self._has_failed = self._is_probed = False
             self._lock.notify_all()
@@ -238,7 +245,11 @@ class _Health:
             # Requests that were already in flight at the first failure do not extend the pause.
             if not self._has_failed or self._is_probed:
                 pause_s = self._backoff.next_s()
-                log.warning("the store fails; off for %.0f s: %s", pause_s, _first_line(error))
+                log.warning(
+                    "the object store failed and is not used for %.0f s: %s",
+                    pause_s,
+                    _first_line(error),
+                )
                 self._ready_at = time.monotonic() + pause_s
             self._has_failed = True
             self._is_probed = False
@@ -263,7 +274,9 @@ def _start_threads(name: str) -> ThreadPoolExecutor:
         list(threads.map(lambda _: all_run.wait(), range(_AT_ONCE)))
     except RuntimeError as error:  # a thread could not be started, or the barrier timed out
         all_run.abort()
-        raise ConfigError(f"the threads of the object store do not start: {error!r}") from error
+        raise ConfigError(
+            f"the threads that send requests to the object store do not start: {error!r}"
+        ) from error
     return threads
 
 

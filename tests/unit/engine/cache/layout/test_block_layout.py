@@ -90,5 +90,5 @@ def test_every_part_of_int8_begins_a_cache_line(block_size: int, head_dim: int) 
 def test_a_block_that_is_not_there_has_no_offset() -> None:
     layout = smollm2("int8")
     assert layout.offset(6) == 6 * layout.block_bytes
-    with pytest.raises(ValueError, match="block 7"):
+    with pytest.raises(ValueError, match="block id is 7"):
         layout.offset(7)

@@ -25,5 +25,5 @@ def test_what_is_read_of_one_pool_is_written_to_another(dtype: str, device: str)
 def test_bytes_that_are_not_whole_blocks_are_refused() -> None:
     layout = KvLayout.of_one(BlockLayout(2, 1, 1, 1, 4, "float32"))
     pool = pool_bytes(torch.zeros(2, 1, 1, 2, 1, 4), layout)
-    with pytest.raises(InternalError, match="are not 2 blocks"):
+    with pytest.raises(InternalError, match="2 KV blocks have 64 bytes"):
         pool.write([0, 1], b"abc")

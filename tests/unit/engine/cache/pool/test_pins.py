@@ -155,7 +155,7 @@ def test_the_engine_says_what_it_keeps_and_why_not() -> None:
     assert keep(A, Retention(pin_s=9.0, num_tokens=11), hashes) == Kept(2)  # in full blocks of 4
     assert keep(A, Retention(pin_s=9.0, num_tokens=3), hashes) == Kept(0)
     assert keep(A, Retention(pin_s=9.0), [*hashes[:2], b"x" * 16]) == Kept(
-        2, "the others are not cached"
+        2, "the other blocks are not cached"
     )
 
 

@@ -148,4 +148,4 @@ def test_a_thread_outlives_a_panic(caplog: pytest.LogCaptureFixture) -> None:
     thread.submit(done.set)
     assert done.wait(10)
     thread.close(10.0)
-    assert "a job of store-writes failed" in caplog.text
+    assert "a job of the thread store-writes failed" in caplog.text
