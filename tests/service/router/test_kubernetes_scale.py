@@ -154,7 +154,7 @@ async def test_a_refusal_says_why_and_under_what_code(
         server.answer = status
         error = await failure(scale, decode=3)
         assert type(error) is kind, status
-        assert f"decode is not set: the Kubernetes API server answers {status}" in error.message
+        assert f"decode was not set: the Kubernetes API server answered {status}" in error.message
         assert f"as the test wants it: {status}" in error.message
         assert server.token not in error.message
     assert server.replicas == before
@@ -222,7 +222,7 @@ async def test_a_pool_of_another_owner_is_refused_before_anything_is_set(
     scale = KubernetesScale({"decode": DECODE}, server.account)
     error = await failure(scale, decode=2, prefill=2)
     assert type(error) is NotNow
-    assert "prefill is not this router's to set" in error.message
+    assert "cannot set the size of prefill" in error.message
     assert not server.requests
 
 
@@ -230,7 +230,7 @@ async def test_outside_a_pod_and_without_a_token(
     server: ApiServer, scale: KubernetesScale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (server.account / "token").unlink()
-    assert "no service account" in (await failure(scale, decode=2)).message
+    assert "no usable service account" in (await failure(scale, decode=2)).message
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
     error = await failure(scale, decode=2)
     assert type(error) is NotNow

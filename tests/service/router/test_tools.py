@@ -186,7 +186,7 @@ async def test_a_choice_that_nothing_fits_is_refused(router: RunningRouter) -> N
         ({"tool_choice": "required", "tools": []}, "there are no tools"),
         (
             {"tool_choice": "required", "extra_body": {"guided_json": {}}},
-            "only one of tool_choice and guided_json",
+            "tool_choice and guided_json both require a form",
         ),
     ):
         with pytest.raises(openai.BadRequestError, match=named) as raised:
