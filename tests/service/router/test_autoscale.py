@@ -48,7 +48,7 @@ async def test_a_decision_is_told_and_exported(owned: RunningRouter) -> None:
     state = (await owned.admin.get("/v1/cluster")).json()["autoscale"]
     assert state["mode"] == "on"
     assert [d["pool"] for d in state["decisions"]] == ["prefill", "decode"]
-    assert state["decisions"][0]["why"].startswith("prefill 0 -> 2 for its bounds")
+    assert state["decisions"][0]["why"].startswith("prefill 0 -> 2 because of bounds")
     metrics = (await owned.admin.get("/metrics")).text
     assert 'tandem_desired_workers{role="prefill"} 2.0' in metrics
     assert 'tandem_desired_workers{role="decode"} 2.0' in metrics

@@ -70,7 +70,8 @@ class IndexTrust:
             ratio = self._watch.observe(worker_id, predicted, cached_tokens)
             if ratio is not None:
                 what = (
-                    f"only {ratio:.0%} of the tokens that the prefix tree predicts are cached there"
+                    f"only {ratio:.0%} of the tokens that the prefix tree predicts for it are "
+                    "cached"
                 )
                 self.alarm(worker_id, "hits", what)
 

@@ -55,7 +55,7 @@ ALLOWED = {
     "tokens": "a list of token ids of the vocabulary, at most as many as the context has",
     "response_format": 'an object with the type "text", "json_object" or "json_schema"; the type '
     '"json_schema" needs the field json_schema, such as {"name": "answer", "schema": {...}}',
-    "structured_output": "a message with exactly one of its forms set",
+    "structured_output": "a message with exactly one of its fields set",
     "guided_json": "a JSON schema, as an object or as a string",
     "guided_regex": "a non-empty string",
     "guided_choice": "a non-empty list of non-empty strings",

@@ -70,7 +70,9 @@ class Keeper:
             "why_not": "",
         }
         if len(self._tasks) >= _ASKED_MAX:
-            record.kept["why_not"] = f"{_ASKED_MAX} such calls already wait for workers"
+            record.kept["why_not"] = (
+                f"{_ASKED_MAX} other requests already wait for a worker to keep KV"
+            )
             return
         asking = self._ask(worker.worker_id, message, record, compatibility.block_size)
         task = asyncio.create_task(asking, name=f"keep-{job.request_id}")

@@ -82,7 +82,7 @@ class ClientRequest:
                 raise refusal("messages", why=f"a list of {len(self.prompt.messages)} messages")
             if self.prompt.tool_choice == "required" and self.structured_output is not None:
                 raise BadRequest(
-                    f"tool_choice and {self.structured_output.field} both require a form of the "
+                    f"tool_choice and {self.structured_output.field} both set the format of the "
                     "answer; send only one of them",
                     param="tool_choice",
                 )
@@ -218,7 +218,7 @@ class ClientRequest:
             if self.sampling.min_tokens > limit:
                 raise BadRequest(
                     f"min_tokens is {self.sampling.min_tokens}; it must be at most {limit}, "
-                    "because without max_tokens the answer may have at most so many tokens",
+                    "because without max_tokens the answer may have at most that many tokens",
                     param="min_tokens",
                 )
             return limit
