@@ -134,7 +134,7 @@ async def test_a_request_that_crashes_its_workers_ends_after_three_and_they_come
         assert answer.status_code == 503
         error = answer.json()["error"]
         assert error["code"] == "worker_lost"
-        assert "3 workers were lost under this request" in error["message"]
+        assert "3 workers were lost while this request ran" in error["message"]
 
         await asyncio.to_thread(wait_for, lambda: crashed(cluster, num_starts), **AGAIN)
         (again,) = await complete_all(cluster, [known.token_ids], max_tokens=8)

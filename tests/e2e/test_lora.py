@@ -150,13 +150,17 @@ async def test_one_that_nobody_can_read_is_unavailable(adapters: Adapters) -> No
         ({"lora_name": "x"}, 400, "Both 'lora_name' and 'lora_path' must be provided"),
         ({"lora_name": "x", "lora_path": "there"}, 400, "must be an absolute path"),
         ({"lora_name": "x", "lora_path": "/nowhere"}, 400, "has no adapter_config.json"),
-        ({"lora_name": "model", "lora_path": "GOOD"}, 400, "which is the model's"),
+        ({"lora_name": "model", "lora_path": "GOOD"}, 400, "which is the name of the model"),
         ({"lora_name": "a b", "lora_path": "GOOD"}, 400, "letters, digits"),
         ({"lora_name": "x", "lora_path": "DORA"}, 400, "use_dora is True"),
         ({"lora_name": "x", "lora_path": "RANK"}, 400, "max-lora-rank allows at most 8"),
         ({"lora_name": "x", "lora_path": "REDOS"}, 400, "cannot be matched in 1 s"),
-        ({"lora_name": "x", "lora_path": "GOOD", "rank": 8}, 400, "the body has 'rank'"),
-        ({"lora_name": 5, "lora_path": "GOOD"}, 400, "lora_name must be of type str"),
+        (
+            {"lora_name": "x", "lora_path": "GOOD", "rank": 8},
+            400,
+            "the body has the unknown field 'rank'",
+        ),
+        ({"lora_name": 5, "lora_path": "GOOD"}, 400, "lora_name must be a string"),
     ],
 )
 async def test_what_cannot_be_loaded_is_refused(

@@ -232,7 +232,7 @@ async def test_a_request_that_kills_its_worker_kills_three(
         assert answer.status_code == 503
         error = answer.json()["error"]
         assert error["code"] == "worker_lost"
-        assert "3 workers were lost under this request" in error["message"]
+        assert "3 workers were lost while this request ran" in error["message"]
         for worker in cluster.workers.values():
             assert await asyncio.to_thread(worker.process.wait, 10) == 1
         cluster.workers.clear()

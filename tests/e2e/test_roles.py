@@ -213,5 +213,5 @@ async def test_the_autoscaler_adds_workers_under_load(launched: LaunchedCluster)
         await now.more(24)
         said = await asyncio.to_thread(launched.tandem, "status")
     assert now.check() > 0
-    assert "autoscale on: prefill" in said
+    assert "autoscaler (mode on): prefill" in said
     print(said)

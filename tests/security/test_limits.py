@@ -112,7 +112,7 @@ async def test_limits_have_openais_form(routers: Routers) -> None:
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (429, "rate_limit_exceeded")
     assert error["type"] == "requests"
-    assert "3 requests per minute is reached: 3 used, 1 asked" in error["message"]
+    assert "3 requests per minute is reached: 3 used, and this request needs 1" in error["message"]
     assert 55 <= int(answer.headers["retry-after"]) <= 61
     assert answer.headers["x-ratelimit-remaining-requests"] == "0"
     code, _, _ = await generate(routers.grpc_address("r1"), "", inference_pb2.EmbedRequest())

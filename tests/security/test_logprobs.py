@@ -66,4 +66,7 @@ async def test_the_bound_is_an_option(routers: Routers) -> None:
     assert (await call(url, **asked, max_tokens=2)).status_code == 200
     refused = await call(url, **asked, max_tokens=3)
     assert refused.status_code == 400
-    assert "would have 6 log probabilities or more, and may have at most 4" in refused.text
+    assert (
+        "at least 6 log probabilities in all its prompts and choices, but it may have at most 4"
+        in refused.text
+    )

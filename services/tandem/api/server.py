@@ -216,8 +216,8 @@ class Router:
     def announce_end(self) -> None:
         """Makes the readiness probe fail, although the router still serves requests. The caller
         calls `stop` later."""
-        log.info("leaving: requests are still served")
-        self.generator.end_reason = "this router will leave"
+        log.info("this router will shut down soon; it still serves requests")
+        self.generator.end_reason = "this router will shut down soon"
         self.view.notify_change()
 
     async def run(self) -> None:
@@ -312,7 +312,7 @@ class Router:
 
     async def _drain(self, work: set[asyncio.Task[Any]]) -> None:
         deadline_s = self._config.drain_deadline_s
-        log.info("draining: at most %g s", deadline_s)
+        log.info("this router drains and shuts down within %g s", deadline_s)
         self.generator.end_reason = "this router is draining"
         named = {task.get_name(): task for task in work}
         if (front := named.pop("front", None)) is not None:
@@ -369,7 +369,9 @@ class Router:
             async with asyncio.timeout(REPLY_TIMEOUT_S):
                 await self._index.open()
         except UNREACHABLE as error:
-            log.warning("the prefix tree is not there yet: %r", error)
+            log.warning(
+                "the prefix tree cannot be opened, because Redis does not answer: %r", error
+            )
 
 
 def serve(config: RouterConfig) -> TandemError | None:
@@ -431,5 +433,5 @@ def _sampling_defaults(config: RouterConfig, file: Path) -> Mapping[str, float]:
         defaults = read_model_defaults(read_json_if_any(file))
     if defaults:
         shown = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-        log.info("requests that leave them out get the model's own defaults: %s", shown)
+        log.info("requests without these fields get the model's defaults: %s", shown)
     return defaults

@@ -74,14 +74,20 @@ class MemoryWatch:
             pause.wait(_INTERVAL_S)
             growth = resident_bytes() - self._base_bytes
             if growth > self._hard_bytes:
-                log.error("memory grew by %d MiB: this process ends at once", growth >> 20)
+                log.error(
+                    "the memory of this process grew by %d MiB, and at most %d MiB are allowed: "
+                    "the process ends at once",
+                    growth >> 20,
+                    self._hard_bytes >> 20,
+                )
                 logging.shutdown()
                 os._exit(1)
             if growth > self._growth_bytes_max and not gives_way:
                 gives_way = True
                 self._give_way(
-                    f"its memory grew by {growth >> 20} MiB, and --grpc-memory allows "
-                    f"{self._growth_bytes_max >> 20}: it drains and ends, to be started again"
+                    f"the memory of this process grew by {growth >> 20} MiB, and --grpc-memory "
+                    f"allows {self._growth_bytes_max >> 20} MiB: the process drains and ends, so "
+                    "that it is started again"
                 )
 
 

@@ -48,7 +48,7 @@ async def test_a_decision_is_told_and_exported(owned: RunningRouter) -> None:
     state = (await owned.admin.get("/v1/cluster")).json()["autoscale"]
     assert state["mode"] == "on"
     assert [d["pool"] for d in state["decisions"]] == ["prefill", "decode"]
-    assert state["decisions"][0]["why"].startswith("prefill 0 -> 2 for its bounds")
+    assert state["decisions"][0]["why"].startswith("prefill 0 -> 2 because of bounds")
     metrics = (await owned.admin.get("/metrics")).text
     assert 'tandem_desired_workers{role="prefill"} 2.0' in metrics
     assert 'tandem_desired_workers{role="decode"} 2.0' in metrics
@@ -60,7 +60,7 @@ async def test_words_of_another_version_stop_neither_the_router_nor_the_autoscal
     view = owned.router.view
     key = f"{{tandem:{view.cluster.cluster_id}}}:demand"
     await view.redis.hset(key, "another", b"no msgpack of ours")
-    await eventually(lambda: "a router's demand cannot be read" in caplog.text)
+    await eventually(lambda: "ignores a router's demand" in caplog.text)
     before = view.decisions
     await eventually(lambda: view.decisions is not before)
     assert (await owned.http.get("/health")).status_code == 200
@@ -74,7 +74,7 @@ async def test_a_bug_in_the_autoscaler_ends_no_router(
 
     with monkeypatch.context() as patch:
         patch.setattr(owned.router.autoscale, "_decide", broken)
-        await eventually(lambda: "autoscaling broke" in caplog.text)
+        await eventually(lambda: "autoscaling failed" in caplog.text)
     before = owned.router.view.decisions
     await eventually(lambda: owned.router.view.decisions is not before)
     assert (await owned.http.get("/health")).status_code == 200

@@ -153,7 +153,10 @@ async def test_a_worker_that_does_not_reset_is_named_and_the_others_do(
     try:
         reply = await router.admin.post("/reset_prefix_cache", json={})
         assert reply.status_code == 503
-        assert "decode-0 did not do it (ResetPrefixCache)" in reply.json()["error"]["message"]
+        assert (
+            "decode-0 did not complete the call ResetPrefixCache"
+            in reply.json()["error"]["message"]
+        )
         assert second.cached_blocks == 0
     finally:
         first.cached_blocks = 0
@@ -164,7 +167,7 @@ async def test_a_worker_that_does_not_reset_is_named_and_the_others_do(
     [
         ({"worker_id": "decode-9"}, 404, "there are: decode-0, decode-1"),
         ({"worker_id": 3}, 400, "worker_id must be"),
-        ({"worker": "decode-0"}, 400, "allowed is worker_id"),
+        ({"worker": "decode-0"}, 400, "allowed: worker_id"),
     ],
 )
 async def test_a_wrong_reset_is_refused_and_says_why(

@@ -147,7 +147,10 @@ async def test_a_router_that_will_leave_says_so_and_serves_on(router: RunningRou
     router.script(script)
     router.router.announce_end()
     ready = await router.http.get("/ready")
-    assert (ready.status_code, ready.json()["error"]["message"]) == (503, "this router will leave")
+    assert (ready.status_code, ready.json()["error"]["message"]) == (
+        503,
+        "this router will shut down soon",
+    )
     answer = await router.http.post("/v1/completions", json={"prompt": "x", "max_tokens": len(ids)})
     assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "one two")
     assert answer.headers["connection"] == "close"

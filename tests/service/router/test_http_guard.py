@@ -92,7 +92,8 @@ async def test_a_refusal_has_the_form_of_openai_and_a_line_in_the_log(
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "content_type_not_json")
     assert "Content-Type: application/json" in error["message"]
-    assert re.search(r"refused 'POST /v1/cluster' of 127\.0\.0\.1:\d+ over HTTP", caplog.text)
+    logged = r"refused the call 'POST /v1/cluster' from 127\.0\.0\.1:\d+ over HTTP"
+    assert re.search(logged, caplog.text)
 
 
 async def test_no_route_that_changes_something_is_forgotten(router: RunningRouter) -> None:

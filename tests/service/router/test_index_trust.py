@@ -105,7 +105,7 @@ async def test_promised_hits_that_do_not_come_end_the_trust_until_all_is_publish
                     await ask(router, prompt)
         assert alarms(router, "decode-0", "hits") == 1
         assert alarms(router, "decode-1", "hits") == 0
-        assert "it must publish its blocks anew" in caplog.text
+        assert "it must publish all its KV blocks again" in caplog.text
 
         await eventually(lambda: publisher.epoch != epoch and publisher.in_step)
         assert await index.match(blocks) == {"decode-0": 25}

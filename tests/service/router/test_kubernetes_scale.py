@@ -154,7 +154,7 @@ async def test_a_refusal_says_why_and_under_what_code(
         server.answer = status
         error = await failure(scale, decode=3)
         assert type(error) is kind, status
-        assert f"decode is not set: the Kubernetes API server answers {status}" in error.message
+        assert f"decode was not set: the Kubernetes API server answered {status}" in error.message
         assert f"as the test wants it: {status}" in error.message
         assert server.token not in error.message
     assert server.replicas == before
@@ -167,9 +167,9 @@ async def test_what_the_role_does_not_name_is_refused(
     server.allowed = {entry for entry in server.allowed if "prefill" not in entry[2]}
     error = await failure(scale, prefill=2, decode=4)
     assert type(error) is ScaleRefused
-    assert "prefill is not set" in error.message
+    assert "prefill was not set" in error.message
     assert "is forbidden" in error.message
-    assert "decode is set to 4" in error.message
+    assert "the size of decode was set to 4" in error.message
     assert (server.replicas[PREFILL], server.replicas[DECODE]) == (1, 4)
 
 
@@ -199,7 +199,7 @@ async def test_one_that_does_not_answer_is_given_up(
     server.answer = 0
     error = await failure(scale, decode=2)
     assert type(error) is DeadlineExceeded
-    assert "may be set or not" in error.message
+    assert "may or may not have been set" in error.message
 
 
 async def test_another_authority_gets_no_token(
@@ -222,7 +222,7 @@ async def test_a_pool_of_another_owner_is_refused_before_anything_is_set(
     scale = KubernetesScale({"decode": DECODE}, server.account)
     error = await failure(scale, decode=2, prefill=2)
     assert type(error) is NotNow
-    assert "prefill is not this router's to set" in error.message
+    assert "cannot set the size of prefill" in error.message
     assert not server.requests
 
 
@@ -230,7 +230,7 @@ async def test_outside_a_pod_and_without_a_token(
     server: ApiServer, scale: KubernetesScale, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (server.account / "token").unlink()
-    assert "no service account" in (await failure(scale, decode=2)).message
+    assert "no usable service account" in (await failure(scale, decode=2)).message
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
     error = await failure(scale, decode=2)
     assert type(error) is NotNow
@@ -275,11 +275,11 @@ async def test_over_http_and_grpc(
             cluster.answer = status
             answer = await router.admin.post("/v1/cluster", json={"decode": 1})
             assert answer.status_code == http
-            assert f"answers {status}" in answer.json()["error"]["message"]
+            assert f"answered {status}" in answer.json()["error"]["message"]
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await stub.ScalePools(pb.ScalePoolsRequest(sizes={"decode": 1}))
             assert refused.value.code() == code
-            assert f"answers {status}" in str(refused.value.details())
+            assert f"answered {status}" in str(refused.value.details())
         cluster.answer = None
     assert cluster.replicas[DECODE] == 3
     assert not await router.router.view.redis.exists(
@@ -298,7 +298,8 @@ async def test_a_pod_that_never_starts_is_told_though_nobody_looks(
     monkeypatch.setattr(router.router.view.pool_watch, "grace_s", 0.0)
     cluster.replicas |= {PREFILL: 0, DECODE: 3}
     problems = router.router.view.cluster_problems
-    told = "he decode pool has 2 of 3 workers ready (`kubectl get pods` says why)"
+    told = "he decode pool has 2 of 3 workers ready"
+    told += "; `kubectl get pods` shows what the others wait for"
     # A reading that was under way may have had the old size of one pool.
     await eventually(lambda: problems() == {"decode pool": f"t{told}"})
     state = (await router.admin.get("/v1/cluster")).json()

@@ -212,8 +212,8 @@ async def test_small_calls_of_other_servers(router: RunningRouter) -> None:
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("/chat/completions", "'/chat/completions' is not served here; /v1/chat/completions is"),
-        ("/v1/v1/messages", "'/v1/v1/messages' is not served here; /v1/messages is"),
+        ("/chat/completions", "'/chat/completions' is not served here; use /v1/chat/completions"),
+        ("/v1/v1/messages", "'/v1/v1/messages' is not served here; use /v1/messages"),
         ("/v1/images/generations", "the path '/v1/images/generations' is not served here"),
     ],
 )

@@ -215,7 +215,9 @@ async def test_a_stream_ends_clearly_when_nobody_takes_it(router: RunningRouter)
     await reading.has(4)
     router.script(refusing("queue_full", retry_after_s=0.1))
     split(router)[0].break_streams()
-    with pytest.raises(openai.APIError, match="1 worker was lost under this request after 4") as e:
+    with pytest.raises(
+        openai.APIError, match="1 worker was lost while this request ran, after 4"
+    ) as e:
         await reading.task
     assert e.value.code == "worker_lost"
 

@@ -382,7 +382,7 @@ async def test_tools_that_are_no_functions_are_ignored_and_named(router: Running
         answer = await router.http.post("/v1/responses", json=asked)
         assert answer.status_code == 200
         assert answer.headers["warning"] == (
-            '299 tandem "tools that are no functions are ignored: '
+            '299 tandem "tools that are not functions are ignored: '
             'namespace.agents, web_search, custom.apply_patch, mcp"'
         )
         assert answer.text.count("get_weather") > 2
@@ -409,7 +409,9 @@ async def test_tools_that_are_no_functions_are_ignored_and_named(router: Running
     ],
 )
 async def test_no_ignored_tool_can_be_chosen(router: RunningRouter, choice: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match="needs a tool that is ignored") as raised:
+    with pytest.raises(
+        openai.BadRequestError, match="needs a tool of an unsupported type"
+    ) as raised:
         await ask(router, extra_body={"tools": OTHERS, "tool_choice": choice})
     assert raised.value.param == "tool_choice"
     assert not router.submitted

@@ -156,17 +156,17 @@ def forced(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("field", "value", "says_what"),
     [
-        ("tool_choice", "always", "required or one of them"),
+        ("tool_choice", "always", "required, or one of the tools"),
         ("tool_choice", forced("other"), "no tool has the name 'other'"),
-        ("tool_choice", {"type": "function"}, "required or one of them"),
+        ("tool_choice", {"type": "function"}, "required, or one of the tools"),
         ("tools", [{"type": "web_search"}], 'must be "function"'),
         ("tools", [{"type": "function", "function": {"parameters": {}}}], "must have a name"),
         ("tools", [{"type": "function", "function": {"name": "f", "parameters": []}}], "schema"),
         ("parallel_tool_calls", "no", "true or false"),
         ("reasoning_effort", "high", "does not take it"),
         ("reasoning_effort", "much", "one of none, minimal"),
-        ("chat_template_kwargs", {"wings": 2}, "takes enable_thinking"),
-        ("chat_template_kwargs", {"tools": []}, "takes enable_thinking"),
+        ("chat_template_kwargs", {"wings": 2}, "allowed: enable_thinking"),
+        ("chat_template_kwargs", {"tools": []}, "allowed: enable_thinking"),
         ("messages", [{"role": "tool", "tool_call_id": "a", "content": None}], "content"),
         ("messages", [{"role": "assistant", "tool_calls": [{"function": {}}]}], "tool_calls"),
     ],
@@ -186,7 +186,7 @@ async def test_a_choice_that_nothing_fits_is_refused(router: RunningRouter) -> N
         ({"tool_choice": "required", "tools": []}, "there are no tools"),
         (
             {"tool_choice": "required", "extra_body": {"guided_json": {}}},
-            "only one of tool_choice and guided_json",
+            "tool_choice and guided_json both set the format",
         ),
     ):
         with pytest.raises(openai.BadRequestError, match=named) as raised:

@@ -127,7 +127,8 @@ def test_a_refusal_says_when_to_come_again_and_what_is_left() -> None:
     error = refusal("tokens", standing, 500)
     assert isinstance(error, RateLimited)
     assert error.message == (
-        "the limit of 1000 tokens per minute is reached: 1000 used, 500 asked; try again in 21 s"
+        "the limit of 1000 tokens per minute is reached: 1000 used, and this request needs 500; "
+        "try again in 21 s"
     )
     assert error.retry_after_s == 20.5  # bucket 100 is gone at 161 s
     assert error.headers == limit_headers(standing)

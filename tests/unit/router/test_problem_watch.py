@@ -31,7 +31,7 @@ def test_a_problem_is_told_when_it_begins_and_when_it_is_over() -> None:
         ("problem", "head", "Ray's head is gone"),
     ]
     found.note([WorkerRow("decode-0", "decode", "ready")], {}, {})
-    assert told[3:] == [("well", "head", "it works again")]
+    assert told[3:] == [("well", "head", "the problem is over")]
 
 
 def test_a_process_that_ended_is_told_once_however_fast_the_next_one_runs() -> None:

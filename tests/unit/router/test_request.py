@@ -117,7 +117,9 @@ def test_what_only_the_model_can_tell() -> None:
 def test_another_model_is_named() -> None:
     check_model("tiny", served="tiny")
     check_model("", served="tiny")
-    with pytest.raises(ModelNotFound, match="'TINY' is not served here; 'tiny' is"):
+    with pytest.raises(
+        ModelNotFound, match="'TINY' is not served here; the served model is 'tiny'"
+    ):
         check_model("TINY", served="tiny")
 
 

@@ -17,7 +17,7 @@ def test_the_oldest_are_forgotten_and_ids_of_replies_are_known() -> None:
         log.open(record(request_id))
     for name in ("b", "cmpl-b", "chatcmpl-b"):
         assert log.find(name).request_id == "b"
-    with pytest.raises(RequestNotFound, match="last 2 of its own"):
+    with pytest.raises(RequestNotFound, match="last 2 requests"):
         log.find("a")
 
 

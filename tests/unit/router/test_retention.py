@@ -194,7 +194,7 @@ def test_headers_name_a_session() -> None:
 
 @pytest.mark.parametrize("value", ["", "  ", "x" * 257, "ä", "a\x00b"])
 def test_a_header_that_names_no_session_is_refused(value: str) -> None:
-    with pytest.raises(BadRequest, match="x-session-id must be 1 to 256 printable"):
+    with pytest.raises(BadRequest, match="x-session-id must have 1 to 256 printable"):
         is_of_session(sent(x_session_id=[value]))
 
 

@@ -216,7 +216,7 @@ def test_the_headline_names_cause_effect_and_remedy() -> None:
     )
     drained = agent("running", since=NOW - 2, exit="exit status 0", last_line="")
     (row,) = rows(pools=drained)
-    assert row.note.endswith("its previous process ended in order")
+    assert row.note.endswith("its previous process ended normally")
 
 
 def with_(worker_id: str, **changes: Any) -> WorkerRecord:

@@ -91,7 +91,7 @@ async def test_a_full_line_refuses() -> None:
     room = Room(0)
     room.line.waiting_max = 2
     tasks = await room.start("a0", "b0", "c0")
-    with pytest.raises(QueueFull, match="2 requests wait"):
+    with pytest.raises(QueueFull, match="2 requests already wait"):
         await tasks[2]
     await room.free(2)
     assert room.went == ["a0", "b0"]

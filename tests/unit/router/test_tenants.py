@@ -24,15 +24,15 @@ def test_a_trusted_one_names_the_tenant() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (["acme", "other"], "was sent 2 times; one is allowed"),
-        ([""], "must be 1 to 128 printable ASCII characters"),
-        ([" \t"], "must be 1 to 128 printable ASCII characters"),
-        (["x" * (TENANT_CHARACTERS_MAX + 1)], "must be 1 to 128 printable ASCII characters"),
-        (["a\x00b"], "must be 1 to 128 printable ASCII characters"),
-        (["acmé"], "must be 1 to 128 printable ASCII characters"),
+        (["acme", "other"], "was sent 2 times; send it once"),
+        ([""], "must have 1 to 128 printable ASCII characters"),
+        ([" \t"], "must have 1 to 128 printable ASCII characters"),
+        (["x" * (TENANT_CHARACTERS_MAX + 1)], "must have 1 to 128 printable ASCII characters"),
+        (["a\x00b"], "must have 1 to 128 printable ASCII characters"),
+        (["acmé"], "must have 1 to 128 printable ASCII characters"),
         # str.strip() would remove each of these and leave another tenant's name.
         *(
-            ([f"acme{space}"], "must be 1 to 128 printable ASCII characters")
+            ([f"acme{space}"], "must have 1 to 128 printable ASCII characters")
             for space in "\n\v\f\r\x1c\x85\xa0\u2003\u3000"
         ),
     ],

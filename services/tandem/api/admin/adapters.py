@@ -15,6 +15,7 @@ from tandem.router.scaling.adapters import AdapterControl
 # accepts and ignores this field.
 _LOAD = {"lora_name": str, "lora_path": str, "load_inplace": bool}
 _UNLOAD = {"lora_name": str, "lora_int_id": int}
+_TYPES: dict[type, str] = {str: "a string", bool: "true or false", int: "an integer"}
 
 
 def add_adapter_routes(app: FastAPI, config: RouterConfig, control: AdapterControl) -> None:
@@ -57,8 +58,9 @@ def _checked(body: dict[str, Any], allowed: dict[str, type]) -> dict[str, Any]:
     for name, value in body.items():
         if name not in allowed:
             raise BadRequest(
-                f"the body has {name[:80]!r}; allowed are {', '.join(allowed)}", param=name[:80]
+                f"the body has the unknown field {name[:80]!r}; allowed are {', '.join(allowed)}",
+                param=name[:80],
             )
         if value is not None and type(value) is not allowed[name]:
-            raise BadRequest(f"{name} must be of type {allowed[name].__name__}", param=name)
+            raise BadRequest(f"{name} must be {_TYPES[allowed[name]]}", param=name)
     return {name: value for name, value in body.items() if value is not None}

@@ -36,7 +36,7 @@ _NAMES = "\0"  # stands for the names of workers in a sentence about an event
 # Kinds of events whose text adds nothing to these words.
 _PHRASES = {
     "started": "started",
-    "left": "left in order",
+    "left": "shut down normally",
     "draining": "drains",
     "lost": "was lost",
     "well": "is well again",
@@ -78,7 +78,7 @@ def slow(requests: Sequence[Request], now: float) -> str:
         stuck = f"{count(len(waiting), 'request')} {have} no token yet, the oldest for"
         stuck += f" {oldest_s:.0f} s."
     if not recent:
-        return stuck or "Nothing to tell: no request got a first token in the last minute."
+        return stuck or "Nothing to report: no request got a first token in the last minute."
     slowest = max(recent, key=lambda r: r["ttft_ms"])
     itl_ms = _itl_ms(recent)
     is_slow = slowest["ttft_ms"] > _SLOW_TTFT_MS or bool(stuck)

@@ -53,7 +53,8 @@ def add_cluster_routes(
         if unknown := set(body) - set(names):
             allowed = " and ".join(names)
             param = min(unknown)[:80]
-            raise BadRequest(f"the body has {param!r}; allowed: {allowed}", param=param)
+            message = f"the body has the unknown field {param!r}; allowed: {allowed}"
+            raise BadRequest(message, param=param)
         return body
 
     @app.get("/v1/cluster")
@@ -106,9 +107,10 @@ def add_cluster_routes(
         # vLLM's clients send no body.
         body = parse_object(await read_body(request, config) or b"{}")
         if unknown := set(body) - {"worker_id"}:
-            raise BadRequest(f"the body has {unknown}; allowed is worker_id", param="worker_id")
+            message = f"the body has the unknown field {min(unknown)[:80]!r}; allowed: worker_id"
+            raise BadRequest(message, param="worker_id")
         if not isinstance(worker_id := body.get("worker_id", ""), str):
-            raise BadRequest("worker_id must be a worker's id", param="worker_id")
+            raise BadRequest("worker_id must be a string, the id of a worker", param="worker_id")
         dropped = await control.reset_prefix_cache(worker_id, who=caller(request.scope))
         return JsonResponse({"dropped_blocks": dropped})
 

@@ -117,7 +117,7 @@ def _read(kind: Any, body: dict[str, Any]) -> Any:
     try:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"the body is not as it must be: {error}") from None
+        raise BadRequest(f"the body is not valid: {error}") from None
 
 
 def _new_key_response(key: NewKey) -> Response:

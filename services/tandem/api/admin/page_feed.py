@@ -138,7 +138,7 @@ class PageFeed:
         """Raises QueueFull if VIEWERS_MAX pages are open."""
         if len(self._viewers) >= VIEWERS_MAX:
             raise QueueFull(
-                f"{VIEWERS_MAX} pages of this router are open already",
+                f"{VIEWERS_MAX} pages of this router are open already; close one of them",
                 retry_after_s=_RETRY_AFTER_S,
             )
 
@@ -169,7 +169,9 @@ class PageFeed:
                 try:
                     await self.look(time.time())
                 except Exception:
-                    log.exception("the page cannot be shown; requests are served all the same")
+                    log.exception(
+                        "the operators' page cannot be updated; requests are still served"
+                    )
                     await asyncio.sleep(_AFTER_BUG_S)
                 await asyncio.sleep(INTERVAL_S)
                 if not self._viewers:
@@ -276,7 +278,9 @@ class PageFeed:
                     async with asyncio.timeout(_EVENTS_DEADLINE_S):
                         self._events = await self._view.events.read(EVENTS_MAX, self._trail)
             except Exception:  # for example, a router of another version wrote an unknown entry
-                log.exception("the page cannot show new events")
+                log.exception(
+                    "the operators' page cannot read new events and shows only older ones"
+                )
                 await asyncio.sleep(_AFTER_BUG_S)
             await asyncio.sleep(_EVENTS_EVERY_S)
 
@@ -300,7 +304,7 @@ class LiveStream(Response):
             try:
                 await until_disconnect(receive, self._send_all(viewer, send))
             except (ClientDisconnect, OSError):
-                log.debug("a page is closed")
+                log.debug("a viewer closed the operators' page")
 
     async def _send_all(self, viewer: Viewer, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -230,7 +230,7 @@ def _check_tool(tool: object) -> object:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if isinstance(kind, str) and kind != "custom":
         raise _wrong(
-            "its type is {kind}; only tools of the client's own are supported",
+            "its type is {kind}; only tools that the client runs itself are supported",
             kind=repr(kind[:40]),
         )
     return tool
@@ -244,7 +244,7 @@ class AnthropicToolChoice(_Part):
     @model_validator(mode="after")
     def _check_name(self) -> Self:
         if (self.type == "tool") != (self.name is not None):
-            raise _wrong('the type "tool" has a name, and no other has one')
+            raise _wrong('the type "tool" needs a name, and the other types allow none')
         return self
 
     def to_chat(self) -> str | dict[str, Any]:
@@ -294,7 +294,8 @@ def _check_edit(edit: object) -> object:
     kind = edit.get("type") if isinstance(edit, dict) else None
     if isinstance(kind, str) and kind != "clear_thinking_20251015":
         raise _wrong(
-            "its type is {kind}, which would change the conversation", kind=repr(kind[:40])
+            "its type is {kind}; edits that change the conversation are not supported",
+            kind=repr(kind[:40]),
         )
     return edit
 
@@ -321,7 +322,7 @@ class Thread(_Part):
     @model_validator(mode="after")
     def _check_previous(self) -> Self:
         if self.type == "continue" and not self.previous_message_id:
-            raise _wrong('the type "continue" has a previous_message_id')
+            raise _wrong('the type "continue" needs a previous_message_id')
         return self
 
     def find(self) -> None:
@@ -329,8 +330,9 @@ class Thread(_Part):
         none. Clients then send the whole conversation again."""
         if self.type == "continue":
             raise ThreadNotFound(
-                f"no conversation is kept that ended with {shorten(self.previous_message_id)}; "
-                'send all of its messages, without thread or with the type "create"',
+                f"this server keeps no conversation that ended with "
+                f"{shorten(self.previous_message_id)}; send all messages of the conversation, "
+                'without thread or with the type "create"',
                 param="thread",
             )
 
@@ -408,7 +410,9 @@ class CountTokensBody(Strict):
         if self.output_format is not None:
             if config.format is not None:
                 raise BadRequest(
-                    f"output_format must be {_ALLOWED['output_format']}", param="output_format"
+                    "output_format and output_config.format cannot both be sent; send only the "
+                    "newer output_config.format",
+                    param="output_format",
                 )
             config = config.model_copy(update={"format": self.output_format})
         return chat | config.to_chat()

@@ -146,7 +146,7 @@ class ExternalProcessor:
         except TimeoutError:
             if exchange.account is not None:
                 exchange.account.check()
-            raise BodyTooLate("the request did not arrive in time") from None
+            raise BodyTooLate("the rest of the request did not arrive in time") from None
         finally:
             exchange.reading = None
 
@@ -155,7 +155,9 @@ class ExternalProcessor:
     ) -> Iterable[pb.ProcessingResponse]:
         kind = message.WhichOneof("request")
         if (kind == "request_headers") != (exchange.request is None):
-            raise BadRequest("the request's headers must come first on a stream, and once")
+            raise BadRequest(
+                "a stream must begin with the request's headers, and have them only once"
+            )
         if kind == "request_headers":
             return await self._on_headers(exchange, message)
         if kind == "request_body":

@@ -35,12 +35,15 @@ class FrontTable:
             try:
                 found = await self._fronts.read(ids)
             except UNREACHABLE as error:
-                log.debug("fronts cannot be read, the last known ones stay: %r", error)
+                log.debug(
+                    "HTTP fronts cannot be read from Redis, so the last known ones are used: %r",
+                    error,
+                )
             else:
                 before = self.endpoints
                 self.endpoints = found
                 if found != before:
-                    log.info("fronts: %s", found or "none")
+                    log.info("HTTP fronts of decode workers: %s", found or "none")
                     self._view.notify_change()
             await asyncio.sleep(POLL_INTERVAL_S)
 

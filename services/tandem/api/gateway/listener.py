@@ -50,7 +50,7 @@ class PickerListener:
 
     def not_ready_reason(self) -> str:
         """Returns the reason why no endpoint can be picked. Returns "" if one can be picked."""
-        return "" if self._fronts.endpoints else "no decode worker has a front"
+        return "" if self._fronts.endpoints else "no decode worker has an HTTP front"
 
     def bind(self) -> None:
         """Binds the port. Raises ConfigError if the port is in use."""

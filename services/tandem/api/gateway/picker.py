@@ -125,13 +125,16 @@ class EndpointPicker:
     async def _pick(self, pick_request: PickRequest, body: bytes) -> Pick:
         if self._num_open > REQUESTS_MAX:
             raise QueueFull(
-                f"{REQUESTS_MAX} requests are being placed already", retry_after_s=RETRY_AFTER_S
+                f"this endpoint picker already places {REQUESTS_MAX} requests, which is the "
+                "maximum; try again later",
+                retry_after_s=RETRY_AFTER_S,
             )
         endpoints = self._endpoints(pick_request.subset)
         priority = self._priority(pick_request)
         if priority < 0 and not self._dispatcher.admission.has_capacity():
             raise Overloaded(
-                "all workers are busy, and the request's objective lets it be refused then",
+                "all workers are busy, and the request's objective has a negative priority; try "
+                "again later",
                 retry_after_s=RETRY_AFTER_S,
             )
         try:
@@ -144,7 +147,8 @@ class EndpointPicker:
                 placement = await self._place(job, endpoints)
         except TimeoutError:
             raise QueueFull(
-                f"the request had no turn within {self._config.hold_deadline_s:g} s",
+                f"the request could not be placed within {self._config.hold_deadline_s:g} s; try "
+                "again",
                 retry_after_s=RETRY_AFTER_S,
             ) from None
         worker_id = placement.decode.worker_id
@@ -173,7 +177,7 @@ class EndpointPicker:
         if not found:
             among = "" if subset is None else " among those that the gateway names"
             raise NoWorkers(
-                f"no decode worker with a front is ready{among}", retry_after_s=RETRY_AFTER_S
+                f"no decode worker with an HTTP front is ready{among}", retry_after_s=RETRY_AFTER_S
             )
         return found
 
@@ -217,6 +221,7 @@ class EndpointPicker:
         placement = await self._dispatcher.place(job)
         if placement is None or placement.decode.worker_id not in endpoints:
             raise NoWorkers(
-                "the decode workers that could take it have just left", retry_after_s=RETRY_AFTER_S
+                "the decode workers that could take the request have just left; try again",
+                retry_after_s=RETRY_AFTER_S,
             )
         return placement

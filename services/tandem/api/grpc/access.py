@@ -83,7 +83,7 @@ class CallGuard:
         """Logs a refused call. If the call was refused because of its API key or its tenant, the
         audit trail records the call, too."""
         who = caller(context, key)
-        log.warning("refused a call %s of %s: %s", method, who, error.message)
+        log.warning("refused the call %s from %s: %s", method, who, error.message)
         if isinstance(error, Unauthenticated | Forbidden | RequestNotFound):
             self._trail.add_refusal(who, method, error)
 

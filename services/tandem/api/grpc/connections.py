@@ -57,7 +57,11 @@ class ConnectionShares:
         while True:
             await asyncio.sleep(_INTERVAL_S)
             if num_cut := await asyncio.to_thread(self.cut, port):
-                log.info("%d gRPC connections were cut: their address has too many", num_cut)
+                log.info(
+                    "%d gRPC connections were closed, because their addresses had more than %d",
+                    num_cut,
+                    self._num_of_address_max,
+                )
 
     def cut_all_but(self, port: int, spared: Collection[Peer]) -> int:
         """Closes every connection whose peer is not in `spared`. Returns the number of closed

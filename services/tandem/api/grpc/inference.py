@@ -114,8 +114,8 @@ class GrpcApi:
         except _ClientStalled:
             # The router has already cancelled the request. gRPC delivers this status when the
             # client reads again, or drops the status if the client disconnects.
-            late = f"the client took no message for {self._config.send_deadline_s:g} s"
-            log.info("a gRPC call was cut: %s", late)
+            late = f"the client read no message for {self._config.send_deadline_s:g} s"
+            log.info("a gRPC call was cancelled: %s", late)
             await context.abort(grpc.StatusCode.CANCELLED, late)
 
     async def _caller(self, context: _Context, method: str) -> dict[str, Any]:

@@ -62,7 +62,9 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     except msgspec.DecodeError as error:
         raise BadRequest(f"the body must be a JSON object: {error}") from None
     except RecursionError:
-        raise BadRequest("the body must be a JSON object that is not nested so deep") from None
+        raise BadRequest(
+            "the body must be a JSON object with fewer levels: it is nested too deeply"
+        ) from None
     if not isinstance(value, dict):
         raise BadRequest(f"the body must be a JSON object, not {_json_type(value)}")
     return value
@@ -77,7 +79,7 @@ def _check_content_type(request: Request) -> None:
         raise NotJson(f"send the header Content-Type: application/json, not {sent[:100]!r}")
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
-        raise NotJson(f"send the body as it is, without Content-Encoding, not as {coding[:100]!r}")
+        raise NotJson(f"send the body without Content-Encoding; {coding[:100]!r} is not supported")
 
 
 async def _read_bounded(request: Request, bytes_max: int, account: Body) -> bytearray:

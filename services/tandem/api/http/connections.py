@@ -113,9 +113,15 @@ class Connections:
         if held is not None and not held.is_proxy and held.num >= self._num_of_address_max:
             may_replace = held.replacements_left(now) >= 1
             waiting = _longest_waiting(held, now) if may_replace else None
-            return "your address has too many connections", waiting
+            return (
+                "your address has too many open connections; close some or try again later",
+                waiting,
+            )
         if len(self._address_of) >= self._num_max:
-            return "the router has too many connections", self._next_to_replace(now)
+            return (
+                "the router has too many open connections; try again later",
+                self._next_to_replace(now),
+            )
         return "", None
 
     def leave(self, connection: Connection) -> None:

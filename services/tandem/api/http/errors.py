@@ -82,7 +82,7 @@ def _not_served(request: Request) -> str:
     meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
     scope = {**request.scope, "path": meant}
     is_served = any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
-    hint = f"; {meant} is" if is_served else ""
+    hint = f"; use {meant}" if is_served else ""
     return f"the path {path[:80]!r} is not served here{hint}"
 
 

@@ -126,8 +126,8 @@ class RequestGuard(ABC):
             name = _host_name(host)
             if name not in self._names and not is_loopback(name):
                 raise ForeignPage(
-                    f"the Host {host[:_TEXT_MAX]!r} is not this router's; use localhost, 127.0.0.1 "
-                    "or a name of --allowed-hosts"
+                    f"the Host {host[:_TEXT_MAX]!r} is not a name of this router; use localhost, "
+                    "127.0.0.1 or a name of --allowed-hosts"
                 )
 
 
@@ -195,7 +195,7 @@ def log_refusal(
     trail records the call, too."""
     who = caller(scope, key)
     call = f"{scope['method']} {scope['path']}"[:_TEXT_MAX]
-    log.warning("refused %r of %s: %s", call, who, error.message)
+    log.warning("refused the call %r from %s: %s", call, who, error.message)
     if isinstance(error, Unauthenticated | Forbidden | RequestNotFound):
         trail.add_refusal(who, call, error)
 
@@ -236,8 +236,8 @@ def _check_origin(headers: Headers) -> None:
     for origin in headers.getlist("origin"):
         if own is None or _address(origin) != own:
             raise ForeignPage(
-                f"the Origin {origin[:_TEXT_MAX]!r} is not this router's: a web page of another "
-                "origin may change nothing here"
+                f"the Origin {origin[:_TEXT_MAX]!r} is not the address of this router: web pages "
+                "of other origins may not change anything here"
             )
 
 

@@ -143,7 +143,11 @@ class HttpServer(uvicorn.Server):
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
-                log.error("no HTTP connection can be accepted for now: %s", error)
+                log.error(
+                    "HTTP connections cannot be accepted; the router tries again in %g s: %s",
+                    _ACCEPT_PAUSE_S,
+                    error,
+                )
                 loop.remove_reader(listener)
                 loop.call_later(_ACCEPT_PAUSE_S, self._accept_again, listener)
                 return
@@ -164,7 +168,7 @@ class HttpServer(uvicorn.Server):
     def _on_accepted(self, task: asyncio.Task[Any]) -> None:
         self._accepted.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.info("an HTTP connection could not be made: %r", error)
+            log.info("an HTTP connection could not be set up: %r", error)
 
     def _protocol(self) -> asyncio.Protocol:
         made: Any = self.config.http_protocol_class
@@ -257,7 +261,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._lingers = False
         if isinstance(exc, TimeoutError):
             late_s = self._limits.send_deadline_s
-            log.info("an HTTP client was cut: it took no byte for %g s", late_s)
+            log.info("an HTTP connection was closed: the client read nothing for %g s", late_s)
         if self._answered is not None and not self._answered.response_complete:
             # uvicorn reports a disconnect only to the latest request of the connection, which may
             # not be the one being answered.
@@ -351,12 +355,14 @@ class BoundedProtocol(HttpToolsProtocol):
         num = len(self.headers)
         num_max = self._limits.headers_max
         if num > num_max:
-            message = f"the header has {num} fields; at most {num_max} are taken"
+            message = f"the header has {num} fields; at most {num_max} are allowed"
             self._refusal = (431, "too_many_headers", message)
         elif len(self.pipeline) >= _PIPELINED_MAX:
-            self._refusal = (503, "too_many_requests", "too many requests wait for an answer")
+            message = "too many requests of this connection wait for an answer; try again later"
+            self._refusal = (503, "too_many_requests", message)
         elif self.parser.get_method() == b"CONNECT":
-            self._refusal = (400, "invalid_request", "CONNECT is for proxies; this is none")
+            message = "the method CONNECT is not supported, because this server is no proxy"
+            self._refusal = (400, "invalid_request", message)
         if self._refusal is not None:
             # The parser fails with this error, and uvicorn then calls `send_400_response`.
             raise ValueError(self._refusal)
@@ -473,7 +479,9 @@ def _refusal(status: int, code: str, message: str) -> bytes:
     return STATUS_LINE[status] + head + b"connection: close\r\n\r\n" + body
 
 
-_TOO_MANY_CONNECTIONS = _refusal(503, "too_many_connections", "there are too many connections")
+_TOO_MANY_CONNECTIONS = _refusal(
+    503, "too_many_connections", "the router has too many open connections; try again later"
+)
 
 
 def _refuse_socket(sock: socket.socket) -> None:
@@ -499,7 +507,7 @@ def _affordable_connections(num_wanted: int) -> int:
     num = max(1, (soft - _OTHER_FILES) // 2)
     log.warning(
         "connections-max is %d, but only %d open files are allowed: at most %d connections are "
-        "taken; raise `ulimit -n` to %d",
+        "accepted; raise `ulimit -n` to %d",
         num_wanted,
         soft,
         num,

@@ -104,7 +104,7 @@ def check_dimensions(dimensions: int | None, generator: Generator) -> None:
     hidden_size = generator.model.folder.config.hidden_size
     if dimensions != hidden_size:
         raise BadRequest(
-            f"dimensions must be {hidden_size}, which are all that the model has; it is "
+            f"dimensions must be {hidden_size}, the size of the model's embeddings; it is "
             f"{dimensions}",
             param="dimensions",
         )

@@ -125,7 +125,8 @@ class StructuredFields(Strict):
         if len(wanted) > 1:
             fields = " and ".join(form.field for form in wanted)
             raise BadRequest(
-                f"only one of {fields} may give the answer its form", param=wanted[1].field
+                f"{fields} each set the format of the answer; send only one of them",
+                param=wanted[1].field,
             )
         return wanted[0] if wanted else None
 

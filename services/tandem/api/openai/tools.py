@@ -48,7 +48,7 @@ def _read_choice(sent: object) -> ToolChoice:
             return ToolChoice(sent)
         case {"type": "function", "function": {"name": str(name)}} if name:
             return ToolChoice("required", name)
-    raise _wrong("it is none of these")
+    raise _wrong("it is none of the allowed values")
 
 
 SentToolChoice = Annotated[ToolChoice, PlainValidator(_read_choice)]

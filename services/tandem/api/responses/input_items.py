@@ -46,7 +46,9 @@ def page_of(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[s
     if after := query.get("after", ""):
         ids = [item["id"] for item in ordered]
         if after not in ids:
-            raise BadRequest(f"after names no input item: {after[:80]!r}", param="after")
+            raise BadRequest(
+                f"after must be the id of an input item; it is {after[:80]!r}", param="after"
+            )
         ordered = ordered[ids.index(after) + 1 :]
     page = ordered[: int(limit)]
     return {

@@ -125,9 +125,9 @@ class KeptResponses:
             del self._shares[tenant]
 
     def _why(self, response_id: str) -> str:
-        keeps = f"it keeps the last {self._num_max} of its own; another replica may know it"
+        keeps = f"only its last {self._num_max} responses; another router replica may have it"
         if not self.is_on:
-            keeps = "it keeps none (--responses-kept)"
+            keeps = "no responses (--responses-kept 0)"
         # The message starts with OpenAI's exact wording, which some clients search for.
         found = f"Response with id {response_id[:80]!r} not found."
-        return f"{found} This router does not know it: {keeps}"
+        return f"{found} This router keeps {keeps}"

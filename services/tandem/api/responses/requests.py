@@ -96,7 +96,7 @@ def drop_tools(body: dict[str, Any]) -> list[str]:
     is_kept = any(_is_chosen(tool, choice) for tool in body["tools"] if _kind(tool))
     is_named = not is_kept and any(_is_chosen(tool, choice) for tool in dropped)
     if is_named or (choice == "required" and not body["tools"]):
-        about = f"its choice {shorten(choice)} needs a tool that is ignored"
+        about = f"it is {shorten(choice)}, which needs a tool of an unsupported type"
         allowed = _ALLOWED["tool_choice"]
         raise BadRequest(f"tool_choice must be {allowed}; {about}", param="tool_choice")
     named = (f"{_kind(tool)}.{tool.get('name') or ''}".rstrip(".") for tool in dropped)

@@ -46,7 +46,8 @@ def add_model_routes(app: FastAPI, generator: Generator) -> None:
         known = bodies(request, generator.model) if generator.model is not None else []
         if (found := next((each for each in known if each["id"] == model), None)) is None:
             raise ModelNotFound(
-                f"the model {model[:80]!r} is not served here; {generator.served_name!r} is",
+                f"the model {model[:80]!r} is not served here; the served model is "
+                f"{generator.served_name!r}",
                 param="model",
             )
         return JsonResponse(found)

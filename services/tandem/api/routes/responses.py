@@ -42,7 +42,7 @@ def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrai
         """Answers an input, as OpenAI's Responses API does."""
         sent, headers = await routes.read(request, ResponsesBody)
         if not routes.config.strict_fields:
-            warn(headers, "tools that are no functions are ignored", drop_tools(sent))
+            warn(headers, "tools that are not functions are ignored", drop_tools(sent))
         tenant = routes.tenant(request)
         with renamed(NAMES):
             body = validate(ResponsesBody, sent)
@@ -83,7 +83,9 @@ def add_response_routes(app: FastAPI, routes: GenerationRoutes, trail: AuditTrai
     async def retrieve(response_id: str, request: Request) -> Response:
         """Returns a kept response."""
         if request.query_params.get("stream", "false") != "false":
-            raise BadRequest("stream must be false: a kept response is whole", param="stream")
+            raise BadRequest(
+                "stream must be false: a kept response cannot be streamed", param="stream"
+            )
         return Response(find(request, response_id).body, media_type=JsonResponse.media_type)
 
     @app.get(f"{_PATH}/{{response_id}}/input_items")

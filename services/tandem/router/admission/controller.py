@@ -84,10 +84,14 @@ class AdmissionController:
             return decision
         late_s = decision.late_s
         limit_s = self._limit.seconds(work.num_tokens)
-        log.info("refused: %d s late by %s", math.ceil(late_s), placement.summary)
+        log.info(
+            "refused a request, because its first token would be %d s too late: %s",
+            math.ceil(late_s),
+            placement.summary,
+        )
         raise Overloaded(
-            f"all workers are busy: the first token is not to be expected within {limit_s:g} s; "
-            f"try again in {math.ceil(late_s)} s",
+            "all workers are busy: the first token would take longer than the limit of "
+            f"{limit_s:g} s; try again in {math.ceil(late_s)} s",
             retry_after_s=late_s,
         )
 

@@ -74,7 +74,7 @@ class FairQueue(Generic[T]):
     def pop(self) -> T:
         """Removes and returns the next item. Raises IndexError if the queue is empty."""
         if not self._queues:
-            raise IndexError("nobody waits")
+            raise IndexError("the queue is empty")
         tenant = min(self._queues, key=self._turn)
         queue = self._queues[tenant]
         item = next(iter(queue.waiting))

@@ -49,7 +49,8 @@ class TenantQueues:
         """
         if len(self._queue) >= self.waiting_max:
             raise QueueFull(
-                f"{len(self._queue)} requests wait for capacity at the workers; try again later",
+                f"{len(self._queue)} requests already wait for capacity at the workers, which is "
+                "the maximum; try again later",
                 retry_after_s=_RETRY_AFTER_S,
             )
         released = asyncio.get_running_loop().create_future()

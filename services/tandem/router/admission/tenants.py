@@ -25,14 +25,15 @@ def read_tenant(values: Sequence[str], *, trusted: bool) -> str:
     if len(values) > 1:
         # A gateway may have appended its header to one that the client sent. The router cannot
         # know which of the two to trust.
-        raise BadRequest(f"{TENANT_HEADER} was sent {len(values)} times; one is allowed")
+        raise BadRequest(f"the header {TENANT_HEADER} was sent {len(values)} times; send it once")
     # Strip only spaces and tabs, which HTTP allows around a header's value (RFC 9110, 5.5). A
     # change of any other character could turn the name of one tenant into that of another.
     tenant = values[0].strip(" \t")
     is_printable = tenant.isascii() and tenant.isprintable()
     if not is_printable or not 1 <= len(tenant) <= TENANT_CHARACTERS_MAX:
         raise BadRequest(
-            f"{TENANT_HEADER} must be 1 to {TENANT_CHARACTERS_MAX} printable ASCII characters"
+            f"the header {TENANT_HEADER} must have 1 to {TENANT_CHARACTERS_MAX} printable ASCII "
+            "characters"
         )
     return tenant
 

@@ -57,11 +57,13 @@ class Stabilizer:
                 return SizeStep(wanted, "")
             wait_s = self._reversed_s + config.reversal_s - now_s
             return SizeStep(
-                size, f"turned {config.reversal_s - wait_s:.0f} s ago, {wait_s:.0f} s more"
+                size,
+                f"the pool changed its direction {config.reversal_s - wait_s:.0f} s ago, and may "
+                f"change it again in {wait_s:.0f} s",
             )
         if most >= size:
             span = f"in the last {config.down_window_s:.0f} s"
-            return SizeStep(size, "" if wanted == size else f"{most} was to be kept {span}")
+            return SizeStep(size, "" if wanted == size else f"{most} workers were needed {span}")
         rest_s = config.down_window_s if self._direction >= 0 else config.down_interval_s
         wait_s = self._changed_s + rest_s - now_s
         if wait_s > 0 or not self._may_turn(-1, now_s):

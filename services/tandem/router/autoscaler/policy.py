@@ -255,13 +255,15 @@ class Autoscaler:
         )
         horizon_s = config.cold_start_s + config.interval_s
         line = (
-            f"{role} {pool.wanted} -> {to} for its {why}: wanted {wanted} of {least}..{most}"
-            f"{', held: ' + held if held else ''}; load {load.now:.2f}, in {horizon_s:.0f} s "
-            f"{load.ahead:.2f}, p{config.load_quantile * 100:.0f} {load.bound:.2f} of "
-            f"{config.utilization:g} a worker; ttft p{config.slo_quantile * 100:.0f} "
+            f"{role} {pool.wanted} -> {to} because of {why}: {wanted} wanted, {least} to {most} "
+            f"allowed{', held back: ' + held if held else ''}; load {load.now:.2f}, in "
+            f"{horizon_s:.0f} s {load.ahead:.2f}, p{config.load_quantile * 100:.0f} "
+            f"{load.bound:.2f}, at most {config.utilization:g} per worker; ttft "
+            f"p{config.slo_quantile * 100:.0f} "
             f"{quantile(recent.ttft, config.slo_quantile):g} and itl "
-            f"{quantile(recent.itl, config.slo_quantile):g} of the limit; {pool.num_ready} ready, "
-            f"{pool.queued_s:.1f} s queued, {pool.num_waiting} wait, kv {pool.kv_use:.0%}"
+            f"{quantile(recent.itl, config.slo_quantile):g} of their limits; {pool.num_ready} "
+            f"ready, {pool.queued_s:.1f} s queued, {pool.num_waiting} waiting, KV "
+            f"{pool.kv_use:.0%} full"
         )
         return ScalingDecision(role, pool.wanted, bounded, to, why, line)
 

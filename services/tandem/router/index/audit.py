@@ -57,9 +57,13 @@ class IndexAudit:
             try:
                 await self._round()
             except UNREACHABLE as error:
-                log.debug("the prefix tree is not audited: %r", error)
+                log.debug(
+                    "the prefix tree cannot be audited, because Redis does not answer: %r", error
+                )
             except Exception:
-                log.exception("an audit of the prefix tree broke")
+                log.exception(
+                    "an audit of the prefix tree failed; the next one is in %g s", INTERVAL_S
+                )
 
     async def verify(self, *, everything: bool) -> dict[str, Differences]:
         """Compares a sample of each worker's entries (or all entries) with the worker's blocks.
@@ -68,7 +72,10 @@ class IndexAudit:
         its blocks again. Raises QueueFull if another verification runs.
         """
         if self._verifying:
-            raise QueueFull("the prefix tree is being verified already", retry_after_s=1.0)
+            raise QueueFull(
+                "another verification of the prefix tree is still running; try again later",
+                retry_after_s=1.0,
+            )
         self._verifying = True
         turns = asyncio.Semaphore(_WORKERS_AT_ONCE)
 
@@ -106,10 +113,10 @@ class IndexAudit:
             # Redis may look silent for one round: it counts as alive before it publishes again.
             silent[holder] = self._rounds_silent.get(holder, 0) + 1
             if silent[holder] > _ROUNDS_SILENT_MAX:
-                what = "it has no log in the prefix tree"
+                what = "its publications are missing in the prefix tree"
                 if log_of_worker is not None:
                     silent_s = log_of_worker.silent_s
-                    what = f"it published nothing to the prefix tree for {silent_s} s"
+                    what = f"it has published nothing to the prefix tree for {silent_s} s"
                 self._trust.alarm(holder, "silent", what)
         self._rounds_silent = silent
 
@@ -153,8 +160,8 @@ class IndexAudit:
             self._metrics.audited.labels(outcome=outcome).inc(count)
         if found.in_tree and found.any:
             what = (
-                f"of {found.num_checked} entries {found.missing} are missing in the prefix tree "
-                f"and {found.stale} are stale"
+                f"of {found.num_checked} compared entries, {found.missing} are missing in the "
+                f"prefix tree and {found.stale} are stale"
             )
             self._trust.alarm(holder, "audit", what)
         return found

@@ -69,7 +69,10 @@ class IndexTrust:
             self._metrics.found.inc(min(cached_tokens, predicted))
             ratio = self._watch.observe(worker_id, predicted, cached_tokens)
             if ratio is not None:
-                what = f"{ratio:.0%} of the tokens are cached there that the prefix tree predicts"
+                what = (
+                    f"only {ratio:.0%} of the tokens that the prefix tree predicts for it are "
+                    "cached"
+                )
                 self.alarm(worker_id, "hits", what)
 
     def alarm(self, holder: str, kind: Alarm, what: str) -> None:
@@ -88,8 +91,8 @@ class IndexTrust:
         # An alarm of kind `hits` is only a warning, because a burst of requests may have evicted
         # blocks although no entry was wrong.
         level = logging.WARNING if kind == "hits" else logging.ERROR
-        log.log(level, "%s: %s; it must publish its blocks anew", holder, what)
-        text = f"{what}; it publishes its blocks anew"
+        log.log(level, "%s: %s; it must publish all its KV blocks again", holder, what)
+        text = f"{what}; it publishes all its KV blocks again"
         self._view.events.add("prefix tree", holder, text, once=f"{holder}:{int(time.time())}")
         task = asyncio.create_task(self._forget(holder))
         self._forgetting.add(task)
@@ -102,7 +105,12 @@ class IndexTrust:
         except UNREACHABLE as error:
             # The entries were not removed, so another alarm must be possible at once.
             self._alarmed_at.pop(holder, None)
-            log.warning("%s is not forgotten in the prefix tree yet: %r", holder, error)
+            log.warning(
+                "the entries of %s cannot be removed from the prefix tree, because Redis does not "
+                "answer: %r",
+                holder,
+                error,
+            )
 
 
 @dataclass(slots=True)

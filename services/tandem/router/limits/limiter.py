@@ -265,14 +265,22 @@ class Limiter:
                 )
         except (*UNREACHABLE, msgspec.DecodeError) as error:
             if not self._is_away:
-                log.warning("Redis is lost, each router keeps its share of limits: %r", error)
+                log.warning(
+                    "Redis does not answer, so each router enforces its own share of the limits of "
+                    "API keys: %r",
+                    error,
+                )
             self._is_away = True
             return None
         now = time.monotonic()
         self._clock_ahead_ms = reply.now_ms - now * 1000
         was_emptied = tenant.was_written and not reply.was_known
         if self._is_away or (was_emptied and not self._is_alone):
-            log.warning("Redis is back or was emptied: limits are shared again in %g s", RETURN_S)
+            log.warning(
+                "Redis answers again or was emptied: the routers enforce the limits of API keys "
+                "together again in %g s",
+                RETURN_S,
+            )
             self._is_away = False
             self._returning_until = now + RETURN_S
         tenant.was_written = True

@@ -74,10 +74,10 @@ def refusal(kind: Kind, standing: Standing, tokens: int) -> RateLimited:
     else:
         frees_ms = standing.window.frees_at_ms(kind, used + asked - limit * part)
         after_s = max(BUCKET_MS, frees_ms - standing.now_ms) / 1000
-    alone = "" if part == 1 else f" of the {limit * part:.0f} that this router may give now"
+    alone = "" if part == 1 else f" of the {limit * part:.0f} that this router may grant now"
     error = RateLimited(
-        f"the limit of {limit} {_NOUNS[kind]} is reached: {used} used{alone}, {asked} asked; "
-        f"try again in {math.ceil(after_s)} s",
+        f"the limit of {limit} {_NOUNS[kind]} is reached: {used} used{alone}, and this request "
+        f"needs {asked}; try again in {math.ceil(after_s)} s",
         retry_after_s=after_s,
     )
     error.kind = kind

@@ -49,10 +49,12 @@ class UsageQuery(NamedTuple):
             raise BadRequest(f"window must be {' or '.join(WINDOWS)}", param="window")
         most = WINDOWS[kind].kept_s // WINDOWS[kind].seconds
         if not 1 <= num_windows <= most:
-            raise BadRequest(f"last must be from 1 to {most} for {window}s", param="last")
+            raise BadRequest(f"last must be from 1 to {most} if window is {window}", param="last")
         if key is not None and key.role == "user":
             if tenant not in (None, key.tenant):
-                raise Forbidden("the usage of another tenant needs an operator's key")
+                raise Forbidden(
+                    "the usage of another tenant is shown only to API keys of operators"
+                )
             tenant = key.tenant
         return cls(kind, num_windows, tenant)
 
@@ -101,7 +103,11 @@ class UsageMeter:
                     await self._store.add(self._number, self._batch)
                 except UNREACHABLE as error:
                     if not self._is_away:
-                        log.warning("usage stays in this router while Redis is away: %r", error)
+                        log.warning(
+                            "Redis does not answer, so this router keeps the usage counts and "
+                            "writes them later: %r",
+                            error,
+                        )
                     self._is_away = True
                     self._drop_old_minutes()
                     return False

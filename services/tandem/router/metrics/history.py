@@ -174,7 +174,9 @@ class _Buckets:
                 return round(1000 * (lower + (upper - lower) * inside), 2)
             lower = bound
             below = count
-        raise AssertionError("the last bucket holds every observation")
+        raise AssertionError(
+            "no bucket has the observation, although the last bucket has no upper bound"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,9 @@ class _CallRules(GrammarRules):
         if '"%s"' in self.frame.before:
             return json.dumps(name)[1:-1]
         if not _BARE_NAME.fullmatch(name):
-            raise _cannot_call(name, "its name has characters that this model's format forbids")
+            raise _cannot_call(
+                name, "this model's format does not allow some characters of its name"
+            )
         return name
 
     def _arguments(self, function: Mapping[str, Any]) -> str:
@@ -103,16 +105,18 @@ class _CallRules(GrammarRules):
         """
         for keyword in ("$ref", "allOf", "anyOf", "oneOf"):
             if keyword in schema:
-                raise ValueError(f"{keyword} is at the top of its parameters' schema")
+                raise ValueError(f"the schema of its parameters has {keyword} at the top level")
         required = schema.get("required", [])
         own = schema.get("properties", {})
         if not (isinstance(own, dict) and _are_strings(required)):
-            raise ValueError("its parameters are no JSON schema")
+            raise ValueError("its parameters are not a valid JSON schema")
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         pairs = []
         for key, wanted in {**dict.fromkeys(required, True), **own}.items():
             if not _BARE_NAME.fullmatch(key):
-                raise ValueError(f"this model's format forbids the parameter's name {key[:80]!r}")
+                raise ValueError(
+                    f"this model's format does not allow the parameter name {key[:80]!r}"
+                )
             if types_of(wanted) == {"string"}:
                 value = self._string(key, wanted, around[1], is_strict=is_strict)
             else:
@@ -127,14 +131,19 @@ class _CallRules(GrammarRules):
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if values is not None:
             if not (_are_strings(values) and values):
-                raise ValueError(f"the schema of {key!r} does not allow a string")
+                raise ValueError(
+                    f"enum or const of the string parameter {key!r} must have only strings"
+                )
             return f"{self.rule(' | '.join(map(json.dumps, values)))} {self.text(end)}"
         if is_strict and "pattern" in schema:
-            raise ValueError(f"{key!r} has a pattern, which this model's format cannot keep")
+            raise ValueError(
+                f"the parameter {key!r} has a pattern, which this model's format cannot enforce; "
+                "leave out the pattern or strict"
+            )
         least = schema.get("minLength", 0)
         most = schema.get("maxLength", "")
         if not (isinstance(least, int) and (isinstance(most, int) or most == "")):
-            raise ValueError(f"the length of {key!r} is no number")
+            raise ValueError(f"minLength and maxLength of the parameter {key!r} must be integers")
         return self.up_to(end, f"/(?s:.{{{least},{most}}})/")
 
     def _json(self, schema: Any, *, is_strict: bool) -> str:
@@ -146,4 +155,7 @@ def _are_strings(value: object) -> bool:
 
 
 def _cannot_call(name: str, why: str) -> BadRequest:
-    return BadRequest(f"tools has {name[:80]!r}, which cannot be forced: {why}", param="tools")
+    return BadRequest(
+        f"tools has the function {name[:80]!r}, which tool_choice cannot require: {why}",
+        param="tools",
+    )

@@ -129,8 +129,8 @@ class ModelFormat:
             if name not in taken:
                 allowed = ", ".join(sorted(taken)) or "nothing"
                 raise BadRequest(
-                    f"chat_template_kwargs has {name[:80]!r}; this model's chat template takes "
-                    f"{allowed}",
+                    f"chat_template_kwargs has {name[:80]!r}, which this model's chat template "
+                    f"does not use; allowed: {allowed}",
                     param="chat_template_kwargs",
                 )
         return {**self._thinking(thinking), **self._effort(effort), **requested}

@@ -25,14 +25,14 @@ ALLOWED = {
     'and a content that is a string or a list of {"type": "text", "text": ...} parts',
     "tools": f'a list of at most {TOOLS_MAX} tools such as {{"type": "function", "function": '
     '{"name": ..., "parameters": ...}}',
-    "tool_choice": 'auto, none, or with tools: required or one of them, such as {"type": '
-    '"function", "function": {"name": ...}}',
+    "tool_choice": "auto or none; with tools also required, or one of the tools, such as "
+    '{"type": "function", "function": {"name": ...}}',
     "function": "the name of one of the tools, and only with tool_choice=required",
     "parallel_tool_calls": "true or false",
     "reasoning_effort": f"one of {', '.join(REASONING_EFFORTS)}",
     "chat_template_kwargs": "an object with variables of the model's chat template",
-    "best_of": f"an integer from n to {CHOICES_MAX}, n with stream=true or use_beam_search, at "
-    f"most {CHOICES_MAX} times the number of prompts, and not over n for a chat",
+    "best_of": f"an integer from n to {CHOICES_MAX}, at most {CHOICES_MAX} for all prompts "
+    "together, and equal to n with stream=true, with use_beam_search and for a chat",
     "use_beam_search": "true or false, and not true with stream=true",
     "length_penalty": f"a number from {-LENGTH_PENALTY_MAX:g} to {LENGTH_PENALTY_MAX:g}, and 1 "
     "without use_beam_search",
@@ -53,9 +53,9 @@ ALLOWED = {
     "continue_final_message": "true or false",
     "return_token_strs": "true or false",
     "tokens": "a list of token ids of the vocabulary, at most as many as the context has",
-    "response_format": 'an object with the type "text", "json_object" or "json_schema"; the last '
-    'with json_schema, such as {"name": "answer", "schema": {...}}',
-    "structured_output": "a message with one of its forms",
+    "response_format": 'an object with the type "text", "json_object" or "json_schema"; the type '
+    '"json_schema" needs the field json_schema, such as {"name": "answer", "schema": {...}}',
+    "structured_output": "a message with exactly one of its fields set",
     "guided_json": "a JSON schema, as an object or as a string",
     "guided_regex": "a non-empty string",
     "guided_choice": "a non-empty list of non-empty strings",

@@ -101,10 +101,10 @@ class Conversation:
         if self.add_generation_prompt and self.continue_final_message:
             raise refusal("add_generation_prompt", why="true")
         if len(self.tools) > TOOLS_MAX:
-            raise refusal("tools", why=f"a list of {len(self.tools)}")
+            raise refusal("tools", why=f"a list of {len(self.tools)} tools")
         if self.tool_choice == "required" and not self.tools:
             raise BadRequest(
-                f"{refusal('tool_choice').message}; it is required, and there are no tools",
+                f"{refusal('tool_choice').message}; it is required, but there are no tools",
                 param="tool_choice",
             )
         if self.only_tool and not self.callable_tools:

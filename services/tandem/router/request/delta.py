@@ -97,6 +97,9 @@ def normalized(state: Sequence[float]) -> "array[float]":
     empty state.
     """
     if not state:
-        raise Incompatible("the worker that was asked knows no embeddings; update the workers")
+        raise Incompatible(
+            "the worker does not support embeddings, because its version is too old; update the "
+            "workers"
+        )
     length = math.sqrt(math.fsum(value * value for value in state)) or 1.0
     return array("f", [value / length for value in state])

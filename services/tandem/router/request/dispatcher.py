@@ -171,7 +171,9 @@ class Dispatcher:
                 if isinstance(error, NoWorkers) or waited_s > self._config.hold_deadline_s:
                     if job.parent is not None and not job.progress.num_lost:
                         raise
-                    raise lost_for_good(job, f"no other took it; {error.message}") from error
+                    raise lost_for_good(
+                        job, f"no other worker accepted it; {error.message}"
+                    ) from error
                 await asyncio.sleep(min(error.retry_after_s or math.inf, RETRY_AFTER_DEFAULT_S))
                 routing.clear_refusals()
 
@@ -257,7 +259,7 @@ class Dispatcher:
                 if not self._migrations.may_try_another(job, new.failure):
                     break
         except REFUSALS as error:
-            log.debug("request %s stays: %s", job.request_id, error)
+            log.debug("request %s stays on its draining worker: %s", job.request_id, error)
         finally:
             job.to(JobState.SUBMITTED)
             routing.leaves = ""
@@ -274,7 +276,7 @@ class Dispatcher:
             return old
         old.close()
         self._migrations.note_migration(
-            job, "drain", f"worker {old.worker_id} leaves", off=old.worker_id
+            job, "drain", f"worker {old.worker_id} drains", off=old.worker_id
         )
         return new
 
@@ -305,7 +307,9 @@ class Dispatcher:
         job.progress.timeline.submit()
         if log.isEnabledFor(logging.DEBUG):
             about_request = {"request_id": job.request_id}
-            log.debug("request %s: %s", job.request_id, routed.reason, extra=about_request)
+            log.debug(
+                "request %s is placed: %s", job.request_id, routed.reason, extra=about_request
+            )
         self._view.note_share(placement.prefill_worker.worker_id, placement.prefill_s(work))
         prefill_worker_id = computing_worker(work, placement).worker_id
         if prefill_worker_id != placement.decode.worker_id:
@@ -472,7 +476,9 @@ class Dispatcher:
                 return await self._look_up(block_hashes)
         except UNREACHABLE as error:
             self._metrics.lookups_failed.inc()
-            log.debug("placing without the prefix tree: %r", error)
+            log.debug(
+                "a request is placed without the prefix tree, which does not answer: %r", error
+            )
             return {}
 
 
@@ -502,7 +508,8 @@ class PendingQueue:
         """
         if not is_begun and self.num_pending >= self._config.hold_requests_max:
             raise NoWorkers(
-                f"no decode worker is ready and {self.num_pending} requests wait for one already",
+                f"no decode worker is ready, and {self.num_pending} requests already wait for one, "
+                "which is the maximum; try again later",
                 retry_after_s=_RETRY_AFTER_S,
             )
         deadline_s = self._config.hold_deadline_s

@@ -59,6 +59,9 @@ log = logging.getLogger(__name__)
 
 # Largest number of open requests. Each open request costs memory and time of the event loop.
 REQUESTS_MAX = 4096
+_TOO_MANY = (
+    f"this router already has {REQUESTS_MAX} open requests, which is the maximum; try again later"
+)
 _NO_TRACE: Mapping[str, str] = {}
 
 
@@ -204,7 +207,7 @@ class Generator:
         """
         with self._place() as model:
             if len(token_ids) > self.max_model_len:
-                raise refusal("tokens", why=f"a list of {len(token_ids)}")
+                raise refusal("tokens", why=f"a list of {len(token_ids)} token ids")
             check_token_ids("tokens", token_ids, model.folder.config.vocab_size)
             return await model.preparer.decode(
                 token_ids, tenant=tenant, skip_special_tokens=skip_special_tokens
@@ -219,7 +222,7 @@ class Generator:
         if self.model is None:
             raise NoWorkers("the model is not loaded yet", retry_after_s=1.0)
         if self._num_running >= REQUESTS_MAX:
-            raise QueueFull(f"{REQUESTS_MAX} requests are open already", retry_after_s=1.0)
+            raise QueueFull(_TOO_MANY, retry_after_s=1.0)
         self._num_running += 1
         try:
             yield self.model
@@ -246,7 +249,7 @@ class Generator:
         self.metrics.requests_running.inc()
         try:
             if self._num_running > REQUESTS_MAX:
-                raise QueueFull(f"{REQUESTS_MAX} requests are open already", retry_after_s=1.0)
+                raise QueueFull(_TOO_MANY, retry_after_s=1.0)
             async with aclosing(self._run(request, record, together)) as deltas:
                 async for delta in deltas:
                     if delta.finish_reason:
@@ -261,7 +264,11 @@ class Generator:
             raise
         except Exception as error:
             about = {"request_id": request.request_id}
-            log.exception("request %s failed", request.request_id, extra=about)
+            log.exception(
+                "request %s failed because of an error in the router",
+                request.request_id,
+                extra=about,
+            )
             hidden = InternalError(f"an error inside the router: {type(error).__name__}")
             record.fail(hidden)
             raise hidden from error
@@ -434,7 +441,7 @@ def pool_tokens_of(
     budget = request.kv_budget
     if budget is not None and config.kv_budgets == "refuse":
         raise BadRequest(
-            "kv_budget must be left out: this cluster allows none (--kv-budgets refuse)",
+            "kv_budget is not allowed on this cluster (--kv-budgets refuse); leave it out",
             param="kv_budget",
         )
     if budget is None or pool_tokens is None:
@@ -485,10 +492,9 @@ class BodyRequests:
             if request.echoes_prompt and request.sampling.logprobs is not None:
                 name = "logprobs"
             raise BadRequest(
-                f"{name} is too much for one answer: it would have {needed} log probabilities or "
-                f"more, and may have at most {self._logprobs_max} (those of each token and of its "
-                "most likely ones, in all prompts and choices); ask for fewer of them, or for "
-                "fewer tokens, choices or prompts",
+                f"{name} would give this answer at least {needed} log probabilities in all its "
+                f"prompts and choices, but it may have at most {self._logprobs_max}; ask for "
+                "fewer log probabilities, tokens, choices or prompts",
                 param=name,
             )
         self._num_logprobs = needed

@@ -70,7 +70,9 @@ class Keeper:
             "why_not": "",
         }
         if len(self._tasks) >= _ASKED_MAX:
-            record.kept["why_not"] = f"{_ASKED_MAX} others wait for workers' answers"
+            record.kept["why_not"] = (
+                f"{_ASKED_MAX} other requests already wait for a worker to keep KV"
+            )
             return
         asking = self._ask(worker.worker_id, message, record, compatibility.block_size)
         task = asyncio.create_task(asking, name=f"keep-{job.request_id}")
@@ -83,10 +85,15 @@ class Keeper:
         try:
             client = self._view.client(worker_id)
             if client is None:
-                raise WorkerLost(f"worker {worker_id} is gone")
+                raise WorkerLost(f"worker {worker_id} is no longer in the cluster")
             reply = await client.keep(message)
         except (WorkerLost, grpc.aio.AioRpcError) as error:
-            log.debug("%s keeps nothing of %s: %r", worker_id, record.request_id, error)
+            log.debug(
+                "worker %s could not be asked to keep the KV of request %s: %r",
+                worker_id,
+                record.request_id,
+                error,
+            )
             record.kept["why_not"] = f"{worker_id} did not answer"
             return
         record.kept["tokens"] = reply.num_blocks * block_size

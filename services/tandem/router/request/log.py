@@ -65,7 +65,7 @@ class RequestRecord:
         is_error = not ok and self.outcome != "cancelled"
         self.timeline.span.end(attributes, error=self.outcome if is_error else "")
         log.info(
-            "%s ended: %s, %d tokens in %.3f s",
+            "request %s ended: %s, %d tokens in %.3f s",
             self.request_id,
             self.outcome,
             self.num_sent,
@@ -155,8 +155,8 @@ class RequestLog:
             record = same[-1]
         if record is None or tenant not in (None, record.tenant):
             raise RequestNotFound(
-                f"this router knows no request {name[:80]!r}: it keeps the last "
-                f"{self._requests_max} of its own; another replica may know it"
+                f"this router has no record of the request {name[:80]!r}: it keeps records of its "
+                f"last {self._requests_max} requests; another router replica may have the record"
             )
         return record
 

@@ -76,7 +76,9 @@ class Migrations:
         job.routing.first_token_by = math.inf
         is_crash = not isinstance(error, WorkerLeft)
         if is_crash and (why_not := self._count_loss(job)):
-            raise lost_for_good(job, f"{error.message}; {why_not}") from error
+            raise lost_for_good(
+                job, f"{error.message}; the request is not moved again: {why_not}"
+            ) from error
         job.routing.unassigned_since = time.monotonic()
         off = job.worker.worker_id if job.worker is not None else ""
         self.note_migration(job, "crash" if is_crash else "drain", error.message, off=off)
@@ -94,7 +96,7 @@ class Migrations:
         num_output_tokens = len(job.progress.output_token_ids)
         log.log(
             level,
-            "request %s migrates with %d tokens: %s",
+            "request %s moves to another worker after %d generated tokens: %s",
             job.request_id,
             num_output_tokens,
             why,
@@ -118,9 +120,9 @@ class Migrations:
         if progress.num_lost < LOSSES_MAX:
             progress.num_lost += 1
         if progress.num_lost == LOSSES_MAX:
-            return "no request may lose more"
+            return f"it may lose at most {LOSSES_MAX} workers"
         if not self.budget.take(time.monotonic()):
-            return "and too many requests have migrated in the last minute"
+            return "too many requests have moved in the last minute"
         return ""
 
 
@@ -132,8 +134,8 @@ def lost_for_good(job: Job, why: str) -> WorkerLost:
     count = job.progress.num_lost
     workers = "1 worker was" if count == 1 else f"{count} workers were"
     return WorkerLost(
-        f"{workers} lost under this request after {len(job.progress.output_token_ids)} tokens: "
-        f"{why}",
+        f"{workers} lost while this request ran, after {len(job.progress.output_token_ids)} "
+        f"generated tokens: {why}",
         retry_after_s=RETRY_AFTER_DEFAULT_S,
     )
 

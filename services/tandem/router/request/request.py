@@ -79,11 +79,11 @@ class ClientRequest:
     def __post_init__(self) -> None:
         if isinstance(self.prompt, Conversation):
             if not 0 < len(self.prompt.messages) <= MESSAGES_MAX:
-                raise refusal("messages", why=f"a list of {len(self.prompt.messages)}")
+                raise refusal("messages", why=f"a list of {len(self.prompt.messages)} messages")
             if self.prompt.tool_choice == "required" and self.structured_output is not None:
                 raise BadRequest(
-                    f"only one of tool_choice and {self.structured_output.field} may give the "
-                    "answer its form",
+                    f"tool_choice and {self.structured_output.field} both set the format of the "
+                    "answer; send only one of them",
                     param="tool_choice",
                 )
         elif not self.prompt:
@@ -217,8 +217,8 @@ class ClientRequest:
             limit = min(left, pool_left, allowed or left, self.default_max_tokens or left)
             if self.sampling.min_tokens > limit:
                 raise BadRequest(
-                    f"min_tokens is {self.sampling.min_tokens}; it must be at most {limit}, as "
-                    "many as can be made without max_tokens",
+                    f"min_tokens is {self.sampling.min_tokens}; it must be at most {limit}, "
+                    "because without max_tokens the answer may have at most that many tokens",
                     param="min_tokens",
                 )
             return limit
@@ -262,8 +262,8 @@ class ClientRequest:
         if allowed < self.num_sequences:
             name = "n" if self.sampling.n == self.num_sequences else "best_of"
             raise OverKeyLimit(
-                f"{name} is {self.num_sequences}; it must be at most {int(allowed)}, each with a "
-                f"token: {self._key_limits(num_prompt_tokens)}",
+                f"{name} is {self.num_sequences}; it must be at most {int(allowed)}, so that each "
+                f"choice can have a token: {self._key_limits(num_prompt_tokens)}",
                 param=name,
             )
         return None if allowed == math.inf else int(allowed) // self.num_sequences
@@ -276,7 +276,7 @@ class ClientRequest:
             (limits.tokens_per_minute, "tokens_per_minute"),
         )
         shown = " and ".join(f"{name} {limit}" for limit, name in named if limit)
-        return f"the API key has {shown}, and the prompt takes {num_prompt_tokens}"
+        return f"the API key has {shown}, and the prompt has {num_prompt_tokens} tokens"
 
     def too_long(self, num_prompt_tokens: str, max_model_len: int) -> ContextTooLong:
         """Returns the error for a prompt that leaves no room for a completion.
@@ -285,7 +285,7 @@ class ClientRequest:
         """
         return ContextTooLong(
             f"{_context(max_model_len)}; the prompt has {num_prompt_tokens} tokens, and may have "
-            f"at most {max_model_len - 1}, so that one can be made",
+            f"at most {max_model_len - 1}, so that one token can be generated",
             param=self._prompt_name,
         )
 
@@ -336,7 +336,8 @@ def read_model_defaults(generation_config: Mapping[str, Any]) -> dict[str, float
         SamplingParams(**defaults)
     except BadRequest as error:
         raise ConfigError(
-            f"{error.message}; or start with --generation-config none, which ignores it"
+            f"{error.message}; correct it, or start with --generation-config none to ignore the "
+            "file"
         ) from None
     return defaults
 
@@ -349,7 +350,7 @@ def read_client_id(sent: Sequence[str]) -> str:
 def check_model(name: str, *, served: str) -> None:
     """Raises ModelNotFound unless `name` is empty or the served model's name."""
     if name not in ("", served):
-        message = f"the model {shorten(name)} is not served here; {served!r} is"
+        message = f"the model {shorten(name)} is not served here; the served model is {served!r}"
         raise ModelNotFound(message, param="model")
 
 

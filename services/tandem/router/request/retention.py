@@ -31,7 +31,7 @@ def asked_retention(
     if retention is not None and retention not in RETENTIONS_S:
         raise refusal("prompt_cache_retention", retention)
     if key is not None and len(key) > KEY_CHARACTERS_MAX:
-        raise refusal("prompt_cache_key", why=f"one of {len(key)}")
+        raise refusal("prompt_cache_key", why=f"{len(key)} characters long")
     if not PRIORITY_MIN <= priority <= PRIORITY_MAX:
         raise refusal("kv_priority", priority)
     pin_s = RETENTIONS_S[retention] if retention is not None else 0.0
@@ -49,6 +49,7 @@ def is_of_session(sent: Callable[[str], Sequence[str]]) -> bool:
         is_printable = value.isascii() and value.isprintable()
         if not is_printable or not 1 <= len(value) <= _SESSION_CHARACTERS_MAX:
             raise BadRequest(
-                f"{name} must be 1 to {_SESSION_CHARACTERS_MAX} printable ASCII characters"
+                f"the header {name} must have 1 to {_SESSION_CHARACTERS_MAX} printable ASCII "
+                "characters"
             )
     return bool(named)

@@ -143,7 +143,7 @@ class AdapterControl:
     def _records(self) -> list[WorkerRecord]:
         records = [w.record for w in self._view.known() if self._view.is_compatible(w.record)]
         if not records:
-            raise NoWorkers("no worker is known", retry_after_s=1.0)
+            raise NoWorkers("this router knows no worker that serves its model", retry_after_s=1.0)
         return records
 
     async def _see(self, name: str, adapter: Adapter | None) -> None:
@@ -153,7 +153,12 @@ class AdapterControl:
                 while self._view.adapters().get(name) != adapter:
                     await self._view.wait_change()
         except TimeoutError:
-            log.warning("adapter %s is changed on the workers and not seen here yet", name)
+            log.warning(
+                "adapter %s was changed on the workers, but their records did not show this "
+                "within %g s",
+                name,
+                SEEN_DEADLINE_S,
+            )
 
 
 def _check_names(name: str, path: str, *, base: str) -> None:
@@ -163,7 +168,10 @@ def _check_names(name: str, path: str, *, base: str) -> None:
             param="lora_name",
         )
     if name == base:
-        raise BadRequest(f"lora_name is {name!r}, which is the model's", param="lora_name")
+        raise BadRequest(
+            f"lora_name is {name!r}, which is the name of the model; choose another name",
+            param="lora_name",
+        )
     if not path.startswith("/"):
         raise BadRequest(
             f"lora_path is {path[:80]!r}; it must be an absolute path on the workers",

@@ -95,14 +95,14 @@ class AutoscaleLoop:
                 await self._pause()
                 continue
             except UNREACHABLE as error:
-                log.warning("no autoscaling, Redis does not answer: %r", error)
+                log.warning("autoscaling is paused, because Redis does not answer: %r", error)
             except TandemError as error:
-                log.warning("pool sizes are not asked for: %s", error.message)
+                log.warning("the autoscaler cannot set pool sizes: %s", error.message)
             except Exception:
                 # The cause is a bug, or data from a router of another version. The pools keep their
                 # sizes, and requests are served.
                 self._policy = None
-                log.exception("autoscaling broke")
+                log.exception("autoscaling failed; it is tried again in %g s", interval_s)
             await asyncio.sleep(interval_s)
 
     async def _pause(self) -> None:
@@ -147,7 +147,9 @@ class AutoscaleLoop:
         try:
             owned = await self._owner.sizes()
         except TandemError as error:
-            log.warning("pool sizes cannot be read: %s", error.message)
+            log.warning(
+                "the autoscaler cannot read pool sizes and does not change them: %s", error.message
+            )
         self._view.decisions = decisions = self._decide(num_held, owned)
         await redis.set(self._decisions_key, msgspec.json.encode(decisions), px=keep_ms)
         changes: dict[str, int] = {
@@ -176,7 +178,9 @@ class AutoscaleLoop:
             try:
                 written_at, holds, demand = msgspec.msgpack.decode(value, type=_DemandRecord)
             except UNREADABLE as error:
-                log.warning("a router's demand cannot be read, and is left out: %s", error)
+                log.warning(
+                    "the autoscaler ignores a router's demand that it cannot decode: %s", error
+                )
                 await redis.hdel(self._demand_key, field)
                 continue
             if now - written_at > _GONE_AFTER_S:
@@ -193,7 +197,7 @@ class AutoscaleLoop:
     def _decide(self, num_held: int, owned: dict[str, int]) -> list[ScalingDecision]:
         now_s = time.monotonic()
         if self._policy is None:
-            log.info("autoscaling is %s, and decided here", self._config.autoscale.mode)
+            log.info("this router runs the autoscaler now: mode %s", self._config.autoscale.mode)
             self._policy = Autoscaler(self._config.autoscale, now_s)
         workers = self._view.snapshots()
         seen = Observation(
@@ -207,7 +211,7 @@ class AutoscaleLoop:
         decisions = list(self._policy.decide(seen))
         for decision in decisions:
             if decision.to != decision.size:
-                log.info("autoscale %s: %s", self._config.autoscale.mode, decision.line)
+                log.info("autoscaler (mode %s): %s", self._config.autoscale.mode, decision.line)
         return decisions
 
     def _size(self, role: str, owned: dict[str, int]) -> int:

@@ -96,7 +96,12 @@ class ClusterControl:
                     await self.view.wait_change()
             self._departures.forget(record.epoch)
         except TimeoutError:
-            log.warning("worker %s is in the %s pool and not seen there yet", worker_id, role)
+            log.warning(
+                "worker %s moved to the %s pool, but its record did not show this within %g s",
+                worker_id,
+                role,
+                SEEN_DEADLINE_S,
+            )
         return RoleSet(worker_id, role, reply.took_s, time.monotonic() - started)
 
     async def drain(
@@ -111,8 +116,9 @@ class ClusterControl:
             change.after = "draining"
             is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
             if not is_number or not 0 <= deadline_s <= DRAIN_DEADLINE_MAX_S:
-                limits = f"from 0 (the worker's own) to {DRAIN_DEADLINE_MAX_S:g}"
-                raise BadRequest(f"deadline_s must be seconds {limits}", param="deadline_s")
+                limits = f"from 0 (the worker's configured deadline) to {DRAIN_DEADLINE_MAX_S:g}"
+                message = f"deadline_s must be a number of seconds {limits}"
+                raise BadRequest(message, param="deadline_s")
             record = self.record(worker_id)
             change.before = record.state
             request = pb.DrainRequest(deadline_s=deadline_s)
@@ -120,7 +126,7 @@ class ClusterControl:
                 await self.call(record, "Drain", request)
                 return
             way_out = (
-                ". Start another one first (`tandem scale decode=2`), or drain it all the same "
+                ". Start another one first (`tandem scale decode=2`), or drain it anyway "
                 'with --force (HTTP and gRPC: "force": true)'
             )
             async with self._departure(record, way_out, force=force):
@@ -162,7 +168,9 @@ class ClusterControl:
                     request, timeout=CALL_DEADLINE_S, metadata=self.view.calls.metadata
                 )
             except grpc.aio.AioRpcError as error:
-                message = f"{record.worker_id} did not do it ({method}): {error.details()}"
+                message = (
+                    f"{record.worker_id} did not complete the call {method}: {error.details()}"
+                )
                 if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
                     raise NotNow(message) from error
                 raise WorkerLost(message) from error
@@ -190,8 +198,9 @@ class ClusterControl:
             if not force and not self.view.has_decode_worker(own | leaving):
                 only = "the only decode worker"
                 if self.view.has_decode_worker(own):
-                    only += " that stays, for the others were told to leave just now"
-                message = f"{record.worker_id} is {only}: nobody would answer requests{way_out}"
+                    only += " that stays, because the others are leaving now"
+                message = f"{record.worker_id} is {only}: without it, no request can be answered"
+                message += way_out
                 raise NotNow(message)
             yield
         except BaseException:

@@ -82,7 +82,7 @@ class SizeOwner:
             try:
                 await self._read_kubernetes()
             except Exception:
-                log.exception("the sizes of the pools cannot be read; requests are served")
+                log.exception("the sizes of the pools cannot be read; requests are still served")
             await asyncio.sleep(_KUBERNETES_WATCH_S)
 
     async def _read_kubernetes(self) -> None:
@@ -112,14 +112,14 @@ class SizeOwner:
                 await self._kubernetes.set_sizes(sizes)
             elif others := self._of_others(sizes):
                 raise NotNow(
-                    f"the pool controller does not own the size of the pool {others[0]}: on "
-                    "Kubernetes that is `kubectl scale deployment NAME --replicas=N`, or an HPA"
+                    f"the pool controller cannot set the size of the {others[0]} pool; on "
+                    "Kubernetes, set it with `kubectl scale deployment NAME --replicas=N` or an HPA"
                 )
             elif not await self._request_from_controller(dict(sizes)):
                 raise NotNow(
-                    "no pool controller runs here, and this router may patch no scale: sizes "
-                    "belong to who started the workers. On Kubernetes that is `kubectl scale "
-                    "statefulset NAME --replicas=N`, or the pool's HPA, KEDA or RayCluster"
+                    "this router cannot set pool sizes: no pool controller runs, and "
+                    "--scale-objects is not set. On Kubernetes, set them with `kubectl scale "
+                    "statefulset NAME --replicas=N`, or with the pool's HPA, KEDA or RayCluster"
                 )
 
     def _of_others(self, sizes: Mapping[str, int]) -> list[str]:

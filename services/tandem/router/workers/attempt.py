@@ -86,7 +86,7 @@ class Attempt:
             return
         self._tokens_left -= len(update.token_ids)
         if self._tokens_left < 0:
-            self.fail(InternalError(f"worker {self.worker_id} sent more tokens than were asked"))
+            self.fail(InternalError(f"worker {self.worker_id} sent more tokens than requested"))
             return
         self._updates.append(update)
         self._has_answer |= bool(update.token_ids)

@@ -130,7 +130,7 @@ class WorkerClient:
         """
         silent_s = time.monotonic() - self._heard_at
         if self.is_up and silent_s > limit_s:
-            self._go_down(f"nothing came from it for {silent_s:.0f} s")
+            self._go_down(f"it sent nothing for {silent_s:.0f} s")
             self._task.cancel()
 
     async def close(self) -> None:
@@ -156,13 +156,19 @@ class WorkerClient:
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
             except Exception as error:
-                log.exception("the stream to worker %s broke", self.worker_id)
+                log.exception(
+                    "the stream to worker %s failed because of an error in this router",
+                    self.worker_id,
+                )
                 reason = repr(error)
             finally:
-                self._go_down("the router stops")
+                self._go_down("this router is shutting down")
             self.why_down = reason
             log.warning(
-                "worker %s at %s is not connected: %s", self.worker_id, self.address, reason
+                "worker %s at %s is not connected, and the router tries again: %s",
+                self.worker_id,
+                self.address,
+                reason,
             )
             await asyncio.sleep(backoff.next_s())
 
@@ -179,10 +185,10 @@ class WorkerClient:
             async for update in call:
                 self._take(update)
             if self.is_draining:
-                self._go_down("it has left", WorkerLeft)
+                self._go_down("it ended after its drain", WorkerLeft)
         finally:
             # Mark the stream as down first, so that no request is submitted during the clean-up.
-            self._go_down("its stream broke")
+            self._go_down("the connection to it failed")
             writer.cancel()
             call.cancel()
             await asyncio.wait([writer], timeout=CLOSE_DEADLINE_S)
@@ -196,7 +202,7 @@ class WorkerClient:
                 await self._command_waits.wait()
         except Exception as error:
             # `_serve` reads from the same call, so it also gets an error, and cleans up.
-            log.debug("writing to worker %s ended: %r", self.worker_id, error)
+            log.debug("writing to worker %s failed: %r", self.worker_id, error)
             call.cancel()
 
     def _take(self, update: pb.DecodeUpdate) -> None:

@@ -327,7 +327,11 @@ class ClusterView:
             # The host was suspended or this process was paused. The workers may have been paused,
             # too. So they get time to write their records again, and are not removed meanwhile.
             pause_s = now - self._read_at
-            log.info("no worker records were read for %.1f s; workers get time to write", pause_s)
+            log.info(
+                "this router was paused and read no worker records for %.1f s; workers get time to "
+                "write them again",
+                pause_s,
+            )
             self._trusted_from = now + self.cluster.record_ttl_s
         self._merge({r.worker_id: r for r in records}, complete=now >= self._trusted_from)
         self._silences.note(records, now)
@@ -340,7 +344,10 @@ class ClusterView:
         for worker_id in [w for w in self._workers if w not in records]:
             worker = self._workers[worker_id]
             if complete or not worker.is_up:
-                log.warning("worker %s is gone: it left, or it stopped reporting", worker_id)
+                log.warning(
+                    "worker %s has no record any more: it shut down, or it stopped reporting",
+                    worker_id,
+                )
                 self._note_gone(worker.record)
                 self._drop(worker_id)
                 if worker.client is not None:

@@ -115,7 +115,7 @@ class EventLog:
         how = f"it stopped reporting; it was at {record.address}"
         if is_replaced:
             how = f"its process {record.pid} ended without notice, and a new process replaced it"
-        text = "it has left after it finished its requests" if in_order else how
+        text = "it shut down after it finished its requests" if in_order else how
         self.add("left" if in_order else "lost", record.worker_id, text, once=record.epoch)
 
 

@@ -45,7 +45,7 @@ class ProblemWatch:
             if part not in self._cluster_reported:
                 self._report("problem", part, phrase)
         for part in self._cluster_reported.keys() - cluster.keys():
-            self._report("well", part, "it works again")
+            self._report("well", part, "the problem is over")
         self._cluster_reported = dict(cluster)
         agents = [a for n, p in pools.items() if n != "router" for a in p.get("agents", ())]
         self._note_agents(agents)

@@ -170,7 +170,7 @@ def problems_of(
     problems = [reason] if reason else []
     if redis == "lost":
         problems.append(
-            "Redis does not answer: this router uses the workers that it knew last, and pool sizes "
+            "Redis does not answer: this router uses the last known workers, and pool sizes "
             "cannot be changed"
         )
     problems += cluster
@@ -381,7 +381,7 @@ def ending(agent: Mapping[str, Any]) -> str:
     if not how and not line:
         return ""
     if how == "exit status 0":  # a process that drained, or that an operator ended with SIGTERM
-        return "ended in order"
+        return "ended normally"
     if not how:
         how = "ended"
     elif how.startswith("ended by"):

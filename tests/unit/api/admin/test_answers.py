@@ -88,7 +88,7 @@ def test_requests_that_wait_are_slow_before_they_have_a_token() -> None:
 
 
 def test_old_requests_say_nothing_of_now() -> None:
-    told = "Nothing to tell: no request got a first token in the last minute."
+    told = "Nothing to report: no request got a first token in the last minute."
     assert slow([request(4000.0, 90.0)], NOW) == told
     assert slow([], NOW) == told
 

@@ -6,7 +6,7 @@ from tandem.api.http.connections import Connections
 from tandem.net.security.clients import Clients
 
 ADDRESS = "192.0.2.7"
-FULL = "your address has too many connections"
+FULL = "your address has too many open connections; close some or try again later"
 
 
 class Waiting:

@@ -84,9 +84,11 @@ def test_what_holds_it_back_is_said() -> None:
     stabilizer = Stabilizer(CONFIG, 0.0)
     stabilizer.step(0, 2, 4, 4)
 
-    assert stabilizer.step(10, 4, 3, 3).held == "4 was to be kept in the last 600 s"
+    assert stabilizer.step(10, 4, 3, 3).held == "4 workers were needed in the last 600 s"
     assert stabilizer.step(605, 4, 3, 3).held == ""  # down: the first change of direction
-    assert stabilizer.step(610, 3, 5, 5).held == "turned 5 s ago, 595 s more"
+    assert stabilizer.step(610, 3, 5, 5).held == (
+        "the pool changed its direction 5 s ago, and may change it again in 595 s"
+    )
 
 
 def test_an_empty_pool_is_woken_though_it_just_turned() -> None:

@@ -225,7 +225,9 @@ def test_a_decision_explains_itself_in_one_line() -> None:
         prefill, _ = day.turn(requests=20, prefill_s=1.5)
 
     assert "\n" not in prefill.line
-    assert prefill.line.startswith("prefill 4 -> 4 for its load: wanted 4 of 1..8; load 3.00")
+    assert prefill.line.startswith(
+        "prefill 4 -> 4 because of load: 4 wanted, 1 to 8 allowed; load 3.00"
+    )
     assert "ttft p95 0.2" in prefill.line
 
 

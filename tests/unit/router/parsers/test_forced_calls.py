@@ -172,7 +172,7 @@ def test_a_template_that_ends_the_reasoning_leaves_none(folder: Path) -> None:
                 "name": "f",
                 "parameters": {"properties": {"a": {"type": "string", "maxLength": "9"}}},
             },
-            "length",
+            "minLength and maxLength",
         ),
         (
             "qwen3_coder",

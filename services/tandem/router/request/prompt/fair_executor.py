@@ -131,9 +131,11 @@ class FairExecutor:
         self, executor: Executor, running: asyncio.Future[Any], in_time: asyncio.Future[Any]
     ) -> None:
         """Ends a job at its deadline, whether or not its caller still waits."""
-        log.error("a job did not end in %g s", self._deadline_s)
+        log.error(
+            "a job that prepares a prompt did not end within %g s and is given up", self._deadline_s
+        )
         self.num_late += 1
-        in_time.set_exception(LateJob(f"it did not end in {self._deadline_s:g} s"))
+        in_time.set_exception(LateJob(f"the job did not end within {self._deadline_s:g} s"))
         if processes := _processes(executor):
             for process in processes:  # the death of a process also ends the future `running`
                 process.kill()
@@ -156,7 +158,9 @@ class FairExecutor:
         # Several jobs may report the same dead process; only the first one replaces the executor.
         is_lost = isinstance(error, BrokenExecutor) and executor is self._executor
         if is_lost and not self._closed:
-            log.error("a process died; starting anew", exc_info=error)
+            log.error(
+                "a process that prepares prompts died; new processes are started", exc_info=error
+            )
             executor.shutdown(wait=False)
             self._executor = self._make_executor()
         self._num_free += 1

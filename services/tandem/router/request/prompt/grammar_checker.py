@@ -100,7 +100,7 @@ class GrammarChecker:
             case "time":
                 return None
             case "memory":
-                why = f"to compile it takes over {self._memory_bytes >> 20} MB of memory"
+                why = f"compiling it takes over {self._memory_bytes >> 20} MB of memory"
             case "stack":
                 why = "it is too deeply nested: the compiler ran out of its stack"
             case _:
@@ -140,7 +140,7 @@ class GrammarChecker:
         """Sends a check's socket to the checker process, and starts that process if necessary."""
         with self._lock:
             if self._closed:
-                raise CompilerBusy("the router stops", retry_after_s=RETRY_AFTER_S)
+                raise CompilerBusy("the router is shutting down", retry_after_s=RETRY_AFTER_S)
             if self._process is None or self._process.poll() is not None:
                 if self._control is not None:
                     self._control.close()

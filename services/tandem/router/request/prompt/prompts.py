@@ -141,7 +141,7 @@ class PromptPreparer:
 
         Raises ConfigError if a rule fails or does not end.
         """
-        why = "its rules fail or do not end"
+        why = "its rules for splitting text fail or do not end"
         with suppress(LateJob, BrokenExecutor):
             why = await self._processes.run("", 1.0, _check_in_process)
         if why:
@@ -263,7 +263,7 @@ class PromptPreparer:
                 param=wanted.field,
                 retry_after_s=RETRY_AFTER_S,
             ) from None
-        raise refused(wanted.field, f"to compile it takes over {GRAMMAR_CPU_S:g} s of CPU time")
+        raise refused(wanted.field, f"compiling it takes over {GRAMMAR_CPU_S:g} s of CPU time")
 
     def close(self) -> None:
         self._threads.close()
@@ -348,8 +348,8 @@ def _reporting_late_jobs() -> Iterator[None]:
         yield
     except LateJob:
         raise TokenizerLate(
-            f"the model's tokenizer did not end in {JOB_DEADLINE_S:g} s and was ended: the text, "
-            "or a rule of the tokenizer, takes it too long"
+            f"the model's tokenizer did not finish within {JOB_DEADLINE_S:g} s and was stopped, "
+            "because it is too slow for this text; send a shorter text"
         ) from None
 
 

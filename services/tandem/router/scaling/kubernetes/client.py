@@ -40,7 +40,8 @@ def open_client(kind: type[_C], account: Path) -> _C:
     for name in ("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"):
         if not os.environ.get(name):
             raise NotNow(
-                f"sizes are set by Kubernetes, and {name} is not set: this router is in no pod"
+                "pool sizes can be set only from a pod in Kubernetes, but this process is in no "
+                f"pod: {name} is not set"
             )
     try:
         config = KubeConfig.from_service_account(account)
@@ -48,7 +49,7 @@ def open_client(kind: type[_C], account: Path) -> _C:
         return kind(config, timeout=httpx2.Timeout(DEADLINE_S), trust_env=False)
     except (OSError, ConfigError) as error:
         raise NotNow(
-            f"this router's pod has no service account that could set sizes: {error}"
+            f"pool sizes cannot be set, because this pod has no usable service account: {error}"
         ) from error
 
 
@@ -60,6 +61,6 @@ def resource_and_name(owner: str) -> tuple[Resource, str]:
 
 def answer_of(error: httpx2.HTTPStatusError, owner: str) -> str:
     """Returns a message with the API server's status and reason for its refusal."""
-    message = f"the Kubernetes API server answers {error.response.status_code} for {owner}"
+    message = f"the Kubernetes API server answered {error.response.status_code} for {owner}"
     reason = (error.status.message or "")[:_MESSAGE_MAX] if isinstance(error, ApiError) else ""
     return f"{message}: {reason}" if reason else message

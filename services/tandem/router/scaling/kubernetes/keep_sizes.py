@@ -148,9 +148,14 @@ def free_groups(client: Client, owner: str) -> None:
         patch = {"metadata": {"resourceVersion": version, "managedFields": kept}}
         with _unless(409, owner):
             client.patch(resource, name, patch, patch_type=PatchType.MERGE)
-            log.info("%s: the upgrade may change its worker groups", owner)
+            log.info(
+                "%s: no other program owns its worker groups now, so the upgrade can change them",
+                owner,
+            )
             return
-    raise ScaleAway(f"{owner} changed while it was read, {_ATTEMPTS} times")
+    raise ScaleAway(
+        f"{owner} cannot be changed: it was changed by others during all {_ATTEMPTS} attempts"
+    )
 
 
 def set_size(
@@ -185,9 +190,12 @@ def set_size(
                 field_manager=manager,
                 force=True,
             )
-            log.info("%s: %d replicas", owner, size)
+            log.info("the size of %s was set to %d replicas", owner, size)
             return size
-    raise ScaleAway(f"{owner} changed while its size was read, {_ATTEMPTS} times")
+    raise ScaleAway(
+        f"the size of {owner} cannot be set: it was changed by others during all {_ATTEMPTS} "
+        "attempts"
+    )
 
 
 def read_object(client: Client, owner: str) -> dict[str, Any] | None:
@@ -196,7 +204,7 @@ def read_object(client: Client, owner: str) -> dict[str, Any] | None:
     with _unless(404, owner):
         live: dict[str, Any] = client.get(resource, name).to_dict()
         return live
-    log.info("%s: not there yet", owner)
+    log.info("%s does not exist yet, so its size is not set", owner)
     return None
 
 
@@ -229,7 +237,7 @@ def run_job(run: Callable[[Client, Sequence[str]], None]) -> int:
         with open_client(Client, Path(SERVICE_ACCOUNT)) as client:
             run(client, sys.argv[1:])
     except TandemError as error:
-        log.error("the upgrade fails: %s", error.message)
+        log.error("the upgrade is stopped: %s", error.message)
         return LATE if isinstance(error, DeadlineExceeded) else 1
     return 0
 

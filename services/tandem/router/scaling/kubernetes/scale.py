@@ -46,8 +46,8 @@ class KubernetesScale:
         """
         if foreign := [pool for pool in sizes if pool not in self._objects]:
             raise NotNow(
-                f"the size of {' and '.join(foreign)} is not this router's to set (that of "
-                f"{', '.join(self._objects)} is): its HPA, KEDA or RayCluster owns it",
+                f"this router cannot set the size of {' and '.join(foreign)} (but that of "
+                f"{', '.join(self._objects)}): its HPA, KEDA or RayCluster owns it",
                 param=foreign[0],
             )
         async with open_client(AsyncClient, self._account) as client:
@@ -59,7 +59,11 @@ class KubernetesScale:
                 raise result
         if errors := [result for result in results if isinstance(result, TandemError)]:
             outcomes = zip(sizes, results, strict=True)
-            taken = [f"{pool} is set to {sizes[pool]}" for pool, error in outcomes if error is None]
+            taken = [
+                f"the size of {pool} was set to {sizes[pool]}"
+                for pool, error in outcomes
+                if error is None
+            ]
             raise type(errors[0])("; ".join([*(e.message for e in errors), *taken]))
 
     async def sizes(self) -> dict[str, int]:
@@ -91,7 +95,9 @@ class KubernetesScale:
             resource.Scale, name, patch, patch_type=PatchType.MERGE, field_manager=_MANAGER
         )
         await self._answer(call, pool, "set")
-        log.debug("%s: %d replicas are wanted of %s", pool, size, self._objects[pool])
+        log.debug(
+            "the size of the %s pool was set to %d replicas of %s", pool, size, self._objects[pool]
+        )
 
     async def _answer(self, call: Awaitable[object], pool: str, done: str) -> Scale:
         owner = self._objects[pool]
@@ -100,17 +106,20 @@ class KubernetesScale:
                 scale = await call
         except (TimeoutError, httpx2.TimeoutException) as error:
             raise DeadlineExceeded(
-                f"{pool} may be {done} or not: the Kubernetes API server did not answer in "
-                f"{DEADLINE_S:g} s"
+                f"the size of {pool} may or may not have been {done}: the Kubernetes API server "
+                f"did not answer in {DEADLINE_S:g} s"
             ) from error
         except httpx2.HTTPStatusError as error:
             raise _refusal(error, pool, owner, done) from error
         except httpx2.HTTPError as error:
             raise ScaleAway(
-                f"{pool} is not {done}: the Kubernetes API server cannot be reached: {error}"
+                f"the size of {pool} was not {done}: the Kubernetes API server cannot be reached: "
+                f"{error}"
             ) from error
         except UNREADABLE as error:
-            raise ScaleAway(f"{owner}: the API server's answer is no Scale: {error}") from error
+            raise ScaleAway(
+                f"the Kubernetes API server's answer for {owner} is not a Scale object: {error}"
+            ) from error
         assert isinstance(scale, Scale)
         return scale
 
@@ -123,9 +132,11 @@ def _replicas(part: ScaleSpec | ScaleStatus | None) -> int:
 def _refusal(error: httpx2.HTTPStatusError, pool: str, owner: str, done: str) -> TandemError:
     """Converts the API server's error to a TandemError, whose class says if a retry may help."""
     status = error.response.status_code
-    message = f"{pool} is not {done}: {answer_of(error, owner)}"
+    message = f"the size of {pool} was not {done}: {answer_of(error, owner)}"
     if status in (401, 403):
-        return ScaleRefused(f"{message} (the router's service account needs to patch its scale)")
+        return ScaleRefused(
+            f"{message} (the router's service account needs the right to patch its scale)"
+        )
     if status == 429 or status >= 500:
         return ScaleAway(message)
     return NotNow(message)

@@ -54,8 +54,8 @@ def add(client: Client, owners: Sequence[str], deadline_s: float) -> None:
     if late := _wait(client, owners, _is_added, deadline_s):
         _take_back(client, owners)
         raise DeadlineExceeded(
-            f"the worker that was added to {' and '.join(late)} was not ready in {deadline_s:g} s,"
-            " and is taken back: is there room for it?"
+            f"the worker that was added to {' and '.join(late)} was not ready within {deadline_s:g}"
+            " s, so it is removed again; check that the cluster has room for one more worker"
         )
 
 
@@ -69,8 +69,8 @@ def end(client: Client, owners: Sequence[str], deadline_s: float) -> None:
     _take_back(client, [owner for owner in owners if owner not in late])
     if late:
         raise DeadlineExceeded(
-            f"{' and '.join(late)}: the workers were not replaced in {deadline_s:g} s; the added"
-            " one stays until the next upgrade, or until a size is set"
+            f"{' and '.join(late)}: the workers were not replaced within {deadline_s:g} s; the "
+            "added worker stays until the next upgrade, or until a size is set"
         )
 
 
@@ -132,7 +132,7 @@ def _holds(client: Client, owner: str, done: Callable[[Mapping[str, Any]], bool]
     try:
         live = read_object(client, owner)
     except ScaleAway as error:
-        log.warning("%s: asked again: %s", owner, error.message)
+        log.warning("%s cannot be read and is read again: %s", owner, error.message)
         return False
     return live is None or not is_surged(live) or done(live)
 
