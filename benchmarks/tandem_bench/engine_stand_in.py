@@ -39,6 +39,7 @@ class PoolOnly:
     kv: torch.Tensor
     dtype_name: str = "bfloat16"
     numerics_name: str = "fast"
+    kernels_name: str = "none"
     kv_dtype_name: str = "bfloat16"
 
 
