@@ -303,7 +303,8 @@ async def test_a_pod_that_never_starts_is_told_though_nobody_looks(
     # A reading that was under way may have had the old size of one pool.
     await eventually(lambda: problems() == {"decode pool": f"t{told}"})
     state = (await router.admin.get("/v1/cluster")).json()
-    assert state["headline"] == f"T{told}."
+    effect = "Requests are served, and decode workers prefill the prompts."
+    assert state["headline"] == f"T{told}. {effect}"
     metrics = (await router.admin.get("/metrics")).text
     assert 'tandem_pool_size{pool="decode"} 3.0' in metrics
     assert 'tandem_pool_workers_ready{pool="decode"} 2.0' in metrics

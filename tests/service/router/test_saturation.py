@@ -36,7 +36,7 @@ async def tell_load(router: RunningRouter, queued_tokens: int, **load: int) -> N
     """Every worker tells this queue, and that a token of it takes 1 ms."""
     for worker in router.workers:
         worker.rates = RATES
-        worker.pairs = {"prefill-9": PairRate("nixl", 1e-3, 1.5e9)}
+        worker.pairs = {"prefill-9": PairRate("nixl", 1e-3, 1.5e9, num_pulls=99)}
         worker.load = WorkerLoad(
             queue_max=8, blocks_total=1000, queued_tokens=queued_tokens, **load
         )
