@@ -393,7 +393,7 @@ def _prompts(
     if is_prefill:
         return f"{text} The bottleneck is prefill: one more prefill worker would help more."
     share = 1 / (len(decode) + 1)
-    return f"{text} One more decode worker would take {share:.0%} of the prompts at decode workers."
+    return f"{text} The bottleneck is decode: one more worker would take {share:.0%} of its prompts."
 
 
 def _queued_s(workers: Sequence[KnownWorker]) -> float:

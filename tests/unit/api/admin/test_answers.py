@@ -78,7 +78,8 @@ def request(ttft_ms: float | None, ago_s: float = 10.0, **facts: Any) -> dict[st
 def test_slow_first_tokens_have_a_cause() -> None:
     assert slow([request(4000.0), request(100.0, 20.0), request(200.0, 30.0)], SLOW, NOW) == (
         "First tokens are slow: 200 ms at the median of the last minute's 3 requests, 4.0 s at most"
-        " (target: 2 s). 75% of that is computing prompts. The slowest spent 3.0 s computing 100 prompt tokens on prefill-0."
+        " (target: 2 s). 75% of that is computing prompts. The slowest spent 3.0 s computing 100"
+        " prompt tokens on prefill-0."
         " Then a token follows every 100 ms, at the median."
     )
 
@@ -86,7 +87,8 @@ def test_slow_first_tokens_have_a_cause() -> None:
 def test_quick_first_tokens_do_not_stand_out() -> None:
     assert slow([request(80.0)], QUICK, NOW) == (
         "Nothing stands out. First tokens came after 80 ms at the median of the last minute's"
-        " 1 request (target: 2 s). 75% of that is computing prompts. Then a token follows every 100 ms, at the median."
+        " 1 request (target: 2 s). 75% of that is computing prompts. Then a token follows every"
+        " 100 ms, at the median."
     )
 
 
@@ -213,7 +215,7 @@ def test_the_bottleneck_is_named() -> None:
     assert "The bottleneck is prefill: one more prefill worker would help more." in told
     told = one_more_decode([worker("decode-0", queued_s=2.8), worker("prefill-0")])
     assert "0.0 s at each prefill worker and 2.8 s at each decode worker" in told
-    assert "One more decode worker would take 50% of the prompts at decode workers." in told
+    assert "The bottleneck is decode: one more worker would take 50% of its prompts." in told
 
 
 def test_prompts_that_waited_for_decode_workers_count() -> None:
@@ -221,7 +223,7 @@ def test_prompts_that_waited_for_decode_workers_count() -> None:
     waited = request(4000.0, prefill_worker="", stages_ms={"queue": 2800.0, "prefill": 1200.0})
     told = one_more_decode(known, [waited], now=NOW)
     assert "waited 0.0 s for prefill workers and 2.8 s for decode workers" in told
-    assert "One more decode worker would take 50%" in told
+    assert "The bottleneck is decode: one more worker would take 50%" in told
     assert "Prompts hardly wait for a worker." in one_more_decode(known, [request(80.0)], now=NOW)
 
 

@@ -9,14 +9,15 @@ const FRESH = 12; // samples: a value that is not measured all the time is shown
 const number = digits => value => (value ? value.toFixed(digits) : "0");
 const percent = value => (value > 0 && value < .01 ? "<1%" : `${(100 * value).toFixed(0)}%`);
 const DASH = [6, 3], DOT = [2, 2], DASH_DOT = [8, 3, 2, 3], LONG = [12, 4];
-// Title, formatter of values, and lines: column, name, color, dashes. The colors are page.css's.
+// Title, formatter of values, lines (column, name, color, dashes), and the time that the numbers are
+// of. The colors are page.css's.
 const HEALTH = [
-  ["Tokens/s", number(0), [["tokens_per_s", "generated, last 5 s", "text"]]],
-  ["Requests", number(0), [["running", "running now", "text"], ["waiting", "waiting now", "queue", DOT]]],
-  ["Time to first token", milliseconds, [["ttft_p50_ms", "median, last minute", "text"], ["ttft_max_ms", "slowest", "text", DASH]]],
-  ["Time between tokens", milliseconds, [["itl_p50_ms", "median, last minute", "text"], ["itl_p95_ms", "95%", "text", DASH]]],
-  ["Errors a second", number(1), [["errors_per_s", "failed, last 5 s", "bad"]]],
-  ["KV cache", percent, [["kv_used_share", "in use now", "kv"], ["kv_cached_share", "reusable", "kv", DASH]]],
+  ["Tokens/s", number(0), [["tokens_per_s", "generated", "text"]], "in the last 5 s"],
+  ["Requests", number(0), [["running", "running", "text"], ["waiting", "waiting", "queue", DOT]], "now"],
+  ["Time to first token", milliseconds, [["ttft_p50_ms", "median", "text"], ["ttft_max_ms", "slowest", "text", DASH]], "in the last minute"],
+  ["Time between tokens", milliseconds, [["itl_p50_ms", "median", "text"], ["itl_p95_ms", "95%", "text", DASH]], "in the last minute"],
+  ["Errors a second", number(1), [["errors_per_s", "failed", "bad"]], "in the last 5 s"],
+  ["KV cache", percent, [["kv_used_share", "in use", "kv"], ["kv_cached_share", "reusable", "kv", DASH]], "now"],
 ];
 const MORE = [
   ["Requests that ended, a second", number(1), [["requests_per_s", "all", "text"], ["cancelled_per_s", "cancelled", "text", DASH]]],
@@ -144,18 +145,18 @@ function sample(name, dash) { // of a line, beside its name
   return svg;
 }
 
-function makeChart(isHealth, title, format, lines) {
+function makeChart(isHealth, title, format, lines, when = "in the last 5 s") {
   const figure = make("figure"), values = make("div", undefined, lines.length > 2 ? "values many" : "values"), box = make("div");
   const numbers = lines.map(([, name, tone, dash]) => {
     const value = make("b", "–"), label = make("span");
-    label.append(value, " ", sample(tone, dash), name); // the name says which time the number is of
+    label.append(value, " ", sample(tone, dash), name);
     values.append(label);
     return value;
   });
   box.setAttribute("role", "img");
   box.setAttribute("aria-label", `${title}: no data yet`);
   const empty = make("p", "no data yet", "none");
-  figure.append(make("figcaption", title), values, empty, box);
+  figure.append(make("figcaption", title), make("p", when, "none"), values, empty, box);
   charts.push({isHealth, title, format, lines, values: numbers, empty, box, plot: null, width: 0});
   return figure;
 }

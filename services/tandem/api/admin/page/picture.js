@@ -31,8 +31,8 @@ function columnsOf() {
   const of = role => all.filter(([, w]) => w.role === role);
   const routers = Array.from({length: Math.max(1, Math.min(8, state.head?.num_routers ?? 1))}, (_, i) =>
     [i ? `router (${i + 1})` : state.head?.router_id ?? "router", null]);
-  const grpc = state.head?.pools?.grpc?.running ?? 0; // replicas that serve only the gRPC API
-  routers.push(...Array.from({length: Math.min(8, grpc)}, (_, i) => [`grpc-${i}`, null]));
+  const {wanted, running} = state.head?.pools?.grpc ?? {}; // replicas that serve only the gRPC API
+  routers.push(...Array.from({length: Math.min(8, wanted ?? running ?? 0)}, (_, i) => [`grpc-${i}`, null]));
   return [["Routers", routers], ["Prefill", of("prefill")], ["Decode", of("decode")]];
 }
 
@@ -60,8 +60,10 @@ function layout(columns, width) {
   return Math.max(7 * unit, bottom + unit);
 }
 
-function tone(worker) {
-  if (!worker) return state.head?.is_ready === false ? colors.bad : colors.good; // it serves this page
+function tone(worker, id) {
+  if (!worker && state.head?.is_ready === false) return colors.bad;
+  if (!worker && id.startsWith("grpc-")) return Number(id.slice(5)) < (state.head.pools.grpc.running ?? 0) ? colors.good : colors.wait;
+  if (!worker) return colors.good; // it serves this page
   if (worker.state === "draining" || worker.state === "loading" || worker.state === "starting") return colors.wait;
   if (isIll(worker)) return colors.bad; // a worker that is ready may be in trouble
   return worker.state === "stopped" ? colors.muted : colors.good;
@@ -77,7 +79,7 @@ function told(worker) {
 
 function drawWorker(id, worker, at) {
   const used = worker ? worker.kv_used_percent / 100 : 0, ill = Boolean(worker && isIll(worker));
-  const key = `${worker?.state} ${ill} ${at.isSmall ? Math.round(8 * used) : `${worker?.kv_used_percent} ${told(worker)} ${tone(worker)}`}`;
+  const key = `${worker?.state} ${ill} ${at.isSmall ? Math.round(8 * used) : `${worker?.kv_used_percent} ${told(worker)} ${tone(worker, id)}`}`;
   if (drawn.tones.get(id) === key) return; // it looks as before
   drawn.tones.set(id, key);
   context.clearRect(at.x - 2, at.y - 2, at.w + 4, at.h + 4);
@@ -86,9 +88,9 @@ function drawWorker(id, worker, at) {
   context.fillStyle = colors.kv;
   context.globalAlpha = .35;
   if (at.isSmall) context.fillRect(at.x, at.y + at.h * (1 - used), at.w, at.h * used);
-  else context.fillRect(at.x, at.y + at.h - .3 * unit, at.w * used, .3 * unit); // below the texts
+  else context.fillRect(at.x, at.y + at.h - .4 * unit, at.w * used, .4 * unit); // below the texts
   context.globalAlpha = 1;
-  context.strokeStyle = tone(worker);
+  context.strokeStyle = tone(worker, id);
   context.lineWidth = ill ? 3 : 1.5;
   context.strokeRect(at.x, at.y, at.w, at.h);
   if (at.isSmall) return;
