@@ -192,8 +192,8 @@ def last_minute(
     names the other latest events, a line each."""
     outcomes = Counter(record.outcome for record in records if _ended_at(record) > now - RECENT_S)
     recent = [event for event in events if event.at > now - RECENT_S]
-    states = {row.worker_id: row.state for row in rows}
-    parts, explained = _lost(recent, moved or {}, states, _failed_at(records, now), now)
+    by_id = {row.worker_id: row for row in rows}
+    parts, explained = _lost(recent, moved or {}, by_id, _failed_at(records, now), now)
     ended = sum(outcomes.values())
     failed = {name: number for name, number in outcomes.items() if name not in _WELL}
     if ended:
@@ -214,7 +214,7 @@ def last_minute(
 def _lost(
     events: list[ClusterEvent],
     moved: Mapping[str, int],
-    states: Mapping[str, str],
+    rows: Mapping[str, WorkerRow],
     failed: Mapping[str, int],
     now: float,
 ) -> tuple[list[str], list[ClusterEvent]]:
@@ -226,21 +226,30 @@ def _lost(
     explained = []
     found: dict[str, ClusterEvent] = {}
     for event in events:  # the newest first; "ended" says more than "lost"
-        is_first = event.about not in found or found[event.about].kind == "lost"
-        if event.kind == "ended" or (event.kind == "lost" and is_first):
+        is_first = event.about not in found or found[event.about].kind != "ended"
+        # A move of requests is known sooner than the end of the process.
+        is_loss = event.kind == "lost" or (event.kind == "migrated" and "was lost" in event.text)
+        if event.kind == "ended" or (is_loss and is_first):
             found[event.about] = event
     for name, event in found.items():
         mine = [e for e in events if e.about == name and e.kind in ("ended", "lost", "migrated")]
         num_moved = sum(_number(e.text) for e in mine if e.kind == "migrated")
         num_moved = max(num_moved, moved.get(name, 0))
         num_lost = failed.get(name, 0)
+        row = rows.get(name)
         how = event.text if event.kind == "ended" else "was lost"
+        if (
+            row
+            and how == "was lost"
+            and (known := re.search(r"its (?:previous )?process (was ended by \w+)", row.note))
+        ):
+            how = known[1]
         how = how.replace("was ended by SIGKILL", "was killed (SIGKILL)")
         line = f"{max(0.0, now - event.at):.0f} s ago {name} {how}"
         if num_moved or num_lost:
             line += f"; {num_moved} of its requests moved to other workers"
             line += f", and {num_lost} {'was' if num_lost == 1 else 'were'} lost"
-        match states.get(name):
+        match row and row.state:
             case "ready":
                 line += "; it is ready again"
             case "loading" | "starting" | "restarting":
@@ -381,7 +390,9 @@ def _prompts(
             waited[role] += request["stages_ms"].get("queue", 0.0) / 1000
     is_long = sum(waited.values()) > _QUEUE_LONG_S * max(1, len(recent))
     if max(of_prefill, of_decode) < _QUEUE_LONG_S and not is_long:
-        return "Prompts hardly wait for a worker." if recent else ""
+        if not recent:
+            return ""
+        return "Prompts hardly wait for a worker, so first tokens would come as late as now."
     if max(of_prefill, of_decode) >= _QUEUE_LONG_S:
         text = f"The prompts queued now take {of_prefill:.1f} s at each prefill worker and"
         text += f" {of_decode:.1f} s at each decode worker."
@@ -393,7 +404,9 @@ def _prompts(
     if is_prefill:
         return f"{text} The bottleneck is prefill: one more prefill worker would help more."
     share = 1 / (len(decode) + 1)
-    return f"{text} The bottleneck is decode: one more worker would take {share:.0%} of its prompts."
+    return (
+        f"{text} The bottleneck is decode: one more worker would take {share:.0%} of its prompts."
+    )
 
 
 def _queued_s(workers: Sequence[KnownWorker]) -> float:

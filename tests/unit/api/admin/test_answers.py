@@ -181,6 +181,12 @@ def test_a_kill_is_told_first_with_what_became_of_its_requests() -> None:
         "1 request ended, and 1 of them failed: 1 worker_lost.",
     ]
     assert last_minute([], gone[1:], NOW) == "2 s ago decode-1 was lost."
+    note = "started 1 s ago; its previous process was ended by SIGKILL"
+    rows = [WorkerRow("decode-1", "decode", "loading", note)]
+    assert last_minute([], gone[:1], NOW, {}, rows).splitlines() == [
+        "1 s ago decode-1 was killed (SIGKILL); 5 of its requests moved to other workers, and 0"
+        " were lost; it restarts."
+    ], "the move is known before the end of the process"
 
 
 def test_the_verdict_names_pools_that_lack_workers_and_slow_first_tokens() -> None:
@@ -224,7 +230,9 @@ def test_prompts_that_waited_for_decode_workers_count() -> None:
     told = one_more_decode(known, [waited], now=NOW)
     assert "waited 0.0 s for prefill workers and 2.8 s for decode workers" in told
     assert "The bottleneck is decode: one more worker would take 50%" in told
-    assert "Prompts hardly wait for a worker." in one_more_decode(known, [request(80.0)], now=NOW)
+    assert "Prompts hardly wait for a worker, so" in one_more_decode(
+        known, [request(80.0)], now=NOW
+    )
 
 
 def test_a_decode_worker_that_comes_back_has_the_same_effect() -> None:
