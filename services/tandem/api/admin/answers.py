@@ -54,6 +54,9 @@ _PHRASES = {
 }
 _COUNTED = ("migrated", "refused")  # the text begins with a number of requests
 _OWN_WORDS = ("mode", "role", "transport", "problem", "memory", "prefix tree")
+_ENDED = re.compile(r"its (?:previous )?process (was ended by \w+)")  # in the note of a row
+# An end of a process that is older than this is among the events.
+_NEW_S = 10
 _COMING = ("loading", "starting", "restarting")
 _TIER_NAMES = {"host": "host memory", "disk": "the disk", "store": "the object store"}
 
@@ -231,32 +234,36 @@ def _lost(
         is_loss = event.kind == "lost" or (event.kind == "migrated" and "was lost" in event.text)
         if event.kind == "ended" or (is_loss and is_first):
             found[event.about] = event
-    for name, event in found.items():
+    for row in rows.values():  # a row knows of the end of a process sooner than the events
+        since = re.search(r"started (\d+) s ago", row.note)
+        if row.worker_id in found or not moved.get(row.worker_id) or not _ENDED.search(row.note):
+            continue
+        if row.state == "restarting" or (since and int(since[1]) < _NEW_S):
+            ago_s = int(since[1]) if since else 0
+            found[row.worker_id] = ClusterEvent(now - ago_s, "lost", row.worker_id, "")
+    for name, event in sorted(found.items(), key=lambda item: -item[1].at):
         mine = [e for e in events if e.about == name and e.kind in ("ended", "lost", "migrated")]
         num_moved = sum(_number(e.text) for e in mine if e.kind == "migrated")
         num_moved = max(num_moved, moved.get(name, 0))
         num_lost = failed.get(name, 0)
-        row = rows.get(name)
-        how = event.text if event.kind == "ended" else "was lost"
-        if (
-            row
-            and how == "was lost"
-            and (known := re.search(r"its (?:previous )?process (was ended by \w+)", row.note))
-        ):
-            how = known[1]
-        how = how.replace("was ended by SIGKILL", "was killed (SIGKILL)")
-        line = f"{max(0.0, now - event.at):.0f} s ago {name} {how}"
+        line = f"{max(0.0, now - event.at):.0f} s ago {name} {_how(event, rows.get(name))}"
         if num_moved or num_lost:
             line += f"; {num_moved} of its requests moved to other workers"
             line += f", and {num_lost} {'was' if num_lost == 1 else 'were'} lost"
-        match row and row.state:
-            case "ready":
-                line += "; it is ready again"
-            case "loading" | "starting" | "restarting":
-                line += "; it restarts"
+        state = rows[name].state if name in rows else ""
+        if state in ("ready", *_COMING):
+            line += "; it is ready again" if state == "ready" else "; it restarts"
         lines.append(f"{line}.")
         explained += mine
     return lines, explained
+
+
+def _how(event: ClusterEvent, row: WorkerRow | None) -> str:
+    """Says how a worker's process ended, such as "was killed (SIGKILL)"."""
+    how = event.text if event.kind == "ended" else "was lost"
+    if event.kind != "ended" and row is not None and (known := _ENDED.search(row.note)):
+        how = known[1]
+    return how.replace("was ended by SIGKILL", "was killed (SIGKILL)")
 
 
 def _failed_at(records: Collection[RequestRecord], now: float) -> Counter[str]:

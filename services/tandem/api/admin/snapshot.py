@@ -39,6 +39,7 @@ REQUESTS_MAX = 50
 EVENTS_MAX = 50
 _PAIRS_MAX = 64  # A worker's row lists the transports to at most this number of peers.
 _MEMORY_LOW_SHARE = 0.05
+_NEW = ("loading", "restarting")  # states in which a record is that of the process before
 WORKER_COLUMNS = (
     *("pool", "role", "state", "note", "running", "waiting", "leases", "pulls"),
     "queued_tokens",  # number of prompt tokens that wait to be computed, or are being computed
@@ -119,7 +120,10 @@ def take_snapshot(
     requests = [record.as_dict() for record in records[:REQUESTS_MAX]]
     return Snapshot(
         head,
-        {row.worker_id: _row(row, known.get(row.worker_id)) for row in rows},
+        {
+            row.worker_id: _row(row, None if row.state in _NEW else known.get(row.worker_id))
+            for row in rows
+        },
         {request["id"]: _request(request, requests) for request in requests},
         events,
         answers_of(ready, rows, requests, records, events, service, view.events.moved_off(), now),

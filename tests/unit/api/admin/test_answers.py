@@ -187,6 +187,10 @@ def test_a_kill_is_told_first_with_what_became_of_its_requests() -> None:
         "1 s ago decode-1 was killed (SIGKILL); 5 of its requests moved to other workers, and 0"
         " were lost; it restarts."
     ], "the move is known before the end of the process"
+    assert last_minute([], [], NOW, {"decode-1": 2}, rows) == (
+        "1 s ago decode-1 was killed (SIGKILL); 2 of its requests moved to other workers, and 0"
+        " were lost; it restarts."
+    ), "no event has been read yet"
 
 
 def test_the_verdict_names_pools_that_lack_workers_and_slow_first_tokens() -> None:
