@@ -46,7 +46,9 @@ def sentence_of(kind: Reason, placement: Placement) -> str:
     load = decode.load
     requests = "request" if load.num_running == 1 else "requests"
     busy = f"{load.num_running} {requests} running and {load.num_waiting} waiting"
-    delay = f"predicted delay was {placement.priced.cost_s * 1000:.0f} ms, with {busy}"
+    # If there are prefill workers, the cost at a decode worker does not have the prompt's computing.
+    apart = ", without computing the prompt," if placement.prefill_candidates else ""
+    delay = f"predicted delay{apart} was {placement.priced.cost_s * 1000:.0f} ms, with {busy}"
     whose = "Its" if kind == "prefix" and holder is decode else f"{decode.worker_id}'s"
     rest = f"{decode.worker_id} was the only decode worker to choose from."
     if other := placement.runner_up:
