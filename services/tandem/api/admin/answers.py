@@ -126,6 +126,17 @@ def verdict(rows: Iterable[WorkerRow], service: Service, *, is_well: bool) -> st
     return f"Degraded: {' and '.join(short)}." if short else ""
 
 
+def slowest_of(records: Iterable[RequestRecord], now: float) -> RequestRecord | None:
+    """Returns the request with the latest first token of those that got it in the last minute."""
+    found = [
+        (ttft_s, record)
+        for record in records
+        if (ttft_s := record.timeline.ttft_s) is not None
+        and record.created + ttft_s > now - RECENT_S
+    ]
+    return max(found, key=lambda each: each[0])[1] if found else None
+
+
 def slow(requests: Sequence[Request], service: Service, now: float) -> str:
     """Says how long first tokens took in the last minute, and what took longest."""
     first = service.first

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from tandem.api.admin.answers import Service, answers_of, verdict
+from tandem.api.admin.answers import Service, answers_of, slowest_of, verdict
 from tandem.api.admin.request_text import Request, longest_stage
 from tandem.common.config.router import RouterConfig
 from tandem.net.store.cluster_event import ClusterEvent
@@ -118,6 +118,8 @@ def take_snapshot(
     ready = [known[r.worker_id] for r in rows if r.state == "ready" and r.worker_id in known]
     records = generator.requests.latest(REMEMBERED_MAX)
     requests = [record.as_dict() for record in records[:REQUESTS_MAX]]
+    older = slowest_of(records[REQUESTS_MAX:], now)
+    told = [*requests, older.as_dict()] if older else requests
     return Snapshot(
         head,
         {
@@ -126,7 +128,7 @@ def take_snapshot(
         },
         {request["id"]: _request(request, requests) for request in requests},
         events,
-        answers_of(ready, rows, requests, records, events, service, view.events.moved_off(), now),
+        answers_of(ready, rows, told, records, events, service, view.events.moved_off(), now),
         _figures(ready, service, metrics),
     )
 

@@ -12,6 +12,7 @@ from tandem.api.admin.answers import (
     last_minute,
     one_more_decode,
     slow,
+    slowest_of,
     verdict,
 )
 from tandem.common.perf_model.rates import DecodeRate, WorkerRates
@@ -134,6 +135,14 @@ def test_an_idle_cache_has_no_fullest_worker_and_little_is_not_none() -> None:
     assert "fullest" not in kv_cache(known)
     used = [worker(f"decode-{n}", blocks_used=n == 0) for n in range(2)]
     assert kv_cache(used).startswith("<1% is in use")
+
+
+def test_the_slowest_request_of_the_last_minute_is_found() -> None:
+    records = [ended(70), ended(8), ended(9), ended(5)]
+    for record, ttft_s in zip(records, (5.0, 1.0, 3.0, None), strict=True):
+        record.timeline.ttft_s = ttft_s
+    assert slowest_of(records, NOW) is records[2]
+    assert slowest_of(records[:1], NOW) is None
 
 
 def test_the_last_minute_has_requests_and_events() -> None:
