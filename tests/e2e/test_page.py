@@ -18,7 +18,9 @@ def test_a_chat_is_sent_with_enter_and_explained_by_the_page(cluster: LocalClust
         ending = page.inner_text("#answers .ending")
         assert "The answer was cut at its token limit (finish_reason: length)." in ending
         assert "First token after" in ending
-        assert len(page.query_selector_all("#answers p")) == 3
+        assert len(page.query_selector_all("#answers p")) == 5, (
+            "two speakers, two texts, the ending"
+        )
         page.keyboard.press("Escape")
         page.wait_for_selector("#chat-drawer", state="hidden")
         assert page.evaluate("document.activeElement.id") == "open-chat"

@@ -141,8 +141,8 @@ class SimulatedRouter:
             "completion_tokens": 50,
         }
         self.metrics.on_end(record)
-        self.metrics.ttft_s.observe(timeline.ttft_s)
-        self.metrics.itl_s.observe(0.02)
+        self.metrics.on_first_token(timeline.ttft_s, 2.0)
+        self.metrics.on_next_tokens(0.02, 0.1, 49)
         self.metrics.generation_tokens.inc(50)
         self.metrics.flows.note_pull(prefill, decode, 8)
 

@@ -22,7 +22,7 @@ async def test_operations(router: RunningRouter) -> None:
         ("decode-0", "ready"),
         ("decode-1", "ready"),
     ]
-    assert state["headline"] == "All is well: workers that are ready: 0 prefill, 2 decode."
+    assert state["headline"] == "All is well: 2 decode workers are ready."
     page = await router.admin.get("/")
     assert "<title>Tandem</title>" in page.text
     metrics = (await router.admin.get("/metrics")).text

@@ -116,7 +116,7 @@ def page(url: str) -> Iterator[Any]:
 def test_it_shows_the_workers_and_finds_one(page: Any) -> None:
     assert re.fullmatch("1 to 20 of (39|40)", page.inner_text("#workers-shown"))
     page.wait_for_selector("#headline.good")  # a worker is lost for a second now and then
-    assert "workers that are ready" in page.inner_text("#headline")
+    assert "workers are ready" in page.inner_text("#headline")
     page.fill("#worker-filter", "decode-7")
     page.wait_for_selector("#workers li:only-child")
     assert page.inner_text("#workers li strong") == "decode-7"
@@ -129,7 +129,13 @@ def test_it_shows_the_workers_and_finds_one(page: Any) -> None:
 def test_health_is_first_then_the_cluster_then_requests(page: Any) -> None:
     page.wait_for_selector("#requests li .bar")
     titles = [title.inner_text() for title in page.query_selector_all("main h2")]
-    expected = ["Now, and the last 15 minutes", "In words", "The cluster", "Requests", "Workers"]
+    expected = [
+        "Now, and since the start (at most 15 minutes)",
+        "In words",
+        "The cluster",
+        "Requests",
+        "Workers",
+    ]
     assert titles[:5] == expected
     tiles = [title.inner_text() for title in page.query_selector_all("#health figcaption")]
     assert tiles == [
@@ -137,6 +143,47 @@ def test_health_is_first_then_the_cluster_then_requests(page: Any) -> None:
         *("Errors a second", "KV cache"),
     ]
     page.wait_for_selector("#health canvas")
+
+
+def test_on_a_phone_the_answers_are_first(page: Any) -> None:
+    page.set_viewport_size({"width": 390, "height": 1000})
+    tops = [page.query_selector(f"#{name}").bounding_box()["y"] for name in ("words", "health")]
+    assert tops == sorted(tops)
+
+
+# Shows a cluster of which one decode worker loads; returns the banner's class, the decode pool's
+# sizes, the numbers of the tile, and whether its chart says that there is no data.
+DEGRADED = """async () => {
+  const {state} = await import("./page/feed.js"), {showPools} = await import("./page/workers.js");
+  const {showFigures, showCharts} = await import("./page/charts.js");
+  const others = {loading: 1};
+  state.head.pools.decode = {wanted: 3, running: 3, ready: 2, others};
+  state.samples = [];
+  state.figures = {ttft_p50_ms: 3300, ttft_max_ms: 11800};
+  showPools(); showFigures(); showCharts();
+  await new Promise(resolve => setTimeout(resolve, 500));
+  const tile = document.querySelector("#health figure:nth-child(3)");
+  return [
+    document.querySelector("[data-pool=decode]").innerText.replace(/\\s+/g, " ").trim(),
+    [...tile.querySelectorAll("b")].map(each => each.innerText),
+    [...tile.querySelectorAll(".none")].map(each => each.innerText),
+  ];
+}"""
+
+
+def test_pools_and_tiles_tell_the_snapshots_truth(page: Any) -> None:
+    page.route("**/v1/cluster/live", lambda route: route.abort())
+    pool, numbers, notes = page.evaluate(DEGRADED)
+    assert pool.endswith("3 of 3 running, 2 ready, 1 loading")
+    assert numbers == ["3.3 s", "11.8 s"], "the answers in words have the same numbers"
+    assert notes == ["in the last minute", "no data yet"]
+
+
+def test_a_banner_is_amber_while_requests_are_served(page: Any) -> None:
+    page.wait_for_selector("#headline.good")
+    page.wait_for_selector("#headline.wait", timeout=60_000)  # one worker is lost now and then
+    assert "is lost" in page.inner_text("#headline")
+    assert page.inner_text("#headline").startswith("Degraded: ")
 
 
 def test_the_page_answers_an_operators_questions(page: Any) -> None:
@@ -159,6 +206,8 @@ def test_a_bar_has_its_own_scale_and_says_what_took_longest(page: Any) -> None:
     parts = item.query_selector_all("i")
     widths = [part.evaluate("part => parseFloat(part.style.width)") for part in parts]
     assert abs(sum(widths) - 100) < 0.1
+    total = item.query_selector(".scale span")
+    assert re.fullmatch(r"\d+ ms", total.text_content()), "it is at the bar's end"
     longest = r"Longest: \d+ ms computing 64 of 128 prompt tokens on prefill-\d+"
     assert re.search(longest, item.inner_text())
     assert "The load decided: this request is simulated." in item.inner_text()
@@ -238,7 +287,7 @@ def test_each_worker_is_drawn_though_no_pass_ends(page: Any) -> None:
 
 
 def test_a_worker_that_is_ready_and_in_trouble_is_not_green(page: Any) -> None:
-    assert page.evaluate(COLORS) == ["router", "good", "bad"]
+    assert page.evaluate(COLORS) == ["good", "good", "bad"]
 
 
 def test_the_autoscalers_mode_target_and_reason_are_under_the_pools(page: Any) -> None:
@@ -293,7 +342,7 @@ def test_a_router_that_hangs_is_told_and_is_heard_again(
     finally:
         os.kill(pid, signal.SIGCONT)
     page.wait_for_selector("#headline.good")
-    assert "workers that are ready" in page.inner_text("#headline")
+    assert "workers are ready" in page.inner_text("#headline")
     assert "not up to date" not in page.title()
 
 
@@ -368,8 +417,9 @@ def test_a_chat_shows_reasoning_the_answer_and_how_it_ended(page: Any) -> None:
         (line.get_attribute("class"), line.inner_text())
         for line in page.query_selector_all("#answers p")
     ]
-    assert lines[:3] == [("mine", "What\nfell?"), ("thought", "Hm."), (None, "An apple.")]
-    assert lines[3][1].startswith("The answer is complete (finish_reason: stop). First token after")
+    assert lines[:2] == [("speaker", "You"), ("mine", "What\nfell?")]
+    assert lines[2:5] == [("speaker", "tiny"), ("thought", "Hm."), (None, "An apple.")]
+    assert lines[5][1].startswith("The answer is complete (finish_reason: stop). First token after")
     assert page.input_value("#message") == ""
     page.keyboard.type("Why?")
     page.keyboard.press("Enter")

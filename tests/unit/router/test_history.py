@@ -36,21 +36,22 @@ def test_a_sample_has_rates_since_the_one_before() -> None:
     assert (told["num_pulls"], told["num_leases"]) == (3, 4)
 
 
-def test_percentiles_are_interpolated_in_the_buckets_of_the_last_step_alone() -> None:
+def test_latencies_are_real_values_of_the_last_step_alone() -> None:
     metrics = Metrics()
-    for _ in range(1000):
-        metrics.ttft_s.observe(30.0)  # long ago
     history = History(metrics)
-    for _ in range(10):
-        metrics.ttft_s.observe(0.05)  # in the bucket from 0.04 to 0.06
+    metrics.on_first_token(30.0, 2.0)
     history.take(NOW, WorkerSums())
-    assert last(history)["ttft_p50_ms"] == 50
-    assert last(history)["ttft_p95_ms"] == 59
-    assert last(history)["itl_p50_ms"] is None
-    metrics.itl_s.observe(1e9)  # above all bounds
+    for ttft_s in (0.31, 0.29, 11.8):
+        metrics.on_first_token(ttft_s, 2.0)
     history.take(NOW + STEP_S, WorkerSums())
-    assert last(history)["ttft_p50_ms"] is None
-    assert last(history)["itl_p50_ms"] == 10_000
+    told = last(history)
+    assert (told["ttft_p50_ms"], told["ttft_max_ms"]) == (310, 11_800)
+    assert (told["itl_p50_ms"], told["itl_p95_ms"]) == (None, None)
+    metrics.on_next_tokens(0.05, 0.1, 3)
+    history.take(NOW + 2 * STEP_S, WorkerSums())
+    told = last(history)
+    assert told["ttft_p50_ms"] is None
+    assert (told["itl_p50_ms"], told["itl_p95_ms"]) == (50, None), "3 values have no percentile"
 
 
 def test_reused_tokens_are_told_by_tier_and_the_rest_is_the_pools() -> None:

@@ -43,7 +43,11 @@ def test_the_prefill_worker_that_has_it_counts() -> None:
     ("queued", "matches", "told"),
     [
         (0, {}, "No worker held a part of the prompt, so the load decided. d"),
-        (0, {"d0": 20}, "d0 already held 320 of the 1,000 prompt tokens, and no worker held more."),
+        (
+            0,
+            {"d0": 20},
+            "d0 already held 320 of the 1,000 prompt tokens in whole blocks, and no worker held",
+        ),
         (10_000, {"d0": 20}, "A worker that held more of the prompt was too busy. d1's predicted"),
     ],
 )
@@ -54,8 +58,12 @@ def test_the_reason_is_a_sentence(queued: int, matches: dict[str, int], told: st
     assert placement is not None
     sentence = sentence_of(reason_of(work, placement, matches), placement)
     assert sentence.startswith(told)
-    ending = "with 0 requests running and 0 waiting; no other decode worker was much better."
-    assert sentence.endswith(ending)
+    assert "with 0 requests running and 0 waiting. Next best was d" in sentence
+    other = placement.runner_up
+    assert other is not None
+    assert other.worker.worker_id != placement.decode.worker_id
+    told = f"{other.worker.worker_id}: {other.cost_s * 1000:.0f} ms, with"
+    assert sentence.endswith(f"{told} {other.reused.num_tokens:,} tokens held.")
 
 
 def test_the_sentence_names_the_prefill_worker_that_has_the_prefix() -> None:
@@ -63,9 +71,18 @@ def test_the_sentence_names_the_prefill_worker_that_has_the_prefix() -> None:
     placement = choose(work, [worker("d"), worker("p", "prefill")], {"p": 20}, Random(0))
     assert placement is not None
     assert sentence_of("prefix", placement) == (
-        "p already held 320 of the 1,000 prompt tokens, and no worker held more."
+        "p already held 320 of the 1,000 prompt tokens in whole blocks, and no worker held more."
         " d was the only decode worker to choose from."
     )
+
+
+def test_the_delay_at_a_decode_worker_has_no_computing_of_a_prefill_worker() -> None:
+    work = Work(1000)
+    workers = [worker("d0"), worker("d1"), worker("p", "prefill")]
+    placement = choose(work, workers, {}, Random(0))
+    assert placement is not None
+    told = sentence_of(reason_of(work, placement, {}), placement)
+    assert "'s predicted delay, without computing the prompt, was " in told
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("yes", True), ("0", False)])

@@ -311,13 +311,13 @@ def test_the_headline_of_a_cluster_that_is_well_says_so() -> None:
     left = Gone(record("decode-1"), NOW, has_left=True)
     found = rows(Seen(record()), Seen(record("prefill-0", "draining")), gone=(left,))
     told = sentence(found, POOLS)
-    assert told == "All is well: workers that are ready: 2 prefill, 1 decode."
+    assert told == "All is well: 2 prefill and 1 decode workers are ready."
 
 
 def test_what_serves_is_not_missed_before_its_agent_has_reported() -> None:
     unheard = {"wanted": 1, "running": 0}
     pools = {"router": dict(unheard), "decode": {**unheard, "ready": 1}}
-    assert sentence([], pools) == "All is well: workers that are ready: 1 decode."
+    assert sentence([], pools) == "All is well: 1 decode worker is ready."
     pools["router"]["wanted"] = 2
     assert sentence([], pools) == "The router pool has 1 of 2 wanted processes."
 

@@ -9,33 +9,44 @@ The answers about requests are those of one router. A request is the dictionary 
 `RequestRecord.as_dict`. All times are in seconds since the epoch.
 """
 
+import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from tandem.api.admin.request_text import Request, count, longest_name, longest_stage, took
+from tandem.api.admin.request_text import (
+    Request,
+    count,
+    longest_name,
+    longest_stage,
+    percent,
+    prefilled_at,
+    took,
+)
 from tandem.common.perf_model.rates import DEFAULT_DECODE, DecodeRate
 from tandem.common.worker_load import WorkerLoad, held_shares
 from tandem.net.store.cluster_event import ClusterEvent
+from tandem.router.metrics.latencies import Latency
 from tandem.router.metrics.timeline import TTFT_STAGES
 from tandem.router.request.log import RUNNING, RequestRecord
 from tandem.router.workers.known_worker import KnownWorker
+from tandem.router.workers.rows import WorkerRow
 
 RECENT_S = 60.0
-# A first token is called slow if it took longer than this, and a step of decode workers if tokens
-# follow each other more slowly than this.
-_SLOW_TTFT_MS = 1000.0
-_SLOW_ITL_MS = 100.0
+# First tokens are called slow if a larger share of them than this was later than the target.
+_LATE_MAX = 0.05
 _EVENTS_MAX = 3  # largest number of events in an answer
 _QUEUE_LONG_S = (
     0.5  # seconds of queued prompts for each prefill worker that are called a long queue
 )
 _DIFFERENCE_MIN = 0.05  # smallest difference of two durations that is called one
+_USE_TOLD_MIN = 0.05  # from this use of its KV pool on, the fullest worker is named
 _WELL = ("stop", "length", "cancelled")
 _NAMES = "\0"  # stands for the names of workers in a sentence about an event
 # Kinds of events whose text adds nothing to these words.
 _PHRASES = {
-    "started": "started",
+    "started": "is ready to serve",
     "left": "shut down normally",
     "draining": "drains",
     "lost": "was lost",
@@ -43,60 +54,121 @@ _PHRASES = {
 }
 _COUNTED = ("migrated", "refused")  # the text begins with a number of requests
 _OWN_WORDS = ("mode", "role", "transport", "problem", "memory", "prefix tree")
+_ENDED = re.compile(r"its (?:previous )?process (was ended by \w+)")  # in the note of a row
+# An end of a process that is older than this is among the events.
+_NEW_S = 10
+_COMING = ("loading", "starting", "restarting")
 _TIER_NAMES = {"host": "host memory", "disk": "the disk", "store": "the object store"}
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the router's clients got in the last minute, and the targets for it."""
+
+    first: Latency = field(default_factory=Latency)  # times to the first token
+    following: Latency = field(default_factory=Latency)  # times between tokens
+    ttft_target_s: float = 2.0
+    itl_target_s: float = 0.1
+
+    @property
+    def is_slow(self) -> bool:
+        """True if too many first tokens were later than the target."""
+        return self.first.num_late > _LATE_MAX * self.first.number
 
 
 def answers_of(
     known: Sequence[KnownWorker],
+    rows: Sequence[WorkerRow],
     requests: Sequence[Request],
-    records: Iterable[RequestRecord],
+    records: Collection[RequestRecord],
     events: Iterable[ClusterEvent],
+    service: Service,
+    moved: Mapping[str, int],
     now: float,
 ) -> dict[str, str]:
-    """Answers all questions. `requests` are the latest requests, and `records` are the records of
-    all requests that the router remembers."""
+    """Answers all questions.
+
+    `known` are the workers that are ready, and `rows` are the rows of all workers. `requests` are
+    the latest requests, and `records` are the records of all requests that the router remembers.
+    `moved` has the number of requests that moved off a worker in the last minute.
+    """
     return {
-        "slow": slow(requests, now),
+        "slow": slow(requests, service, now),
         "kv": kv_cache(known),
-        "minute": last_minute(records, events, now),
-        "more_decode": one_more_decode(known),
+        "minute": last_minute(records, events, now, moved, rows),
+        "more_decode": one_more_decode(known, requests, rows, now),
     }
 
 
-def slow(requests: Sequence[Request], now: float) -> str:
-    """Says how long first tokens took in the last minute, and what took longest."""
-    recent = [
-        r
-        for r in requests
-        if r["ttft_ms"] is not None and r["created"] + r["ttft_ms"] / 1000 > now - RECENT_S
+def verdict(rows: Iterable[WorkerRow], service: Service, *, is_well: bool) -> str:
+    """Says in a sentence how far the cluster falls short; "" if it does not.
+
+    The page shows the sentence before the problems, or in place of "All is well".
+    """
+    if is_well:
+        if not service.is_slow:
+            return ""
+        first = service.first
+        return (
+            f"All workers are ready, but first tokens are slow: {first.num_late} of {first.number}"
+            f" in the last minute took longer than the target of {service.ttft_target_s:g} s"
+            f" (median {took(first.median_ms or 0.0)}, slowest {took(first.max_ms or 0.0)})."
+        )
+    pools: dict[str, list[WorkerRow]] = {}
+    for row in rows:
+        if row.state != "stopped":
+            pools.setdefault(row.pool, []).append(row)
+    short = [
+        f"{sum(row.state == 'ready' for row in found)} of {len(found)} {pool} workers are ready"
+        for pool, found in pools.items()
+        if any(row.state not in ("ready", "draining") for row in found)
     ]
+    return f"Degraded: {' and '.join(short)}." if short else ""
+
+
+def slowest_of(records: Iterable[RequestRecord], now: float) -> RequestRecord | None:
+    """Returns the request with the latest first token of those that got it in the last minute."""
+    found = [
+        (ttft_s, record)
+        for record in records
+        if (ttft_s := record.timeline.ttft_s) is not None
+        and record.created + ttft_s > now - RECENT_S
+    ]
+    return max(found, key=lambda each: each[0])[1] if found else None
+
+
+def slow(requests: Sequence[Request], service: Service, now: float) -> str:
+    """Says how long first tokens took in the last minute, and what took longest."""
+    first = service.first
+    recent = [r for r in requests if _is_recent(r, now)]
     waiting = [r for r in requests if r["ttft_ms"] is None and r["outcome"] == RUNNING]
     oldest_s = max((now - r["created"] for r in waiting), default=0.0)
     stuck = ""
-    if 1000 * oldest_s > _SLOW_TTFT_MS:
+    if oldest_s > service.ttft_target_s:
         have = "has" if len(waiting) == 1 else "have"
         stuck = f"{count(len(waiting), 'request')} {have} no token yet, the oldest for"
         stuck += f" {oldest_s:.0f} s."
-    if not recent:
+    if not recent or first.median_ms is None or first.max_ms is None:
         return stuck or "Nothing to report: no request got a first token in the last minute."
     slowest = max(recent, key=lambda r: r["ttft_ms"])
-    itl_ms = _itl_ms(recent)
-    is_slow = slowest["ttft_ms"] > _SLOW_TTFT_MS or bool(stuck)
-    is_slow_itl = itl_ms is not None and itl_ms > _SLOW_ITL_MS
-    median_ms = statistics.median(r["ttft_ms"] for r in recent)
+    itl_ms = service.following.median_ms
+    is_slow = service.is_slow or bool(stuck)
+    is_slow_itl = itl_ms is not None and itl_ms > 1000 * service.itl_target_s
     sums = {name: sum(r["stages_ms"].get(name, 0.0) for r in recent) for name in TTFT_STAGES}
     share = max(sums.values()) / (sum(sums.values()) or 1.0)
     came = "are slow:" if is_slow else "came after"
-    at_most = f", {took(slowest['ttft_ms'])} at most" if len(recent) > 1 else ""
+    at_most = f", {took(first.max_ms)} at most" if first.number > 1 else ""
     parts = [
         "" if is_slow or is_slow_itl else "Nothing stands out.",
-        f"First tokens {came} {took(median_ms)} at the median of {count(len(recent), 'request')}"
-        f"{at_most}. {share:.0%} of that is {longest_name(sums)}.",
+        f"First tokens {came} {took(first.median_ms)} at the median of the last minute's"
+        f" {count(first.number, 'request')}{at_most} (target: {service.ttft_target_s:g} s)."
+        f" {share:.0%} of that is {longest_name(sums)}.",
         f"The slowest spent {longest_stage(slowest, requests)}." if is_slow else "",
         stuck,
     ]
     if itl_ms is not None:
-        parts.append(f"Then a token follows {'only ' if is_slow_itl else ''}every {took(itl_ms)}.")
+        only = "only " if is_slow_itl else ""
+        parts.append(f"Then a token follows {only}every {took(itl_ms)}, at the median.")
     return " ".join(filter(None, parts))
 
 
@@ -111,12 +183,12 @@ def kv_cache(known: Sequence[KnownWorker]) -> str:
     fullest = max(known, key=lambda worker: worker.load.kv_use)
     room = _room(known)
     text = (
-        f"{used:.0%} is in use by running requests, {cached:.0%} holds prefixes that later requests"
-        f" can reuse, and {max(0.0, 1 - used - cached):.0%} is free{room}."
+        f"{percent(used)} is in use by running requests, {percent(cached)} holds prefixes that"
+        f" later requests can reuse, and {percent(max(0.0, 1 - used - cached))} is free{room}."
     )
-    if len(known) > 1:
-        text += f" The fullest worker is {fullest.record.worker_id} with {fullest.load.kv_use:.0%}"
-        text += " in use."
+    if len(known) > 1 and fullest.load.kv_use >= _USE_TOLD_MIN:
+        text += f" The fullest worker is {fullest.record.worker_id} with"
+        text += f" {percent(fullest.load.kv_use)} in use."
     shares = held_shares(worker.record.tiers for worker in known)
     if tiers := [f"{_TIER_NAMES[name]} {share:.0%}" for name, share in shares.items()]:
         text += f" Of the tiers below it, {' and '.join(tiers)} is taken."
@@ -124,18 +196,20 @@ def kv_cache(known: Sequence[KnownWorker]) -> str:
 
 
 def last_minute(
-    records: Iterable[RequestRecord], events: Iterable[ClusterEvent], now: float
+    records: Collection[RequestRecord],
+    events: Iterable[ClusterEvent],
+    now: float,
+    moved: Mapping[str, int] | None = None,
+    rows: Iterable[WorkerRow] = (),
 ) -> str:
-    """Counts the requests that ended in the last minute, and names the latest events, a line
-    each."""
-    outcomes = Counter(
-        record.outcome
-        for record in records
-        if record.e2e_s is not None and record.created + record.e2e_s > now - RECENT_S
-    )
+    """Names the workers that were lost in the last minute, counts the requests that ended, and
+    names the other latest events, a line each."""
+    outcomes = Counter(record.outcome for record in records if _ended_at(record) > now - RECENT_S)
+    recent = [event for event in events if event.at > now - RECENT_S]
+    by_id = {row.worker_id: row for row in rows}
+    parts, explained = _lost(recent, moved or {}, by_id, _failed_at(records, now), now)
     ended = sum(outcomes.values())
     failed = {name: number for name, number in outcomes.items() if name not in _WELL}
-    parts = []
     if ended:
         text = f"{count(ended, 'request')} ended"
         if failed:
@@ -144,11 +218,82 @@ def last_minute(
         else:
             text += ", and none failed."
         parts.append(text)
-    told = _told([event for event in events if event.at > now - RECENT_S], now)
+    told = _told([event for event in recent if event not in explained], now)
     parts += told[:_EVENTS_MAX]
     if (more := len(told) - _EVENTS_MAX) > 0:
         parts.append(f"The list of events has {more} more.")
     return "\n".join(parts) or "Nothing: no request ended, and no worker came or left."
+
+
+def _lost(
+    events: list[ClusterEvent],
+    moved: Mapping[str, int],
+    rows: Mapping[str, WorkerRow],
+    failed: Mapping[str, int],
+    now: float,
+) -> tuple[list[str], list[ClusterEvent]]:
+    """Returns a line for each worker whose process ended or was lost, and the events in it.
+
+    `failed` has the number of requests that failed because their worker was lost.
+    """
+    lines = []
+    explained = []
+    found: dict[str, ClusterEvent] = {}
+    for event in events:  # the newest first; "ended" says more than "lost"
+        is_first = event.about not in found or found[event.about].kind != "ended"
+        # A move of requests is known sooner than the end of the process.
+        is_loss = event.kind == "lost" or (event.kind == "migrated" and "was lost" in event.text)
+        if event.kind == "ended" or (is_loss and is_first):
+            found[event.about] = event
+    for row in rows.values():  # a row knows of the end of a process sooner than the events
+        since = re.search(r"started (\d+) s ago", row.note)
+        if row.worker_id in found or not moved.get(row.worker_id) or not _ENDED.search(row.note):
+            continue
+        if row.state == "restarting" or (since and int(since[1]) < _NEW_S):
+            ago_s = int(since[1]) if since else 0
+            found[row.worker_id] = ClusterEvent(now - ago_s, "lost", row.worker_id, "")
+    for name, event in sorted(found.items(), key=lambda item: -item[1].at):
+        mine = [e for e in events if e.about == name and e.kind in ("ended", "lost", "migrated")]
+        num_moved = sum(_number(e.text) for e in mine if e.kind == "migrated")
+        num_moved = max(num_moved, moved.get(name, 0))
+        num_lost = failed.get(name, 0)
+        line = f"{max(0.0, now - event.at):.0f} s ago {name} {_how(event, rows.get(name))}"
+        if num_moved or num_lost:
+            line += f"; {num_moved} of its requests moved to other workers"
+            line += f", and {num_lost} {'was' if num_lost == 1 else 'were'} lost"
+        state = rows[name].state if name in rows else ""
+        if state in ("ready", *_COMING):
+            line += "; it is ready again" if state == "ready" else "; it restarts"
+        lines.append(f"{line}.")
+        explained += mine
+    return lines, explained
+
+
+def _how(event: ClusterEvent, row: WorkerRow | None) -> str:
+    """Says how a worker's process ended, such as "was killed (SIGKILL)"."""
+    how = event.text if event.kind == "ended" else "was lost"
+    if event.kind != "ended" and row is not None and (known := _ENDED.search(row.note)):
+        how = known[1]
+    return how.replace("was ended by SIGKILL", "was killed (SIGKILL)")
+
+
+def _failed_at(records: Collection[RequestRecord], now: float) -> Counter[str]:
+    """Counts the requests that failed in the last minute because their worker was lost."""
+    return Counter(
+        record.facts.get("decode_worker", "")
+        for record in records
+        if record.outcome == "worker_lost" and _ended_at(record) > now - RECENT_S
+    )
+
+
+def _ended_at(record: RequestRecord) -> float:
+    """Returns the time of a request's end; 0 while it runs."""
+    return 0.0 if record.e2e_s is None else record.created + record.e2e_s
+
+
+def _number(text: str) -> int:
+    found = re.match(r"\d+", text)
+    return int(found[0]) if found else 0
 
 
 def _told(events: Iterable[ClusterEvent], now: float) -> list[str]:
@@ -163,7 +308,9 @@ def _told(events: Iterable[ClusterEvent], now: float) -> list[str]:
                 sentence = sentence.replace(f"{_NAMES} {one}", f"{_NAMES} {several}")
         sentence = sentence.replace(_NAMES, ", ".join(event.about for event in found))
         end = "" if sentence.endswith((".", "?")) else "."
-        told.append(f"{max(0.0, now - found[0].at):.0f} s ago: {sentence}{end}")
+        newest, oldest = (f"{max(0.0, now - event.at):.0f}" for event in (found[0], found[-1]))
+        when = newest if newest == oldest else f"{newest} to {oldest}"
+        told.append(f"{when} s ago: {sentence}{end}")
     return told
 
 
@@ -183,22 +330,34 @@ def _sentence(event: ClusterEvent) -> str:
     return f"{_NAMES} is {event.kind}: {event.text}"
 
 
-def one_more_decode(known: Sequence[KnownWorker]) -> str:
-    """Predicts the effect of another decode worker, from the workers' measured decode rates."""
+def one_more_decode(
+    known: Sequence[KnownWorker],
+    requests: Sequence[Request] = (),
+    rows: Iterable[WorkerRow] = (),
+    now: float = 0.0,
+) -> str:
+    """Predicts the effect of another decode worker, from the workers' measured decode rates and
+    from the time for which prompts waited at workers in the last minute."""
     decode = _ready(known, "decode")
+    coming = [r.worker_id for r in rows if r.pool == "decode" and r.state in _COMING]
+    back = ""
+    if coming:
+        each = "is" if len(coming) == 1 else "are"
+        back = f"{', '.join(coming)} {each} coming back, which has the same effect."
     if not decode:
-        return "Requests would be served: now no decode worker is ready."
+        return " ".join(filter(None, ["Requests would be served.", back or "None is ready now."]))
     loads = [worker.load for worker in decode]
     num_running = sum(load.num_running for load in loads)
     num_waiting = sum(load.num_waiting for load in loads)
     room = f"Room for KV of running requests would grow by {1 / len(decode):.0%}."
-    parts = ["Nothing for speed: no request decodes now."]
     if num_running or num_waiting:
         parts = [_steps(decode, num_running)]
+    else:
+        parts = ["Nothing for the time between tokens: no request decodes now."]
     if num_waiting:
         parts.append(f"{count(num_waiting, 'request')} waiting at decode workers could start.")
-    parts.append(_prefill_queue(_ready(known, "prefill")))
-    return " ".join(filter(None, [*parts, room]))
+    parts.append(_prompts(decode, _ready(known, "prefill"), requests, now))
+    return " ".join(filter(None, [back, *parts, room]))
 
 
 def _steps(decode: Sequence[KnownWorker], num_running: int) -> str:
@@ -215,11 +374,14 @@ def _steps(decode: Sequence[KnownWorker], num_running: int) -> str:
     now_ms = _step_ms(rates, each_now)
     then_ms = _step_ms(rates, each_then)
     if now_ms - then_ms < _DIFFERENCE_MIN * now_ms:
-        return f"Little for speed: a decode step would still take {took(then_ms)}."
+        return (
+            f"Little for the time between tokens: a decode step, which is a part of it, would still"
+            f" take {took(then_ms)}."
+        )
     return (
-        f"A decode step would take {took(then_ms)} instead of {took(now_ms)}, because each worker"
-        f" would run {each_then:.1f} requests instead of {each_now:.1f}, if the new worker has"
-        " processor cores or a GPU of its own."
+        f"A decode step, which is a part of the time between tokens, would take {took(then_ms)}"
+        f" instead of {took(now_ms)}, because each worker would run {each_then:.1f} requests"
+        f" instead of {each_now:.1f}, if the new worker has processor cores or a GPU of its own."
     )
 
 
@@ -227,16 +389,53 @@ def _step_ms(rates: Sequence[DecodeRate], num_sequences: float) -> float:
     return 1000 * statistics.mean(r.step_s + r.sequence_s * max(1.0, num_sequences) for r in rates)
 
 
-def _prefill_queue(prefill: Sequence[KnownWorker]) -> str:
-    if not prefill:
-        return ""
-    queued_s = sum(worker.load.queue_s(worker.record.rates) for worker in prefill) / len(prefill)
-    if queued_s < _QUEUE_LONG_S:
-        return ""
+def _prompts(
+    decode: Sequence[KnownWorker],
+    prefill: Sequence[KnownWorker],
+    requests: Sequence[Request],
+    now: float,
+) -> str:
+    """Says where prompts wait, and whether a decode worker or a prefill worker would help more.
+
+    Decode workers compute prompts, too, if that is faster than to wait for a prefill worker.
+    """
+    of_prefill, of_decode = _queued_s(prefill), _queued_s(decode)
+    waited = {"prefill": 0.0, "decode": 0.0}
+    roles = {worker.record.worker_id: worker.record.role for worker in (*prefill, *decode)}
+    recent = [r for r in requests if _is_recent(r, now)]
+    for request in recent:
+        if role := roles.get(prefilled_at(request)):
+            waited[role] += request["stages_ms"].get("queue", 0.0) / 1000
+    is_long = sum(waited.values()) > _QUEUE_LONG_S * max(1, len(recent))
+    if max(of_prefill, of_decode) < _QUEUE_LONG_S and not is_long:
+        if not recent:
+            return ""
+        return "Prompts hardly wait for a worker, so first tokens would come as late as now."
+    if max(of_prefill, of_decode) >= _QUEUE_LONG_S:
+        text = f"The prompts queued now take {of_prefill:.1f} s at each prefill worker and"
+        text += f" {of_decode:.1f} s at each decode worker."
+        is_prefill = of_prefill >= of_decode
+    else:
+        text = f"In the last minute, prompts waited {waited['prefill']:.1f} s for prefill workers"
+        text += f" and {waited['decode']:.1f} s for decode workers, which compute prompts, too."
+        is_prefill = waited["prefill"] >= waited["decode"]
+    if is_prefill:
+        return f"{text} The bottleneck is prefill: one more prefill worker would help more."
+    share = 1 / (len(decode) + 1)
     return (
-        f"First tokens would still wait: the prompts queued at each prefill worker take"
-        f" {queued_s:.1f} s, so one more prefill worker would help more."
+        f"{text} The bottleneck is decode: one more worker would take {share:.0%} of its prompts."
     )
+
+
+def _queued_s(workers: Sequence[KnownWorker]) -> float:
+    """Returns the mean time that the workers' queued prompts take, in seconds."""
+    return statistics.mean(w.load.queue_s(w.record.rates) for w in workers) if workers else 0.0
+
+
+def _is_recent(request: Request, now: float) -> bool:
+    """Returns whether the request got its first token in the last minute."""
+    ttft_ms = request["ttft_ms"]
+    return ttft_ms is not None and request["created"] + ttft_ms / 1000 > now - RECENT_S
 
 
 def _ready(known: Iterable[KnownWorker], role: str) -> list[KnownWorker]:
@@ -249,20 +448,10 @@ def _ready(known: Iterable[KnownWorker], role: str) -> list[KnownWorker]:
     ]
 
 
-def _itl_ms(requests: Iterable[Request]) -> float | None:
-    """The median of the requests' mean times between tokens; None if no request has ended."""
-    found = [
-        (r["e2e_ms"] - r["ttft_ms"]) / (r["usage"]["completion_tokens"] - 1)
-        for r in requests
-        if r["e2e_ms"] is not None and r["usage"]["completion_tokens"] > 1
-    ]
-    return statistics.median(found) if found else None
-
-
 def _room(known: Sequence[KnownWorker]) -> str:
     """Says for how many tokens all pools have room; "" if the pools of some layers differ."""
     loads: list[WorkerLoad] = [worker.load for worker in known]
     if any(load.groups for load in loads):
         return ""
     tokens = sum(w.load.blocks_total * w.record.compatibility.block_size for w in known)
-    return f", of room for {tokens:,} tokens on {count(len(known), 'worker')}"
+    return f", of room for {tokens:,} tokens on {count(len(known), 'ready worker')}"

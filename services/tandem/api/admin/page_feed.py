@@ -41,14 +41,13 @@ from tandem.api.admin.snapshot import (
 from tandem.api.http.stream import until_disconnect
 from tandem.common.config.router import RouterConfig
 from tandem.common.process.cancellation import cancel
-from tandem.common.worker_load import held_shares
 from tandem.errors import QueueFull, TandemError
 from tandem.net.security.access import Access
 from tandem.net.security.audit_trail import AuditTrail
 from tandem.net.store.client import UNREACHABLE
 from tandem.net.store.cluster_event import ClusterEvent
 from tandem.net.store.traffic import write_traffic
-from tandem.router.metrics.history import COLUMNS, STEP_S, History, WorkerSums
+from tandem.router.metrics.history import COLUMNS, STEP_S, History, sums_of
 from tandem.router.metrics.router import Metrics
 from tandem.router.request.generator import Generator
 from tandem.router.scaling.control import ClusterControl
@@ -192,6 +191,7 @@ class PageFeed:
             self._view,
             pools,
             self._events,
+            self._metrics,
             needs_key=self._public.needs_key,
             started_at=self._started_at,
             now=now,
@@ -234,6 +234,7 @@ class PageFeed:
                 "requests": list(snapshot.requests.values()),
                 "events": snapshot.events,
                 "answers": snapshot.answers,
+                "figures": snapshot.figures,
                 # Samples taken after the last snapshot are left out: the next `delta` event
                 # contains these.
                 "samples": seen[: len(seen) - unseen],
@@ -243,19 +244,9 @@ class PageFeed:
 
     def sample(self, now: float) -> None:
         """Adds a sample of the cluster's load at `now` (seconds since the epoch) to the history."""
-        known = self._view.known()
-        loads = [worker.load for worker in known]
-        sums = WorkerSums(
-            blocks_total=sum(load.blocks_total for load in loads),
-            blocks_used=sum(load.blocks_used for load in loads),
-            blocks_cached=sum(load.blocks_cached for load in loads),
-            num_running=sum(load.num_running for load in loads),
-            num_waiting=sum(load.num_waiting for load in loads),
-            num_pulls=sum(load.num_pulls for load in loads),
-            num_leases=sum(load.num_leases for load in loads),
-            held_shares=held_shares(worker.record.tiers for worker in known),
-        )
-        self._history.take(now, sums)
+        # A worker that was killed or is disconnected still has a record for a few seconds.
+        ready = [w for w in self._view.known() if w.record.role != "decode" or w.is_up]
+        self._history.take(now, sums_of(ready))
         if not self._viewers:
             self._metrics.flows.take()  # No page shows the collected flows, so they are discarded.
 

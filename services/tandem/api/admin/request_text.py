@@ -29,6 +29,11 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
+def percent(share: float) -> str:
+    """Returns a share from 0 to 1 as `0%`, `<1%` or `34%`."""
+    return "<1%" if 0 < share < 0.01 else f"{share:.0%}"
+
+
 def prefilled_at(request: Request) -> str:
     """The worker that computed the prompt, or a part of it; "" if no worker has it yet."""
     return str(request["prefill_worker"] or request["decode_worker"])

@@ -1,6 +1,6 @@
 """Snapshots of the cluster for the operators' page, and the changes from one snapshot to the next.
 
-A snapshot has five fields. `delta` compares two snapshots and lists the changes of each field:
+A snapshot has six fields. `delta` compares two snapshots and lists the changes of each field:
 
   field     content of a snapshot                                  content of a delta
   head      one object: the router, the pools, the problems        the whole object, if changed
@@ -9,21 +9,26 @@ A snapshot has five fields. `delta` compares two snapshots and lists the changes
             each stage took, and why its workers were chosen
   events    the latest events, the newest first                    the whole list, if changed
   answers   an operator's questions, answered in words             all answers, if one changed
+  figures   the current values of the charts' columns that are     all figures, if one changed
+            not those of the last sample
 
 A delta also has the field `gone`: the ids of workers that left between the two snapshots.
 
 A snapshot contains no prompt, no generated text and no API key.
 """
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from tandem.api.admin.answers import answers_of
+from tandem.api.admin.answers import Service, answers_of, slowest_of, verdict
 from tandem.api.admin.request_text import Request, longest_stage
 from tandem.common.config.router import RouterConfig
 from tandem.net.store.cluster_event import ClusterEvent
+from tandem.router.metrics.history import num_waiting, sums_of
+from tandem.router.metrics.router import Metrics
 from tandem.router.request.generator import Generator
 from tandem.router.request.log import REQUESTS_MAX as REMEMBERED_MAX
 from tandem.router.workers.cluster_view import ClusterView
@@ -34,8 +39,10 @@ REQUESTS_MAX = 50
 EVENTS_MAX = 50
 _PAIRS_MAX = 64  # A worker's row lists the transports to at most this number of peers.
 _MEMORY_LOW_SHARE = 0.05
+_NEW = ("loading", "restarting")  # states in which a record is that of the process before
 WORKER_COLUMNS = (
     *("pool", "role", "state", "note", "running", "waiting", "leases", "pulls"),
+    "queued_tokens",  # number of prompt tokens that wait to be computed, or are being computed
     *("kv_used_percent", "kv_cached_percent", "transports", "address", "host", "memory_is_low"),
     # for each KV cache tier: its name, the number of blocks held, the number of blocks in total
     "tiers",
@@ -51,6 +58,7 @@ class Snapshot:
     requests: dict[str, dict[str, Any]] = field(default_factory=dict)
     events: list[ClusterEvent] = field(default_factory=list)
     answers: dict[str, str] = field(default_factory=dict)
+    figures: dict[str, float | None] = field(default_factory=dict)
 
 
 def take_snapshot(
@@ -59,6 +67,7 @@ def take_snapshot(
     view: ClusterView,
     pools: Mapping[str, Mapping[str, Any]],
     events: list[ClusterEvent],
+    metrics: Metrics,
     *,
     needs_key: bool,
     started_at: float,
@@ -72,9 +81,17 @@ def take_snapshot(
     wrong = view.cluster_problems().values()
     problems = problems_of(rows, pools, reason=reason, redis=view.redis_state, cluster=wrong)
     effect = effect_of(reason=reason, num_moved=view.events.num_moved, pools=pools)
+    slo = config.autoscale
+    first, following = metrics.first_tokens.last_minute(), metrics.next_tokens.last_minute()
+    service = Service(first, following, slo.ttft_s, slo.itl_s)
+    is_well = not problems and view.redis_state == "ok"
+    lead = verdict(rows, service, is_well=is_well)
+    line = headline(problems, pools, rows, effect)
     head = {
-        "headline": headline(problems, pools, rows, effect),
-        "is_well": not problems and view.redis_state == "ok",
+        "headline": lead if lead and is_well else f"{lead} {line}".strip(),
+        "is_well": is_well,
+        # "good": all is well; "wait": requests are served, but less well; "bad": not served
+        "level": "bad" if reason else "wait" if lead or not is_well else "good",
         "router_id": config.router_id,
         "num_routers": pools.get("router", {}).get("running", 1),
         "version": metadata.version("tandem-llm"),
@@ -90,21 +107,29 @@ def take_snapshot(
             "scheme": "https" if config.tls.tls_cert else "http",
             "needs_key": needs_key,
         },
-        "pools": {name: _pool(state) for name, state in pools.items()},
+        "pools": {name: _pool(name, state, rows) for name, state in pools.items()},
         "autoscale": {
             "mode": config.autoscale.mode,
             "decisions": [{"pool": d.role, "size": d.to, "why": d.line} for d in view.decisions],
         },
     }
     known = {worker.record.worker_id: worker for worker in view.known()}
+    # The record of a worker that was killed lives on for a few seconds.
+    ready = [known[r.worker_id] for r in rows if r.state == "ready" and r.worker_id in known]
     records = generator.requests.latest(REMEMBERED_MAX)
     requests = [record.as_dict() for record in records[:REQUESTS_MAX]]
+    older = slowest_of(records[REQUESTS_MAX:], now)
+    told = [*requests, older.as_dict()] if older else requests
     return Snapshot(
         head,
-        {row.worker_id: _row(row, known.get(row.worker_id)) for row in rows},
+        {
+            row.worker_id: _row(row, None if row.state in _NEW else known.get(row.worker_id))
+            for row in rows
+        },
         {request["id"]: _request(request, requests) for request in requests},
         events,
-        answers_of(list(known.values()), requests, records, events, now),
+        answers_of(ready, rows, told, records, events, service, view.events.moved_off(), now),
+        _figures(ready, service, metrics),
     )
 
 
@@ -119,7 +144,7 @@ def delta(before: Snapshot, after: Snapshot) -> dict[str, Any]:
         changed["gone"] = sorted(gone)
     if requests := _changed(before.requests, after.requests):
         changed["requests"] = list(requests.values())
-    for name in ("events", "answers"):
+    for name in ("events", "answers", "figures"):
         if getattr(before, name) != (value := getattr(after, name)):
             changed[name] = value
     return changed
@@ -129,19 +154,41 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
     return {key: value for key, value in after.items() if before.get(key) != value}
 
 
-def _pool(state: Mapping[str, Any]) -> dict[str, Any]:
+def _pool(name: str, state: Mapping[str, Any], rows: Iterable[WorkerRow]) -> dict[str, Any]:
+    """Returns a pool's sizes. `others` counts its workers that are not ready, by their state."""
+    states = Counter(row.state for row in rows if row.pool == name)
     running = state.get("running", state.get("registered"))
     return {
         "wanted": state.get("wanted", state.get("replicas")),
         "running": running,
-        "ready": state.get("ready"),
+        "ready": states.pop("ready", 0),
+        "others": {state: n for state, n in states.items() if state != "stopped"},
+    }
+
+
+def _figures(
+    ready: Sequence[KnownWorker], service: Service, metrics: Metrics
+) -> dict[str, float | None]:
+    """Returns the values that the tiles show: latencies of the last minute, and the load now."""
+    sums = sums_of(ready)
+    total = sums.blocks_total
+    first, following = service.first, service.following
+    return {
+        "running": sums.num_running,
+        "waiting": num_waiting(metrics, sums),
+        "ttft_p50_ms": first.median_ms,
+        "ttft_max_ms": first.max_ms,
+        "itl_p50_ms": following.median_ms,
+        "itl_p95_ms": following.p95_ms,
+        "kv_used_share": round(sums.blocks_used / total, 4) if total else None,
+        "kv_cached_share": round(sums.blocks_cached / total, 4) if total else None,
     }
 
 
 def _row(row: WorkerRow, worker: KnownWorker | None) -> tuple[Any, ...]:
     if worker is None:
         role = row.pool
-        return (row.pool, role, row.state, row.note, 0, 0, 0, 0, 0, 0, "", "", "", False, ())
+        return (row.pool, role, row.state, row.note, 0, 0, 0, 0, 0, 0, 0, "", "", "", False, ())
     record = worker.record
     load = worker.load
     cached = 100 * load.blocks_cached / load.blocks_total if load.blocks_total else 0.0
@@ -149,6 +196,7 @@ def _row(row: WorkerRow, worker: KnownWorker | None) -> tuple[Any, ...]:
     return (
         *(row.pool, record.role, row.state, row.note),
         *(load.num_running, load.num_waiting, load.num_leases, load.num_pulls),
+        load.queued_tokens,
         *(round(100 * load.kv_use), round(cached)),
         _transports(rate.transport for rate in record.pairs.values()),
         *(record.address, record.host, is_low),

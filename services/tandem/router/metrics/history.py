@@ -1,24 +1,25 @@
 """Keeps samples of a router's metrics of the last 15 minutes, for the operators' page. No I/O.
 
 A sample is taken every `STEP_S` seconds. Each sample has two kinds of values:
-- rates and percentiles since the previous sample, from the router's counters and histograms
-- sums over the workers that the router knows, at the time of the sample
-Percentiles are interpolated within the buckets of the histograms, as PromQL's histogram_quantile
-does.
+- rates and latencies since the previous sample, from the router's counters and `latencies.py`
+- sums over the workers that are ready, at the time of the sample
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter
 
 from tandem.common.kv_tiers import KV_TIERS
+from tandem.common.worker_load import held_shares
 from tandem.net.store.traffic import Traffic
+
+if TYPE_CHECKING:
+    from tandem.router.workers.known_worker import KnownWorker
 
 STEP_S = 5.0
 SAMPLES_MAX = 180  # number of samples in 15 minutes
@@ -34,7 +35,7 @@ COLUMNS = (
     # Sequences that the workers compute, and requests that wait: for a worker, in a worker's queue,
     # or for the KV of their prompt.
     *("running", "waiting"),
-    *("ttft_p50_ms", "ttft_p95_ms", "itl_p50_ms", "itl_p95_ms", "tokens_per_s"),
+    *("ttft_p50_ms", "ttft_max_ms", "itl_p50_ms", "itl_p95_ms", "tokens_per_s"),
     *("cached_share", "cached_device_per_s", *(f"cached_{tier}_per_s" for tier in _TIERS)),
     *("kv_used_share", "kv_cached_share", *(f"kv_{tier}_share" for tier in _KV_TIERS)),
     *("pulled_mb_per_s", "num_pulls", "num_leases", "moves_per_s"),
@@ -55,6 +56,28 @@ class WorkerSums:
     num_leases: int = 0
     # name of a KV tier -> used fraction of the tier's capacity, 0 to 1
     held_shares: Mapping[str, float] = field(default_factory=dict)
+
+
+def sums_of(workers: Iterable[KnownWorker]) -> WorkerSums:
+    """Adds up the loads of the workers."""
+    workers = list(workers)
+    loads = [worker.load for worker in workers]
+    return WorkerSums(
+        blocks_total=sum(load.blocks_total for load in loads),
+        blocks_used=sum(load.blocks_used for load in loads),
+        blocks_cached=sum(load.blocks_cached for load in loads),
+        num_running=sum(load.num_running for load in loads),
+        num_waiting=sum(load.num_waiting for load in loads),
+        num_pulls=sum(load.num_pulls for load in loads),
+        num_leases=sum(load.num_leases for load in loads),
+        held_shares=held_shares(worker.record.tiers for worker in workers),
+    )
+
+
+def num_waiting(metrics: Any, sums: WorkerSums) -> float:
+    """Returns how many requests wait at the router or at workers, or await the KV of their
+    prompt."""
+    return _total(metrics.requests_pending) + sums.num_waiting + sums.num_pulls
 
 
 class History:
@@ -103,8 +126,6 @@ class History:
             outcomes[labels["outcome"]] = outcomes.get(labels["outcome"], 0.0) + value
         return _Reading(
             outcomes=outcomes,
-            ttft=_buckets(metrics.ttft_s),
-            itl=_buckets(metrics.itl_s),
             tokens=_total(metrics.generation_tokens),
             prompt=_total(metrics.prompt_tokens),
             cached=_total(metrics.cached_tokens),
@@ -122,6 +143,8 @@ class History:
         def of_tier(tier: str) -> float:
             return rate(lambda r: r.tiers.get(tier, 0.0))
 
+        first = self._metrics.first_tokens.next_step()
+        following = self._metrics.next_tokens.next_step()
         prompt = read.prompt - before.prompt
         total = sums.blocks_total
         by_tier = [of_tier(tier) for tier in _TIERS]
@@ -131,9 +154,8 @@ class History:
             rate(lambda r: sum(n for o, n in r.outcomes.items() if o not in _NO_ERRORS)),
             rate(lambda r: r.outcomes.get("cancelled", 0.0)),
             sums.num_running,
-            _total(self._metrics.requests_pending) + sums.num_waiting + sums.num_pulls,
-            *(read.ttft.quantile_ms(before.ttft, share) for share in (0.5, 0.95)),
-            *(read.itl.quantile_ms(before.itl, share) for share in (0.5, 0.95)),
+            num_waiting(self._metrics, sums),
+            *(first.median_ms, first.max_ms, following.median_ms, following.p95_ms),
             rate(lambda r: r.tokens),
             round((read.cached - before.cached) / prompt, 4) if prompt > 0 else None,
             round(max(0.0, rate(lambda r: r.cached) - sum(by_tier)), 3),
@@ -149,43 +171,10 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
-class _Buckets:
-    """A Prometheus histogram. `counts` is the number of observations at or below each bound."""
-
-    bounds: Sequence[float]
-    counts: Sequence[float]
-
-    def quantile_ms(self, before: _Buckets, share: float) -> float | None:
-        """Returns a quantile of the observations since `before`; None without observations.
-
-        The result is in ms. If the quantile lies in the last bucket, which has no upper bound, the
-        result is the last bucket's lower bound.
-        """
-        counts = [count - was for count, was in zip(self.counts, before.counts, strict=True)]
-        if not counts[-1]:
-            return None
-        wanted = share * counts[-1]
-        lower = 0.0
-        below = 0.0
-        for bound, count in zip(self.bounds, counts, strict=True):
-            if count >= wanted:
-                inside = (wanted - below) / (count - below) if count > below else 1.0
-                upper = lower if math.isinf(bound) else bound
-                return round(1000 * (lower + (upper - lower) * inside), 2)
-            lower = bound
-            below = count
-        raise AssertionError(
-            "no bucket has the observation, although the last bucket has no upper bound"
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class _Reading:
     """Values of the router's counters and histograms at one moment. The values only grow."""
 
     outcomes: dict[str, float]
-    ttft: _Buckets
-    itl: _Buckets
     tokens: float
     prompt: float
     cached: float
@@ -207,9 +196,3 @@ def _counts(metric: Counter) -> Iterable[tuple[dict[str, str], float]]:
 
 def _total(metric: Any) -> float:
     return sum(value for _, value in _counts(metric))
-
-
-def _buckets(metric: Histogram) -> _Buckets:
-    (family,) = metric.collect()
-    found = [s for s in family.samples if s.name.endswith("_bucket")]
-    return _Buckets([float(s.labels["le"]) for s in found], [s.value for s in found])

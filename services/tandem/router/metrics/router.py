@@ -28,6 +28,7 @@ from tandem.net.observability.metrics import (
 from tandem.router.autoscaler.demand import DemandMeter
 from tandem.router.metrics.flows import Flows
 from tandem.router.metrics.gen_ai import NO_GEN_AI_METRICS, EndedRequest, GenAiMetrics
+from tandem.router.metrics.latencies import Latencies
 from tandem.router.metrics.timeline import STAGES
 from tandem.router.placement.costs import WorkerSnapshot
 from tandem.router.placement.reasons import REASONS
@@ -148,12 +149,29 @@ class Metrics(MetricSet):
         self.gen_ai = gen_ai
         self.registry = CollectorRegistry()
         self.demand = DemandMeter()  # demand and latencies for the autoscaler
-        self.flows = Flows()  # recent pulls and migrations between workers, for the operators' page
+        # For the operators' page: recent pulls and migrations between workers, and the latencies of
+        # the last minute.
+        self.flows = Flows()
+        self.first_tokens = Latencies()
+        self.next_tokens = Latencies()
         ProcessCollector(registry=self.registry)
         super().__init__(self.registry)
         self._stages = {stage: self.stage_s.labels(stage=stage) for stage in STAGES}
         for reason in REASONS:
             self.placements.labels(reason=reason)
+
+    def on_first_token(self, elapsed_s: float, allowed_s: float) -> None:
+        """Takes a time to the first token, and the target for it."""
+        self.ttft_s.observe(elapsed_s)
+        self.first_tokens.add(elapsed_s, is_late=elapsed_s > allowed_s)
+        self.demand.first_token(elapsed_s / allowed_s)
+
+    def on_next_tokens(self, each_s: float, allowed_s: float, num_tokens: int) -> None:
+        """Takes the time between tokens of `num_tokens` further tokens, and the target for it."""
+        for _ in range(num_tokens):
+            self.itl_s.observe(each_s)
+            self.next_tokens.add(each_s, is_late=each_s > allowed_s)
+        self.demand.next_tokens(each_s / allowed_s, num_tokens)
 
     def on_end(self, record: EndedRequest) -> None:
         """Counts an ended request with any outcome."""

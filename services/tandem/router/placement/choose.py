@@ -72,6 +72,8 @@ class Placement(msgspec.Struct, frozen=True):
     # The decode worker and the request's cost there. None: the placement was not made by `choose`.
     priced: PricedWorker | None = None
     num_compared: int = 0  # number of decode workers whose costs were compared
+    # The cheapest of the other decode workers, with its cost. None: there was no other one.
+    runner_up: PricedWorker | None = None
 
     @property
     def summary(self) -> str:
@@ -151,9 +153,9 @@ def choose(
         )
     names = [c.worker.worker_id for c in candidates]
     priced = [price_decode(work, w, matches, producers=names) for w in decode]
-    if not candidates:
-        priced = _within_share(work, priced, roster)
-    chosen = _pick(_hold_most(near_best(priced), matches, roster), rng)
+    fit = priced if candidates else _within_share(work, priced, roster)
+    chosen = _pick(_hold_most(near_best(fit), matches, roster), rng)
+    others = [c for c in priced if c is not chosen]
     computes = candidates[0] if candidates else chosen
     worker_id = chosen.worker.worker_id
     computes_id = computes.worker.worker_id
@@ -173,6 +175,7 @@ def choose(
         work.num_tokens,
         chosen,
         len(usable),
+        min(others, key=lambda c: c.cost_s) if others else None,
     )
 
 

@@ -46,16 +46,19 @@ def sentence_of(kind: Reason, placement: Placement) -> str:
     load = decode.load
     requests = "request" if load.num_running == 1 else "requests"
     busy = f"{load.num_running} {requests} running and {load.num_waiting} waiting"
-    delay = f"predicted delay was {placement.priced.cost_s * 1000:.0f} ms, with {busy}"
+    # If there are prefill workers, a decode worker's cost has no time to compute the prompt.
+    apart = ", without computing the prompt," if placement.prefill_candidates else ""
+    delay = f"predicted delay{apart} was {placement.priced.cost_s * 1000:.0f} ms, with {busy}"
     whose = "Its" if kind == "prefix" and holder is decode else f"{decode.worker_id}'s"
-    rest = (
-        f"{whose} {delay}; no other decode worker was much better."
-        if placement.num_compared > 1
-        else f"{decode.worker_id} was the only decode worker to choose from."
-    )
+    rest = f"{decode.worker_id} was the only decode worker to choose from."
+    if other := placement.runner_up:
+        rest = (
+            f"{whose} {delay}. Next best was {other.worker.worker_id}:"
+            f" {other.cost_s * 1000:.0f} ms, with {other.reused.num_tokens:,} tokens held."
+        )
     match kind:
         case "prefix":
-            held = f"{all_reused:,} of the {placement.num_tokens:,} prompt tokens"
+            held = f"{all_reused:,} of the {placement.num_tokens:,} prompt tokens in whole blocks"
             return f"{holder.worker_id} already held {held}, and no worker held more. {rest}"
         case "load_over_prefix":
             return f"A worker that held more of the prompt was too busy. {rest}"

@@ -33,8 +33,8 @@ class EventLog:
         prefix = f"{{tandem:{cluster_id}}}:events"
         self._journal = Journal(redis, prefix, (_STREAM,), "the log of events")
         self._counted: Counter[tuple[str, str, str]] = Counter()
-        # monotonic seconds of the latest moves of requests between workers
-        self._moves: deque[float] = deque(maxlen=_MOVES_MAX)
+        # the latest moves of requests: (monotonic seconds, the worker that lost the request)
+        self._moves: deque[tuple[float, str]] = deque(maxlen=_MOVES_MAX)
 
     def add(self, kind: str, about: str, text: str, once: str = "") -> None:
         """Queues an event.
@@ -48,14 +48,20 @@ class EventLog:
     def count(self, kind: str, about: str, text: str) -> None:
         """Counts a request; `text` describes what happened to it."""
         if kind == "migrated":
-            self._moves.append(time.monotonic())
+            self._moves.append((time.monotonic(), about))
         if (kind, about, text) in self._counted or len(self._counted) < _COUNTED_MAX:
             self._counted[kind, about, text] += 1
 
     @property
     def num_moved(self) -> int:
         """The number of requests that this router moved to other workers in the last minute."""
-        return sum(time.monotonic() - at < _MOVED_S for at in self._moves)
+        return self.moved_off().total()
+
+    def moved_off(self) -> Counter[str]:
+        """Counts the requests that this router moved in the last minute, by the worker that had
+        them before."""
+        since = time.monotonic() - _MOVED_S
+        return Counter(worker_id for at, worker_id in self._moves if at > since)
 
     async def run(self) -> None:
         """Writes events until it is cancelled. Then writes what is queued, if Redis answers."""

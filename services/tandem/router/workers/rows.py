@@ -199,8 +199,10 @@ def headline(
     """Returns the first problems, their effect on requests, and the remedy for the first faulty
     worker; or one sentence saying that all is well."""
     if not problems:
-        ready = ", ".join(f"{s['ready']} {p}" for p, s in pools.items() if p not in ROUTER_POOLS)
-        return f"All is well: workers that are ready: {ready}."
+        pairs = [(s["ready"], p) for p, s in pools.items() if p not in ROUTER_POOLS]
+        ready = " and ".join(f"{number} {pool}" for number, pool in pairs if number) or "0"
+        total = sum(number for number, _ in pairs)
+        return f"All is well: {ready} {'worker is' if total == 1 else 'workers are'} ready."
     more = len(problems) - _PROBLEMS_MAX
     text = "; ".join(problems[:_PROBLEMS_MAX])
     end = f"; and {more} more." if more > 0 else "" if text.endswith("?") else "."

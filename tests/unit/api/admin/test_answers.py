@@ -6,18 +6,31 @@ from typing import Any
 
 import pytest
 
-from tandem.api.admin.answers import kv_cache, last_minute, one_more_decode, slow
+from tandem.api.admin.answers import (
+    Service,
+    kv_cache,
+    last_minute,
+    one_more_decode,
+    slow,
+    slowest_of,
+    verdict,
+)
 from tandem.common.perf_model.rates import DecodeRate, WorkerRates
 from tandem.common.worker_load import TierUse, WorkerLoad
-from tandem.errors import QueueFull
+from tandem.errors import QueueFull, WorkerLost
 from tandem.net.store.cluster_event import ClusterEvent
 from tandem.net.store.registry import KvCompatibility, WorkerRecord
+from tandem.router.metrics.latencies import Latency
 from tandem.router.metrics.timeline import Timeline
 from tandem.router.request.log import RequestRecord
 from tandem.router.workers.known_worker import KnownWorker
+from tandem.router.workers.rows import WorkerRow
 from tests.harness.page_server import _UP
 
 NOW = 1_000_000.0
+SLOW = Service(Latency(3, 200.0, None, 4000.0, 1), Latency(21, 100.0, 120.0, 130.0))
+QUICK = Service(Latency(1, 80.0, None, 80.0), Latency(7, 100.0, None, 100.0))
+NOTHING = Service()
 MEASURED = WorkerRates(decode=DecodeRate(0.010, 0.005), measured=True)
 
 
@@ -64,33 +77,35 @@ def request(ttft_ms: float | None, ago_s: float = 10.0, **facts: Any) -> dict[st
 
 
 def test_slow_first_tokens_have_a_cause() -> None:
-    assert slow([request(4000.0), request(100.0, 20.0), request(200.0, 30.0)], NOW) == (
-        "First tokens are slow: 200 ms at the median of 3 requests, 4.0 s at most. 75% of that is"
-        " computing prompts. The slowest spent 3.0 s computing 100 prompt tokens on prefill-0."
-        " Then a token follows every 100 ms."
+    assert slow([request(4000.0), request(100.0, 20.0), request(200.0, 30.0)], SLOW, NOW) == (
+        "First tokens are slow: 200 ms at the median of the last minute's 3 requests, 4.0 s at most"
+        " (target: 2 s). 75% of that is computing prompts. The slowest spent 3.0 s computing 100"
+        " prompt tokens on prefill-0."
+        " Then a token follows every 100 ms, at the median."
     )
 
 
 def test_quick_first_tokens_do_not_stand_out() -> None:
-    assert slow([request(80.0)], NOW) == (
-        "Nothing stands out. First tokens came after 80 ms at the median of 1 request."
-        " 75% of that is computing prompts. Then a token follows every 100 ms."
+    assert slow([request(80.0)], QUICK, NOW) == (
+        "Nothing stands out. First tokens came after 80 ms at the median of the last minute's"
+        " 1 request (target: 2 s). 75% of that is computing prompts. Then a token follows every"
+        " 100 ms, at the median."
     )
 
 
 def test_requests_that_wait_are_slow_before_they_have_a_token() -> None:
-    assert slow([request(None, 8.0), request(None, 3.0)], NOW) == (
+    assert slow([request(None, 8.0), request(None, 3.0)], NOTHING, NOW) == (
         "2 requests have no token yet, the oldest for 8 s."
     )
     assert "1 request has no token yet, the oldest for 8 s." in slow(
-        [request(None, 8.0), request(80.0)], NOW
+        [request(None, 8.0), request(80.0)], QUICK, NOW
     )
 
 
 def test_old_requests_say_nothing_of_now() -> None:
     told = "Nothing to report: no request got a first token in the last minute."
-    assert slow([request(4000.0, 90.0)], NOW) == told
-    assert slow([], NOW) == told
+    assert slow([request(4000.0, 90.0)], NOTHING, NOW) == told
+    assert slow([], NOTHING, NOW) == told
 
 
 def test_the_kv_cache_has_shares_its_size_and_its_fullest_worker() -> None:
@@ -101,8 +116,8 @@ def test_the_kv_cache_has_shares_its_size_and_its_fullest_worker() -> None:
     ]
     assert kv_cache(known) == (
         "20% is in use by running requests, 30% holds prefixes that later requests can reuse, and"
-        " 50% is free, of room for 3,200 tokens on 2 workers. The fullest worker is decode-0 with"
-        " 30% in use. Of the tiers below it, host memory 25% is taken."
+        " 50% is free, of room for 3,200 tokens on 2 ready workers. The fullest worker is decode-0"
+        " with 30% in use. Of the tiers below it, host memory 25% is taken."
     )
     assert kv_cache([]) == "Not known: no worker is ready."
 
@@ -114,21 +129,37 @@ def ended(ago_s: float, error: QueueFull | None = None) -> RequestRecord:
     return record
 
 
+def test_an_idle_cache_has_no_fullest_worker_and_little_is_not_none() -> None:
+    known = [worker("decode-0"), worker("decode-1")]
+    assert kv_cache(known).startswith("0% is in use by running requests, 0% holds prefixes")
+    assert "fullest" not in kv_cache(known)
+    used = [worker(f"decode-{n}", blocks_used=n == 0) for n in range(2)]
+    assert kv_cache(used).startswith("<1% is in use")
+
+
+def test_the_slowest_request_of_the_last_minute_is_found() -> None:
+    records = [ended(70), ended(8), ended(9), ended(5)]
+    for record, ttft_s in zip(records, (5.0, 1.0, 3.0, None), strict=True):
+        record.timeline.ttft_s = ttft_s
+    assert slowest_of(records, NOW) is records[2]
+    assert slowest_of(records[:1], NOW) is None
+
+
 def test_the_last_minute_has_requests_and_events() -> None:
     events = [
-        ClusterEvent(NOW - 2, "migrated", "decode-1", "5 requests moved as this worker was lost"),
-        ClusterEvent(NOW - 3, "ended", "decode-1", "ended by SIGKILL"),
         ClusterEvent(NOW - 5, "started", "decode-1", "at 10.0.0.1"),
-        ClusterEvent(NOW - 5, "started", "decode-0", "at 10.0.0.2"),
+        ClusterEvent(NOW - 8, "started", "decode-0", "at 10.0.0.2"),
         ClusterEvent(NOW - 9, "mode", "router-0", "requests are served"),
+        ClusterEvent(NOW - 9, "changed", "", "the size of the decode pool: 1 -> 2, by a"),
+        ClusterEvent(NOW - 10, "refused", "", "a drain, by b"),
         ClusterEvent(NOW - 90, "lost", "decode-7", "long ago"),
     ]
     records = [ended(5), ended(6, QueueFull("full")), ended(90)]
     assert last_minute(records, events, NOW).splitlines() == [
         "2 requests ended, and 1 of them failed: 1 queue_full.",
-        "2 s ago: 5 requests moved as decode-1 was lost.",
-        "3 s ago: decode-1 ended by SIGKILL.",
-        "5 s ago: decode-1, decode-0 started.",
+        "5 to 8 s ago: decode-1, decode-0 are ready to serve.",
+        "9 s ago: router-0: requests are served.",
+        "9 s ago: the size of the decode pool: 1 -> 2, by a.",
         "The list of events has 1 more.",
     ]
     both = [ClusterEvent(NOW - 1, "well", name, "it is ready") for name in ("a", "b")]
@@ -137,29 +168,99 @@ def test_the_last_minute_has_requests_and_events() -> None:
     assert last_minute([], [], NOW) == "Nothing: no request ended, and no worker came or left."
 
 
+def test_a_kill_is_told_first_with_what_became_of_its_requests() -> None:
+    kill = [ClusterEvent(NOW - 1, "ended", "decode-1", "was ended by SIGKILL")]
+    rows = [WorkerRow("decode-1", "decode", "loading")]
+    told = last_minute([ended(5)], kill, NOW, {"decode-1": 3}, rows).splitlines()
+    assert told == [
+        "1 s ago decode-1 was killed (SIGKILL); 3 of its requests moved to other workers, and 0"
+        " were lost; it restarts.",
+        "1 request ended, and none failed.",
+    ]
+    moves = ClusterEvent(
+        NOW - 1, "migrated", "decode-1", "5 requests moved as this worker was lost"
+    )
+    gone = [moves, ClusterEvent(NOW - 2, "lost", "decode-1", "it stopped reporting")]
+    failed = ended(5, WorkerLost("gone"))
+    failed.facts = {"decode_worker": "decode-1"}
+    rows = [WorkerRow("decode-1", "decode", "ready")]
+    assert last_minute([failed], [*kill, *gone], NOW, {}, rows).splitlines() == [
+        "1 s ago decode-1 was killed (SIGKILL); 5 of its requests moved to other workers, and 1 was"
+        " lost; it is ready again.",
+        "1 request ended, and 1 of them failed: 1 worker_lost.",
+    ]
+    assert last_minute([], gone[1:], NOW) == "2 s ago decode-1 was lost."
+    note = "started 1 s ago; its previous process was ended by SIGKILL"
+    rows = [WorkerRow("decode-1", "decode", "loading", note)]
+    assert last_minute([], gone[:1], NOW, {}, rows).splitlines() == [
+        "1 s ago decode-1 was killed (SIGKILL); 5 of its requests moved to other workers, and 0"
+        " were lost; it restarts."
+    ], "the move is known before the end of the process"
+    assert last_minute([], [], NOW, {"decode-1": 2}, rows) == (
+        "1 s ago decode-1 was killed (SIGKILL); 2 of its requests moved to other workers, and 0"
+        " were lost; it restarts."
+    ), "no event has been read yet"
+
+
+def test_the_verdict_names_pools_that_lack_workers_and_slow_first_tokens() -> None:
+    rows = [WorkerRow(f"decode-{n}", "decode", "ready") for n in range(3)]
+    rows += [WorkerRow("prefill-0", "prefill", "draining"), WorkerRow("prefill-9", "x", "stopped")]
+    assert verdict(rows, QUICK, is_well=True) == ""
+    assert verdict(rows, SLOW, is_well=True) == (
+        "All workers are ready, but first tokens are slow: 1 of 3 in the last minute took longer"
+        " than the target of 2 s (median 200 ms, slowest 4.0 s)."
+    )
+    assert verdict(rows, SLOW, is_well=False) == "", "the problem is not one of a worker"
+    rows[1] = WorkerRow("decode-1", "decode", "loading")
+    assert verdict(rows, SLOW, is_well=False) == "Degraded: 2 of 3 decode workers are ready."
+
+
 def test_one_more_decode_worker_shortens_steps_of_full_workers() -> None:
     busy = [worker(f"decode-{n}", num_running=6, num_waiting=1) for n in range(2)]
     assert one_more_decode(busy) == (
-        "A decode step would take 30 ms instead of 40 ms, because each worker would run 4.0"
-        " requests instead of 6.0, if the new worker has processor cores or a GPU of its own."
+        "A decode step, which is a part of the time between tokens, would take 30 ms instead of"
+        " 40 ms, because each worker would run 4.0 requests instead of 6.0, if the new worker has"
+        " processor cores or a GPU of its own."
         " 2 requests waiting at decode workers could start. Room for KV of running requests would"
         " grow by 50%."
     )
 
 
-def test_one_more_decode_worker_does_not_compute_prompts() -> None:
-    known = [worker("decode-0", num_running=1), worker("prefill-0", queued_s=3.5)]
-    told = one_more_decode(known)
-    assert told.startswith("Little for speed: a decode step would still take 15 ms.")
-    assert "queued at each prefill worker take 3.5 s, so one more prefill worker" in told
+def test_the_bottleneck_is_named() -> None:
+    decode = worker("decode-0", num_running=1)
+    told = one_more_decode([decode, worker("prefill-0", queued_s=3.5)])
+    assert told.startswith("Little for the time between tokens: a decode step, which is a part")
+    assert "The prompts queued now take 3.5 s at each prefill worker and 0.0 s at each dec" in told
+    assert "The bottleneck is prefill: one more prefill worker would help more." in told
+    told = one_more_decode([worker("decode-0", queued_s=2.8), worker("prefill-0")])
+    assert "0.0 s at each prefill worker and 2.8 s at each decode worker" in told
+    assert "The bottleneck is decode: one more worker would take 50% of its prompts." in told
+
+
+def test_prompts_that_waited_for_decode_workers_count() -> None:
+    known = [worker("decode-0"), worker("prefill-0")]
+    waited = request(4000.0, prefill_worker="", stages_ms={"queue": 2800.0, "prefill": 1200.0})
+    told = one_more_decode(known, [waited], now=NOW)
+    assert "waited 0.0 s for prefill workers and 2.8 s for decode workers" in told
+    assert "The bottleneck is decode: one more worker would take 50%" in told
+    assert "Prompts hardly wait for a worker, so" in one_more_decode(
+        known, [request(80.0)], now=NOW
+    )
+
+
+def test_a_decode_worker_that_comes_back_has_the_same_effect() -> None:
+    rows = [WorkerRow("decode-1", "decode", "loading"), WorkerRow("decode-0", "decode", "ready")]
+    back = "decode-1 is coming back, which has the same effect."
+    assert one_more_decode([worker("decode-0")], (), rows).startswith(back)
+    assert one_more_decode([], (), rows) == f"Requests would be served. {back}"
 
 
 @pytest.mark.parametrize(
     ("known", "told"),
     [
-        ([], "Requests would be served: now no decode worker is ready."),
-        ([worker("prefill-0")], "Requests would be served: now no decode worker is ready."),
-        ([worker("decode-0")], "Nothing for speed: no request decodes now."),
+        ([], "Requests would be served. None is ready now."),
+        ([worker("prefill-0")], "Requests would be served. None is ready now."),
+        ([worker("decode-0")], "Nothing for the time between tokens: no request decodes now."),
         (
             [worker("decode-0", rates=WorkerRates(), num_running=3)],
             "The effect on speed is not known yet: no decode worker has measured its steps.",

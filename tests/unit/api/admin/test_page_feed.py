@@ -270,7 +270,7 @@ async def test_a_pod_that_never_starts_is_on_the_page_and_among_the_events(
         head = (await next_of(viewer))[1]["head"]
         assert head["headline"].startswith(f"T{text[1:]}. Requests are served")
         assert not head["is_well"]
-        assert head["pools"]["decode"] == {"wanted": 2, "running": 2, "ready": 1}
+        assert head["pools"]["decode"] == {"wanted": 2, "running": 2, "ready": 1, "others": {}}
     metrics = {
         (sample.name, *sample.labels.values()): sample.value
         for family in WorkerGauges(fed.view).collect()

@@ -1,21 +1,23 @@
 // Charts of the last 15 minutes, with uPlot. At most one chart is drawn in each animation frame.
 
-import {byId, color, make, milliseconds, setText} from "./dom.js";
+import {ago, byId, color, make, milliseconds, setText} from "./dom.js";
 import {state} from "./feed.js";
 
-const SPAN_S = 900;
+const SPAN_MIN_S = 60, SPAN_MAX_S = 900; // of the time axis, which begins with the first sample
+const POINTS_MAX = 60; // more samples are drawn as means
 const FRESH = 12; // samples: a value that is not measured all the time is shown for a minute
 const number = digits => value => (value ? value.toFixed(digits) : "0");
-const percent = value => `${(100 * value).toFixed(0)}%`;
+const percent = value => (value > 0 && value < .01 ? "<1%" : `${(100 * value).toFixed(0)}%`);
 const DASH = [6, 3], DOT = [2, 2], DASH_DOT = [8, 3, 2, 3], LONG = [12, 4];
-// Title, formatter of values, and lines: column, name, color, dashes. The colors are page.css's.
+// Title, formatter of values, lines (column, name, color, dashes), and the time that the numbers are
+// of. The colors are page.css's.
 const HEALTH = [
-  ["Tokens/s", number(0), [["tokens_per_s", "generated", "decode"]]],
-  ["Requests", number(0), [["running", "running", "decode"], ["waiting", "waiting", "wait"]]],
-  ["Time to first token", milliseconds, [["ttft_p50_ms", "median", "text"], ["ttft_p95_ms", "95%", "text", DASH]]],
-  ["Time between tokens", milliseconds, [["itl_p50_ms", "median", "text"], ["itl_p95_ms", "95%", "text", DASH]]],
-  ["Errors a second", number(1), [["errors_per_s", "failed", "bad"]]],
-  ["KV cache", percent, [["kv_used_share", "in use", "kv"], ["kv_cached_share", "reusable", "kv", DASH]]],
+  ["Tokens/s", number(0), [["tokens_per_s", "generated", "text"]], "in the last 5 s"],
+  ["Requests", number(0), [["running", "running", "text"], ["waiting", "waiting", "queue", DOT]], "now"],
+  ["Time to first token", milliseconds, [["ttft_p50_ms", "median", "text"], ["ttft_max_ms", "slowest", "text", DASH]], "in the last minute"],
+  ["Time between tokens", milliseconds, [["itl_p50_ms", "median", "text"], ["itl_p95_ms", "95%", "text", DASH]], "in the last minute"],
+  ["Errors a second", number(1), [["errors_per_s", "failed", "bad"]], "in the last 5 s"],
+  ["KV cache", percent, [["kv_used_share", "in use", "kv"], ["kv_cached_share", "reusable", "kv", DASH]], "now"],
 ];
 const MORE = [
   ["Requests that ended, a second", number(1), [["requests_per_s", "all", "text"], ["cancelled_per_s", "cancelled", "text", DASH]]],
@@ -42,10 +44,10 @@ function draw(chart) {
   };
   const options = {
     width: chart.width, height: HEIGHT_REM * unit, legend: {show: false}, cursor: {show: false},
-    padding: [.5 * unit, 1.4 * unit, 0, 0],
+    padding: [.5 * unit, 1.6 * unit, 0, 0],
     scales: {x: {time: true}, y: {range: (_, low, high) => [0, chart.format === percent || !(high > 0) ? 1 : 1.1 * high]}},
     axes: [
-      {...axis, size: 1.5 * unit, space: 4.5 * unit, values: (_, at) => at.map(minute)},
+      {...axis, size: 1.5 * unit, splits: (_, __, low, high) => [low, high], values: (_, at) => [`${ago(at[1] - at[0])} ago`, "now"]},
       {...axis, space: 2 * unit, values: (_, at) => at.map(value => compact(value, chart.format))},
     ],
     series: [{}, ...chart.lines.map(([, , name, dash]) => ({
@@ -55,9 +57,6 @@ function draw(chart) {
   chart.plot?.destroy();
   chart.plot = new uPlot(options, columns(chart.lines), chart.box);
 }
-
-const minute = second =>
-  new Date(1000 * second).toLocaleTimeString([], {hour: "2-digit", minute: "2-digit", hourCycle: "h23"});
 
 function compact(value, format) {
   if (format === percent) return percent(value);
@@ -69,12 +68,29 @@ function compact(value, format) {
 function columns(lines) {
   const indexes = ["at", ...lines.map(([column]) => column)].map(name => state.sampleColumns.indexOf(name));
   const found = indexes.map(index => state.samples.map(sample => sample[index]));
-  const last = found[0].at(-1) ?? Date.now() / 1000;
-  if (found[0].length && found[0][0] > last - SPAN_S) { // always the same span of time
-    found[0].unshift(last - SPAN_S);
-    for (const values of found.slice(1)) values.unshift(null);
+  const last = found[0].at(-1) ?? Date.now() / 1000, first = found[0][0] ?? last;
+  const means = aggregated(found, Math.ceil(Math.min(found[0].length, SPAN_MAX_S / state.stepS) / POINTS_MAX));
+  if (last - first < SPAN_MIN_S) {
+    means[0].unshift(last - SPAN_MIN_S);
+    for (const values of means.slice(1)) values.unshift(null);
   }
-  return found;
+  return means;
+}
+
+// The means of `size` samples each, at the time of the last of them. The newest samples are always
+// in a whole group.
+function aggregated(found, size) {
+  if (size < 2) return found;
+  const length = found[0].length, ends = [];
+  for (let end = length; end > 0; end -= size) ends.unshift(end);
+  const mean = values => {
+    const known = values.filter(value => value !== null && value !== undefined);
+    return known.length ? known.reduce((total, value) => total + value, 0) / known.length : null;
+  };
+  return found.map((values, i) => ends.map(end => {
+    const group = values.slice(Math.max(0, end - size), end);
+    return i ? mean(group) : group.at(-1);
+  }));
 }
 
 function latest(column) {
@@ -83,16 +99,31 @@ function latest(column) {
 }
 
 function show(chart) {
-  const told = chart.lines.map(([column, name], i) => {
-    const value = latest(column), text = value === undefined ? "–" : chart.format(value);
-    setText(chart.values[i], text);
-    return `${name} ${value === undefined ? "none" : text}`;
-  });
-  chart.box.setAttribute("aria-label", `${chart.title}, latest: ${told.join(", ")}`);
+  const hasData = tell(chart);
+  chart.empty.hidden = hasData;
+  chart.box.classList.toggle("empty", !hasData);
   if (!chart.width) return;
   if (chart.plot) chart.plot.setData(columns(chart.lines));
   else draw(chart);
 }
+
+// Shows the numbers of a chart; returns whether a sample has one of them. A figure of the router
+// takes precedence: it is of the same moment, and the same window of time, as the answers in words.
+function tell(chart) {
+  const told = chart.lines.map(([column, name], i) => {
+    const figure = chart.isHealth ? state.figures[column] : undefined;
+    const value = (figure === undefined ? latest(column) : figure) ?? undefined, text = value === undefined ? "–" : chart.format(value);
+    setText(chart.values[i], text);
+    return `${name} ${value === undefined ? "none" : text}`;
+  });
+  chart.box.setAttribute("aria-label", `${chart.title}, latest: ${told.join(", ")}`);
+  return chart.lines.some(([column]) => {
+    const index = state.sampleColumns.indexOf(column);
+    return state.samples.some(sample => sample[index] !== null && sample[index] !== undefined);
+  });
+}
+
+export const showFigures = () => charts.filter(chart => chart.isHealth).forEach(tell);
 
 function each(work) { // in frames of their own: no task is long
   const mine = ++pending;
@@ -114,7 +145,7 @@ function sample(name, dash) { // of a line, beside its name
   return svg;
 }
 
-function makeChart(title, format, lines) {
+function makeChart(isHealth, title, format, lines, when = "in the last 5 s") {
   const figure = make("figure"), values = make("div", undefined, lines.length > 2 ? "values many" : "values"), box = make("div");
   const numbers = lines.map(([, name, tone, dash]) => {
     const value = make("b", "–"), label = make("span");
@@ -124,14 +155,15 @@ function makeChart(title, format, lines) {
   });
   box.setAttribute("role", "img");
   box.setAttribute("aria-label", `${title}: no data yet`);
-  figure.append(make("figcaption", title), values, box);
-  charts.push({title, format, lines, values: numbers, box, plot: null, width: 0});
+  const empty = make("p", "no data yet", "none");
+  figure.append(make("figcaption", title), make("p", when, "none"), values, empty, box);
+  charts.push({isHealth, title, format, lines, values: numbers, empty, box, plot: null, width: 0});
   return figure;
 }
 
 export function makeCharts() {
-  byId("health").append(...HEALTH.map(chart => makeChart(...chart)));
-  byId("charts").append(...MORE.map(chart => makeChart(...chart)));
+  byId("health").append(...HEALTH.map(chart => makeChart(true, ...chart)));
+  byId("charts").append(...MORE.map(chart => makeChart(false, ...chart)));
   const drawn = new Map(charts.map(chart => [chart.box, chart]));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => each(chart => { if (chart.plot) draw(chart); }));
   const watch = new ResizeObserver(entries => {

@@ -38,6 +38,8 @@ function add(text, name) {
   return line;
 }
 
+const speaker = name => add(name, "speaker");
+
 // Adds the text of an answer to its paragraph, which is made with the first text.
 function writer(name) {
   let line = null;
@@ -53,7 +55,9 @@ async function send() {
   const text = byId("message").value.trim();
   if (!text || running) return;
   const asked = body(text), began = performance.now(), think = writer("thought"), say = writer();
+  speaker("You");
   add(text, "mine");
+  speaker(asked.model || "The model");
   byId("message").value = "";
   byId("send").disabled = true;
   byId("stop").disabled = false;
@@ -93,6 +97,7 @@ function ready() {
 function open(isOpen) {
   byId("chat-drawer").hidden = !isOpen;
   byId("open-chat").setAttribute("aria-expanded", String(isOpen));
+  byId("open-chat").hidden = isOpen; // the drawer has a button that closes it
   document.body.classList.toggle("chatting", isOpen);
   byId(isOpen ? "message" : "open-chat").focus();
 }

@@ -1,6 +1,6 @@
 // The operators' page: one feed, and the parts that show it.
 
-import {makeCharts, showCharts} from "./charts.js";
+import {makeCharts, showCharts, showFigures} from "./charts.js";
 import {makeChat, showCurl} from "./chat.js";
 import {ago, byId, count, setText} from "./dom.js";
 import {follow, state} from "./feed.js";
@@ -15,7 +15,8 @@ function showHead() {
   const lowOn = new Set([...state.workers.values()].filter(w => w.memory_is_low).map(w => w.host));
   const low = lowOn.size ? ` Memory is low on ${[...lowOn].join(", ")}.` : "";
   setText(line, head.headline + low);
-  line.className = head.is_well && !low ? "good" : "bad";
+  line.className = low && head.level === "good" ? "wait" : head.level; // routers of older versions tell of none
+  line.className ||= head.is_well ? "good" : "bad";
   document.title = `${head.is_well ? "" : "! "}Tandem: ${head.headline}`.slice(0, 120);
 }
 
@@ -57,6 +58,7 @@ const PARTS = {
   head: () => { showHead(); showFacts(); showPools(); showCurl(); },
   answers: showAnswers,
   samples: showCharts,
+  figures: showFigures,
   workers: () => { parts.set("table", showWorkers); return showPicture(); },
   requests: showRequests,
   events: showEvents,

@@ -1,6 +1,6 @@
 // The picture: routers, prefill and decode workers on a canvas, with moving blocks and streams.
 
-import {byId, color} from "./dom.js";
+import {byId, color, count} from "./dom.js";
 import {ordered, state} from "./feed.js";
 import {isIll} from "./workers.js";
 
@@ -31,6 +31,8 @@ function columnsOf() {
   const of = role => all.filter(([, w]) => w.role === role);
   const routers = Array.from({length: Math.max(1, Math.min(8, state.head?.num_routers ?? 1))}, (_, i) =>
     [i ? `router (${i + 1})` : state.head?.router_id ?? "router", null]);
+  const {wanted, running} = state.head?.pools?.grpc ?? {}; // replicas that serve only the gRPC API
+  routers.push(...Array.from({length: Math.min(8, wanted ?? running ?? 0)}, (_, i) => [`grpc-${i}`, null]));
   return [["Routers", routers], ["Prefill", of("prefill")], ["Decode", of("decode")]];
 }
 
@@ -58,8 +60,10 @@ function layout(columns, width) {
   return Math.max(7 * unit, bottom + unit);
 }
 
-function tone(worker) {
-  if (!worker) return colors.router;
+function tone(worker, id) {
+  if (!worker && state.head?.is_ready === false) return colors.bad;
+  if (!worker && id.startsWith("grpc-")) return Number(id.slice(5)) < (state.head.pools.grpc.running ?? 0) ? colors.good : colors.wait;
+  if (!worker) return colors.good; // it serves this page
   if (worker.state === "draining" || worker.state === "loading" || worker.state === "starting") return colors.wait;
   if (isIll(worker)) return colors.bad; // a worker that is ready may be in trouble
   return worker.state === "stopped" ? colors.muted : colors.good;
@@ -68,13 +72,14 @@ function tone(worker) {
 function told(worker) {
   if (!worker) return "";
   if (worker.state !== "ready") return worker.state;
-  if (worker.role === "prefill") return `${worker.leases} ${worker.leases === 1 ? "lease" : "leases"}`;
-  return `${worker.running} running, ${worker.waiting + worker.pulls} waiting`;
+  const prompts = worker.queued_tokens ? `, ${count(worker.queued_tokens)} prompt tokens to compute` : "";
+  const ofPrefill = prompts ? prompts.slice(2) : worker.leases ? `KV of ${count(worker.leases)} held for a pull` : "idle";
+  return worker.role === "prefill" ? ofPrefill : `${worker.running} running, ${worker.waiting + worker.pulls} waiting`;
 }
 
 function drawWorker(id, worker, at) {
   const used = worker ? worker.kv_used_percent / 100 : 0, ill = Boolean(worker && isIll(worker));
-  const key = `${worker?.state} ${ill} ${at.isSmall ? Math.round(8 * used) : `${worker?.kv_used_percent} ${told(worker)}`}`;
+  const key = `${worker?.state} ${ill} ${at.isSmall ? Math.round(8 * used) : `${worker?.kv_used_percent} ${told(worker)} ${tone(worker, id)}`}`;
   if (drawn.tones.get(id) === key) return; // it looks as before
   drawn.tones.set(id, key);
   context.clearRect(at.x - 2, at.y - 2, at.w + 4, at.h + 4);
@@ -83,14 +88,14 @@ function drawWorker(id, worker, at) {
   context.fillStyle = colors.kv;
   context.globalAlpha = .35;
   if (at.isSmall) context.fillRect(at.x, at.y + at.h * (1 - used), at.w, at.h * used);
-  else context.fillRect(at.x, at.y, at.w * used, at.h);
+  else context.fillRect(at.x, at.y + at.h - .4 * unit, at.w * used, .4 * unit); // below the texts
   context.globalAlpha = 1;
-  context.strokeStyle = tone(worker);
+  context.strokeStyle = tone(worker, id);
   context.lineWidth = ill ? 3 : 1.5;
   context.strokeRect(at.x, at.y, at.w, at.h);
   if (at.isSmall) return;
   context.fillStyle = colors.text;
-  const middle = at.y + at.h / 2 + .33 * unit, pad = .6 * unit;
+  const middle = at.y + at.h / 2 + .25 * unit, pad = .6 * unit;
   context.fillText(id, at.x + pad, at.hasLines ? at.y + 1.3 * unit : middle, at.w - 2 * pad);
   if (at.hasLines) {
     context.fillText(told(worker), at.x + pad, at.y + 2.6 * unit, at.w - 2 * pad);
@@ -192,13 +197,13 @@ function frame(now) {
 }
 
 function describe() {
-  const count = new Map();
+  const numbers = new Map();
   for (const worker of state.workers.values()) {
     const key = `${worker.role} ${worker.state}${worker.state === "ready" && isIll(worker) ? " in trouble" : ""}`;
-    count.set(key, (count.get(key) ?? 0) + 1);
+    numbers.set(key, (numbers.get(key) ?? 0) + 1);
   }
   const sum = kind => last.filter(flow => flow[0] === kind).reduce((total, flow) => total + flow[3], 0);
-  const known = [...count].map(([key, n]) => `${n} ${key}`).join(", ") || "no worker is known";
+  const known = [...numbers].map(([key, n]) => `${n} ${key}`).join(", ") || "no worker is known";
   return `Workers: ${known}. Lately ${sum("pull")} blocks were pulled and ${sum("move")} requests moved.`;
 }
 

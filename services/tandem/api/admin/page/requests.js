@@ -7,14 +7,14 @@ const SHOWN_FIRST = 8, KEPT_MAX = 50;
 // The stages in the order of a request's life: name, color, words. Those up to `wire` sum to the time
 // to first token. Stages of one color are one thing to a reader.
 const STAGES = [
-  ["tokenize", "router", "tokenizing"], ["route", "router", "choosing workers"], ["queue", "wait", "waiting in queues"],
+  ["tokenize", "router", "tokenizing"], ["route", "router", "choosing workers"], ["queue", "queue", "waiting in queues"],
   ["prefill", "prefill", "computing the prompt"], ["retry", "move", "starting again"], ["wire", "router", "sending messages"],
   ["transfer_exposed", "kv", "waiting for KV blocks"], ["first_decode", "decode", "computing the second token"],
   ["move", "move", "moving to another worker"],
 ];
 const LEGEND = [
-  ["wait", "waiting in queues"], ["prefill", "computing the prompt"], ["kv", "waiting for KV blocks"],
-  ["decode", "computing the second token"], ["router", "the router and the network"], ["move", "starting again or moving"],
+  ["queue", "waiting in queues"], ["prefill", "computing the prompt"], ["kv", "waiting for KV blocks"],
+  ["decode", "computing the second token"], ["router", "the router and the network"], ["move", "starting again or moving"], ["rest", "no token yet"],
 ];
 const WELL = new Set(["stop", "length", "cancelled", "running"]);
 const OUTCOMES = {
@@ -38,7 +38,9 @@ function bar(request) { // on a scale of its own; the rest of a request that wai
   made.title = told;
   made.setAttribute("role", "img");
   made.setAttribute("aria-label", told || "no stage has ended yet");
-  return made;
+  const line = make("div", undefined, "scale");
+  line.append(made, make("span", total ? milliseconds(total) : ""));
+  return line;
 }
 
 function progress(request) {

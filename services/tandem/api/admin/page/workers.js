@@ -62,6 +62,7 @@ const tierText = (name, held, total, share) =>
 
 function work(w) {
   const parts = [[w.running, "running"], [w.waiting, "waiting"], [w.pulls, "awaiting KV"], [w.leases, w.leases === 1 ? "lease" : "leases"]];
+  parts.push([w.queued_tokens, "prompt tokens to compute"]);
   return parts.filter(([number]) => number).map(([number, what]) => `${count(number)} ${what}`).join(", ") || "idle";
 }
 
@@ -85,13 +86,13 @@ function fill(cells, [id, w]) {
     const [name, held, total] = tiers[i], share = total ? held / total : 0;
     showLevel(level, share, tierText(name, held, total, share));
   });
-  setText(cells.host, [w.host, w.transports && `KV over ${w.transports}`].filter(Boolean).join(", "));
+  setText(cells.host, [w.host && `on ${w.host}`, w.transports && `pulls KV over ${w.transports}`].filter(Boolean).join("; "));
   cells.kv.hidden = cells.toRole.hidden = cells.drain.hidden = !w.address;
   cells.item.className = w.address ? "" : "gone";
   if (cells.shown === `${id} ${other}`) return;
   cells.shown = `${id} ${other}`;
-  setText(cells.toRole, `To ${other}`);
-  cells.toRole.setAttribute("aria-label", `To ${other}: ${id}`);
+  setText(cells.toRole, `Switch to ${other}`);
+  cells.toRole.setAttribute("aria-label", `Switch to ${other}: ${id}`);
   cells.toRole.dataset.key = `role ${id}`;
   setText(cells.drain, "Drain");
   cells.drain.setAttribute("aria-label", `Drain ${id}`);
@@ -109,6 +110,7 @@ export function showWorkers() {
   if (focused && document.activeElement.dataset.key !== focused) { // its worker has another item now
     list.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus({preventScroll: true});
   }
+  byId("workers-head").hidden = !shown.length;
   byId("worker-finder").hidden = state.workers.size <= FEW;
   byId("workers-pager").hidden = !state.workers.size || (all.length > 0 && all.length <= ITEMS_MAX);
   setText(byId("workers-shown"), all.length ? `${first + 1} to ${first + shown.length} of ${all.length}` : "no worker fits");
@@ -138,7 +140,8 @@ export function showPools() {
     }
     const size = form.querySelector("input");
     if (size && !form.dataset.isEdited) size.value = pool.wanted ?? pool.running ?? 0;
-    const ready = name === "router" || name === "grpc" ? "" : `, ${pool.ready} ready`;
+    const others = Object.entries(pool.others ?? {}).map(([state, number]) => `, ${number} ${state}`).join("");
+    const ready = name === "router" || name === "grpc" ? "" : `, ${pool.ready} ready${others}`;
     // The controller counts a process later than it serves. One router runs, because it serves this page.
     const running = Math.max(pool.running ?? 0, pool.ready ?? 0, name === "router" ? 1 : 0);
     setText(form.lastChild, `${running}${pool.wanted === null ? "" : ` of ${pool.wanted}`} running${ready}`);

@@ -212,13 +212,10 @@ class Generation:
         metrics = self._services.metrics
         timeline.note_tokens(now, num_tokens)
         if choice.num_sent:
-            for _ in range(num_tokens):
-                metrics.itl_s.observe(elapsed_s / num_tokens)
-            metrics.demand.next_tokens(elapsed_s / num_tokens / slo.itl_s, num_tokens)
+            metrics.on_next_tokens(elapsed_s / num_tokens, slo.itl_s, num_tokens)
         elif not choice.index:
-            metrics.ttft_s.observe(elapsed_s)
             allowed_s = slo.ttft_s + slo.ttft_token_s * len(choice.job.request.token_ids)
-            metrics.demand.first_token(elapsed_s / allowed_s)
+            metrics.on_first_token(elapsed_s, allowed_s)
 
 
 def _took(job: Job) -> bool:
