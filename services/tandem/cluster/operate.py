@@ -229,11 +229,16 @@ def _show_record(record: Mapping[str, Any]) -> None:
             "its KV budget was restarted: another worker computed its KV again, and chose again "
             "which blocks it keeps"
         )
-    prefill = record["prefill_worker"] or f"{record['decode_worker'] or 'no worker'} itself"
     pulled = "no KV blocks"
     if record["blocks_pulled"]:
         pulled = f"{record['blocks_pulled']} KV blocks over {record['transport'] or 'no transport'}"
-    screen.print(f"prefilled by {prefill}, decoded by {record['decode_worker'] or 'no worker'}")
+    decode = record["decode_worker"]
+    if not decode:
+        screen.print("no worker computed this request")
+    elif prefill := record["prefill_worker"]:
+        screen.print(f"prefilled by {prefill}, decoded by {decode}")
+    else:
+        screen.print(f"prefilled and decoded by {decode}")
     if kept := record.get("kept"):
         screen.print(_kept_text(kept))
     screen.print(

@@ -49,8 +49,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
     blocks_cached: int = 0  # number of blocks with cached KV that no sequence references
     blocks_quarantined: int = 0  # number of blocks to which an unfinished pull may still write
     # Number of open leases. For a lease, this worker computes or holds blocks for another worker.
-    # The engine counts only the leases that it has begun, and the worker's I/O process then sets
-    # the number of all open leases.
+    # The engine fills in only the leases that it has begun. The worker's I/O process then
+    # overwrites the value with the number of all open leases.
     num_leases: int = 0
     num_pulls: int = 0  # number of sequences that wait for KV from a peer or a tier
     step: int = 0

@@ -116,7 +116,7 @@ def read_folder(
                 path = converted
                 continue
             found = sorted(each.name for each in path.glob("*.gguf"))
-            hint = f" (name the file {path / found[0]})" if found else ""
+            hint = f", but a GGUF file: give {path / found[0]} as the model" if found else ""
             raise ConfigError(f"{path} has no {file}{hint}; a model is {_ACCEPTED}")
     conversion = read_json_if_any(path / CONVERSION_FILE)
     if gguf_file is None and conversion and not any(path.glob("*.safetensors")):

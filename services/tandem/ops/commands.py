@@ -254,7 +254,7 @@ def audit(
     limit: Annotated[int, Parameter(help="Largest number of entries, at most 1000.")] = 50,
     url: _Url = "",
 ) -> None:
-    """Show the latest changes by operators and refused calls, newest last."""
+    """Show the latest refused calls and operators' changes, newest last."""
     from tandem.cluster.operate import show_audit
 
     show_audit(_admin(url), limit)

@@ -103,7 +103,7 @@ def add_cluster_routes(
 
     @app.post(RESET_PATH)
     async def reset_prefix_cache(request: Request) -> Response:
-        """Drops what no request uses from the prefix caches of all workers, or of `worker_id`."""
+        """Drops the cached KV blocks that no request uses, at all workers or at `worker_id`."""
         # vLLM's clients send no body.
         body = parse_object(await read_body(request, config) or b"{}")
         if unknown := set(body) - {"worker_id"}:

@@ -1,4 +1,5 @@
-"""The listener of an endpoint picker. A router runs it instead of the public listener."""
+"""The gRPC listener of a router that runs as an endpoint picker. Such a router has this listener
+instead of the public one."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ def stop_signals(*, parent_pid: int | None = None) -> Iterator[None]:
         if parent_pid is not None:
             libc = ctypes.CDLL(None, use_errno=True)
             if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):
-                raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+                why = os.strerror(ctypes.get_errno())
+                raise OSError(f"this process cannot be set to end with its parent: {why}")
             if os.getppid() != parent_pid:  # the parent has already ended
                 raise Interrupted
         yield

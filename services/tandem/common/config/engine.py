@@ -132,8 +132,8 @@ class EngineOptions(Options):
     max_num_seqs: Positive = 64
     """Largest number of requests that a worker computes at the same time."""
     max_tokens_per_step: PositiveOrNone = None
-    """Largest number of tokens that one step computes. 0: 512 on CPUs; on GPUs it depends on the
-    number of multiprocessors, such as 2048 on an H100."""
+    """Largest number of tokens that one step computes. 0: 512 on CPUs; on GPUs about 16 for each
+    multiprocessor, which gives 2048 on an H100."""
     itl_target_s: Seconds = 0.1
     """Target for the seconds between two tokens, met by splitting long prompts. 0: off."""
     itl_limit_s: Seconds = 0.0

@@ -12,7 +12,8 @@ def run_bounded(
     """Runs a program with `stdin` as its input. Returns the program's output and exit status.
 
     A negative status is the number of the signal that ended the program. The limits are set after
-    the program has started, so the program must read its input before it does anything else.
+    the program has started, and its input is sent only then. So a program that first reads its
+    input does all its other work under the limits.
 
     `cpu_s` limits CPU time, `deadline_s` elapsed time. On a busy machine a program may wait for a
     CPU, so `deadline_s` should be much longer than `cpu_s`.

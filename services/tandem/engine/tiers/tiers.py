@@ -311,8 +311,8 @@ class Tiers:
         return self._sources.depth(block_hashes, self._readable)
 
     def _continue_in(self, tier: int, load: Load) -> None:
-        """Continues a load in the thread of another tier. Called in the thread of the tier that the
-        load has finished."""
+        """Continues a load in the thread of `tier`, the next tier to read from. Called in the
+        thread of the tier from which the load has just read its blocks."""
         load.submitted_at = self._progress_at[load.tier] = self.clock()
         load.progress_at = 0.0
         load.tier = tier

@@ -137,7 +137,7 @@ def _check_missing(
     for name in missing:
         in_file = gguf_names(name, config.architecture) if source == _IN_GGUF else [name]
         shown.append(f"{' or '.join(in_file)} of shape {_shown(forms[name])}")
-    raise UnsupportedModel(f"the checkpoint lacks {few(shown)}, which {source} implies")
+    raise UnsupportedModel(f"the checkpoint lacks {few(shown)}; {source} requires this")
 
 
 def _check_surplus(

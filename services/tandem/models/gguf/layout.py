@@ -105,9 +105,12 @@ def _check_part(layout: Layout, number: int, count: int) -> None:
             "--merge, or name them as that program does, NAME-00001-of-00003.gguf"
         )
     if stated != count:
-        raise ConfigError(f"split.count is {stated!r:.80}; the file's name requires {count}")
+        raise ConfigError(f"split.count is {stated!r:.80}; by its name, the file is one of {count}")
     if (found := layout.keys.get("split.no")) != number:
-        raise ConfigError(f"split.no is {found!r:.80}; the file's name requires {number}")
+        raise ConfigError(
+            f"split.no is {found!r:.80}; it counts from 0 and must be {number}, because the file's "
+            f"name says part {number + 1} of {count}"
+        )
 
 
 class _Scan:

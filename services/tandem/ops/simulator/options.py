@@ -56,13 +56,14 @@ class SimulateOptions(Options):
     """Which evicted blocks are copied, and which copies are dropped first, as for `tandem
     worker`."""
     kv_host_rate: NotNegative = 0.0
-    """Bytes per second that a worker loads from host memory. 0: the speed in --rates, or a
-    guess."""
+    """Bytes per second at which a worker loads KV blocks from host memory. 0: the speed in --rates,
+    or a built-in default."""
     kv_disk_rate: NotNegative = 0.0
-    """Bytes per second that a worker loads from disk. 0: the speed in --rates, or a guess."""
+    """Bytes per second at which a worker loads KV blocks from disk. 0: the speed in --rates, or a
+    built-in default."""
     kv_store_rate: NotNegative = 0.0
-    """Bytes per second that a worker loads from the object store. 0: the speed in --rates, or a
-    guess."""
+    """Bytes per second at which a worker loads KV blocks from the object store. 0: the speed in
+    --rates, or a built-in default."""
     policies: str = "all"
     """Names of placement policies, separated by commas. all: every policy."""
     loads: str = "10,20,30,40,50,60,70,80,90,100,110,120"
@@ -84,7 +85,8 @@ class SimulateOptions(Options):
     shift_s: Seconds = 0.0
     """Start this many seconds into the trace."""
     rename: Text = ""
-    """Name from which all prefixes of the trace get other hashes."""
+    """Any text: prefixes of the trace get other hashes, made with this text, so that none matches
+    the original trace. Empty: they keep their hashes."""
     fault: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
     """Fault as SECONDS:WORKER:down or up, such as 60:decode-0:down; may be given several times."""
     slo_ttft: NotNegative = 2000.0
@@ -96,7 +98,7 @@ class SimulateOptions(Options):
     pulls: bool = True
     """Workers may pull cached prefixes from other workers."""
     admission: bool = True
-    """Refuse requests that would exceed --slo-ttft, under every policy."""
+    """Refuse requests whose predicted time to the first token exceeds --slo-ttft."""
     day: Count = 0
     """Number of requests that are spread over one day with a typical daily load. 0: off."""
     autoscale: Switch = False

@@ -172,7 +172,8 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """Values of the router's counters and histograms at one moment. The values only grow."""
+    """Cumulative values of the router's counters and histograms at one moment. No value is smaller
+    in a later reading."""
 
     outcomes: dict[str, float]
     tokens: float

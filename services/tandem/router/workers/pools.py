@@ -24,7 +24,8 @@ _PENDING_MAX = 64
 
 
 async def request_sizes(redis: Client, cluster_id: str, sizes: dict[str, int]) -> bool:
-    """Requests sizes from the controller; returns False if no controller has written its pools.
+    """Asks the pool controller to change the pools to `sizes`, which maps pools to numbers of
+    workers. Returns False if there is no controller.
 
     Raises NoWorkers if Redis does not answer.
     """

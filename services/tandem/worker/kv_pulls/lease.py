@@ -267,8 +267,8 @@ class ConsumerLease:
             run=run,
             targets=targets,
         )
-        # Only successful pulls are counted. So the lease is incomplete if the pull of a run failed
-        # or was never started.
+        # Only successful pulls are counted. `_is_whole` compares the count with the blocks of the
+        # lease, and so finds a pull that failed or was never started.
         self.stats.num_blocks += len(targets)
         self.stats.num_bytes += num_bytes
         self.stats.pull_s += time.monotonic() - started

@@ -204,5 +204,7 @@ def test_gguf_files_of_other_kinds(
     writer.close()
     with pytest.raises(ConfigError, match=rf"a\.gguf: {named}"):
         find_local_model(options(tmp_path / "a.gguf"))
-    with pytest.raises(ConfigError, match=r"has no config\.json \(name the file .*a\.gguf\)"):
+    with pytest.raises(
+        ConfigError, match=r"has no config\.json, but a GGUF file: give .*a\.gguf as"
+    ):
         find_local_model(options(tmp_path))

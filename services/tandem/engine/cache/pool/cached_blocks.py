@@ -49,8 +49,8 @@ class CachedBlocks:
             leaves.add(block_id, (block.worth, block.last_used))
 
     def oldest(self, copy: Copy) -> int | None:
-        """Returns the leaf that is evicted first among those whose copy has the state `copy`.
-        Returns None if there is none."""
+        """Returns the leaf that is evicted first among the leaves whose copy in lower tiers is in
+        the state `copy`. Returns None if there is none."""
         return next((leaves[copy].oldest() for leaves in self._leaves if leaves[copy]), None)
 
     def pop(self) -> int:

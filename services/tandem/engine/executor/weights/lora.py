@@ -170,7 +170,8 @@ def _absorbed(a: torch.Tensor, b: torch.Tensor, latent: Latent) -> tuple[LoraHea
 
 
 def _names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Returns, for each product, the names of its matrices (`_PRODUCTS`) in this model."""
+    """Returns `_PRODUCTS` for this model: name of a product of the decoder, such as "qkv" -> names
+    of the matrices with which the product multiplies."""
     if config.latent is not None:
         products = token_products(config.latent)
         return _PRODUCTS | {"qkv": tuple(f"self_attn.{name}" for name, _ in products)}
