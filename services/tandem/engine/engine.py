@@ -248,8 +248,8 @@ class Engine:
         self, sequence_id: str, num_blocks: int, unsafe_blocks: Collection[int] = ()
     ) -> None:
         """Caches the first `num_blocks` blocks of an imported chain and removes the chain. The KV
-        of these blocks is complete and trusted. The other blocks are freed, except `unsafe_blocks`, to
-        which the pull may still write: these are quarantined."""
+        of these blocks is complete and trusted. The other blocks are freed, except `unsafe_blocks`:
+        the pull may still write to these, so they are quarantined."""
         self._peer_blocks.commit(sequence_id, num_blocks, unsafe_blocks)
 
     def hot_prefixes(self, blocks_max: int) -> list[list[bytes]]:

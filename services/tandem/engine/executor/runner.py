@@ -136,6 +136,8 @@ class ModelRunner:
         )
         self._small: NativeDecoder | TorchSteps | TritonSteps
         self._large: NativeDecoder | TorchSteps | TritonSteps
+        # The kernels that compute, with the instruction set of native ones: "native (avx512)".
+        self.kernels_name: str = kernels
         self._triton: TritonSteps | None = None
         if kernels == "triton":
             # Imported here because Triton is not installed on every machine.
@@ -151,6 +153,7 @@ class ModelRunner:
             self._small = self._large = native = NativeDecoder(
                 model, weights, num_threads=config.num_threads, int8=int8
             )
+            self.kernels_name = f"native ({native.instructions or 'plain'})"
             # With invariant numerics, the bits still depend on the instruction set.
             if config.numerics == "invariant":
                 name = native.instructions or ""
@@ -160,14 +163,6 @@ class ModelRunner:
                 self._large = TorchSteps(model, weights, config.numerics)
         else:
             self._small = self._large = TorchSteps(model, weights, config.numerics)
-
-    @property
-    def kernels_name(self) -> str:
-        """The kernels that compute, with the instruction set of native ones, as in "native
-        (avx512)"."""
-        if self.native is not None:
-            return f"native ({self.native.instructions or 'plain'})"
-        return "torch" if self._triton is None else "triton"
 
     @property
     def native(self) -> NativeDecoder | None:
