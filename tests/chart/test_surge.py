@@ -67,7 +67,7 @@ def test_without_room_helm_stops_and_the_worker_is_taken_back(
     server.room = 1
     with pytest.raises(HelmError, match="pre-upgrade"):
         release.upgrade(NEW | {"upgradeHook": {"surge": True, "surgeDeadline": 1}})
-    assert "not ready in 1 s" in server.jobs[-1]
+    assert "not ready within 1 s" in server.jobs[-1]
     assert server.owners[DECODE] == {MANAGER}
     assert [release.size(name) for name in OBJECTS] == [1, 1, 2]
     assert "DEBUG" not in str(server.objects[DECODE]["spec"]["template"])
@@ -116,7 +116,7 @@ def test_what_a_failed_upgrade_left_is_taken_back_by_the_next_one(
 
     server.objects[DECODE]["spec"] |= {"serviceName": name, "template": {}}
     server.room = 0  # pods of the new template do not start
-    with pytest.raises(DeadlineExceeded, match="the added one stays"):
+    with pytest.raises(DeadlineExceeded, match="the added worker stays"):
         end(server)
     assert release.size("decode") == 2
     assert server.fewest[DECODE] == 1

@@ -196,7 +196,7 @@ async def test_a_router_that_does_not_answer_is_named(routers: Routers) -> None:
     done = await tandem(routers.admin_of(one), "revoke", key.split("-")[1])
     assert done.returncode == 1
     assert f"crashed: {gone} does not answer" in done.stdout
-    assert "r1: confirmed" in done.stdout
+    assert "r1: revocation confirmed" in done.stdout
     assert (await tandem(routers.admin_of(one), "revoke", "nothing")).stderr.startswith(
         "tandem: there is no key"
     )

@@ -83,7 +83,7 @@ async def test_a_wrong_session_is_refused(router: RunningRouter) -> None:
         "/v1/chat/completions", json={"messages": MESSAGES}, headers={"x-session-id": "x" * 300}
     )
     assert answer.status_code == 400
-    assert "x-session-id must be 1 to 256 printable" in answer.json()["error"]["message"]
+    assert "x-session-id must have 1 to 256 printable" in answer.json()["error"]["message"]
 
 
 async def test_a_retention_pins_the_prompt_and_the_answer(router: RunningRouter) -> None:

@@ -145,10 +145,10 @@ def test_variables_of_kubernetes_are_no_options(
     assert options().settings == LaunchOptions()
     said = capsys.readouterr().err.splitlines()
     assert said == [
-        "tandem up: TANDEM_ADMIN_PORT=tcp://10.0.0.1:81 is ignored: Kubernetes sets it for the "
-        "Service tandem-admin, and it is no option",
-        "tandem up: TANDEM_PORT=tcp://10.0.0.1:80 is ignored: Kubernetes sets it for the Service "
-        "tandem, and it is no option",
+        "tandem up: TANDEM_ADMIN_PORT=tcp://10.0.0.1:81 is ignored: Kubernetes sets this variable "
+        "for the Service tandem-admin, so it is not read as an option of Tandem",
+        "tandem up: TANDEM_PORT=tcp://10.0.0.1:80 is ignored: Kubernetes sets this variable for "
+        "the Service tandem, so it is not read as an option of Tandem",
     ]
 
 

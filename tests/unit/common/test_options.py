@@ -105,7 +105,7 @@ WRONG: list[tuple[type[Any], list[str], str]] = [
     (WorkerOptions, [*WORKER_LINE, "more"], "more"),
     (WorkerOptions, [*WORKER_LINE, "--threads"], "--threads requires an argument"),
     (WorkerOptions, ["--role", "decode"], "--model must be given"),
-    (RouterOptions, ["--model", "m", "--scale-objects", "x"], "scale-objects has 'x'"),
+    (RouterOptions, ["--model", "m", "--scale-objects", "x"], "scale-objects has the entry 'x'"),
     (RouterOptions, ["--model", "m", "--autoscale-ttft", "0"], "autoscale-ttft is 0; .* above 0"),
     (RouterOptions, ["--model", "m", "--http-port", "65536"], "must be at most 65535"),
     (LaunchOptions, ["--port", "0"], "port is 0; it must be at least 1"),

@@ -57,7 +57,7 @@ async def test_its_own_are_described_at_its_start(tmp_path: Path) -> None:
     assert (state.loaded, state.failed, state.rank_max) == (["a"], ["b"], 64)
     (family,) = worker.metrics({"worker": "w"})
     assert family.samples[0].labels["max_lora"] == "8"
-    with pytest.raises(ConfigError, match=r"lora sql: .*rank is 4; max-lora-rank allows at most 3"):
+    with pytest.raises(ConfigError, match=r"lora sql: .*rank 4; max-lora-rank allows at most 3"):
         await NamedAdapters(replace(config, max_lora_rank=3)).read_own()
 
 
@@ -83,7 +83,7 @@ def test_options_name_adapters() -> None:
     assert parse_adapters(["a=/x,b/1=/y", "c=/z"]) == {"a": "/x", "b/1": "/y", "c": "/z"}
     assert parse_adapters(["a=there"])["a"] == str(Path.cwd() / "there")
     for wrong in ("a", "=x", "a b=/x", "a="):
-        with pytest.raises(ConfigError, match="it must be NAME=PATH"):
+        with pytest.raises(ConfigError, match="an entry must be NAME=PATH"):
             parse_adapters([wrong])
     with pytest.raises(ConfigError, match="twice"):
         parse_adapters(["a=/x", "a=/y"])

@@ -228,7 +228,7 @@ async def test_an_endpoint_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     [
         ({"kv_events": "5557"}, "kv-events is '5557'; it must be tcp://HOST:PORT or ipc://PATH"),
         ({"kv_events": "tcp://host"}, "kv-events is 'tcp://host'"),
-        ({"kv_events_replay": "tcp://*:5558"}, "kv-events-replay needs kv-events"),
+        ({"kv_events_replay": "tcp://*:5558"}, "kv-events-replay is set without kv-events"),
     ],
 )
 def test_wrong_options_are_named(events: dict[str, str], named: str) -> None:

@@ -101,7 +101,7 @@ def test_an_added_token_without_an_embedding_is_none_of_the_vocabulary(folder: P
     ("change", "named"),
     [
         (with_file("config.json", "{"), r"config\.json cannot be read as JSON"),
-        (with_file("config.json", "[]"), r"config\.json must hold a JSON object"),
+        (with_file("config.json", "[]"), r"config\.json must contain a JSON object"),
         (with_file("config.json", "{}"), r"config\.json: .*\(none named\).*supported are Llama"),
         (with_keys(hidden_size=...), r"config\.json: hidden_size is None; it must be a positive"),
         (with_keys(architectures=["MambaForCausalLM"]), r"config\.json: .*Mamba.*supported are Ll"),
@@ -113,7 +113,7 @@ def test_an_added_token_without_an_embedding_is_none_of_the_vocabulary(folder: P
         (with_file("tokenizer.json", "{}"), r"tokenizer\.json cannot be read"),
         (
             with_tokens(203),
-            r"tokenizer\.json has tokens up to number 203, and vocab_size of .* 203",
+            r"tokenizer\.json has token ids up to 203, but vocab_size of .* 203",
         ),
         (with_file("tokenizer_config.json", "{"), r"tokenizer_config\.json cannot be read as JSON"),
         (with_file("chat_template.jinja", "{% if %}"), r"chat_template\.jinja: .*be compiled"),
@@ -149,7 +149,7 @@ def test_scales_of_kv_are_checked_if_they_will_be_read(folder: Path) -> None:
     del scales["model.layers.2.self_attn.k_scale"]
     stored = {name: tensor.clone() for name, tensor in load_file(file).items()}
     for wrong, named in (
-        (of_two, r"1\.self_attn\.v_scale is F32 of shape \[2\]"),
+        (of_two, r"1\.self_attn\.v_scale has type F32 and shape \[2\]"),
         (scales, "lacks"),
     ):
         save_file(stored | wrong, file, metadata={"format": "pt"})
@@ -163,7 +163,7 @@ def test_adapters_with_something_wrong(folder: Path, tmp_path: Path) -> None:
     model = find_local_model(options(folder))
     assert model is not None
     write_adapter(tmp_path / "wide", model.config, r=16)
-    with pytest.raises(ConfigError, match=r"--lora mine: .*rank is 16; max-lora-rank allows at mo"):
+    with pytest.raises(ConfigError, match=r"--lora mine: .*rank 16; max-lora-rank allows at mo"):
         find_local_model(options(folder, **with_adapter(tmp_path / "wide")))
     elsewhere = options(folder, **with_adapter(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"--lora mine: .*none has no adapter_config\.json"):
@@ -172,7 +172,7 @@ def test_adapters_with_something_wrong(folder: Path, tmp_path: Path) -> None:
 
 
 def test_settings_that_the_model_cannot_have(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="max-model-len 600 is not within 1 to 512"):
+    with pytest.raises(ConfigError, match="max-model-len is 600; it must be from 1 to 512"):
         find_local_model(options(folder, max_model_len=600))
     latent = make_tiny_model("deepseek-v3", tmp_path / "latent")[0].path
     assert find_local_model(options(latent)) is not None

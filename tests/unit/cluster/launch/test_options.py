@@ -68,7 +68,7 @@ def test_grpc_can_be_off() -> None:
 def test_what_a_router_would_refuse_is_refused_before_anything_is_started() -> None:
     with pytest.raises(ConfigError, match="autoscale is 'maybe'"):
         LaunchOptions(autoscale="maybe")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="autoscale-prefill-max is 0"):
+    with pytest.raises(ConfigError, match="autoscale-prefill-max, which is 0"):
         LaunchOptions(autoscale="on", autoscale_max=0)
 
 

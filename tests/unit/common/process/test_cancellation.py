@@ -35,7 +35,7 @@ async def test_a_task_that_goes_on_is_cancelled_again(caplog: pytest.LogCaptureF
         await cancel(*tasks)
     assert all(task.done() for task in tasks)
     assert [r.getMessage() for r in caplog.records] == [
-        "the task deaf still runs 1 s after its cancellation; it is cancelled again"
+        "the task deaf still runs 0.01 s after its cancellation; it is cancelled again"
     ]
 
 

@@ -282,7 +282,7 @@ def test_of_several_files_the_one_with_the_tensor_is_named(tmp_path: Path) -> No
     [
         ({"dtype": "F7", "shape": [1], "data_offsets": [0, 4]}, "unknown type 'F7'"),
         ({"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}, "invalid shape"),
-        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, r"4 bytes, .*F32 in .*\[2\]"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, r"4 bytes, .*F32 and .*\[2\]"),
         ({"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}, "gap at byte 0"),
         ({"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}, "has 1 bytes after its last"),
         (

@@ -268,5 +268,5 @@ def test_a_tied_output_matrix_that_differs_is_refused(tmp_path: Path) -> None:
     make_tiny_model("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    with pytest.raises(UnsupportedModel, match="tie_word_embeddings is true, and lm_head"):
+    with pytest.raises(UnsupportedModel, match="tie_word_embeddings is true, but lm_head"):
         ModelRunner(read_folder(tmp_path), ENGINE)

@@ -160,18 +160,18 @@ def test_parts_that_are_missing_or_are_of_another_model_are_named(tmp_path, tiny
         refused(part, "one of 4 parts .* lacks m-00002-of-00004.gguf, m-00004-of-00004.gguf$")
     parts[1].write_bytes(contents[2])
     parts[3].write_bytes(contents[3])
-    refused(parts[0], r"m-00002-of-00004\.gguf: split\.no is 2; by its name it must be 1")
+    refused(parts[0], r"m-00002-of-00004\.gguf: split\.no is 2; it counts from 0 and must be 1")
     parts[1].write_bytes(contents[1][:-1])
     refused(parts[0], r"m-00002-of-00004\.gguf cannot be read as a GGUF file")
     (tmp_path / "renamed.gguf").write_bytes(contents[0])
     refused(tmp_path / "renamed.gguf", "it is one of 4 files of a model; join them with")
     (tmp_path / "m-00005-of-00004.gguf").write_bytes(contents[0])
-    refused(tmp_path / "m-00005-of-00004.gguf", "named as part 00005 of 00004")
+    refused(tmp_path / "m-00005-of-00004.gguf", "the part number 00005 in its name")
     for part, content in zip(parts, contents, strict=True):
         part.write_bytes(content)
     at = contents[0].index(b"split.tensors.count") + len("split.tensors.count") + 4
     parts[0].write_bytes(contents[0][:at] + b"\x05" + contents[0][at + 1 :])
-    refused(parts[0], "split.tensors.count is 5; the 4 parts have 4 tensors together")
+    refused(parts[0], "split.tensors.count is 5, but the 4 parts have 4 tensors together")
 
 
 @pytest.mark.parametrize(

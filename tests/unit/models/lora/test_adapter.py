@@ -182,7 +182,7 @@ def test_a_folder_is_checked_before_its_weights_are_read(tmp_path: Path) -> None
     folder = open_lora(str(tmp_path), MODEL, rank_max=4)
     assert folder.rank == 4
     assert len(folder.modules) == 6
-    with pytest.raises(UnsupportedModel, match=r"rank is 4; max-lora-rank allows at most 3"):
+    with pytest.raises(UnsupportedModel, match=r"rank 4; max-lora-rank allows at most 3"):
         open_lora(str(tmp_path), MODEL, rank_max=3)
 
 

@@ -250,7 +250,7 @@ def test_what_cannot_be_read_is_named(ranked: list[bytes], tmp_path: Path) -> No
         (
             lines(ranked),
             {"added_tokens_decoder": {"7": {"content": "<x>"}}},
-            "special token '<x>' is number 7, which another token has",
+            "special token '<x>' has the id 7, which another token has",
         ),
         (
             lines(ranked),

@@ -96,7 +96,7 @@ def test_tiers_have_a_table_of_their_own_and_refuse_windows(
         ([str(MOONCAKE), "--loads", "-5"], "neither a percentage above 0 nor"),
         ([str(MOONCAKE), "--fault", "1:nobody:down"], "no worker nobody"),
         ([str(MOONCAKE), "--fault", "soon"], "SECONDS:WORKER"),
-        ([str(MOONCAKE), "--autoscale", "--decode", "0"], "autoscale-decode-max is 0"),
+        ([str(MOONCAKE), "--autoscale", "--decode", "0"], "autoscale-decode-max, which is 0"),
         ([str(MOONCAKE), "--kv-host-memory", "1000"], "one KV block needs 67108864"),
     ],
 )
