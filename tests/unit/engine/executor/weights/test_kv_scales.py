@@ -120,7 +120,7 @@ def test_another_kv_dtype_leaves_them_and_says_so(
         (NAMES[0].format(0, "k"), torch.tensor(-1.0), "k_scale is .*above 0"),
         (NAMES[0].format(0, "k"), torch.tensor(torch.nan), "k_scale is .*above 0"),
         (NAMES[0].format(0, "v"), torch.tensor(1e6), "v_scale is .*at most 65504"),
-        (NAMES[0].format(0, "k"), torch.ones(2), "k_scale is .*one number"),
+        (NAMES[0].format(0, "k"), torch.ones(2), "k_scale has .*a single floating-point number"),
     ],
 )
 def test_a_scale_that_is_missing_or_none_is_refused_by_name(
