@@ -526,7 +526,7 @@ def test_a_file_and_variables_configure_a_cluster_that_needs_a_key(tmp_path: Pat
 
     with started(tmp_path, environment=given) as up:
         screen = _screen(up)
-        assert "TANDEM_PORT=tcp://10.0.0.1:80 is ignored: Kubernetes sets it" in screen
+        assert "TANDEM_PORT=tcp://10.0.0.1:80 is ignored: Kubernetes sets this variable" in screen
         assert re.search("model +talker", screen)
         for refused in ({}, {"Authorization": "Bearer sk-another-key"}):
             with pytest.raises(urllib.error.HTTPError, match="401"):
