@@ -43,7 +43,7 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Joined]:
 
 def test_a_strange_authority_learns_no_token_and_a_wrong_token_gets_nothing(joined: Joined) -> None:
     where = (joined.first.address, JOIN_PORT)
-    with pytest.raises(ConfigError, match="The token was not sent"):
+    with pytest.raises(ConfigError, match="The join token was not sent"):
         request_join(*where, token=TOKEN, ca_sha256="ab" * 32, own_address="")
     with pytest.raises(ConfigError, match="the join token is wrong"):
         request_join(*where, token=TOKEN + "x", ca_sha256=joined.ca_sha256, own_address="")
@@ -131,7 +131,9 @@ def test_a_worker_goes_near_its_peers_where_as_many_of_its_pool_are(
     assert added["host"] == near
     show_status(joined.admin_url)
     told = re.sub(r"\s+", " ", capsys.readouterr().out)
-    found = re.search(rf"prefill-2 is on {near}: {far} has ([\d.]+) MB/s to the decode", told)
+    found = re.search(
+        rf"prefill-2 runs on {near}, because {far} has ([\d.]+) MB/s to the decode", told
+    )
     assert found, told
     assert float(found[1]) * 1e6 < 2 * SLOW_BYTES_PER_S
     joined.network.shape(joined.second.place, Shape())

@@ -36,7 +36,9 @@ async def test_the_tenant_salts_the_blocks(router: RunningRouter) -> None:
         async for _ in InferenceStub(channel).Generate(request, metadata=metadata):
             pass
         embed = pb.EmbedRequest(input=[pb.EmbedInput(text="x")])
-        with pytest.raises(grpc.aio.AioRpcError, match="does not support embeddings"):  # the script has none
+        with pytest.raises(
+            grpc.aio.AioRpcError, match="does not support embeddings"
+        ):  # the script has none
             async for _ in InferenceStub(channel).Embed(embed, metadata=metadata):
                 pass
     salts = sorted(s.input.cache_salt for s in router.submitted)  # type: ignore[attr-defined]
