@@ -180,6 +180,9 @@ def parse(made: type[T], program: str, argv: Sequence[str]) -> T:
 def parse_app(app: App, argv: Sequence[str]) -> Any:
     """Returns the settings that the app of `make_app` reads. Raises ConfigError, or SystemExit
     after --help."""
+    # The short help is a command of the app, and so has to come first. People write it anywhere.
+    if asked := [word for word in argv if word in ("--help", "-h")]:
+        argv = asked[:1]
     try:
         command, bound, _ = app.parse_args(argv, exit_on_error=False, print_error=False)
     except CycloptsError as error:

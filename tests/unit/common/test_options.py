@@ -158,3 +158,13 @@ def test_short_help_shows_what_most_people_need(
     assert shown == [*listed, "--help", "--help-all"]
     assert 18 <= len(listed) <= 24
     assert lines[0] == "Usage: tandem up [MODEL] [OPTIONS]"
+
+
+@pytest.mark.parametrize("made", PROGRAMS)
+def test_help_is_shown_wherever_it_stands(
+    made: type[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read(made, "tandem program", ["--threads", "2", "--help"])
+    assert not ended.value.code
+    assert "Usage" in capsys.readouterr().out
