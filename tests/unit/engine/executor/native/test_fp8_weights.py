@@ -162,6 +162,6 @@ def test_the_file_and_the_tensor_of_a_weight_that_is_no_number_are_named(
     save_file(stored, file, metadata={"format": "pt"})
     config = json.loads(config_file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     config_file.write_text(json.dumps(config))
-    where = re.escape(f"{file}: model.layers.1.{part}.weight has a weight")
+    where = re.escape(f"{file}: model.layers.1.{part}.weight has an fp8 weight")
     with pytest.raises(UnsupportedModel, match=where):
         make_runner(read_folder(folder.path))
