@@ -58,7 +58,6 @@ _ENDED = re.compile(r"its (?:previous )?process (was ended by \w+)")  # in the n
 # An end of a process that is older than this is among the events.
 _NEW_S = 10
 _COMING = ("loading", "starting", "restarting")
-_TIER_NAMES = {"host": "host memory", "disk": "the disk", "store": "the object store"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +189,8 @@ def kv_cache(known: Sequence[KnownWorker]) -> str:
         text += f" The fullest worker is {fullest.record.worker_id} with"
         text += f" {percent(fullest.load.kv_use)} in use."
     shares = held_shares(worker.record.tiers for worker in known)
-    if tiers := [f"{_TIER_NAMES[name]} {share:.0%}" for name, share in shares.items()]:
-        text += f" Of the tiers below it, {' and '.join(tiers)} is taken."
+    if tiers := [f"{name} {share:.0%}" for name, share in shares.items()]:
+        text += f" Used parts of the KV tiers below it: {', '.join(tiers)}."
     return text
 
 

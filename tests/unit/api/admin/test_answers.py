@@ -117,7 +117,7 @@ def test_the_kv_cache_has_shares_its_size_and_its_fullest_worker() -> None:
     assert kv_cache(known) == (
         "20% is in use by running requests, 30% holds prefixes that later requests can reuse, and"
         " 50% is free, of room for 3,200 tokens on 2 ready workers. The fullest worker is decode-0"
-        " with 30% in use. Of the tiers below it, host memory 25% is taken."
+        " with 30% in use. Used parts of the KV tiers below it: host 25%."
     )
     assert kv_cache([]) == "Not known: no worker is ready."
 
