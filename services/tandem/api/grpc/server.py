@@ -30,7 +30,7 @@ METADATA_BYTES_MAX = 16 << 10
 IDLE_S = 300.0
 # maximum number of concurrent calls on one connection; clients queue further calls
 STREAMS_MAX = 1024
-# a connection is closed after this many pings that came too soon after another
+# a connection is closed after this many pings that came too soon after the previous ping
 PING_STRIKES_MAX = 2
 _CUT_INTERVAL_S = 0.1
 # After this many seconds a connection accepts no new calls, and the client opens a new connection.

@@ -291,8 +291,8 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._others.wait(self, self.loop.time())
                 self._num_small_reads += is_small
                 if self._num_small_reads > SMALL_READS_MAX and not self._others.is_proxy(self):
-                    # Reading pauses only inside a header, never inside a body: closing a connection
-                    # with unread bytes would lose the response.
+                    # Reading never pauses inside a body: if the server then refused the request and
+                    # closed the connection with unread bytes, the client would lose the response.
                     self.transport.pause_reading()
                     self._slow_reads.wait(
                         self.client[0] if self.client else "", self._resume_reading
