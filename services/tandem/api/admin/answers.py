@@ -175,7 +175,8 @@ def slow(requests: Sequence[Request], service: Service, now: float) -> str:
 
 
 def kv_cache(known: Sequence[KnownWorker]) -> str:
-    """Says which share of the KV pools is in use, cached and free, and what the tiers hold."""
+    """Says which fractions of the KV pools are in use, cached and free, and how full the KV tiers
+    are."""
     loads = [worker.load for worker in known]
     total = sum(load.blocks_total for load in loads)
     if not total:

@@ -9,8 +9,8 @@ A snapshot has six fields. `delta` compares two snapshots and lists the changes 
             each stage took, and why its workers were chosen
   events    the latest events, the newest first                    the whole list, if changed
   answers   an operator's questions, answered in words             all answers, if one changed
-  figures   current load and latencies, which the charts' labels   all figures, if one changed
-            show in place of the last sample's values
+  figures   current load and latencies: the numbers beside the     all figures, if one changed
+            charts, in place of the last sample's values
 
 A delta also has the field `gone`: the ids of workers that left between the two snapshots.
 
@@ -169,7 +169,8 @@ def _pool(name: str, state: Mapping[str, Any], rows: Iterable[WorkerRow]) -> dic
 def _figures(
     ready: Sequence[KnownWorker], service: Service, metrics: Metrics
 ) -> dict[str, float | None]:
-    """Returns the values that the tiles show: latencies of the last minute, and the load now."""
+    """Returns the numbers that the page shows beside its charts: latencies of the last minute, and
+    the load now."""
     sums = sums_of(ready)
     total = sums.blocks_total
     first, following = service.first, service.following

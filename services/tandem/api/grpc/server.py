@@ -137,7 +137,8 @@ class GrpcServer:
         await stopping
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls, waits `grace_s` seconds for open ones, then cancels them."""
+        """Refuses new calls. Open calls that have not ended after `grace_s` seconds are
+        cancelled."""
         if self._watching is not None:
             self._watching.cancel()
         await self._health.enter_graceful_shutdown()

@@ -64,7 +64,7 @@ _PIPELINED_MAX = 16
 _LINGER_S = 1.0
 # At most this many refused connections stay open for _LINGER_S. Further ones are closed at once.
 _LINGERING_MAX = 16
-# After accepting this many connections, the event loop first serves the open connections.
+# The event loop accepts this many connections, then serves the open ones before it accepts more.
 _ACCEPTED_AT_ONCE = 1
 # If no file descriptor is free, no connection is accepted for this many seconds.
 _ACCEPT_PAUSE_S = 1.0
