@@ -2,7 +2,8 @@
 
 `start` starts the server. After `stop`, `kill` or a crash, `start` or `restart` starts it again.
 The address and the passwords stay the same during the object's life, so that clients find a
-restarted server. A restarted server is empty, because workers publish everything again.
+restarted server. A restarted server is empty: it saves nothing, and workers publish their data
+again.
 
 The child runs in its own session, so Ctrl-C in a terminal does not reach it. The process that uses
 this module must stop the server. If that process is killed, this module does not stop the server.
