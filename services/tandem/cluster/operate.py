@@ -34,7 +34,7 @@ from tandem.errors import OperateError
 _REPLY_DEADLINE_S = 5.0
 _SET_ROLE_DEADLINE_S = 15.0
 _WATCH_INTERVAL_S = 2.0
-_SET_SIZES_DEADLINE_S = 75.0  # longer than other calls, because Ray may still be starting
+_SET_SIZES_DEADLINE_S = 75.0  # longer than for other calls: Ray may still be starting
 _POLL_INTERVAL_S = 0.25
 _MEMORY_LOW_SHARE = 0.05
 # seconds after the deadline of a drain in which the worker's process ends and its record expires

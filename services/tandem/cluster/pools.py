@@ -238,8 +238,8 @@ def node_bundles(
     """Lists what to request from Ray's autoscaler: (resources, labels of the node) for each wanted
     process.
 
-    The list is empty once every wanted process has a node. If the request remained, Ray would count
-    arbitrary nodes for it and keep these nodes although they are idle.
+    The list is empty once every wanted process has a node. Otherwise Ray would match the bundles to
+    arbitrary nodes and keep these nodes although they are idle.
     """
     placed = Counter(m.pool for m in members if not m.leaves and m.state != "pending")
     if all(placed[pool] >= wanted.get(pool, 0) for pool in spec.pools):
@@ -281,8 +281,8 @@ def with_free_gpu(
     host A has a worker and one GPU of host B has none, only B is returned.
 
     If no host has a GPU, all hosts are returned for a pool whose workers can also run on CPUs. In a
-    cluster of one machine, this machine is returned even if the pool needs a GPU: perhaps its GPUs
-    were not found, and otherwise the worker itself reports that it has no GPU.
+    cluster of one machine, this machine is returned even if the pool needs a GPU, because it may
+    have a GPU that was not found. If it has none, the worker itself reports the error.
     """
     device = spec.pools[pool].device
     gpus = _least_used_gpus(hosts, members)

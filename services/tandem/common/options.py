@@ -178,8 +178,8 @@ def parse(made: type[T], program: str, argv: Sequence[str]) -> T:
 
 
 def parse_app(app: App, argv: Sequence[str]) -> Any:
-    """Returns the settings that the app of `make_app` reads. Raises ConfigError, or SystemExit
-    after --help."""
+    """Returns the settings that an app of `make_app` reads from `argv`. Raises ConfigError, or
+    SystemExit after --help."""
     # For cyclopts, --help is a command, so it has to come first. People write it anywhere.
     if asked := [word for word in argv if word in ("--help", "-h")]:
         argv = asked[:1]
@@ -251,7 +251,7 @@ def make_app(made: type[Any], program: str = "", *, has_file: bool = False) -> A
 
 
 class _App(App):
-    """The app of `make_app`. Help texts are docstrings of several lines, which it joins."""
+    """The app of `make_app`. It joins the lines of the docstrings that are help texts."""
 
     # title of a group -> names of the options in it, if the help shows only some options
     short_help: Mapping[str, tuple[str, ...]] | None = None

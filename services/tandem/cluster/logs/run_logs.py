@@ -1,7 +1,7 @@
 """Logs of the runs of `tandem up` on this machine. They are kept after a run has ended.
 
   $XDG_STATE_HOME/tandem/runs/START-CLUSTER/ID.log    START is the time in UTC, sortable by name
-  .../START-CLUSTER/addresses.json                    where the cluster is reached, while it runs
+  .../START-CLUSTER/addresses.json                    URLs of the cluster, while it runs
 
 A running cluster holds a lock on its folder. Each new run deletes all folders but the newest
 `RUNS_KEPT`, but never that of a running cluster. A large log is renamed to ID.log.1, and a new file

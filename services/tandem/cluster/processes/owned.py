@@ -1,5 +1,5 @@
-"""The state that the pool controller must not lose: wanted sizes, hosts, and members with their
-states.
+"""Stores the state that the pool controller must not lose: the wanted pool sizes, the hosts, and
+the members with their states.
 
   cluster                 where the state is stored
   on one machine          file `controller.json` in the run folder
