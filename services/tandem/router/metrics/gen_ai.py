@@ -82,7 +82,7 @@ class GenAiMetrics:
         )
 
     def on_end(self, record: EndedRequest) -> None:
-        """Counts an ended request with any outcome."""
+        """Records a request that has ended, whatever its outcome."""
         if self._sdk is None:
             return
         attributes = {

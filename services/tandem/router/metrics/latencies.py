@@ -1,7 +1,7 @@
 """Keeps latencies of the last minute, for the operators' page. No I/O, no clock.
 
-The values are real ones, unlike percentiles that are interpolated in the buckets of a histogram.
-The owner calls `next_step` every few seconds; the values of the last STEPS_KEPT steps are kept. A
+Medians and percentiles are measured values, not interpolated in the buckets of a histogram. The
+owner calls `next_step` every few seconds; the values of the last STEPS_KEPT steps are kept. A
 step keeps at most VALUES_MAX values. If there are more, a random choice of them is kept, so the
 median and the percentile are estimates then; the largest value is always exact.
 """
