@@ -47,7 +47,7 @@ class SizeOwner:
         self._kubernetes: KubernetesScale | None = None
         self._read_at = -math.inf
         if config.scale_objects:
-            # Import late, because it loads an HTTP client that other routers do not need.
+            # Import late, because the module loads an HTTP client that other routers do not need.
             from tandem.router.scaling.kubernetes.scale import KubernetesScale
 
             self._kubernetes = KubernetesScale(config.scale_objects, Path(config.service_account))
