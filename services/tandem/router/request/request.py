@@ -190,7 +190,7 @@ class ClientRequest:
             )
 
     def prompt_tokens_max(self, max_model_len: int) -> int | None:
-        """Returns how many last tokens of the prompt are kept; None: the prompt is not truncated."""
+        """Returns how many of the prompt's last tokens are kept; None: all, without truncation."""
         if self.sampling.truncate_prompt_tokens != -1:
             return self.sampling.truncate_prompt_tokens
         return max(1, max_model_len - max(1, self.sampling.max_tokens or 1))
