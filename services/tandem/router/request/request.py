@@ -190,7 +190,7 @@ class ClientRequest:
             )
 
     def prompt_tokens_max(self, max_model_len: int) -> int | None:
-        """Returns how many of the prompt's last tokens are kept; None: all, without truncation."""
+        """Returns how many of the prompt's last tokens are kept; None: all of them."""
         if self.sampling.truncate_prompt_tokens != -1:
             return self.sampling.truncate_prompt_tokens
         return max(1, max_model_len - max(1, self.sampling.max_tokens or 1))
