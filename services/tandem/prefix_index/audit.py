@@ -11,8 +11,8 @@ found it. Two special cases are handled:
 
 - A block may be evicted and stored again between looks. So, from the second look on, a block counts
   as missing in the tree only if the worker holds the block before and after the tree is read.
-- The worker's log (its record in the tree) may appear or disappear between two looks. Then looks
-  are counted from 1 again.
+- The worker may appear in the tree or disappear from it between two looks. Then looks are counted
+  from 1 again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Differences:
     num_checked: int = 0
     missing: int = 0  # number of blocks that the worker holds but that the tree does not list
     stale: int = 0  # number of blocks that the tree lists but that the worker does not hold
-    in_tree: bool = True  # True: the worker has a log in the tree
+    in_tree: bool = True  # True: the tree knows the worker
     error: str = ""  # why the blocks could not be compared; empty if they were compared
 
     @property
@@ -142,7 +142,7 @@ class TreeInspector:
         """
         missing = set[bytes]()
         stale = set[bytes]()
-        # `was_there` says whether the latest look found a log of the worker in the tree.
+        # `was_there` says whether the tree knew the worker at the latest look.
         # `num_looks` is the number of looks in a row with this result.
         num_looks, was_there = 0, True
         for look in range(2 * self.looks):
@@ -164,8 +164,8 @@ class TreeInspector:
             stale = surplus & stale if num_looks > 1 else surplus
             if num_looks == self.looks or (said and not missing and not stale):
                 break
-        # The loop ended early because no difference was left, or the log kept appearing and
-        # disappearing.
+        # The loop ended early because no difference was left, or the worker kept appearing in and
+        # disappearing from the tree.
         if num_looks < self.looks:
             missing = set()
             stale = set()
@@ -177,7 +177,7 @@ class TreeInspector:
         """Reads the worker's entries in the buckets at, ..., end - 1, but stops after about
         `budget` entries. Returns the entries and the number of the first bucket that was not read.
 
-        Returns None if the worker has no log in the tree.
+        Returns None if the tree does not know the worker.
         """
         found = await self._index.find(worker_id)
         if found is None:

@@ -23,7 +23,7 @@ class _Log:
 class MemoryIndex:
     """A `PrefixIndex` in memory.
 
-    With `closed` True, `match` requires that a worker that holds a block also holds all earlier
+    If `closed` is True, `match` assumes that a worker that holds a block also holds all earlier
     blocks of the prefix.
     """
 

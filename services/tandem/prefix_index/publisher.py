@@ -55,7 +55,7 @@ class PublisherConfig:
 
 
 class Publisher:
-    """Publishes one worker's log on one event loop.
+    """Publishes one worker's stored and removed blocks to the prefix tree, on one event loop.
 
     The caller calls `start` first, then `add` for each report of the engine, and `aclose` last.
     """
@@ -123,8 +123,8 @@ class Publisher:
         self._task.add_done_callback(_log_failure)
 
     def add(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """Adds one report of the engine to the changes that the next batches publish. The blocks
-        `removed` were removed after the blocks `stored` were stored.
+        """Adds the blocks that the engine has stored, and then those that it has removed, to the
+        changes that the next batches publish.
 
         In `stored`, parents precede children. In `removed`, children precede parents.
         """
@@ -190,7 +190,7 @@ class Publisher:
                         "publishing to the prefix tree failed and is tried again: %r", error
                     )
             except Exception:
-                # This is a bug. Starting a new log is better than ending the publisher's task.
+                # The cause is a bug. Starting a new log is better than ending the publisher's task.
                 self._in_step = False
                 failures += 1
                 logger.exception("publishing to the prefix tree failed and is tried again")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class EndedRequest(Protocol):
-    """The fields of the request log about an ended request."""
+    """The fields of a `RequestRecord` that metrics need when the request has ended."""
 
     kind: str
     model: str

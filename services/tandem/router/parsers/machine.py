@@ -53,7 +53,7 @@ _OUTSIDE = (Text.CONTENT, Text.REASONING, Text.BETWEEN, *_HEADS)
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A state of a format. `terminals` maps each terminal to the name of the next state."""
+    """A state of a format's state machine. `terminals` maps a terminal to the next state's name."""
 
     text: Text
     terminals: Mapping[str, str] = field(default_factory=dict)

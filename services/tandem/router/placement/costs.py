@@ -112,7 +112,7 @@ class Work:
     num_tokens: int  # number of prompt tokens (after a migration also the generated tokens)
     block_size: int = 16
     adapter: Adapter | None = None  # LoRA adapter; None: the request uses the base model
-    # A worker keeps the KV of at most this many of the request's tokens. None: of all tokens.
+    # A worker keeps the KV of at most this many of the request's tokens. None: no limit.
     budget_tokens: int | None = None
     completion_tokens: float = 0.0  # expected number of output tokens; 0: unknown
 

@@ -67,5 +67,5 @@ def sentence_of(kind: Reason, placement: Placement) -> str:
 
 
 def asks(value: str | None) -> bool:
-    """Returns whether a request header was sent with a value other than "0" or "no"."""
+    """Returns whether a request header was sent and its value does not mean no, such as "0"."""
     return value is not None and value.strip().lower() not in _NO

@@ -280,7 +280,7 @@ class Generator:
             self.metrics.on_end(record)
 
     def together(self, num_requests: int = 1) -> BodyRequests:
-        """Returns the state that all requests of one HTTP body share."""
+        """Creates the state that the requests of one HTTP body share, one request per prompt."""
         return BodyRequests(num_requests, logprobs_max=self.config.logprobs_max)
 
     def _open(self, request: ClientRequest, trace: Mapping[str, str]) -> RequestRecord:

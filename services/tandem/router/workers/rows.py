@@ -67,7 +67,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A worker whose record has gone. `has_left` is True if the worker ended in order."""
+    """A worker whose record has gone. `has_left` is True if the worker shut down normally."""
 
     record: WorkerRecord
     at: float  # time in seconds since 1970 at which the router found that the record is missing

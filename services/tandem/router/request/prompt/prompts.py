@@ -433,7 +433,7 @@ def _start_process(folder: Path, nonce: str) -> None:
 
 
 def _tie_to_parent() -> None:
-    # Ctrl-C sends a signal to all processes. This process ignores the signal: the router ends it.
+    # Ctrl-C sends a signal to all processes. This process ignores it; the router ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
