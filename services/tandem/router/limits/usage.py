@@ -42,7 +42,7 @@ class UsageQuery(NamedTuple):
     ) -> "UsageQuery":
         """Returns a checked query. A key with the role `user` may read only its own tenant's usage.
 
-        Raises BadRequest for a wrong value, and Forbidden for the tenant of another key.
+        Raises BadRequest for a wrong value, and Forbidden for a tenant that is not the key's.
         """
         kind = next((known for known in WINDOWS if known == window), None)
         if kind is None:
