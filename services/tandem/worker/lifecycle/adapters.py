@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 class NamedAdapters:
     """The adapters that a worker serves.
 
-    `named` maps each name under which an adapter is served to the adapter. The files of adapters
+    The keys of `named` are the model names that clients use for the adapters. The files of adapters
     are read in threads.
     """
 
