@@ -142,8 +142,8 @@ class DecodeSequence:
     def note_cached(self, reserved: Reserved) -> None:
         """Records how many of the prompt's tokens are cached on this worker, and where.
 
-        `reserved.cached` has the locations at the first admission of the sequence. Tokens that were
-        cached between the first admission and this one count as cached in the KV pool (`device`).
+        `reserved.cached` has the locations at the first admission of the sequence. If it is
+        admitted again, tokens cached since then count as cached in the KV pool (`device`).
         """
         num_tokens = min(reserved.num_cached_tokens, self.spec.num_prompt_tokens)
         self.cached = reserved.cached.first(num_tokens).then(CachedTokens(device=num_tokens))

@@ -64,10 +64,10 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
 
 
 class ContinuePrefill(msgspec.Struct, frozen=True, tag=True):
-    """Compute the rest of a prompt. The first `num_blocks` blocks were pulled and are valid."""
+    """Compute the rest of a prompt, after a pull. The first `num_blocks` blocks are valid."""
 
     sequence_id: str
-    num_blocks: int  # number of valid blocks, including those that were not pulled but cached
+    num_blocks: int  # number of valid blocks: those that were cached before, and the pulled ones
 
 
 class HoldPrefix(msgspec.Struct, frozen=True, tag=True):

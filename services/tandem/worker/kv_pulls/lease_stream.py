@@ -28,7 +28,7 @@ from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.rates import hang_timeout_s
 
 _SILENCES = 10  # missed heartbeats in a row after which the producer counts as gone
-_SILENCES_CONFIRMED = 4  # used instead of _SILENCES if the producer's record is late, too
+_SILENCES_CONFIRMED = 4  # replaces _SILENCES if the producer's record in Redis is overdue, too
 
 # grpc.aio raises these errors after the producer has gone or the channel was closed. A write to a
 # call that has ended raises InvalidStateError. A call on a closed channel raises UsageError.

@@ -68,7 +68,7 @@ class NamedAdapters:
     def adopt(self, records: Iterable[WorkerRecord]) -> None:
         """Adds the adapters of the ready workers. Only the first call has an effect.
 
-        Later calls have none, so that an adapter that an operator removed stays removed.
+        Later calls do nothing, so that an adapter that an operator removed stays removed.
         """
         if self._has_adopted:
             return

@@ -23,7 +23,7 @@ _TURN_S = 1.0
 
 
 class Probes:
-    """Answers probes. `turn_for_ever` runs on the event loop; the other methods run in any
+    """Answers probes. `turn_for_ever` runs on the event loop. The other methods may run in any
     thread.
     """
 

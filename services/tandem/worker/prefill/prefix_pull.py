@@ -74,9 +74,9 @@ class PrefixPuller:
     ) -> PrefixPlan | None:
         """Plans a pull of the prompt's prefix; returns None if the pull would not help.
 
-        The plan has the spec to add to the engine. A pull does not help if computing is predicted
-        to be as fast, or if the request wants log probabilities of the prompt, for which the whole
-        prompt must be computed.
+        The plan has the spec to add to the engine. A pull does not help if computing the prefix is
+        predicted to be at least as fast. It does not help either if the request wants log
+        probabilities of the prompt, because then the whole prompt must be computed.
         """
         if spec.sampling.prompt_logprobs is not None:
             return None
