@@ -25,8 +25,8 @@ PROBE_BYTES = 4 << 20
 @dataclass(frozen=True, slots=True)
 class BlockPull:
     """A read of blocks of the peer: `producer_block_ids[i]` is read into this worker's block
-    `local_block_ids[i]`. The sequence `sequence_id` holds the local blocks. The pull fails
-    `deadline_s` seconds after its start.
+    `local_block_ids[i]`. The sequence `sequence_id` holds the local blocks. The pull fails if it
+    takes longer than `deadline_s` seconds.
     """
 
     lease_id: str

@@ -57,7 +57,7 @@ class Fence:
         return self._blocks.intersection(block_ids)
 
     def fail(self, block_ids: Iterable[int], now: float) -> int:
-        """Fences the local blocks of an abandoned read. Returns a number for `late_done`."""
+        """Fences the local blocks of an abandoned read. Returns the number assigned to the read."""
         blocks = list(block_ids)
         assert not self._blocks.intersection(blocks), "a fenced block was read into again"
         read, self._next_read = self._next_read, self._next_read + 1
@@ -67,7 +67,7 @@ class Fence:
         return read
 
     def late_done(self, read: int) -> list[int]:
-        """Ends the fence of an abandoned read that is now DONE. Returns its safe blocks."""
+        """Ends the fence of an abandoned read that is now DONE. Returns the blocks of the read."""
         blocks = self._reads.pop(read)
         del self._failed_at[read]
         self._blocks.difference_update(blocks)

@@ -32,8 +32,8 @@ class RouterStream:
         # For each submitted sequence that is missing in `_load`: the number of the engine command
         # that added the sequence.
         self._submits: deque[int] = deque()
-        # Number of this router's sequences that `_load` includes. The router adds the sequences
-        # that it has submitted since then to the load.
+        # Number of this router's sequences that `_load` includes. By this number, the router finds
+        # the sequences that it submitted later, and adds them to the load.
         self._num_submits = 0
         self._changed = asyncio.Event()
         self._draining = draining

@@ -84,7 +84,7 @@ class ConsumerLease:
         # has an attention window, the transfer order is the order of the blocks in the prompt.
         self._first_block = 0
         self._next_block = 0
-        # index after the last block to pull, in the same order; None until it is known
+        # index after the last block to pull, in the transfer order; None until it is known
         self._end_block: int | None = None
         # True after the event `prefilled` or `held`. No block is computed after that.
         self._is_answered = False
