@@ -75,8 +75,8 @@ class TandemError(Exception):
     headers: Mapping[str, str] = MappingProxyType({})
 
     def __init_subclass__(cls, *, code: str, http: int = 0, grpc: str = "") -> None:
-        """Registers the subclass under its `code`. If the HTTP status or the gRPC code is omitted,
-        the one of the base class is used."""
+        """Registers the subclass under its `code`. An omitted HTTP status or gRPC code is that of
+        the base class."""
         cls.code, _BY_CODE[code] = code, cls
         cls.http_status, cls.grpc_code = http or cls.http_status, grpc or cls.grpc_code
 

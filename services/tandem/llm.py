@@ -495,7 +495,7 @@ class AsyncLLM:
         loop, news = asyncio.get_running_loop(), asyncio.Queue[_News]()
 
         def listen(told: _News) -> None:
-            with suppress(RuntimeError):  # If the loop is closed, nothing waits for the news.
+            with suppress(RuntimeError):  # If the event loop is closed, no caller waits any more.
                 loop.call_soon_threadsafe(news.put_nowait, told)
 
         with closing(_Batch(self._llm._engine, requests, listen)) as batch:
@@ -636,7 +636,7 @@ class _Batch:
         listener: Callable[[_News], object],
     ) -> None:
         """Begins the first completion of each request. The engine's thread calls `listener` with
-        news of the sequences, and the caller passes the news to `take`."""
+        each `_News`, and the caller then passes the `_News` to `take`."""
         self._engine = engine
         self._listener = listener
         self._running: dict[str, tuple[_Request, _Completion]] = {}
@@ -738,7 +738,7 @@ class _EngineThread:
         try:
             start_thread = partial(
                 IoThread, on_job_end=lambda: self._calls.put(Engine.has_work)
-            )  # the engine's thread may wait for calls, and this harmless call wakes it
+            )  # any queued call wakes the engine's thread; this one has no other effect
             runner = ModelRunner(folder, config)
             engine = Engine(config, runner, folder.fingerprint, compiler, start_thread)
             pool_tokens = engine.load().longest_sequence * config.block_size

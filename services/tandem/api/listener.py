@@ -62,8 +62,8 @@ class PublicListener:
         self.grpc_port = 0
 
     def not_ready_reason(self) -> str:
-        """Returns "", because this listener can always serve. Other listeners return a reason
-        here."""
+        """Returns "", because this listener can always serve. A PickerListener may return a
+        reason."""
         return ""
 
     @property

@@ -70,7 +70,8 @@ def update_key(url: str, key_id: str, limits: dict[str, int]) -> None:
 
 
 def show_usage(url: str, window: str, last: int, tenant: str | None) -> None:
-    """Prints the usage of tenants in the `last` windows. Raises OperateError."""
+    """Prints each tenant's usage in each of the `last` most recent days or minutes; `window` is
+    "day" or "minute". Raises OperateError."""
     query = {"window": window, "last": last} | ({} if tenant is None else {"tenant": tenant})
     rows = call_with_progress(url, "GET", path=f"/v1/usage?{urlencode(query)}")["data"]
     counts = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")

@@ -34,12 +34,12 @@ from tandem.errors import OperateError
 _REPLY_DEADLINE_S = 5.0
 _SET_ROLE_DEADLINE_S = 15.0
 _WATCH_INTERVAL_S = 2.0
-_SET_SIZES_DEADLINE_S = 75.0  # longer than other calls, because Ray may still be starting
+_SET_SIZES_DEADLINE_S = 75.0  # longer than for other calls: Ray may still be starting
 _POLL_INTERVAL_S = 0.25
 _MEMORY_LOW_SHARE = 0.05
 # seconds after the deadline of a drain in which the worker's process ends and its record expires
 _END_MARGIN_S = 15.0
-# longest wait if a worker drains until its own deadline, which this command does not know
+# longest wait if the command has no deadline: the worker then uses its own, which is unknown here
 _OWN_DEADLINE_MAX_S = 3600.0
 _PIPE_COLUMNS = 200
 _RECENT_S = 300.0
@@ -162,8 +162,8 @@ def drain_worker(url: str, worker_id: str, *, deadline_s: float, force: bool = F
 
 
 def reset_prefix_cache(url: str, worker_id: str) -> None:
-    """Makes a worker drop its cached blocks, or all workers if `worker_id` is empty. Prints the
-    number of dropped blocks. Raises OperateError."""
+    """Drops the cached blocks of one worker, or of all workers if `worker_id` is empty. Prints the
+    number of dropped blocks of each worker. Raises OperateError."""
     body = {"worker_id": worker_id} if worker_id else {}
     with Waiting(ProgressRow(worker_id or "all workers", "drop their cached blocks")):
         answer = call_router(
@@ -272,8 +272,8 @@ def show_audit(url: str, limit: int) -> None:
 
 
 def console() -> Console:
-    """Creates a console that prints text literally, without rich's markup and emoji codes. In a
-    file or a pipe the rows of tables are not wrapped."""
+    """Creates a console that prints text literally, without rich's markup and emoji codes. If
+    stdout is a file or a pipe, it is _PIPE_COLUMNS wide, so that table rows are not wrapped."""
     width = None if sys.stdout.isatty() else _PIPE_COLUMNS
     return Console(highlight=False, markup=False, emoji=False, width=width)
 
@@ -432,8 +432,9 @@ def authorization() -> dict[str, str]:
 
 
 def api_key() -> str:
-    """Returns the key that a variable has, or the file that a variable names; "" if there is
-    neither. Raises OperateError if the file cannot be read."""
+    """Returns the API key from the variable API_KEY_VARIABLE, else from the file that
+    API_KEY_FILE_VARIABLE names; "" if neither is set. Raises OperateError if the file cannot be
+    read."""
     if key := os.environ.get(API_KEY_VARIABLE):
         return key
     path = os.environ.get(API_KEY_FILE_VARIABLE)

@@ -48,7 +48,8 @@ from tandem.common.config.cluster import Pool
 # on other hosts, and the old members keep running. drains: the old members are drained.
 Leave = Literal["leaves", "drains"]
 MemberState = Literal["pending", "running", "restarting", "draining", "gone", "lost"]
-# `grpc` is missing, because each host with a router has one gRPC replica.
+# Order in which `plan` adds members. `grpc` is not listed, because `_follow_routers` adds a gRPC
+# replica to each host with a router.
 _IN_TURN: tuple[Pool, ...] = ("router", "decode", "prefill")
 _PEERS: Mapping[Pool, Pool] = {"prefill": "decode", "decode": "prefill"}
 
@@ -136,7 +137,7 @@ class Member(msgspec.Struct, frozen=True):
     state: MemberState = "pending"
     pid: int = 0
     num_starts: int = 0  # how often the process was restarted after it had ended
-    # what the previous process logged about its failure (`process.last_error`); empty: nothing
+    # what the previous process logged about its failure (`process.last_warning`); empty: nothing
     last_line: str = ""
     # how the member's previous process ended, such as `exit status 1`; empty: unknown, or the first
     # process still runs
@@ -187,8 +188,9 @@ def plan(
 
     To balance hosts, a member of a pool moves if the host with the most members of the pool has at
     least two more than another host: with 3 and 1 members one moves, with 2 and 1 none does. Until
-    the new member runs, the pool has one member too many. `measured` affects only the choice of
-    hosts.
+    the new member runs, the pool has one member too many.
+
+    `measured` has the bandwidths between workers. It affects only which hosts get new members.
 
     New members are added in turns of one router, one decode worker and one prefill worker. The
     order matters because Ray starts agents one by one and hosts may have too few GPUs. Decode comes
@@ -236,8 +238,8 @@ def node_bundles(
     """Lists what to request from Ray's autoscaler: (resources, labels of the node) for each wanted
     process.
 
-    The list is empty once every wanted process has a node. If the request remained, Ray would count
-    arbitrary nodes for it and keep these nodes although they are idle.
+    The list is empty once every wanted process has a node. Otherwise Ray would match the bundles to
+    arbitrary nodes and keep these nodes although they are idle.
     """
     placed = Counter(m.pool for m in members if not m.leaves and m.state != "pending")
     if all(placed[pool] >= wanted.get(pool, 0) for pool in spec.pools):
@@ -272,15 +274,15 @@ def revive(members: Sequence[Member], host_ids: Collection[str]) -> list[Member]
 def with_free_gpu(
     spec: ClusterSpec, pool: Pool, members: Sequence[Member], hosts: list[Host]
 ) -> tuple[list[Host], str]:
-    """Returns the hosts that are best for one more worker by their GPUs, and "". If no host is
-    suitable, returns no hosts and the reason.
+    """Returns the hosts whose GPUs suit one more worker best, and "". If no host is suitable,
+    returns an empty list and the reason.
 
-    The best hosts are those with the least used GPU of all. For example, if each GPU of host A has
-    a worker and one GPU of host B has none, only B is returned.
+    The best hosts are those that have a GPU with the fewest workers. For example, if each GPU of
+    host A has a worker and one GPU of host B has none, only B is returned.
 
     If no host has a GPU, all hosts are returned for a pool whose workers can also run on CPUs. In a
-    cluster of one machine, this machine is returned even if the pool needs a GPU: perhaps its GPUs
-    were not found, and otherwise the worker itself reports that it has no GPU.
+    cluster of one machine, this machine is returned even if the pool needs a GPU, because it may
+    have a GPU that was not found. If it has none, the worker itself reports the error.
     """
     device = spec.pools[pool].device
     gpus = _least_used_gpus(hosts, members)
@@ -356,9 +358,9 @@ def _host_to_move_to(
     hosts: Sequence[Host],
     measured: PairBandwidths,
 ) -> tuple[Host, str] | None:
-    """Finds a host to which a member of the pool should move (see `plan`). Returns None if the
-    members are balanced or one of them does not run. A member on a GPU moves only to an unused GPU.
-    Also returns the text of `_host_for` about far hosts."""
+    """Finds a host to which a member of the pool should move (see `plan`). Returns the host and
+    the text about far hosts (`_host_for`); None if the members are balanced or one of them does
+    not run. A member on a GPU moves only to an unused GPU."""
     current = [m for m in members if m.pool == pool and m.state != "lost"]
     if any(m.state != "running" for m in current):
         return None
@@ -377,8 +379,8 @@ def _host_for(
     hosts: Sequence[Host],
     measured: PairBandwidths,
 ) -> tuple[Host, str] | None:
-    """Chooses a host for one more member of this pool; None if no host fits. Also returns a text
-    about the hosts that were not chosen because they are far.
+    """Chooses a host for one more member of this pool. Returns the host and a text about the hosts
+    that were not chosen because they are far (nearness.py); None if no host fits.
 
     Of the hosts that fit and are not far, the one with the fewest members of all pools is chosen.
     With `on_nodes`, it is the one with the most members, so that other nodes become idle.

@@ -48,8 +48,8 @@ def pools_table(pools: Mapping[str, Any]) -> Table:
 
 
 def placed_whys(pools: Mapping[str, Any]) -> list[str]:
-    """Formats one line for each process that was kept off far hosts (nearness.py); at most
-    _WHYS_MAX lines."""
+    """Formats one line for each process for which hosts with a slow network path were avoided
+    (nearness.py); at most _WHYS_MAX lines."""
     agents = [agent for pool in pools.values() for agent in pool.get("agents", ())]
     return [
         f"{agent['id']} runs on {agent['host']}, because {agent['placed_why']}"
@@ -73,8 +73,8 @@ def waiting_pools(state: Mapping[str, Any]) -> list[str]:
 def worker_tables(
     workers: Sequence[Mapping[str, Any]], known: Sequence[Mapping[str, str]], screen: Console
 ) -> Iterator[RenderableType]:
-    """Yields the tables of the workers. `workers` has the workers with a record. `known` has a row
-    for every worker."""
+    """Yields the tables of the workers. `workers` has only the workers with a record in Redis.
+    `known` has a row for every worker that the cluster knows."""
     rows = list(_rows(workers, known))
     more = (_TIERS, *_MORE_COLUMNS) if any(row.tiers for row in rows) else _MORE_COLUMNS
     wide = table(*_LOAD_COLUMNS, *more)
@@ -149,8 +149,8 @@ def duration(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The cells of one worker in the tables. A worker without a record has only the first three
-    cells of `loads`: id, role and state."""
+    """The cells of one worker in the tables. For a worker without a record in Redis, there are
+    only the first three cells of `loads`: id, role and state."""
 
     loads: list[str]
     has_record: bool = False

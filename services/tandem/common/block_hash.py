@@ -43,8 +43,8 @@ def chain_root(
     adapter: str = "",
     cache_salt: bytes = b"",
 ) -> bytes:
-    """Returns the root of a chain of block hashes, 16 bytes. The hash of a prompt's first block is
-    computed from the root, as the hash of any later block is computed from the previous block's.
+    """Returns the root of a chain of block hashes, 16 bytes. In the hash of a prompt's first block,
+    the root takes the place of the previous block's hash.
 
     The arguments are the properties that all blocks of the chain share.
     """

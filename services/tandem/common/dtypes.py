@@ -51,7 +51,7 @@ def compute_dtype(config: EngineOptions, *, has_bfloat16: bool) -> str:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Returns whether this CPU multiplies bfloat16; emulation is slower than float32."""
+    """Returns whether this CPU has bfloat16 multiplication. Emulation is slower than float32."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as cpuinfo:
             flags = next(

@@ -1,14 +1,15 @@
-"""Options that environment variables and a file set, too: those of `tandem up` and `tandem join`.
+"""Reads options from the command line, environment variables and a file, for `tandem up` and
+`tandem join`.
 
-The value of an option comes from the first of these that has one:
+The value of an option comes from the first of these sources that has one:
 
 1. the command line, such as `--kv-memory 4GiB`
 2. a variable, such as `TANDEM_KV_MEMORY=4GiB`
 3. the YAML file that `--config` or `TANDEM_CONFIG` names, in a line such as `kv-memory: 4GiB`
 4. the default
 
-Other programs read no such variables. The programs here remove the variables from the environment,
-so that the processes that they start do not get them.
+Other programs read no such variables. `tandem up` and `tandem join` remove the variables from their
+environment, so that their child processes do not get them.
 """
 
 import os
@@ -101,7 +102,7 @@ def _drop_if_of_kubernetes(variable: str, program: str) -> None:
 
 
 class _File(Yaml):
-    """A YAML file in which each value is the text that the command line has. YAML's own types would
+    """A YAML file whose values are read as text, as on the command line. YAML's own types would
     turn `autoscale: on` into `true`, so they are not used."""
 
     def _load_config(self, path: Path) -> dict[str, Any]:

@@ -38,7 +38,7 @@ T = TypeVar("T")
 _OPTIONS = Group("Options", sort_key=0)
 _SHORT_TEXT = 100  # characters; a short help shows only the first sentence of a longer text
 # Caches of `arguments` and `_limits`: class of settings -> result. Without them, each object of a
-# class would cost 10 ms. (functools.cache does not take classes as arguments, for mypy.)
+# class would cost 10 ms. (mypy does not accept functools.cache with classes as arguments.)
 _arguments: dict[type[Any], tuple[Argument, ...]] = {}
 _limits_of: dict[type[Any], dict[str, tuple[tuple[str, ...], "Bounds"]]] = {}
 
@@ -178,9 +178,9 @@ def parse(made: type[T], program: str, argv: Sequence[str]) -> T:
 
 
 def parse_app(app: App, argv: Sequence[str]) -> Any:
-    """Returns the settings that the app of `make_app` reads. Raises ConfigError, or SystemExit
-    after --help."""
-    # The short help is a command of the app, and so has to come first. People write it anywhere.
+    """Returns the settings that an app of `make_app` reads from `argv`. Raises ConfigError, or
+    SystemExit after --help."""
+    # For cyclopts, --help is a command, so it has to come first. People write it anywhere.
     if asked := [word for word in argv if word in ("--help", "-h")]:
         argv = asked[:1]
     try:
@@ -251,7 +251,7 @@ def make_app(made: type[Any], program: str = "", *, has_file: bool = False) -> A
 
 
 class _App(App):
-    """The app of `make_app`. Help texts are docstrings of several lines, which it joins."""
+    """The app of `make_app`. It joins the lines of the docstrings that are help texts."""
 
     # title of a group -> names of the options in it, if the help shows only some options
     short_help: Mapping[str, tuple[str, ...]] | None = None
@@ -330,8 +330,8 @@ def bounds(argument: Argument) -> Bounds:
 def _limits(made: type[Any]) -> dict[str, tuple[tuple[str, ...], Bounds]]:
     """Returns field name -> (allowed words, bounds) of the fields that have either.
 
-    Each process makes about ten objects of settings at its start. So this reads the type hints,
-    which takes a tenth of the time of `arguments`.
+    Each process makes about ten objects of settings at its start. So this function reads the type
+    hints, which takes a tenth of the time of `arguments`.
     """
     if made in _limits_of:
         return _limits_of[made]

@@ -114,7 +114,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float = 0.0
     seed: int | None = None  # None: a random seed
     max_tokens: int | None = 16  # None: as many as fit the context and the KV pool
-    min_tokens: int = 0  # smallest number of completion tokens; before it, no stop token is sampled
+    min_tokens: int = 0  # fewest completion tokens; until then, no stop token is sampled
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
@@ -137,8 +137,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     # Number of tokens at the end of the prompt that are kept. -1: as many as fit into the context.
     # None: the prompt is not truncated.
     truncate_prompt_tokens: int | None = None
-    # `resolved` sets the following fields. True: the values were checked before and are not checked
-    # again.
+    # `resolved` sets this field and the next one. is_resolved=True: the values have been checked
+    # and are not checked again.
     is_resolved: bool = False
     bad_words_token_ids: list[list[int]] = []  # sequences of tokens that no completion may contain
 

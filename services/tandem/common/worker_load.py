@@ -5,7 +5,7 @@ use one type. Does no I/O.
 2. The worker's I/O process sets `queue_max`, `num_leases` and `step`.
 3. The load goes to a record in Redis (net/store/registry.py) and in messages to routers
    (net/rpc/convert.py).
-4. A router adds the work that it sent to the worker later (router/workers/known_worker.py).
+4. A router adds the work that it has sent since the report (router/workers/known_worker.py).
 
 A model without sliding-window attention has one KV pool, and `blocks_*` are the counts of this
 pool. Otherwise each group of layers has its own pool, and `blocks_*` are sums over the pools. A sum
@@ -84,8 +84,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
     def kv_use(self) -> float:
         """The fraction of the KV pool's blocks that sequences reference, 0 to 1.
 
-        If there are several pools, this is the fraction of one of them: the pool of the layers
-        without a window, or with the longest window. This pool is full first, because each other
+        If there are several pools, this is the fraction of the pool that is full first: the pool of
+        the layers without a window or, if all layers have one, with the longest window. Each other
         pool is as large, or has room for the windows of all running slots
         (engine/cache/layout/kv_groups.py).
         """
@@ -95,12 +95,12 @@ class WorkerLoad(msgspec.Struct, frozen=True, rename={"num_running_slots": "num_
         return pool.blocks_used / pool.blocks_total if pool.blocks_total else 0.0
 
     def lacking_blocks(self, num_blocks: float, num_sequences: int = 1) -> float:
-        """Returns how many blocks more than the free ones `num_sequences` new sequences need. The
-        sequences need `num_blocks` blocks together.
+        """Returns the blocks that `num_sequences` new sequences need minus the free blocks. The
+        sequences need `num_blocks` blocks in total.
 
-        Example: if 40 blocks are free, sequences that need 100 blocks give 60, and sequences that
-        need 30 blocks give -10. If there are several pools, the largest of their results is
-        returned. If no pool is known, the result is 0.
+        Example: with 40 free blocks, the result is 60 for sequences that need 100 blocks, and -10
+        for sequences that need 30. If there are several pools, the result is the largest of theirs.
+        If no pool is known, the result is 0.
         """
         if not self.groups:
             free = self.blocks_total - self.blocks_used
@@ -144,9 +144,9 @@ class TierUse(msgspec.Struct, frozen=True):
 
 
 def held_shares(workers: Iterable[Iterable[TierUse]]) -> dict[str, float]:
-    """Returns the used share of each tier's capacity over all workers, 0 to 1, by the tier's name.
+    """Returns tier name -> used share of the tier's capacity over all workers, 0 to 1.
 
-    A tier that no worker has is left out.
+    A tier without capacity on any worker is left out.
     """
     held: dict[str, int] = {}
     total: dict[str, int] = {}

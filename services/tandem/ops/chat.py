@@ -1,8 +1,8 @@
 """The command `tandem chat`: a conversation in the terminal with a model behind OpenAI's API.
 
-The program sends the whole conversation with each message, as the API wants it, and shows the
-answer while it arrives. A model without a chat template answers through the completions API, with
-the conversation as a transcript.
+The API keeps no conversation, so the program sends the whole conversation with each message. It
+shows the answer while it arrives. A model without a chat template answers through the completions
+API, with the conversation as a transcript.
 """
 
 import json
@@ -38,7 +38,7 @@ Ctrl-C stops an answer. A line that ends with \\ continues on the next line."""
 
 @dataclass(slots=True)
 class Answer:
-    """An answer while it arrives."""
+    """The part of an answer that has arrived so far."""
 
     text: str = ""
     num_tokens: int = 0
@@ -118,7 +118,8 @@ class Chat:
             self.console.print(f"[dim]{', '.join(parts)}[/]")
 
     def _deltas(self, answer: Answer, began: float) -> Iterator[tuple[str, str]]:
-        """Yields (reasoning, text) as they arrive, and notes the figures in `answer`."""
+        """Yields each piece of the answer as (reasoning, text). Stores the number of tokens, the
+        time of the first token and the finish reason in `answer`."""
         for event in self._events():
             if error := event.get("error"):
                 told = error.get("message") if isinstance(error, dict) else error
@@ -175,10 +176,11 @@ class Chat:
 
 
 def run(chat: Chat, question: str = "") -> int:
-    """Talks until the user leaves, and returns the exit status. Raises OperateError if there is no
-    model.
+    """Sends the user's messages until the user quits. Returns the exit status. Raises OperateError
+    if the server has no model.
 
-    With `question`, or if standard input is no terminal, one question is answered.
+    If `question` is given, only this question is answered. If standard input is not a terminal, its
+    text is the question.
     """
     known = chat.models()
     if not chat.model:
@@ -190,7 +192,7 @@ def run(chat: Chat, question: str = "") -> int:
     if question:
         chat.ask(question)
         return 0
-    # A program that a script starts in the background inherits that Ctrl-C is ignored.
+    # A shell script starts background programs with SIGINT (Ctrl-C) ignored. This restores it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with suppress(ImportError):
         import readline  # noqa: F401  # arrow keys and history in `input`
@@ -226,7 +228,7 @@ def _read() -> str:
 
 
 def _obey(chat: Chat, line: str) -> bool:
-    """Follows a slash command. Returns False if it was /quit."""
+    """Runs a slash command. Returns False if the command ends the chat."""
     word, _, rest = line.partition(" ")
     rest = rest.strip()
     commands: dict[str, Callable[[], None]] = {

@@ -10,7 +10,7 @@ def main() -> None:
 
 
 def _run() -> None:
-    # The import is here, so that Ctrl-C during it ends without a traceback, too.
+    # The import is inside this function, so that Ctrl-C during the import prints no traceback.
     with without_collection():
         from tandem.ops.commands import run
 

@@ -483,8 +483,8 @@ def program(module: str, *, is_service: bool = False) -> Callable[..., NoReturn]
     return become
 
 
-# Words of the command line -> program. Each program parses its arguments itself, including --help.
-# The cyclopts app only lists the programs in its help: it would drop empty arguments.
+# Words of the command line -> program. Each program parses its arguments itself, including --help,
+# because cyclopts would drop empty arguments. The cyclopts app only lists the programs in its help.
 PROGRAMS: dict[tuple[str, ...], Callable[..., int]] = {}
 for words, start, text in (
     ("up", up, "Start a cluster on this machine; `up MODEL` names a model"),

@@ -60,7 +60,8 @@ def main() -> None:
 
 
 def _add_options(app: App) -> None:
-    """Replaces the commands that parse their arguments themselves by apps that have the options."""
+    """Adds the options of commands that parse their arguments themselves. Each of these commands is
+    replaced by an app that has its options."""
     for name, made in (*_PROGRAMS.items(), *_WITH_FILE.items()):
         replaced = app[name]
         named = make_app(made, name, has_file=name in _WITH_FILE)

@@ -1,17 +1,18 @@
 """Compares the prefix tree in Redis with the blocks that a worker holds, and measures the size of
 the tree.
 
-Audits and metrics use this module; requests do not. Each Redis call reads at most `CALL_ENTRIES`
-entries, so the call delays look-ups by one or two milliseconds.
+Audits and metrics use this module; requests do not. Each Redis call reads about `CALL_ENTRIES`
+entries at most, so the call delays look-ups by one or two milliseconds.
 
 When an audit reads the tree, the tree may lack a worker's latest changes. So a range of buckets
 that differs is compared several times. Each comparison is called a look. In the pauses between
-looks, a working publisher publishes all its changes. So only a difference that every look has found
-counts. Two special cases are handled:
+looks, a working publisher publishes all its changes. So a difference counts only if every look has
+found it. Two special cases are handled:
 
 - A block may be evicted and stored again between looks. So, from the second look on, a block counts
   as missing in the tree only if the worker holds the block before and after the tree is read.
-- The worker's log may appear or disappear between two looks. Then looks are counted from 1 again.
+- The worker may appear in the tree or disappear from it between two looks. Then looks are counted
+  from 1 again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tandem.prefix_index.redis import RedisIndex, lua_script
 
 # Largest number of entries that one Redis call reads. Redis is busy with the call for about 1 ms.
 CALL_ENTRIES = 2048
-_RANGE_ENTRIES = 32_768  # number of entries in a range of buckets that is compared at once
+_RANGE_ENTRIES = 32_768  # number of entries that one comparison of buckets reads, approximately
 
 # Function (first, end) that returns the entries of the blocks that a worker holds, in the buckets
 # first, ..., end - 1.
@@ -38,11 +39,11 @@ Held = Callable[[int, int], Awaitable[set[bytes]]]
 class Differences:
     """The result of an audit of one worker: numbers of blocks."""
 
-    # Number of compared blocks: the worker holds the block, or the tree lists the worker for it.
+    # Number of compared blocks: all blocks that the worker holds or that the tree lists for it.
     num_checked: int = 0
     missing: int = 0  # number of blocks that the worker holds but that the tree does not list
     stale: int = 0  # number of blocks that the tree lists but that the worker does not hold
-    in_tree: bool = True  # True: the worker has a log in the tree
+    in_tree: bool = True  # True: the tree knows the worker
     error: str = ""  # why the blocks could not be compared; empty if they were compared
 
     @property
@@ -97,8 +98,8 @@ class TreeInspector:
         """Compares the tree's entries of a worker with the blocks that the worker holds.
 
         Without `sample`, compares all entries. With `sample`, compares whole buckets from a random
-        one on, until the number of entries plus the number of buckets is about `sample`. Errors of
-        `held` propagate.
+        bucket on, and stops when the number of entries plus the number of buckets is about
+        `sample`. Errors of `held` propagate.
         """
         first = 0 if sample is None else random.randrange(NUM_BUCKETS)
         found = Differences()
@@ -137,12 +138,11 @@ class TreeInspector:
         """Compares the buckets first, ..., end - 1. Stops before `end` after about `entries`
         entries.
 
-        Returns the differences that every look found, and the number of the first bucket that was
-        not compared.
+        Returns the differences that every look found, and the first bucket that was not compared.
         """
         missing = set[bytes]()
         stale = set[bytes]()
-        # `was_there` says whether the latest look found a log of the worker in the tree.
+        # `was_there` says whether the tree knew the worker at the latest look.
         # `num_looks` is the number of looks in a row with this result.
         num_looks, was_there = 0, True
         for look in range(2 * self.looks):
@@ -164,8 +164,8 @@ class TreeInspector:
             stale = surplus & stale if num_looks > 1 else surplus
             if num_looks == self.looks or (said and not missing and not stale):
                 break
-        # The loop ended early because no difference was left, or the log kept appearing and
-        # disappearing.
+        # The loop ended early because no difference was left, or the worker kept appearing in and
+        # disappearing from the tree.
         if num_looks < self.looks:
             missing = set()
             stale = set()
@@ -177,7 +177,7 @@ class TreeInspector:
         """Reads the worker's entries in the buckets at, ..., end - 1, but stops after about
         `budget` entries. Returns the entries and the number of the first bucket that was not read.
 
-        Returns None if the worker has no log in the tree.
+        Returns None if the tree does not know the worker.
         """
         found = await self._index.find(worker_id)
         if found is None:

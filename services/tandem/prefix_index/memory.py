@@ -4,7 +4,7 @@ Each worker has a slot, which is the number of a bit. For each block, the tree s
 the mask. Bit 3 of the mask is set if the worker in slot 3 holds the block. So a look-up costs the
 same for one worker and for a thousand. Like lua/match.lua, the look-up probes the prompt's blocks
 in growing steps (1, 2, 4, ...) and then searches between two probes. After a worker is dropped, its
-slot cannot be used until `sweep` has cleared the slot's bit in all masks.
+slot cannot be reused until `sweep` has cleared the slot's bit in all masks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ class _Log:
 class MemoryIndex:
     """A `PrefixIndex` in memory.
 
-    With `closed` True, `match` requires that a worker that holds a block also holds all earlier
+    If `closed` is True, `match` assumes that a worker that holds a block also holds all earlier
     blocks of the prefix.
     """
 
@@ -169,8 +169,8 @@ _ZERO_IS_FALSE = bytes.maketrans(b"0", b"\0")
 
 
 def _flags(mask: int) -> bytes:
-    """Returns one byte for each bit of `mask`, the lowest bit first. The byte is 0 if the bit is 0,
-    and not 0 if the bit is 1.
+    """Returns one byte for each bit of `mask`, the lowest bit first: zero for a clear bit, non-zero
+    for a set bit.
 
     The function uses no Python loop, so it is fast even for 1,000 workers.
     """

@@ -4,8 +4,8 @@ Only a worker knows for certain which blocks it holds. The tree may be a little 
 match is a hint, and the worker checks whether it still holds the blocks.
 
 Each worker publishes its stored and removed blocks as a log of numbered batches. A log has an
-epoch, which is a text that identifies the log. The tree rejects a batch if its number is not the
-next one, or if its epoch is not the epoch of the worker's log in the tree. The worker then starts a
+epoch, a string that identifies the log. The tree rejects a batch if its number is not the next
+one, or if its epoch is not the epoch of the worker's log in the tree. The worker then starts a
 new log with a new epoch (`reset`) and publishes all held blocks again.
 
 The parent of a block is the block before it in the prompt. Parents are stored before their

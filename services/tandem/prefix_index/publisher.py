@@ -55,7 +55,7 @@ class PublisherConfig:
 
 
 class Publisher:
-    """Publishes one worker's log on one event loop.
+    """Publishes one worker's stored and removed blocks to the prefix tree, on one event loop.
 
     The caller calls `start` first, then `add` for each report of the engine, and `aclose` last.
     """
@@ -123,8 +123,8 @@ class Publisher:
         self._task.add_done_callback(_log_failure)
 
     def add(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """Adds one report of the engine to the changes that the next batches publish. The blocks
-        `removed` were removed after the blocks `stored` were stored.
+        """Adds the blocks that the engine has stored, and then those that it has removed, to the
+        changes that the next batches publish.
 
         In `stored`, parents precede children. In `removed`, children precede parents.
         """
@@ -190,7 +190,7 @@ class Publisher:
                         "publishing to the prefix tree failed and is tried again: %r", error
                     )
             except Exception:
-                # After a bug, starting a new log is better than to stop publishing.
+                # The cause is a bug. Starting a new log is better than ending the publisher's task.
                 self._in_step = False
                 failures += 1
                 logger.exception("publishing to the prefix tree failed and is tried again")
@@ -214,11 +214,10 @@ class Publisher:
         """Publishes one batch, which is empty if no change waits. Returns whether the tree applied
         the batch.
 
-        If more changes wait than fit into a batch, the batch first takes all stored blocks that
-        fit.
+        If more changes wait than fit into a batch, stored blocks are taken first.
         """
-        # The changes of the batch are no longer waiting changes. So if a block of the batch is
-        # removed during the call, `add` records a new change.
+        # `_take` removes the batch's blocks from `_to_store` and `_to_remove`. So if a block of the
+        # batch is removed or stored again during the Redis call, `add` records a new change.
         stored = _take(self._to_store, self._config.batch_blocks)
         removed = _take(self._to_remove, self._config.batch_blocks - len(stored))
         self._num_in_flight = len(stored) + len(removed)

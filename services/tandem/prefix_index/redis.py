@@ -167,7 +167,7 @@ class RedisIndex:
             self._num_shards += 1
 
     async def find(self, worker_id: str) -> tuple[int, int] | None:
-        """Returns the (shard, slot) of the worker, or None if the worker has no log in the tree."""
+        """Returns the (shard, slot) of the worker, or None if the tree does not know the worker."""
         for shard in range(_SHARDS_MAX):
             slot, more = await self._hmget(shard, f"slot:{worker_id}", "next")
             if slot is not None:

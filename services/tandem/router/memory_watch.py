@@ -1,6 +1,6 @@
 """Ends a process before its memory use harms others on its machine.
 
-Every 0.1 seconds, a thread compares how much the resident memory has grown with two limits:
+Every 0.1 seconds, a thread compares the growth of the resident memory with two limits:
     Growth                      Action
     above `growth_bytes_max`    `give_way` is called, which drains and then ends the process
     above the hard limit        the process ends at once
@@ -50,7 +50,7 @@ class MemoryWatch:
         threading.Thread(target=self._run, name="memory-watch", daemon=True).start()
 
     def rebase(self) -> None:
-        """Sets the baseline to the current memory, so that a loaded tokenizer is not growth.
+        """Sets the baseline to the current memory, so a loaded tokenizer does not count as growth.
 
         The baseline rises by at most `_LOADED_BYTES_MAX`, because clients may also have filled
         memory while the tokenizer was loaded.

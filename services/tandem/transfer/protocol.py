@@ -1,4 +1,4 @@
-"""The protocol that every transport implements.
+"""The interface that every KV transport (NIXL and gRPC) implements.
 
 A transport connects this worker to one peer and reads blocks from the peer's pool into the local
 pool. A peer never writes a worker's memory.
@@ -18,14 +18,15 @@ from typing import Protocol
 
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 
-# Bytes of the largest read with which a transport measures the speed of reads from a peer.
+# Size in bytes of the largest probe. A probe is a test read that measures the speed to a peer.
 PROBE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPull:
     """A read of blocks of the peer: `producer_block_ids[i]` is read into this worker's block
-    `local_block_ids[i]`. The sequence `sequence_id` holds the local blocks.
+    `local_block_ids[i]`. The sequence `sequence_id` holds the local blocks. The pull fails if it
+    takes longer than `deadline_s` seconds.
     """
 
     lease_id: str

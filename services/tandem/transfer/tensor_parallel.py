@@ -88,8 +88,8 @@ class ParallelLayout:
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """Bytes to read that are contiguous both in the pool of a producer rank and in the pool of the
-    local rank. An offset is counted from the start of the pool.
+    """One contiguous byte range to copy from the pool of a producer rank into the pool of the local
+    rank. Each offset counts bytes from the start of its pool.
     """
 
     producer_offset: int
@@ -111,8 +111,8 @@ def descriptors(
     """Returns the byte ranges that `local_rank` reads from the producer's ranks to fill `blocks`.
 
     The reads use as few producer ranks as possible. If several producer ranks have the same heads,
-    different consumer ranks read from different ones. Raises Incompatible if the two layouts differ
-    in more than the degree and the number of blocks. The message names every difference.
+    the consumer's ranks are spread over them. The two layouts may differ in the degree and the
+    number of blocks. Otherwise raises Incompatible with a message that names every difference.
     """
     _check_alike(producer.whole, local.whole)
     wanted = local.heads(local_rank)

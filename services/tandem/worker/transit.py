@@ -17,7 +17,7 @@ _DRIFT = 1e-3
 
 
 class Transit:
-    """The transit delays of one sender's messages."""
+    """Measures how late the messages of one sender arrive."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,12 +1,12 @@
-"""Answers an operator's questions in words, for the operators' page. No I/O.
+"""Builds the texts that answer four questions of an operator on the operators' page. No I/O.
 
   slow         What is slow, and why?
   kv           How full is the KV cache?
   minute       What happened in the last minute?
   more_decode  What would one more decode worker change?
 
-The answers about requests are those of one router. A request is the dictionary of
-`RequestRecord.as_dict`. All times are in seconds since the epoch.
+Answers about requests cover only the requests of this router. A `Request` is the dictionary that
+`RequestRecord.as_dict` returns. All times are in seconds since the epoch.
 """
 
 import re
@@ -34,17 +34,17 @@ from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.rows import WorkerRow
 
 RECENT_S = 60.0
-# First tokens are called slow if a larger share of them than this was later than the target.
+# The service counts as slow if more than this fraction of the first tokens missed the TTFT target.
 _LATE_MAX = 0.05
 _EVENTS_MAX = 3  # largest number of events in an answer
-_QUEUE_LONG_S = (
-    0.5  # seconds of queued prompts for each prefill worker that are called a long queue
-)
-_DIFFERENCE_MIN = 0.05  # smallest difference of two durations that is called one
-_USE_TOLD_MIN = 0.05  # from this use of its KV pool on, the fullest worker is named
+# Queues count as long if a pool's workers need at least this many seconds on average for their
+# queued prompts, or if recent prompts waited longer than this on average.
+_QUEUE_LONG_S = 0.5
+_DIFFERENCE_MIN = 0.05  # a step that gets faster by a smaller fraction counts as equally fast
+_USE_TOLD_MIN = 0.05  # the fullest worker is named if at least this fraction of its KV pool is used
 _WELL = ("stop", "length", "cancelled")
-_NAMES = "\0"  # stands for the names of workers in a sentence about an event
-# Kinds of events whose text adds nothing to these words.
+_NAMES = "\0"  # placeholder for the names of workers in a sentence about an event
+# Kind of event -> phrase that is shown instead of the event's own text.
 _PHRASES = {
     "started": "is ready to serve",
     "left": "shut down normally",
@@ -52,17 +52,18 @@ _PHRASES = {
     "lost": "was lost",
     "well": "is well again",
 }
-_COUNTED = ("migrated", "refused")  # the text begins with a number of requests
+_COUNTED = ("migrated", "refused")  # kinds of events whose text begins with a number of requests
 _OWN_WORDS = ("mode", "role", "transport", "problem", "memory", "prefix tree")
-_ENDED = re.compile(r"its (?:previous )?process (was ended by \w+)")  # in the note of a row
-# An end of a process that is older than this is among the events.
+_ENDED = re.compile(r"its (?:previous )?process (was ended by \w+)")  # in `WorkerRow.note`
+# For this many seconds after a restart, the worker's row is checked for the end of its previous
+# process. Later, the events contain it.
 _NEW_S = 10
 _COMING = ("loading", "starting", "restarting")
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the router's clients got in the last minute, and the targets for it."""
+    """The latencies of the router's requests in the last minute, and the targets for them."""
 
     first: Latency = field(default_factory=Latency)  # times to the first token
     following: Latency = field(default_factory=Latency)  # times between tokens
@@ -100,7 +101,8 @@ def answers_of(
 
 
 def verdict(rows: Iterable[WorkerRow], service: Service, *, is_well: bool) -> str:
-    """Says in a sentence how far the cluster falls short; "" if it does not.
+    """Returns a sentence about slow first tokens (if `is_well`) or about workers that are not
+    ready. Returns "" if there is neither.
 
     The page shows the sentence before the problems, or in place of "All is well".
     """
@@ -126,7 +128,8 @@ def verdict(rows: Iterable[WorkerRow], service: Service, *, is_well: bool) -> st
 
 
 def slowest_of(records: Iterable[RequestRecord], now: float) -> RequestRecord | None:
-    """Returns the request with the latest first token of those that got it in the last minute."""
+    """Returns the request with the longest TTFT among those whose first token came in the last
+    minute."""
     found = [
         (ttft_s, record)
         for record in records
@@ -172,7 +175,8 @@ def slow(requests: Sequence[Request], service: Service, now: float) -> str:
 
 
 def kv_cache(known: Sequence[KnownWorker]) -> str:
-    """Says which share of the KV pools is in use, cached and free, and what the tiers hold."""
+    """Says which fractions of the KV pools are in use, cached and free, and how full the KV tiers
+    are."""
     loads = [worker.load for worker in known]
     total = sum(load.blocks_total for load in loads)
     if not total:
@@ -231,20 +235,21 @@ def _lost(
     failed: Mapping[str, int],
     now: float,
 ) -> tuple[list[str], list[ClusterEvent]]:
-    """Returns a line for each worker whose process ended or was lost, and the events in it.
+    """Returns a line for each worker whose process ended or was lost, and the events that these
+    lines cover.
 
     `failed` has the number of requests that failed because their worker was lost.
     """
     lines = []
     explained = []
     found: dict[str, ClusterEvent] = {}
-    for event in events:  # the newest first; "ended" says more than "lost"
+    for event in events:  # newest first; "ended" replaces "lost", because it says how
         is_first = event.about not in found or found[event.about].kind != "ended"
-        # A move of requests is known sooner than the end of the process.
+        # When a worker is lost, the event "migrated" of its requests may be the first to arrive.
         is_loss = event.kind == "lost" or (event.kind == "migrated" and "was lost" in event.text)
         if event.kind == "ended" or (is_loss and is_first):
             found[event.about] = event
-    for row in rows.values():  # a row knows of the end of a process sooner than the events
+    for row in rows.values():  # A row shows the end of a process before the events have it.
         since = re.search(r"started (\d+) s ago", row.note)
         if row.worker_id in found or not moved.get(row.worker_id) or not _ENDED.search(row.note):
             continue
@@ -296,7 +301,7 @@ def _number(text: str) -> int:
 
 
 def _told(events: Iterable[ClusterEvent], now: float) -> list[str]:
-    """Returns a sentence for each event, and one for several workers with the same event."""
+    """Returns a sentence for each event. Workers with the same event share one sentence."""
     same: dict[str, list[ClusterEvent]] = {}
     for event in events:
         same.setdefault(_sentence(event), []).append(event)
@@ -314,7 +319,7 @@ def _told(events: Iterable[ClusterEvent], now: float) -> list[str]:
 
 
 def _sentence(event: ClusterEvent) -> str:
-    """Describes an event, with _NAMES for what it is about."""
+    """Returns a sentence about an event, with _NAMES in place of the worker's name."""
     if phrase := _PHRASES.get(event.kind):
         return f"{_NAMES} {phrase}"
     if not event.about:
@@ -360,7 +365,7 @@ def one_more_decode(
 
 
 def _steps(decode: Sequence[KnownWorker], num_running: int) -> str:
-    """Compares the duration of a decode step with one more worker to that of now."""
+    """Says how much shorter a decode step would be with one more decode worker."""
     rates = [
         worker.record.rates.decode
         for worker in decode
@@ -448,7 +453,8 @@ def _ready(known: Iterable[KnownWorker], role: str) -> list[KnownWorker]:
 
 
 def _room(known: Sequence[KnownWorker]) -> str:
-    """Says for how many tokens all pools have room; "" if the pools of some layers differ."""
+    """Says how many tokens the KV pools of all workers can hold together. Returns "" for models
+    whose layers have separate pools (sliding-window attention)."""
     loads: list[WorkerLoad] = [worker.load for worker in known]
     if any(load.groups for load in loads):
         return ""

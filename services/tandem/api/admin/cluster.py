@@ -26,8 +26,8 @@ from tandem.router.workers.cluster_view import ClusterView
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.rows import effect_of, headline, problems_of, worker_rows
 
-# The answer copies these fields unchanged. The first two groups are fields of the worker's record,
-# and the third is fields of `compatibility` in that record.
+# These fields are copied unchanged into the cluster state. _KV_FIELDS are fields of `compatibility`
+# in a worker's record. The other two lists are fields of the record itself.
 _RECORD_FIELDS = (
     "worker_id",
     "role",

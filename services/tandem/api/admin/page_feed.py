@@ -244,7 +244,7 @@ class PageFeed:
 
     def sample(self, now: float) -> None:
         """Adds a sample of the cluster's load at `now` (seconds since the epoch) to the history."""
-        # A worker that was killed or is disconnected still has a record for a few seconds.
+        # A decode worker that was killed or is disconnected still has a record for a few seconds.
         ready = [w for w in self._view.known() if w.record.role != "decode" or w.is_up]
         self._history.take(now, sums_of(ready))
         if not self._viewers:

@@ -1,7 +1,8 @@
 """Says in words where the time of a request went, for the operators' page. No I/O.
 
-A request is the dictionary of `RequestRecord.as_dict`. Times of different requests are compared by
-the router's clock: a request's stages follow each other from the time `created` on.
+A `Request` is the dictionary that `RequestRecord.as_dict` returns. It has the duration of each
+stage, but not the time at which the stage began. This time is computed from `created` (by the
+router's clock) and the durations of the earlier stages.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,8 +10,8 @@ from typing import Any
 
 from tandem.router.metrics.timeline import STAGES, TTFT_STAGES, TtftStage
 
-# A prompt counts as computed beside another one, or while another one waited, if the two times
-# overlap by at least this share of the other one's time.
+# A prompt counts as computed during another request's stage (queue or prefill) if its prefill
+# overlaps more than this fraction of that stage.
 _OVERLAP_MIN = 0.1
 
 Request = Mapping[str, Any]
@@ -35,7 +36,8 @@ def percent(share: float) -> str:
 
 
 def prefilled_at(request: Request) -> str:
-    """The worker that computed the prompt, or a part of it; "" if no worker has it yet."""
+    """Returns the id of the worker that computed the prompt or a part of it. Returns "" if no
+    worker has the request yet."""
     return str(request["prefill_worker"] or request["decode_worker"])
 
 
@@ -54,7 +56,7 @@ def longest_stage(request: Request, others: Iterable[Request]) -> str:
 
 
 def longest_name(stages_ms: Mapping[TtftStage, float]) -> str:
-    """Returns what takes longest until the first token, such as "computing prompts"."""
+    """Describes the longest of the stages before the first token, such as "computing prompts"."""
     names = {
         "tokenize": "tokenizing prompts",
         "route": "choosing workers",
@@ -122,7 +124,7 @@ def _computed_tokens(request: Request) -> int:
 
 
 def _computed_during(span: _Span, request: Request, others: Iterable[Request]) -> list[Request]:
-    """Returns the other requests whose prompts the same worker computed in that time."""
+    """Returns the other requests whose prompts were prefilled by the same worker during `span`."""
     worker = prefilled_at(request)
     shortest_ms = _OVERLAP_MIN * (span[1] - span[0])
     return [

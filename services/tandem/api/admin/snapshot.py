@@ -9,8 +9,8 @@ A snapshot has six fields. `delta` compares two snapshots and lists the changes 
             each stage took, and why its workers were chosen
   events    the latest events, the newest first                    the whole list, if changed
   answers   an operator's questions, answered in words             all answers, if one changed
-  figures   the current values of the charts' columns that are     all figures, if one changed
-            not those of the last sample
+  figures   current load and latencies: the numbers beside the     all figures, if one changed
+            charts, in place of the last sample's values
 
 A delta also has the field `gone`: the ids of workers that left between the two snapshots.
 
@@ -39,7 +39,7 @@ REQUESTS_MAX = 50
 EVENTS_MAX = 50
 _PAIRS_MAX = 64  # A worker's row lists the transports to at most this number of peers.
 _MEMORY_LOW_SHARE = 0.05
-_NEW = ("loading", "restarting")  # states in which a record is that of the process before
+_NEW = ("loading", "restarting")  # in these states, the record is that of the previous process
 WORKER_COLUMNS = (
     *("pool", "role", "state", "note", "running", "waiting", "leases", "pulls"),
     "queued_tokens",  # number of prompt tokens that wait to be computed, or are being computed
@@ -114,7 +114,7 @@ def take_snapshot(
         },
     }
     known = {worker.record.worker_id: worker for worker in view.known()}
-    # The record of a worker that was killed lives on for a few seconds.
+    # The record of a worker that was killed remains for a few seconds.
     ready = [known[r.worker_id] for r in rows if r.state == "ready" and r.worker_id in known]
     records = generator.requests.latest(REMEMBERED_MAX)
     requests = [record.as_dict() for record in records[:REQUESTS_MAX]]
@@ -169,7 +169,8 @@ def _pool(name: str, state: Mapping[str, Any], rows: Iterable[WorkerRow]) -> dic
 def _figures(
     ready: Sequence[KnownWorker], service: Service, metrics: Metrics
 ) -> dict[str, float | None]:
-    """Returns the values that the tiles show: latencies of the last minute, and the load now."""
+    """Returns the numbers that the page shows beside its charts: latencies of the last minute, and
+    the load now."""
     sums = sums_of(ready)
     total = sums.blocks_total
     first, following = service.first, service.following

@@ -5,7 +5,7 @@ For each HTTP request, the gateway opens one stream and sends the request as sev
 headers, chunks of the body, and trailers. The gateway chooses how it sends the body:
 
   body mode               when the picker picks        the answer that names the endpoint
-  FULL_DUPLEX_STREAMED    after the end of the body    the answer to the headers, which is late
+  FULL_DUPLEX_STREAMED    after the end of the body    the answer to the headers, delayed until then
   BUFFERED, or            at the single message with   the answer to that message
   BUFFERED_PARTIAL        the body
   any other mode          at the headers, at random    the answer to the headers
@@ -103,7 +103,7 @@ class ExternalProcessor:
 
         def revoke() -> None:
             if exchange.reading is None:
-                # No read can be ended, because the picker waits until the gateway takes an answer.
+                # There is no read to interrupt: the picker waits for the gateway to take an answer.
                 task.cancel()
             elif not exchange.reading.expired():
                 exchange.reading.reschedule(0)

@@ -4,7 +4,7 @@ with the HOST:PORT of the chosen worker's front, and the gateway sends the reque
 
   1. The picker tokenizes the prompt.
   2. The picker looks up, in the prefix tree, how much of the prompt each worker has cached.
-  3. The picker chooses a decode worker by the router's own placement.
+  3. The picker chooses a decode worker with the same placement policy as a router.
   4. The picker adds a signed hint to the request's headers. The hint tells the front which workers
      were chosen.
 
@@ -109,9 +109,9 @@ class EndpointPicker:
 
     @property
     def num_awaited(self) -> int:
-        """The number of waiting requests that is reported to the autoscaler: 0 or 1. The value 1
-        makes the autoscaler start a worker. It is reported while there is no decode worker, for at
-        most `hold_deadline_s` after a request was refused for this reason. Requests never wait in a
+        """The number of waiting requests that the autoscaler sees. It is 1 while there is no decode
+        worker, for at most `hold_deadline_s` after a request was refused because of this, so that
+        the autoscaler starts a worker. Otherwise it is 0. Requests never really wait in a
         picker."""
         is_awaited = time.monotonic() < self._awaited_until
         return int(is_awaited and not self._view.has_decode_worker())

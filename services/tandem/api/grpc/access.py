@@ -20,7 +20,7 @@ from tandem.net.security.keys import KeyRecord
 
 log = logging.getLogger(__name__)
 
-_STATUS_SENT_S = 1.0  # seconds in which gRPC sends the status of an ended call
+_STATUS_SENT_S = 1.0  # seconds that gRPC may need to send the status after a call has ended
 
 
 class CallGuard:
@@ -54,9 +54,9 @@ class CallGuard:
             raise
 
     def _note_live(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Counts the call in `live_peers` until _STATUS_SENT_S after the end of the call. The extra
-        time matters if the server stops: it closes all connections that are not in `live_peers`,
-        and gRPC must have sent the status of the call before."""
+        """Counts the call in `live_peers` until _STATUS_SENT_S after the end of the call. When
+        the server stops, it closes all connections that are not in `live_peers`. The extra time
+        lets gRPC send the status of the call first."""
         address, _, port = _peer(context).rpartition(":")
         if not port.isdecimal():  # clients over a Unix socket have no port
             return

@@ -13,9 +13,8 @@ from tandem.router.request.request import ClientRequest
 
 
 def parse_inputs(message: pb.EmbedRequest) -> list[ClientRequest]:
-    """Builds one request for each input. Raises BadRequest, which names fields of a completion,
-    such as `prompt`. Inside `with renamed(NAMES)` the error names fields of an embedding, such as
-    `input`."""
+    """Builds one request for each input. Raises BadRequest, whose message names the fields of
+    a completion, such as `prompt`. Inside `with renamed(NAMES)`, it names `input` instead."""
     if not 0 < len(message.input) <= INPUTS_MAX:
         raise BadRequest(
             f"input must be a list of 1 to {INPUTS_MAX} texts or lists of token ids; it has "

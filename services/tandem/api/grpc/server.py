@@ -30,7 +30,7 @@ METADATA_BYTES_MAX = 16 << 10
 IDLE_S = 300.0
 # maximum number of concurrent calls on one connection; clients queue further calls
 STREAMS_MAX = 1024
-# a connection is closed after this many pings that came too soon after another
+# a connection is closed after this many pings that came too soon after the previous ping
 PING_STRIKES_MAX = 2
 _CUT_INTERVAL_S = 0.1
 # After this many seconds a connection accepts no new calls, and the client opens a new connection.
@@ -137,7 +137,8 @@ class GrpcServer:
         await stopping
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls, waits `grace_s` seconds for open ones, then cancels them."""
+        """Refuses new calls. Open calls that have not ended after `grace_s` seconds are
+        cancelled."""
         if self._watching is not None:
             self._watching.cancel()
         await self._health.enter_graceful_shutdown()

@@ -64,7 +64,7 @@ _PIPELINED_MAX = 16
 _LINGER_S = 1.0
 # At most this many refused connections stay open for _LINGER_S. Further ones are closed at once.
 _LINGERING_MAX = 16
-# After accepting this many connections, the event loop first serves the open connections.
+# The event loop accepts this many connections, then serves the open ones before it accepts more.
 _ACCEPTED_AT_ONCE = 1
 # If no file descriptor is free, no connection is accepted for this many seconds.
 _ACCEPT_PAUSE_S = 1.0
@@ -291,8 +291,8 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._others.wait(self, self.loop.time())
                 self._num_small_reads += is_small
                 if self._num_small_reads > SMALL_READS_MAX and not self._others.is_proxy(self):
-                    # Reading pauses only inside a header, never inside a body: closing a connection
-                    # with unread bytes would lose the response.
+                    # Reading never pauses inside a body: if the server then refused the request and
+                    # closed the connection with unread bytes, the client would lose the response.
                     self.transport.pause_reading()
                     self._slow_reads.wait(
                         self.client[0] if self.client else "", self._resume_reading

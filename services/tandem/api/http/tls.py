@@ -17,7 +17,7 @@ from tandem.net.rpc.certificates import CertificateFiles
 
 log = logging.getLogger(__name__)
 
-_SHUTDOWN_S = 5.0  # seconds for the end of TLS; a client that does not answer by then is cut
+_SHUTDOWN_S = 5.0  # time for the TLS shutdown handshake; then the connection is aborted
 
 
 class TlsHandshake(asyncio.Protocol):

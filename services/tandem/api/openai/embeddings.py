@@ -77,9 +77,8 @@ def to_requests(
     truncate_prompt_tokens: int | None,
     request_id: str,
 ) -> list[ClientRequest]:
-    """Builds one request for each input. Raises BadRequest, which names fields of a completion,
-    such as `prompt`. Inside `with renamed(NAMES)` the error names fields of an embedding, such as
-    `input`."""
+    """Builds one request for each input. Raises BadRequest, whose message names the fields of
+    a completion, such as `prompt`. Inside `with renamed(NAMES)`, it names `input` instead."""
     requests = []
     for index, prompt in enumerate(inputs):
         try:

@@ -30,7 +30,7 @@ _BYTES_MIN = 32 << 20
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
     """A response, and the data that a client needs to continue its conversation. Fields of the type
-    `bytes` have JSON."""
+    `bytes` contain JSON."""
 
     tenant: str
     body: bytes

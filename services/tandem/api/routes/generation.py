@@ -8,11 +8,11 @@ If a request has the header `x-tandem-timing: 1`, the reply has the duration of 
 format of the header `Server-Timing` (W3C), which browsers and proxies understand:
 
   reply      place of the durations                    stages                 prompt
-  complete   header `Server-Timing`                    all                    that ended last
-  stream     header `Server-Timing`                    up to the first token  with the first token
-  stream     comment at the end, ignored by clients    all                    that ended last
+  complete   header `Server-Timing`                    all                    the last to end
+  stream     header `Server-Timing`                    up to the first token  the first with a token
+  stream     comment at the end, ignored by clients    all                    the last to end
 
-If the body has several prompts, the durations are those of one prompt, named in the last column.
+If the body has several prompts, the durations are those of a single prompt: see the last column.
 """
 
 import time

@@ -43,4 +43,4 @@ class JoinReply(msgspec.Struct, frozen=True):
     # address of the machine that ran `tandem up`. A joining machine replaces this address in
     # `options` by its own address.
     first_address: str = ""
-    api_key: KeyRecord | None = None  # record of the key of `--api-key-file`
+    api_key: KeyRecord | None = None  # record of the key in `--api-key-file`, with its hash

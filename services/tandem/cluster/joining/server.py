@@ -34,8 +34,9 @@ class JoinServer:
         reply: JoinReply,
         joined: Callable[[str], None],
     ) -> None:
-        """Starts to serve. `folder` has the certificate of this server. `joined` is called with the
-        address of each machine that receives the reply. Raises ConfigError if the port is taken."""
+        """Starts to serve. `folder` contains ca.crt, tls.crt and tls.key. `joined` is called with
+        the address of each machine that receives `reply`. Raises ConfigError if the port is taken.
+        """
         self._token = token
         self._reply = reply
         self._joined = joined

@@ -1,9 +1,9 @@
-"""What the window of `tandem up` shows while the cluster runs.
+"""Prints the lines that `tandem up` shows while the cluster runs.
 
 - One line every 10 s while there is traffic, from the counts of the routers and workers.
 - One line for each event, from the log of events, and one for each new pool size.
 
-A thread reads both from Redis. It shows nothing while Redis does not answer.
+A thread reads the counts and the events from Redis. It prints nothing while Redis does not answer.
 """
 
 import threading
@@ -39,7 +39,8 @@ class Activity:
     cluster_id: str
     say: Callable[[str], None]
     _last_event_id: str = "$"
-    _told: dict[str, float] = field(default_factory=dict)  # worker id -> time of its last "ended"
+    # worker id -> time of the worker's last "ended" event
+    _told: dict[str, float] = field(default_factory=dict)
     _ended: set[str] = field(default_factory=set)  # ids of workers that ended and are not back
     _sizes: dict[str, int] = field(default_factory=dict)
     _before: dict[str, Traffic] = field(default_factory=dict)
@@ -50,7 +51,7 @@ class Activity:
         threading.Thread(target=self._run, daemon=True, name="activity").start()
 
     def stop(self) -> None:
-        """Prints no further lines, because the cluster is stopped on purpose."""
+        """Ends the output. It is called before a shutdown, which need not be reported."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -106,7 +107,7 @@ class Activity:
                 line = f"{name}: its process {text}; a new one is started"
             case "lost":
                 if now - self._told.get(name, 0.0) < _SAME_S:
-                    return ""  # its end was shown already
+                    return ""  # the worker's "ended" event was shown already
                 self._ended.add(name)
                 line = f"{name} is lost: {text}"
             case "started" if name in self._ended:
@@ -165,8 +166,9 @@ def traffic_line(
 ) -> str:
     """Returns the line about the last `seconds` seconds; "" without traffic.
 
-    `before` and `now` map router ids to counts. A router that is missing in `before` counts from
-    its next line on, and one whose counts fell was restarted and counts from 0.
+    `before` and `now` map router ids to counts, which are totals since the router's start. The line
+    shows the differences. A router that is missing in `before` adds nothing to them yet. If a
+    router's counts fell, the router was restarted, and its counts in `now` are the differences.
     """
     changes = [_since(before[name], counts) for name, counts in now.items() if name in before]
     running = sum(counts.num_running for counts in now.values())

@@ -1,7 +1,7 @@
-"""The API key of `tandem up`, which `--api-key-file` or TANDEM_API_KEY gives.
+"""Reads the API key of a cluster of `tandem up` from `--api-key-file` or TANDEM_API_KEY.
 
-Routers get the key's record, which has a hash in place of the secret, in a file of the run folder.
-So the key itself is in no command line and in no environment of a process of the cluster.
+Routers read the key's record from a file in the run folder. The record has a hash in place of the
+secret. So no process of the cluster has the key in its command line or environment.
 """
 
 import os
@@ -21,11 +21,12 @@ _FILE = "api-key.json"
 
 
 def take_api_key(options: LaunchOptions) -> KeyRecord | None:
-    """Returns the record of the key that requests need; None if there is no key. Raises
+    """Returns the record of the API key that requests need; None if there is no key. Raises
     ConfigError.
 
-    The variable counts only for a cluster that gets its keys from nowhere else, because it may have
-    the key of an operator, for calls. It is removed, so that no child process gets it.
+    TANDEM_API_KEY is ignored if an option names another source of keys (--api-key-file, --keys-file
+    or --redis), because it may be the key that an operator's commands send. Otherwise it is removed
+    from the environment, so that no child process gets it.
     """
     if options.api_key_file:
         where = options.api_key_file

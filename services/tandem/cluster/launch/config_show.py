@@ -20,8 +20,8 @@ _PASSWORD = re.compile(r"(://[^:@/\s]*:)[^@/\s]+(?=@)|([?&]password=)[^&\s]+")
 
 
 def show_config(argv: Sequence[str]) -> None:
-    """Prints all options. `argv` has options of `tandem up`, which come first as they do there.
-    Raises ConfigError."""
+    """Prints all options. `argv` has options of `tandem up`, which override variables and the file,
+    as in `tandem up`. Raises ConfigError."""
     found = parse_from_sources(LaunchOptions, "tandem config show", argv)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     title = ""

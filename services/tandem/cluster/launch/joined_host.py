@@ -1,6 +1,6 @@
 """`tandem join` makes this machine a host of a cluster, in the foreground, until it is stopped.
 
-1. It asks a host of the cluster to let this machine join.
+1. It sends a join request to a host of the cluster.
 2. It creates the run folder and the certificates, and starts the guardian.
 3. It downloads and checks the model.
 4. It starts Ray, which joins the head, and the join server for further machines.

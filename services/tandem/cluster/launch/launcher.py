@@ -71,7 +71,7 @@ _GPU = Path("/dev/nvidiactl")  # exists if NVIDIA's driver is loaded
 _COMMAND_MAX = 80  # largest length of a command line in a message, in characters
 _RETRY_S = 2.0  # pause between attempts to start Redis, a Ray head or a worker
 _TELL_S = 30.0  # time after which the screen says that Ray still starts
-_LOOK_S = 0.2  # interval at which the launcher checks whether Ray's starting head takes the spec
+_LOOK_S = 0.2  # interval of checks whether Ray's starting head can receive the spec
 
 
 def up(options: LaunchOptions) -> int:
@@ -108,8 +108,8 @@ class _Launch:
         model: ModelFolder | None,
         api_key: KeyRecord | None,
     ) -> None:
-        """Prepares a cluster. `model` is None if it may have to be downloaded, and `api_key` if
-        requests need none."""
+        """Prepares a cluster. `model` is None if it may have to be downloaded. `api_key` is None if
+        requests need no key."""
         self._screen = screen
         self._model = model
         self._started_at = time.time()
@@ -139,7 +139,9 @@ class _Launch:
         self._backoffs: dict[str, Backoff] = {}
         # Member id -> monotonic time at which the launcher starts the member again.
         self._restarts: dict[str, float] = {}
-        self._head_awaited_at = math.inf  # when the first head was started, until `_TELL_S` later
+        # Monotonic time at which the first head was started. Infinite before that, and once the
+        # screen has said that Ray still starts.
+        self._head_awaited_at = math.inf
 
     def __enter__(self) -> Self:
         return self
@@ -293,7 +295,7 @@ class _Launch:
         started.close()
 
     def _start_first_head(self, ends: EndWatch) -> None:
-        """Starts Ray's head without the spec. Without the spec, Ray starts no agents, which could
+        """Starts Ray's head without the spec, so that Ray starts no agents yet. An agent could
         start a process at the same time as the launcher does."""
         self._head_awaited_at = time.monotonic()
         self._ray_head.start()

@@ -27,7 +27,7 @@ from tandem.net.store.registry import WorkerRecord
 
 LEAVE_DEADLINE_S = 180.0
 DRAIN_S = 60.0  # limit for step 2; longer than an agent waits for its process to drain
-_SETTLED_S = 10.0  # step 1 ends if no replacement has been starting for this long
+_SETTLED_S = 10.0  # step 1 ends after this many seconds in which no replacement was starting
 _INTERVAL_S = 0.5
 _ROUTER_STARTS_S = 5.0
 _LEAVING = ("draining", "gone", "lost")
@@ -39,8 +39,8 @@ class Leaving:
     def __init__(
         self, *, controller_url: str, worker_url: str, cluster_id: str, host_id: str
     ) -> None:
-        """`controller_url` has the Redis user `controller`, `worker_url` the Redis user
-        `worker`."""
+        """`controller_url` is the URL for the Redis user `controller`, and `worker_url` the URL for
+        the Redis user `worker`."""
         self._controller_url = controller_url
         self._worker_url = worker_url
         self._cluster_id = cluster_id
@@ -52,9 +52,9 @@ class Leaving:
         tick: Callable[[], None],
         show: Callable[[ProgressRow], None] = lambda _: None,
     ) -> None:
-        """Returns when no process is left on this host, the deadline is over or Redis is
-        unreachable. `tick` is called repeatedly, so that this host can renew its lease if it is
-        Ray's head. `show` gets the progress."""
+        """Moves the processes. Returns when no process is left on this host, the deadline has
+        passed or Redis is unreachable. `tick` is called repeatedly, so that this host can renew its
+        lease if it is Ray's head. `show` gets the progress."""
         give_up_at = time.monotonic() + LEAVE_DEADLINE_S
         redis = connect_blocking(self._controller_url)
         records = connect_blocking(self._worker_url)
@@ -95,9 +95,9 @@ class Leaving:
         tick: Callable[[], None],
         show: Callable[[ProgressRow], None],
     ) -> list[str]:
-        """Waits until each pool has its wanted number of ready processes on other hosts. Waits at
-        most to the time `until`, and at most `_SETTLED_S` while no replacement is starting. Returns
-        the pools that still lack processes."""
+        """Waits until each pool has its wanted number of ready processes on other hosts. Gives up
+        at the monotonic time `until`, or after `_SETTLED_S` in which no replacement was starting.
+        Returns the pools that still lack processes."""
         settles_at = time.monotonic() + _SETTLED_S
         while True:
             pools = self._pools(redis)

@@ -38,7 +38,7 @@ class Readiness:
     cluster_id: str
     redis_url: str = field(repr=False)
     screen: LaunchScreen
-    records: list[WorkerRecord] = field(default_factory=list)  # the workers', once all are ready
+    records: list[WorkerRecord] = field(default_factory=list)  # set once all workers are ready
     members: list[Member] = field(default_factory=list)
     _waiting: dict[str, tuple[Member, DetachedProcess, float]] = field(default_factory=dict)
 
@@ -90,8 +90,8 @@ class Readiness:
         return steps
 
     def _awaited(self) -> str:
-        """Names what is awaited. Routers are named only if all workers are ready, because a router
-        is ready when a decode worker is."""
+        """Lists the processes that are not ready yet. Routers are listed only if all workers are
+        ready, because a router becomes ready when a decode worker does."""
         workers = [m for m, (each, _, _) in self._waiting.items() if each.pool not in ROUTER_POOLS]
         return ", ".join(workers or self._waiting)
 

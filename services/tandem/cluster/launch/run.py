@@ -45,8 +45,7 @@ class Run:
             self.tmp = make_socket_folder()
         self.logs = RunLogs(self.folder, cluster_id)
         self.guardian = self._start_guardian()
-        # Redis inherits this process's environment. By this variable, the guardian finds Redis as a
-        # process of the cluster.
+        # Redis inherits this process's environment. The guardian finds Redis by this variable.
         os.environ[CLUSTER_ID_VARIABLE] = cluster_id
         self.environment = {**process.child_environment(os.environ), **(more or {})}
         self.environment[TOKEN_VARIABLE] = token

@@ -1,5 +1,5 @@
-"""The output of `tandem up`: a line for each started part, then a summary of at most 15 lines.
-After that, activity.py has the lines for traffic and events."""
+"""Prints the output of `tandem up`: a line for each started part, then a summary of at most 15
+lines. The lines after the summary, about traffic and events, come from activity.py."""
 
 import json
 import time
@@ -41,7 +41,7 @@ class LaunchScreen:
 
     @contextmanager
     def bars(self) -> Iterator[None]:
-        """Shows the rows of `wait_for` on a terminal during the `with` statement."""
+        """Shows the rows set by `wait_for` on a terminal during the `with` statement."""
         with Waiting() as self._waiting:
             try:
                 yield
@@ -64,7 +64,7 @@ class LaunchScreen:
         logs: str,
         command_to_join: str = "",
     ) -> None:
-        """Prints the summary. `records` are those of the cluster's workers."""
+        """Prints the summary. `records` are the workers' records from Redis."""
         print_ = self._console.print
         options = self._options
         pools = Counter(m.pool for m in members if m.pool in ("prefill", "decode"))

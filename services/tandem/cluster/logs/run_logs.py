@@ -1,10 +1,10 @@
 """Logs of the runs of `tandem up` on this machine. They are kept after a run has ended.
 
   $XDG_STATE_HOME/tandem/runs/START-CLUSTER/ID.log    START is the time in UTC, sortable by name
-  .../START-CLUSTER/addresses.json                    where the cluster is reached, while it runs
+  .../START-CLUSTER/addresses.json                    URLs of the cluster, while it runs
 
 A running cluster holds a lock on its folder. Each new run deletes all folders but the newest
-`RUNS_KEPT`; it spares those of running clusters. A large log is renamed to ID.log.1, and a new file
+`RUNS_KEPT`, but never that of a running cluster. A large log is renamed to ID.log.1, and a new file
 is started.
 """
 
@@ -28,14 +28,14 @@ from tandem.net.observability.log_file import older
 log = logging.getLogger(__name__)
 
 RUNS_KEPT = 5
-DEFAULT_ADMIN_URL = "http://127.0.0.1:8002"  # of `tandem up` without options
+DEFAULT_ADMIN_URL = "http://127.0.0.1:8002"  # admin address of `tandem up` without options
 _ADDRESSES_FILE = "addresses.json"
 _POLL_S = 0.2
 _STATE = ".local/state"
 
 
 def runs_folder() -> Path:
-    """The folder of all runs (XDG Base Directory Specification)."""
+    """Returns the folder of all runs (XDG Base Directory Specification)."""
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / _STATE) / "tandem" / "runs"
 
@@ -75,7 +75,7 @@ class RunLogs:
         _drop_old(kept.parent)
 
     def announce(self, addresses: Addresses) -> None:
-        """Writes where the cluster is reached, for commands on this machine (`running`)."""
+        """Writes the cluster's URLs to the folder. `running` reads them for other commands."""
         with suppress(OSError):
             (self.folder / _ADDRESSES_FILE).write_bytes(msgspec.json.encode(addresses))
 
@@ -122,8 +122,9 @@ def find_address(kind: Literal["http", "admin"], default: str) -> str:
 
 
 def find_run(*, cluster_id: str = "", admin_url: str = "") -> Path | None:
-    """Finds the newest run on this machine: of a cluster if its id is given, else at an admin
-    address if that is given, else of all. Returns None if there is none."""
+    """Finds the newest run on this machine; None if there is none. If `cluster_id` is given, only
+    runs of this cluster count. Otherwise, if `admin_url` is given, only runs with this admin
+    address count."""
     for run in _runs():
         addresses = _addresses(run)
         if cluster_id:

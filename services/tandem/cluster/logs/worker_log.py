@@ -77,9 +77,12 @@ def show_names(url: str) -> None:
 
 
 def _run(state: Mapping[str, Any], url: str, place: str) -> Path | None:
-    """Finds the folder of the cluster's run on this machine; None if it has none. If no router
-    answers at `place`, this is the last run with that admin address. If none had that address and
-    no URL was given, this is the last run, for example one that ended before it was ready."""
+    """Finds the folder of the cluster's run on this machine; None if there is none.
+
+    If a router answered, the folder is found by the cluster's id. Otherwise it is the last run with
+    the admin address `place`. If there is none and `url` is empty, it is the last run of all, for
+    example one that ended before it was ready.
+    """
     if cluster_id := state.get("cluster_id"):
         return find_run(cluster_id=cluster_id)
     found = find_run(admin_url=place.rstrip("/"))
@@ -144,15 +147,16 @@ def _writes(worker: Mapping[str, Any], log: Path) -> bool:
 
 
 def _other_host(state: Mapping[str, Any], worker_id: str) -> str:
-    """Returns the host on which a worker without a record last ran. Returns "" if that was this
-    machine or is unknown."""
+    """Returns the host on which a worker last ran that has no record in Redis now. Returns "" if
+    the worker has a record, or the host is this machine or unknown."""
     host = str(_row(state, worker_id).get("host", ""))
     is_local = _worker(state, worker_id) or host.partition(" (")[0] in ("", socket.gethostname())
     return "" if is_local else host
 
 
 def _where_log_is(state: Mapping[str, Any], process_id: str) -> str:
-    """Explains where the log of a process without a record is; empty if the process is unknown."""
+    """Explains where to find the log of a process that has no record in Redis now. Returns "" if
+    the process is unknown."""
     agents = [
         agent
         for pool in state.get("pools", {}).values()

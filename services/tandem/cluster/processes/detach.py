@@ -1,7 +1,7 @@
 """Starts a command that outlives its caller: `detach.py RECORD LOG COMMAND...`.
 
-The caller may be an actor, and Ray kills the child processes of an actor that ends. So the command
-must not be a child of the caller: this script starts it in a session of its own and exits
+The caller may be a Ray actor. When an actor ends, Ray kills its child processes. So the command
+must not be a child of the caller: this script starts the command in a new session and exits
 immediately.
 
 RECORD is the path of a file. The script writes a JSON object with `pid` and `start_ticks` to it

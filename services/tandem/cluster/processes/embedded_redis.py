@@ -2,7 +2,8 @@
 
 `start` starts the server. After `stop`, `kill` or a crash, `start` or `restart` starts it again.
 The address and the passwords stay the same during the object's life, so that clients find a
-restarted server. A restarted server is empty, because workers publish everything again.
+restarted server. A restarted server is empty: it saves nothing, and workers publish their data
+again.
 
 The child runs in its own session, so Ctrl-C in a terminal does not reach it. The process that uses
 this module must stop the server. If that process is killed, this module does not stop the server.
@@ -89,7 +90,7 @@ class EmbeddedRedis:
         return f"redis://{self.user_of(kind)}@{self._host}:{self.port}/0"
 
     def user_of(self, kind: Kind) -> str:
-        """Name and password of the user of this kind, in the form USER:PASSWORD of a URL."""
+        """Redis user name and password for this kind of process, as USER:PASSWORD in a URL."""
         return f"{kind}:{self._passwords[kind]}"
 
     @property
@@ -97,8 +98,8 @@ class EmbeddedRedis:
         return self._process is not None and self._process.poll() is None
 
     def start(self, deadline_s: float = 10.0) -> None:
-        """Starts the server and waits until it answers. Raises ConfigError with the end of its
-        log."""
+        """Starts the server and waits until it answers. If it does not answer, raises ConfigError
+        with the end of its log."""
         assert not self.is_running, "the server runs already"
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._port is not None:

@@ -44,9 +44,9 @@ def cluster_processes(cluster_id: str) -> dict[int, int]:
                     marked.add(pid)
         except (OSError, ValueError):  # the process has ended, or belongs to another user
             continue
-    # All processes in the session of a cluster's process are ended, but only if the leader of the
-    # session is a process of the cluster or has ended. Otherwise the leader is the user's shell,
-    # and the session has other processes of the user.
+    # A session of a cluster's process is included as a whole if its leader is a process of the
+    # cluster or has ended. Any other leader is the user's shell, and its session also has
+    # processes that do not belong to the cluster.
     own = {s for s in map(sessions.__getitem__, marked) if s in marked or s not in sessions}
     own.discard(os.getsid(0))
     return {pid: s for pid, s in sessions.items() if pid in marked or s in own}
@@ -73,8 +73,8 @@ def end_session(session_id: int) -> None:
 
 
 def end_cluster(cluster_id: str, term_s: float = _TERM_S, spare: "int | None" = None) -> bool:
-    """Ends the processes of a cluster except `spare`: sends SIGTERM, and after `term_s` SIGKILL.
-    Returns False if some of them do not end."""
+    """Ends the processes of a cluster, except the one with the pid `spare`: sends SIGTERM, and
+    SIGKILL after `term_s`. Returns False if some processes do not end."""
     term_until = time.monotonic() + term_s
     kill_until = term_until + _KILL_S
     signalled: set[int] = set()

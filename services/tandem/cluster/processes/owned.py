@@ -1,5 +1,5 @@
-"""The state that the pool controller must not lose: wanted sizes, hosts, and members with their
-states.
+"""Stores the state that the pool controller must not lose: the wanted pool sizes, the hosts, and
+the members with their states.
 
   cluster                 where the state is stored
   on one machine          file `controller.json` in the run folder
@@ -34,12 +34,12 @@ class Owned(msgspec.Struct):
     wanted: dict[Pool, int]
     members: list[Member]
     number: int = 0  # fencing number of the head whose controller wrote this state
-    # hosts that were not lost when this was written; a new head waits for them
+    # hosts that were not lost when this state was written; a new Ray head waits for them to join
     hosts: list[Host] = []
 
     def wants(self, agent_name: str) -> bool:
-        """Says whether the agent's process should run: the state has its member, and the member is
-        not draining, gone or lost."""
+        """Says whether the process of this agent should run: it is in `members`, and is not
+        draining, gone or lost."""
         return any(m.agent_name == agent_name and not m.leaves for m in self.members)
 
     def was_started(self, agent_name: str) -> bool:
@@ -53,7 +53,7 @@ class Owned(msgspec.Struct):
 
 
 def read(run_folder: Path) -> Owned | None:
-    """Reads the state from the file; None until the folder's first controller has written it."""
+    """Reads the state from the file. Returns None if no controller has written the file yet."""
     try:
         return msgspec.json.decode((run_folder / _FILE).read_bytes(), type=Owned)
     except FileNotFoundError:
@@ -70,8 +70,8 @@ def write_spec(run_folder: Path, spec: ClusterSpec) -> None:
 
 
 def read_leaving(redis: SyncClient, cluster_id: str) -> dict[str, Leave]:
-    """Reads the hosts that want to leave: host id -> "leaves" or "drains". Raises the exceptions in
-    `store.client.UNREACHABLE`."""
+    """Reads the hosts that want to leave. Returns host id -> "leaves" (its processes keep running
+    for now) or "drains" (they are drained). Raises the exceptions in `store.client.UNREACHABLE`."""
     found = redis.smembers(f"{{tandem:{cluster_id}}}:leaving")
     words = sorted(w.decode() if isinstance(w, bytes) else str(w) for w in found)
     return {
@@ -117,7 +117,8 @@ class SharedOwned:
         return fenced_set(self._redis(), self._cluster_id, self._number, values)
 
     def has(self, encoded: bytes) -> bool:
-        """Says whether Redis has this state. Returns True while Redis is unreachable."""
+        """Says whether Redis holds exactly this encoded state. Returns True while Redis is
+        unreachable, so that the caller does not try to write the state again."""
         try:
             return bool(self._redis().get(f"{{tandem:{self._cluster_id}}}:owned") == encoded)
         except UNREACHABLE:

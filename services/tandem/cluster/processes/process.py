@@ -1,4 +1,4 @@
-"""Starts a pool's process so that it outlives its agent, and finds the running process again later.
+"""Starts a pool's process so that it outlives its agent (ray/agent.py), and finds it again later.
 
 The process has a record, the file RUN_FOLDER/processes/ID.json with its pid and start time. The
 start time shows whether the pid now belongs to another process. The process is not a child of the

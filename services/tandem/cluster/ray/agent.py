@@ -18,10 +18,11 @@ processes and start none. The agents remain until the node ends, so that Ray pla
 the node.
 
 The process is not a child of the agent: it continues if the agent, the raylet or all of Ray ends,
-and a restarted agent finds it by its record. The controller's file says whether the process should
-run at all, because the agent that received `drain` may have ended. A thread watches the process: it
-sleeps in poll(2) and checks every 2 s whether the process is stopped. The agent reports each change
-to the controller, and sends nothing while nothing changes.
+and a restarted agent finds it by its record. A restarted agent reads from the controller's state
+(owned.py) whether the process should still run, because only the earlier agent may have received
+`drain`. A thread watches the process: it sleeps in poll(2) and checks every 2 s whether the process
+is stopped. The agent reports each change to the controller, and sends nothing while nothing
+changes.
 """
 
 import logging

@@ -256,7 +256,7 @@ class PoolController:
         )(Agent)
         agent = actor.options(name=member.agent_name, get_if_exists=True).remote(self._spec, member)
         self._agents[member.agent_name] = agent
-        # If the agent existed before, it has no reason to report. So its state is requested.
+        # An agent that existed before reports only changes, so its current state is requested.
         if member.pid or member.leaves:
             threading.Thread(target=self._request_status, args=(agent,), daemon=True).start()
 

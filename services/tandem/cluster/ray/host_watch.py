@@ -1,4 +1,4 @@
-"""The hosts that the pool controller may use, from Ray's list of nodes.
+"""Tracks the hosts that the pool controller may use, from Ray's list of nodes.
 
   state      meaning                                                           gets new members
   expected   belonged to the previous head, has not joined the new one yet     yes

@@ -138,7 +138,7 @@ def head_environment(
     environment: Mapping[str, str], run_folder: Path, node: RayNode | None = None
 ) -> dict[str, str]:
     """Builds the environment of Ray's processes on a machine. In a cluster of one machine, also
-    writes a file with a new token."""
+    writes a new token for Ray's RPCs to a file."""
     node = node or RayNode()
     if not node.host_id:
         write_ray_token(run_folder, secrets.token_hex(32))
@@ -183,7 +183,8 @@ def _tls_environment(node: RayNode) -> dict[str, str]:
 
 
 def shown_cores(cores: Sequence[int]) -> str:
-    """Formats cores as ranges for a label value, such as 0-3_8-11; at most 63 characters."""
+    """Formats cores as ranges for a label value, such as 0-3_8-11. Ranges that do not fit into 63
+    characters are left out."""
     ranges: list[list[int]] = []
     for core in cores:
         if ranges and core == ranges[-1][1] + 1:
@@ -252,9 +253,9 @@ def start_head(temp_dir: Path, node: RayNode | None = None) -> tuple[str, dict[s
 
 
 def _wait_until_registered(node: Any) -> None:
-    """Waits until the GCS knows a `ray._private.node.Node` whose processes were started.
+    """Waits until a `ray._private.node.Node` has registered with the GCS.
 
-    Raises RuntimeError if one of these processes ends or after `START_DEADLINE_S`.
+    Raises RuntimeError if one of the node's processes ends, or after `START_DEADLINE_S`.
     """
     from ray._private.services import get_node
 

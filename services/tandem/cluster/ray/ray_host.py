@@ -1,4 +1,4 @@
-"""One host's role in Ray if machines can join: head while it holds the lease, else node.
+"""Manages one host's role in Ray if machines can join: head while it holds the lease, else node.
 
   state      meaning
   apart      this host runs no Ray

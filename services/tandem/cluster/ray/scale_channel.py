@@ -117,7 +117,7 @@ class ScaleChannel:
         return taken if isinstance(taken, list) else ()
 
     def _take(self, bodies: Sequence[bytes | str]) -> None:
-        """Merges requests, of which the newest size of each pool counts, and calls `on_sizes`."""
+        """Merges requests, so that the newest size of each pool counts, and calls `on_sizes`."""
         sizes: dict[Pool, int] = {}
         for body in bodies:
             try:
@@ -143,8 +143,8 @@ class ScaleChannel:
 
     @cached_property
     def _redis(self) -> SyncClient:
-        """The client of Redis. It is created on first use, because a client of a Redis Cluster
-        connects immediately."""
+        """The Redis client. It is not created before its first use, because a client of a Redis
+        Cluster connects as soon as it is created."""
         reply_timeout_s = _TAKE_TIMEOUT_S + REPLY_TIMEOUT_S
         return connect_blocking(self._redis_url, reply_timeout_s=reply_timeout_s)
 

@@ -1,4 +1,4 @@
-"""A thread that an actor cannot work without: if it fails, the actor's process exits.
+"""Runs a thread that a Ray actor cannot work without: if it fails, the actor's process exits.
 
 Ray then restarts the actor. Otherwise the actor would still answer Ray but do nothing.
 """

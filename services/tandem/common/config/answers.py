@@ -31,7 +31,8 @@ ReasoningParser = Literal["auto", "none", "think", "mistral", "granite"]
 @Parameter(name="*", group=REQUESTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerConfig(Options):
-    """The options of how answers are made and read, and how long those with calls are kept."""
+    """Options for sampling defaults, for parsing the model's output, and for keeping the KV of
+    conversations with tool calls."""
 
     generation_config: Literal["auto", "none"] = "auto"
     """Sampling defaults. auto: from the model's generation_config.json. none: those of OpenAI."""

@@ -18,9 +18,9 @@ Pool = Literal["router", "grpc", "prefill", "decode"]
 SIZED_POOLS: tuple[Pool, ...] = ("router", "prefill", "decode")  # pools whose size operators set
 ROUTER_POOLS: tuple[Pool, ...] = ("router", "grpc")
 REDIS_URL_VARIABLE = "TANDEM_REDIS_URL"
-# Start of the names of a launcher's variables with Redis URLs, one for each kind of process, such
-# as TANDEM_REDIS_URL_OF_worker. The URLs differ, because each kind of process has its own Redis
-# user. The launcher passes the URL for workers to each worker, as the worker's REDIS_URL_VARIABLE.
+# Prefix of environment variables with the Redis URL for one kind of process, such as
+# TANDEM_REDIS_URL_OF_worker. The URLs differ, because each kind of process has its own Redis user.
+# A launcher has all of them. It passes the URL for workers to each worker as REDIS_URL_VARIABLE.
 REDIS_URL_OF_KIND = "TANDEM_REDIS_URL_OF_"
 TOKEN_VARIABLE = "TANDEM_CLUSTER_TOKEN"
 # Variable with the API key that commands send. For `tandem up`, it is also the key that the new
@@ -31,8 +31,7 @@ CLUSTER_ID_VARIABLE = "TANDEM_CLUSTER_ID"
 # Signal to a router that will soon be stopped. The router continues to serve, but its readiness
 # probe fails, so that no new clients connect.
 LEAVE_SIGNAL = signal.SIGUSR1
-# Variable with the path of the run folder. Agents that Ray starts read the spec of their host
-# there.
+# Variable with the path of the run folder, from which Ray's agents read the spec of their host.
 RUN_FOLDER_VARIABLE = "TANDEM_RUN_FOLDER"
 
 

@@ -34,7 +34,8 @@ def parse_objectives(text: str) -> dict[str, int]:
 @Parameter(name="*", group=PROCESS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayOptions(Options):
-    """A router is an endpoint picker, or the front of a decode worker, or neither."""
+    """Options that make a router an endpoint picker, or the front of one decode worker: it then
+    takes a gateway's requests for this worker. By default, it is neither."""
 
     endpoint_picker: Text = ""
     """HOST:PORT at which this process is an endpoint picker for gateways. It then opens no public

@@ -54,7 +54,7 @@ def _parse_proxies(text: str) -> tuple[str, ...]:
 @Parameter(name="*", group=HTTP)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddressConfig(Options):
-    """The share of a router that one address gets, over HTTP and over gRPC."""
+    """Limits for each client address, over HTTP and gRPC."""
 
     trusted_proxies: Annotated[tuple[str, ...], by_comma("CIDR,...", _parse_proxies)] = ()
     """Proxies (CIDR networks) whose header X-Forwarded-For is trusted."""

@@ -27,7 +27,8 @@ VerifyBlocks = Literal["off", "sample", "all"]
 @Parameter(name="*", group=TRANSFER)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig(Options):
-    """Settings of how KV blocks travel to this worker, and of what is done when they do not."""
+    """Settings for the transfer of KV blocks to this worker: transport, choice of the pool that
+    prefills, limits and deadlines."""
 
     transport: Transport = "auto"
     """Transport of KV blocks. auto: the fastest one that works between two workers."""

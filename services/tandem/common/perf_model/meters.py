@@ -33,7 +33,7 @@ _SOLVED_ALWAYS = 64
 _SOLVED_EVERY = 4
 _ERROR_FIRST = 0.2
 _ERROR_KEEP = 0.9
-_ERROR_MIN = 0.02  # smallest value of the expected relative error, which a quiet machine has
+_ERROR_MIN = 0.02  # lower bound of the expected relative error, for a quiet machine
 _LATENCY_MIN_S = 1e-5
 _BYTE_MIN_S = 1e-12
 _SECONDS_MIN = 1e-9
@@ -109,8 +109,9 @@ class LinearMeter:
                 line[j] = _KEEP * line[j] + weight * x * y
 
     def _solve(self) -> tuple[float, ...]:
-        """Returns the coefficients with the best fit among those without a negative one. Tries each
-        subset of the coefficients (there are few), with the other coefficients set to 0."""
+        """Returns the coefficients with the best fit. None of them is negative. Fits all of them
+        first. If one would be negative, fits smaller and smaller subsets, with the others set to 0,
+        until no coefficient is negative."""
         a = [line.copy() for line in self._a]
         b = self._b.copy()
         for i in range(self._size):

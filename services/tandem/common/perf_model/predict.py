@@ -136,7 +136,8 @@ def prefill_seconds(rates: WorkerRates, num_tokens: int, cached_tokens: int) -> 
 
 
 def queued_seconds(rates: WorkerRates, prompts: Iterable[tuple[int, int]]) -> float:
-    """Returns the seconds to compute several prompts, each (missing tokens, tokens before them)."""
+    """Returns the seconds to compute several prompts. `prompts` has (number of missing tokens,
+    number of tokens before them) for each."""
     return summed(Prefill.of(*span) for span in prompts).seconds(rates)
 
 

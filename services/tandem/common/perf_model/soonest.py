@@ -179,7 +179,8 @@ def load_seconds(tiers: Iterable[TierReach], first: int, end: int) -> float:
 def meeting_block(
     compute_s: Callable[[int], float], load_s: Callable[[int], float], first: int, end: int
 ) -> int:
-    """Returns the block b at which computing from the front and loading from the back end soonest.
+    """Returns the block b at which computing from the front should meet loading from the back, so
+    that both are done soonest.
 
     Blocks before b are computed in `compute_s(b)` seconds, and blocks from b on are loaded in
     `load_s(b)` seconds, at the same time. The result is the b in first..end for which the longer of

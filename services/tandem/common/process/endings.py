@@ -1,5 +1,5 @@
-"""Finds out how a process ended that is not a child of this process. Also finds out whether a
-process is stopped.
+"""Finds out how another process ended, even if it is not a child of this one, and whether it is
+stopped.
 
 Until the parent has reaped an ended process, /proc has the exit status. After that, Linux 6.15 and
 later report the status to any process that has a pidfd. Older systems report it only to the parent.
@@ -52,7 +52,8 @@ def describe_exit(exit_code: int, oom_kills_before: int | None) -> str:
 
 
 def oom_kills() -> int | None:
-    """Returns the number of processes that the OOM killer has killed since boot."""
+    """Returns the number of processes that the OOM killer has killed since boot; None if the
+    system does not report it."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:

@@ -29,8 +29,7 @@ def exempt_loaded() -> None:
     loaded."""
     gc.collect()
     gc.freeze()
-    # Python starts the next full collection when the number of new objects exceeds a quarter of the
-    # number of objects that survived the last one. Without this second call, that number would be
-    # some hundred thousand, so much garbage could pile up. Frozen objects do not count, so few
-    # objects survive the second call.
+    # Python starts the next full collection when there are more new objects than a quarter of the
+    # objects that survived the last one. The first call has some hundred thousand survivors, so
+    # much garbage could pile up. Frozen objects do not count, so the second call has few survivors.
     gc.collect()

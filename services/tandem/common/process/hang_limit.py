@@ -1,4 +1,4 @@
-"""Ends this process if a step hangs, even if the step holds the GIL.
+"""Ends this process if a piece of code hangs, even if that code holds the GIL.
 
 The event loop and Python threads cannot detect such a hang, because they also need the GIL. Before
 the process ends, the stacks of all threads are written to stderr.

@@ -1,4 +1,4 @@
-"""Opens folders and files safely, if other local users may have prepared the place.
+"""Opens folders and files safely where other local users may have created links or files.
 
 Another local user who can write next to the folder could create a symbolic link, a hard link or a
 folder with the same name before this process starts. So no link is followed, the owner is checked,

@@ -36,7 +36,8 @@ def gpus(host: HostFiles) -> Finding:
 
 
 def kernels(host: HostFiles) -> Finding:
-    """Checks that the compiled CPU kernels are present, with this processor's best instructions."""
+    """Checks that the compiled CPU kernels can be used. Reports this processor's best instruction
+    set."""
     name = "CPU kernels"
     if reason := why_unusable():
         cost = "workers on CPUs do not start; with --kernels torch they compute many times slower"

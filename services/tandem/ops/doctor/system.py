@@ -12,7 +12,7 @@ from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.router.workers.troubles import is_disk_full
 from tandem.transfer.nixl.reach import host_identity
 
-# default of --connections-max: the limit for HTTP connections, and again for gRPC connections
+# default of --connections-max, which limits HTTP connections and gRPC connections separately
 _CONNECTIONS = 4096
 _OTHER_FILES = 256
 _SHARED_MIN = 64 << 20

@@ -31,8 +31,8 @@ class KvSize:
     attention: str  # kind of attention: MHA, GQA, MQA or MLA
     kv_heads: int  # number of KV heads in the whole model
     dtype: str
-    # dtype in which the model computes. In quantized latent KV (MLA), the rotated keys have this
-    # dtype.
+    # dtype in which the model computes. If latent KV (MLA) is quantized, the RoPE part of the keys
+    # still has this dtype.
     computed_dtype: str
     tensor_parallel: int
     heads_per_rank: int

@@ -10,8 +10,9 @@ from tandem.ops.simulator.workers.task import Task
 from tandem.ops.simulator.workers.worker import SimulatedWorker
 from tandem.router.admission.calibration import Promise
 
-# A request is lost when it would have to migrate once more. A router has the same limit: it ends a
-# request that has lost three workers (LOSSES_MAX in router/request/migration_budget.py).
+# A request migrates at most this many times. If its decode worker then dies, the request is lost. A
+# router has the same limit: it ends a request that has lost three workers (LOSSES_MAX in
+# router/request/migration_budget.py).
 MIGRATIONS_MAX = 2
 
 

@@ -114,10 +114,10 @@ def full_load_factor(scenario: Scenario, arrivals: Sequence[Arrival]) -> float:
     """Returns the factor by which the arrivals of a trace must be sped up to give a load of 100%.
     If the workers need 1800 s of work for a trace of 3600 s, the factor is 2.
 
-    The work is what remains with one unlimited cache that all workers share: the prefill of tokens
-    that were not in an earlier prompt, and the decode of all tokens. So no policy can serve more
-    than a load of 100%. Without prefill workers, a step that computes a chunk of a prompt also
-    decodes, so the work has fewer steps for decode only.
+    The work is computed as if all workers shared one unlimited cache: it is the prefill of tokens
+    that are in no earlier prompt, and the decode of all tokens. So no policy can serve more than a
+    load of 100%. Without prefill workers, a step that computes a chunk of a prompt also decodes, so
+    fewer steps only decode.
     """
     rates = scenario.rates
     seen = set[bytes]()

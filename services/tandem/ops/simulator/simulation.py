@@ -12,8 +12,8 @@ chooses again among the others. Then one of two things happens:
     --> prefilled --> the decode worker pulls the blocks --> decoded --> served
 
 If the decode worker dies, the request migrates: it is placed again, with the tokens generated so
-far. After MIGRATIONS_MAX migrations the request is lost. If the prefill worker dies, the next
-candidate or the decode worker prefills the prompt.
+far. If this happens after MIGRATIONS_MAX migrations, the request is lost. If the prefill worker
+dies, the next candidate or the decode worker prefills the prompt.
 """
 
 import math
@@ -305,7 +305,7 @@ class Simulation:
     # The autoscaler calls the next methods.
     @property
     def has_more(self) -> bool:
-        """True while requests of the trace have not arrived."""
+        """True until the last request of the trace has arrived."""
         return len(self.requests) < len(self._arrivals)
 
     def start_worker(self, worker: SimulatedWorker) -> None:

@@ -98,8 +98,8 @@ def shift_time(arrivals: Sequence[Arrival], shift_s: float) -> list[Arrival]:
 
 
 def rename_prefixes(arrivals: Sequence[Arrival], name: str) -> list[Arrival]:
-    """Returns the same requests with other prompts. Two new prompts have a common prefix if the two
-    old ones had one, and of the same length. A new and an old prompt have no common prefix."""
+    """Returns the same requests with other prompts. The new prompts share prefixes with each other
+    as the old prompts did. A new and an old prompt have no common prefix."""
     salt = name.encode() + b"/"
     return [replace(a, salt=salt) for a in arrivals]
 
@@ -132,8 +132,8 @@ def lay_on_day(
         copies += [replace(a, at_s=a.at_s + number * period_s) for a in renamed]
     del copies[num_requests:]
     # Each minute of the day has a weight, and `until[m]` is the sum of the first m weights. The
-    # last loop moves a request from the middle of the trace, for example, to the minute at which
-    # half of the sum of all weights is reached.
+    # last loop moves each request. For example, a request in the middle of the trace moves to the
+    # minute at which `until` reaches half of the sum of all weights.
     num_hours = len(hours)
     weights = []
     for minute in range(num_hours * 60):

@@ -44,8 +44,8 @@ class _Known:
 
 
 class View:
-    """The simulated router's view of all workers. Callers call `tick` before they read `roster`;
-    `tick` may replace the object."""
+    """The simulated router's view of all workers. Callers call `tick` and then read `roster`, which
+    `tick` may replace by a new object."""
 
     def __init__(self, scenario: Scenario, clock: Clock, workers: list[SimulatedWorker]) -> None:
         self._scenario = scenario

@@ -1,8 +1,8 @@
 -- Functions that take slots away from their workers. redis.py puts this text before reset.lua and
 -- sweep.lua.
 --
--- drop: takes a slot away. From then on, the slot's bits in the entries do not count. If its worker
--- has no blocks, another worker can use the slot at once; otherwise the slot waits for the sweep.
+-- drop: takes a slot from its worker. From then on, look-ups ignore the slot's bit in the masks. If
+-- the worker has no blocks, another worker can use the slot at once; otherwise only after a sweep.
 local function drop(state, slot)
   local owner = redis.call('HGET', state, 'worker:' .. slot)
   local bits = bit.lshift(1, tonumber(slot))

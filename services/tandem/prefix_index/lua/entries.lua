@@ -4,10 +4,10 @@
 -- ARGV[1]   worker id
 -- ARGV[2]   the first bucket, 0 to 65535
 -- ARGV[3]   the bucket after the last one
--- ARGV[4]   number of entries to read, where each bucket counts as one more entry; at least one
---           bucket is read
+-- ARGV[4]   limit on the number of entries plus the number of buckets that are read; the bucket
+--           that reaches the limit is read to its end
 -- returns   {end, entries}: buckets were read up to `end`, `end` excluded; `entries` is one string
---           with the worker's entries, 10 bytes each. Empty if this shard does not have the worker
+--           with the worker's entries, 10 bytes each. {} if this shard does not have the worker
 local state = KEYS[1]
 local slot = redis.call('HGET', state, 'slot:' .. ARGV[1])
 if not slot then return {} end

@@ -19,7 +19,8 @@ local mine = bit.lshift(1, tonumber(slot))
 -- `added`: change of the number of this worker's blocks; `fresh`: change of the number of entries
 local added, fresh = 0, 0
 
--- Keeps the text of each mask: Redis converts a number to text more slowly than Lua finds the text.
+-- Caches the text of each mask: a look-up in a Lua table is faster than Redis's conversion of a
+-- number to text.
 local texts = {}
 local function text_of(mask)
   local text = texts[mask]

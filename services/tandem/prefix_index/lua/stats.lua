@@ -1,4 +1,4 @@
--- Returns the sizes of one shard and of its workers' blocks, for metrics.
+-- Returns the size of one shard and the number of blocks of each of its workers, for metrics.
 --
 -- KEYS[1]   the shard's state, see redis.py; bucket keys are made from it, in the same hash slot
 -- ARGV[1]   a bucket, 0 to 65535: the memory of 64 buckets from this one on is measured

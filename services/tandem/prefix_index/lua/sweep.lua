@@ -2,7 +2,8 @@
 -- so that their slots can be reused.
 --
 -- KEYS[1]   the shard's state, see redis.py; bucket keys are made from it, in the same hash slot
--- ARGV[1]   number of entries to read, where each bucket counts as one more entry
+-- ARGV[1]   limit on the number of entries plus the number of buckets that are read; the bucket
+--           that reaches the limit is read to its end
 -- ARGV[2]   a worker that has published nothing for more than this many seconds is dropped
 -- returns   {left, next}: left is 1 if this shard has more to sweep; next is 1 if another shard
 --           exists

@@ -16,7 +16,7 @@ from tandem.router.placement.choose import Placement, Work
 
 @dataclass(frozen=True, slots=True)
 class AdmissionDecision:
-    """Whether one request is accepted, and by how much its first token would be late."""
+    """Says whether a request is accepted, and by how many seconds its first token would be late."""
 
     late_s: float  # seconds by which the first token would be too late; 0: the request is accepted
     # The request's predicted TTFT. The calibration compares it with the measured TTFT later. None:

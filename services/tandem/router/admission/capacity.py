@@ -11,9 +11,8 @@ from tandem.common.perf_model.predict import likely_rates, token_seconds
 from tandem.common.perf_model.rates import WorkerRates
 from tandem.router.placement.costs import WorkerSnapshot
 
-# A worker has capacity if it can compute its prefill queue in at most this many seconds. The value
-# exceeds 1.5 s, the age that a load report may have: the worker must not run dry before the router
-# learns of it.
+# A worker has capacity if it can compute its prefill queue in at most this many seconds. A load
+# report may be 1.5 s old, so a shorter queue could become empty before the router learns of it.
 QUEUED_MAX_S = 3.0
 WAITING_MAX = 4  # a decode worker has capacity if fewer sequences than this wait in its queue
 # A request is assumed to generate `max_tokens` output tokens, but at most this many.

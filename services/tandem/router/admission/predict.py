@@ -1,15 +1,15 @@
 """Predicts the time to first token (TTFT) of a placed request, and computes its limit. No I/O.
 
     TTFT = max(slot wait, prefill queue) + prompt
-    slot wait        seconds until the decode worker has a running slot and blocks for the request
+    slot wait        seconds until the decode worker has a free running slot and enough KV blocks
     prefill queue    seconds that the worker that prefills needs for the prompts in its queue
     prompt           seconds that the same worker needs for the request's prompt
 Example: a slot wait of 2 s, a prefill queue of 3 s and a prompt of 1 s give a TTFT of 4 s.
 
 The decode worker decides where the prompt is prefilled (`worker/decode/prefill_choice.py`). The
-decode worker prefills the prompt itself only if that is clearly faster than a prefill worker,
-including the delay of the decode worker's running sequences. The prediction assumes the same
-choice.
+decode worker prefills the prompt itself only if that is clearly faster than a prefill worker. A
+local prefill delays the decode worker's running sequences, and this delay counts as part of its
+time. The prediction assumes the same choice.
 
 Reported rates and loads are inexact, so a request is accepted only if its prediction is below a
 fraction of the limit, such as 75%. While no worker has measured its rates, no request is refused.

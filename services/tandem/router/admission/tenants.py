@@ -19,7 +19,10 @@ TENANT_CHARACTERS_MAX = 128
 
 
 def read_tenant(values: Sequence[str], *, trusted: bool) -> str:
-    """Returns the tenant in the header's values; "" if there is none. Raises BadRequest."""
+    """Returns the tenant in the header's values, or "" if there is none or it is not trusted.
+
+    Raises BadRequest if the header was sent more than once or its value is not a valid name.
+    """
     if not trusted or not values:
         return ""
     if len(values) > 1:

@@ -109,7 +109,8 @@ class PoolSeen(msgspec.Struct, frozen=True):
     queued_s: float = 0.0  # seconds that one worker would need to prefill all queued prompts
     num_waiting: int = 0  # number of sequences in the queues of all workers of the pool
     kv_use: float = 0.0  # used fraction of a worker's KV cache, 0 to 1; median over the workers
-    num_running: int = 0  # number of sequences, pulls and leases that hold KV blocks, all workers
+    # Number of sequences, KV pulls and leases that hold KV blocks, summed over the pool's workers.
+    num_running: int = 0
 
     @property
     def is_idle(self) -> bool:

@@ -4,8 +4,8 @@
 - A pool shrinks only some time after its last change, and at most by the fraction `step_down` of
   its size at a time. Example: with 0.25, 8 workers become 6, then 5.
 - A pool shrinks only to a size that leaves some of its capacity unused. With a `down_margin` of
-  0.8, a pool of 5 workers shrinks to 4 only when 4 * 0.8 = 3.2 workers are enough, and has been so
-  for `down_window_s` seconds. So a pool whose load varies a little does not oscillate.
+  0.8, a pool of 5 workers shrinks to 4 only when 4 * 0.8 = 3.2 workers have been enough for
+  `down_window_s` seconds. So a pool whose load varies a little does not oscillate.
 - A change of direction, such as shrinking after growing, needs at least `reversal_s` seconds since
   the previous change of direction. There are two exceptions: a pool grows at once after a step (a
   sudden increase) of the load, and if it is empty.

@@ -1,9 +1,9 @@
 """Decides how many workers each pool should have, from observations. Does no I/O.
 
     signal  size that the signal requests
-    load    the upper bound of the load in one cold start, divided by the target utilization
+    load    upper bound of the load forecast one cold start ahead, divided by target utilization
     step    the size of `load`, under this name for a minute after a sudden increase of the load
-    queue   enough workers to finish in a minute the prompts still queued when new workers are ready
+    queue   enough workers to empty, in a minute, the queue that is left when new workers are ready
     ttft    a quarter more workers in the pool where requests wait, if the TTFT quantile is too high
     itl     a quarter more decode workers, if the ITL quantile is too high
     kv      enough decode workers to bring the use of their KV cache below its limit

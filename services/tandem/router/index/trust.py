@@ -7,7 +7,7 @@
 So routers need not keep or share a list of distrusted workers.
 
 Alarm    Cause
-hits     less than half of the tokens that the tree predicts were cached on the worker (`HitWatch`)
+hits     less than half as many prompt tokens were cached as the tree predicts (`HitWatch`)
 audit    the worker's entries in the tree differ from the blocks that the worker holds (`audit.py`)
 silent   the worker is alive, but has published nothing for some time (`audit.py`)
 """

@@ -1,4 +1,6 @@
-"""The counts of a cluster's tenants in Redis: one hash for each tenant with limits.
+"""Counts each tenant's recent requests and tokens in Redis, for limits over all routers.
+
+Redis has one hash for each tenant with limits:
 
     key      {tandem:CLUSTER}:limits:TENANT; the key expires
     field    one process of a router
@@ -11,8 +13,8 @@ Each router writes only its own field, and always the complete value. So after a
 the next write of each router restores the counts. When a router is killed, its running requests
 count for LEASE_MS after its last write, and the requests that it admitted count for a minute.
 
-The PyPI package `limits` does not fit, because one of its calls checks only one limit, and unused
-tokens cannot be given back.
+The PyPI package `limits` does not fit: each of its calls checks only one limit, and it cannot give
+back unused tokens.
 """
 
 import secrets

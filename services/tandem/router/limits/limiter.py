@@ -63,7 +63,7 @@ _CALLS_AT_ONCE_MAX = 8
 
 @dataclass(slots=True, eq=False)
 class LimitReservation:
-    """The reservation of one request and its largest number of tokens in its tenant's limits.
+    """One request and the most tokens that it may use, reserved in its tenant's limits.
 
     The reservation lasts from the request's admission until `settle`.
     """

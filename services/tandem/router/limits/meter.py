@@ -47,7 +47,7 @@ class TenantMeter:
         cached: int,
         completion: int,
     ) -> None:
-        """Counts what a request used, and gives back the unused tokens of its reservation.
+        """Counts the tokens that a request used, and gives back the rest of its reservation.
 
         Further calls have no effect.
         """

@@ -1,4 +1,4 @@
-"""Metrics by tenant. Only TENANTS_MAX tenants have labels; others are counted as "other"."""
+"""Metrics by tenant. The first TENANTS_MAX tenants have a label each; all others share "other"."""
 
 from prometheus_client import CollectorRegistry
 

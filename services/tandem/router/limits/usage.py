@@ -42,7 +42,7 @@ class UsageQuery(NamedTuple):
     ) -> "UsageQuery":
         """Returns a checked query. A key with the role `user` may read only its own tenant's usage.
 
-        Raises BadRequest and Forbidden.
+        Raises BadRequest for a wrong value, and Forbidden for a tenant that is not the key's.
         """
         kind = next((known for known in WINDOWS if known == window), None)
         if kind is None:
@@ -67,7 +67,7 @@ class UsageMeter:
         self._metrics = metrics
         self._pending: dict[Row, list[int]] = {}
         self._batch: Mapping[Row, Sequence[int]] = {}
-        self._number = 1  # number of the batch that is sent now, or next if none is sent now
+        self._number = 1  # number of the unconfirmed batch, or of the next batch if there is none
         self._flushing = asyncio.Lock()
         self._is_away = False
 
@@ -119,7 +119,7 @@ class UsageMeter:
     async def read(self, query: UsageQuery, *, now: float) -> list[UsageRow]:
         """Returns the usage rows that match the query up to `now`, oldest first.
 
-        Raises UsageUnknown.
+        Raises UsageUnknown if Redis does not answer.
         """
         try:
             await self.flush()

@@ -1,4 +1,4 @@
-"""The usage of tenants in Redis: a hash for each minute and each day, which expires.
+"""Keeps tenants' usage in Redis: one hash for each minute and one for each day. Hashes expire.
 
 key                                    value
 {tandem:CLUSTER}:usage:minute:START    hash: "requests TENANT", "prompt_tokens TENANT", ... -> count

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class EndedRequest(Protocol):
-    """The fields of the request log about an ended request."""
+    """The fields of a `RequestRecord` that metrics need when the request has ended."""
 
     kind: str
     model: str
@@ -82,7 +82,7 @@ class GenAiMetrics:
         )
 
     def on_end(self, record: EndedRequest) -> None:
-        """Counts an ended request with any outcome."""
+        """Records a request that has ended, whatever its outcome."""
         if self._sdk is None:
             return
         attributes = {

@@ -100,7 +100,8 @@ class History:
         self.num_taken += 1
 
     def traffic(self) -> Traffic:
-        """Returns the router's counts since its start, as far as the last sample has them."""
+        """Returns the router's totals since its start, as of the last sample, and the current
+        numbers of running and waiting requests."""
         read = self._before
         return Traffic(
             num_requests=round(sum(read.outcomes.values())),

@@ -1,7 +1,7 @@
 """Keeps latencies of the last minute, for the operators' page. No I/O, no clock.
 
-The values are real ones, unlike percentiles that are interpolated in the buckets of a histogram.
-The owner calls `next_step` every few seconds; the values of the last STEPS_KEPT steps are kept. A
+Medians and percentiles are measured values, not interpolated in the buckets of a histogram. The
+owner calls `next_step` every few seconds; the values of the last STEPS_KEPT steps are kept. A
 step keeps at most VALUES_MAX values. If there are more, a random choice of them is kept, so the
 median and the percentile are estimates then; the largest value is always exact.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 STEPS_KEPT = 12  # a minute of steps of 5 seconds
 VALUES_MAX = 1024
-P95_MIN = 20  # smallest number of values that have a 95th percentile
+P95_MIN = 20  # the 95th percentile is reported only if there are at least this many values
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def _summary(steps: list[_Step]) -> Latency:
 
 
 def _nearest_ms(values_s: list[float], share: float) -> float:
-    """Returns a quantile of sorted values; it is one of the values."""
+    """Returns the `share` quantile of sorted values, without interpolation, in ms."""
     return _ms(values_s[math.ceil(share * len(values_s)) - 1])
 
 

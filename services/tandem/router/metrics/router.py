@@ -161,20 +161,23 @@ class Metrics(MetricSet):
             self.placements.labels(reason=reason)
 
     def on_first_token(self, elapsed_s: float, allowed_s: float) -> None:
-        """Takes a time to the first token, and the target for it."""
+        """Records a time to first token of `elapsed_s` seconds, whose target is `allowed_s`."""
         self.ttft_s.observe(elapsed_s)
         self.first_tokens.add(elapsed_s, is_late=elapsed_s > allowed_s)
         self.demand.first_token(elapsed_s / allowed_s)
 
     def on_next_tokens(self, each_s: float, allowed_s: float, num_tokens: int) -> None:
-        """Takes the time between tokens of `num_tokens` further tokens, and the target for it."""
+        """Records `num_tokens` tokens after the first, which each took `each_s` seconds.
+
+        `allowed_s` is the target for `each_s`.
+        """
         for _ in range(num_tokens):
             self.itl_s.observe(each_s)
             self.next_tokens.add(each_s, is_late=each_s > allowed_s)
         self.demand.next_tokens(each_s / allowed_s, num_tokens)
 
     def on_end(self, record: EndedRequest) -> None:
-        """Counts an ended request with any outcome."""
+        """Records a request that has ended, whatever its outcome."""
         self.requests_running.dec()
         self.gen_ai.on_end(record)
         self.requests.labels(kind=record.kind, outcome=record.outcome).inc()

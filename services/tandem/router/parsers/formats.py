@@ -28,7 +28,7 @@ def mistral_call_id(_written: str) -> str:
 
 
 def kimi_call_id(written: str) -> str:
-    """Returns the call's id as the model wrote it before the arguments: `functions.find:0`."""
+    """Returns the id that the model wrote, such as `functions.find:0`, or else a random id."""
     return written if written.startswith("functions.") else call_id(written)
 
 

@@ -1,4 +1,4 @@
-"""Writes the rules that the grammars of all constrained answers need, such as reasoning.
+"""Writes the grammar rules that all constrained answers share, such as the rule for reasoning.
 
 Some strings, such as <think>, are a single added token of the model. The grammar contains the ids
 of these tokens, because llguidance does not match added tokens as text.
@@ -34,8 +34,9 @@ class GrammarRules:
     def up_to(self, end: str, characters: str = "/(?s:.*)/") -> str:
         """Returns the rule of free text, followed by the string `end`.
 
-        The free text matches the pattern `characters`. Free text before "\\n</think>" must not
-        contain the terminal "</think>", because the parser would end the text there.
+        The free text matches the pattern `characters`. It does not contain the terminal that occurs
+        in `end`, because the parser would end the text there. Example: free text before
+        "\\n</think>" does not contain "</think>".
         """
         found = (t for t in self.terminals if t in end)
         closes = min(found, key=lambda t: (end.index(t), -len(t)))
@@ -56,7 +57,7 @@ class GrammarRules:
     def text(self, text: str, name: str = "", number: str = "") -> str:
         """Returns the grammar's notation for a fixed text: quoted strings and ids of added tokens.
 
-        In the text, `%s` stands for `name`, and `%d` for the grammar's notation `number`.
+        In the text, `%s` is replaced by `name`, and `%d` by the grammar term `number`.
         """
         terms = []
         pattern = "|".join(["%d", *map(re.escape, sorted(self.terminals, key=len, reverse=True))])

@@ -34,7 +34,7 @@ class JsonText:
         self.in_string = False
         self._open: list[str] = []
         self._is_key = False
-        # State of an escape in a string. -1: the last character was a backslash. 1 to 4: so many
+        # State of an escape in a string. -1: the last character was a backslash. 1 to 4: this many
         # hex digits of a \u escape must still follow. 0: no escape.
         self._escape = 0
         self._scalar = ""
@@ -176,9 +176,9 @@ class CallText:
 
 
 def in_json(char: str, *, in_string: bool) -> str:
-    """Returns the character as valid JSON must contain it.
+    """Returns the character, escaped if it is a control character in a JSON string.
 
-    Models write line breaks into strings without escaping them.
+    Models write line breaks into strings without escaping them, which is not valid JSON.
     """
     return escaped(char) if in_string and char < " " else char
 

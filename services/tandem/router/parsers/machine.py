@@ -53,7 +53,7 @@ _OUTSIDE = (Text.CONTENT, Text.REASONING, Text.BETWEEN, *_HEADS)
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A state of a format. `terminals` maps each terminal to the name of the next state."""
+    """A state of a format's state machine. `terminals` maps a terminal to the next state's name."""
 
     text: Text
     terminals: Mapping[str, str] = field(default_factory=dict)
@@ -97,8 +97,8 @@ class Rules:
     # True: the model writes each parameter's value on lines of its own, so the line breaks before
     # and after the value are removed.
     trims_lines: bool = False
-    # Terminals, such as <tool_call>, that may begin a call even within reasoning. A terminal that
-    # no call of a known function follows is part of the reasoning.
+    # Terminals, such as <tool_call>, that may begin a call even within reasoning. If no call of a
+    # known function follows, the terminal is part of the reasoning.
     call_marks: frozenset[str] = frozenset()
 
 
@@ -467,8 +467,8 @@ class AnswerParser:
 def split_at_terminal(terminals: Mapping[str, str], text: str, *, final: bool) -> tuple[str, str]:
     """Returns (text before the first terminal, the terminal or "").
 
-    Unless `final` is True, more text may follow. Then a possible beginning of a terminal at the end
-    of `text` is in neither result. Example: with the terminal "</think>", "so </thi" gives
+    If `final` is False, more text may follow. So a possible beginning of a terminal at the end of
+    `text` is in neither result. Example: with the terminal "</think>", "so </thi" gives
     ("so ", "").
     """
     if not any(t[0] in text for t in terminals):  # the usual case, which must be fast

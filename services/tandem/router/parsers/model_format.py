@@ -1,6 +1,6 @@
-"""How one model writes tool calls and reasoning, and what the model's chat template supports.
+"""Describes how one model writes tool calls and reasoning, and what its chat template supports.
 
-The formats follow from the model's chat template, unless options set them.
+The formats are chosen by the chat template, or by options if they are set.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ __all__ = [
     "near_best",
 ]
 
-# Costs in seconds that differ by less than this count as equal. This is about one decode step,
+# Costs that differ by at most this many seconds count as equal. The value is about one decode step,
 # because reported loads are up to one decode step old.
 NEAR_BEST_S = 8e-3
 PREFILL_CANDIDATES_MAX = 3

@@ -42,16 +42,17 @@ from tandem.common.perf_model.soonest import Prompt, TierReach, choose_soonest
 from tandem.common.worker_load import NO_LOAD, WorkerLoad
 from tandem.prefix_index.holders import source_of
 
-# Costs of the load of a worker. Each running sequence costs the time that it adds to 24 decode
-# steps, each waiting sequence the time to prefill 64 tokens, and each lease that of 32 tokens.
+# A worker's load adds to the cost of a request there. Each running sequence costs the time that it
+# adds to 24 decode steps. Each waiting sequence costs the time to prefill 64 tokens, and each lease
+# the time to prefill 32 tokens.
 TOKENS_PER_RUNNING = 24.0
 TOKENS_PER_WAITING = 64.0
 TOKENS_PER_LEASE = 32.0
 # Assumed seconds to pull KV, as a fraction of the seconds to compute it, until a pull was measured.
 PULL_PRICE = 0.25
 ADAPTER_READ_S = 0.05  # assumed seconds to read a LoRA adapter that is not in a worker's memory
-# Each token of a request for which a decode worker has no free block costs the time to prefill this
-# many tokens, because another sequence must be preempted and computed again.
+# If a decode worker has too few free KV blocks for a request, each token without a block costs the
+# time to prefill this many tokens: another sequence must be preempted and computed again.
 SHORTFALL_PRICE = 4.0
 
 
@@ -111,7 +112,7 @@ class Work:
     num_tokens: int  # number of prompt tokens (after a migration also the generated tokens)
     block_size: int = 16
     adapter: Adapter | None = None  # LoRA adapter; None: the request uses the base model
-    # A worker keeps the KV of at most this many of the request's tokens. None: of all tokens.
+    # A worker keeps the KV of at most this many of the request's tokens. None: no limit.
     budget_tokens: int | None = None
     completion_tokens: float = 0.0  # expected number of output tokens; 0: unknown
 
@@ -176,7 +177,7 @@ def price_decode(
 
 
 def slot_wait_s(work: Work, decode: WorkerSnapshot, completion_tokens: float) -> float:
-    """Predicts the seconds until a new request gets a running slot and blocks on a decode worker.
+    """Predicts the seconds until a decode worker has a running slot and KV blocks for a request.
 
     On a full worker, each running slot becomes free after `completion_tokens` decode steps.
     Example: 10 slots are taken by requests of 100 output tokens, and a decode step takes 0.02 s.

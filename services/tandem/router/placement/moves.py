@@ -1,8 +1,8 @@
-"""Finds decode workers that should return waiting requests because others have room. Does no I/O.
+"""Finds decode workers that should return waiting requests to the router. Does no I/O.
 
-The router then submits the returned requests to workers with room. A waiting request has no KV yet,
-so no computed KV is lost. A worker has room if no sequence waits there, a running slot is free, and
-the worker's prefill queue is nearly empty.
+The router then submits the returned requests to decode workers with room. A waiting request has no
+KV yet, so no computed KV is lost. A worker has room if no sequence waits there, a running slot is
+free, and the worker's prefill queue is nearly empty.
 """
 
 from collections.abc import Iterable

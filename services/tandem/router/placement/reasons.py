@@ -46,7 +46,7 @@ def sentence_of(kind: Reason, placement: Placement) -> str:
     load = decode.load
     requests = "request" if load.num_running == 1 else "requests"
     busy = f"{load.num_running} {requests} running and {load.num_waiting} waiting"
-    # If there are prefill workers, a decode worker's cost has no time to compute the prompt.
+    # If there are prefill workers, a decode worker's cost excludes the prompt's computation.
     apart = ", without computing the prompt," if placement.prefill_candidates else ""
     delay = f"predicted delay{apart} was {placement.priced.cost_s * 1000:.0f} ms, with {busy}"
     whose = "Its" if kind == "prefix" and holder is decode else f"{decode.worker_id}'s"
@@ -67,5 +67,5 @@ def sentence_of(kind: Reason, placement: Placement) -> str:
 
 
 def asks(value: str | None) -> bool:
-    """Returns whether a request header was sent with a value other than "0" or "no"."""
+    """Returns whether a request header was sent and its value does not mean no, such as "0"."""
     return value is not None and value.strip().lower() not in _NO

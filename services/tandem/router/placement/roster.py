@@ -1,4 +1,4 @@
-"""Keeps what placement must know of all workers. Does no I/O.
+"""Keeps the latest snapshots of all workers, and sums over them, for placement. Does no I/O.
 
 A router keeps one roster, and updates the roster when a worker changes. Sums and counts over all
 workers are kept up to date, so that the placement of a request need not iterate over all workers.

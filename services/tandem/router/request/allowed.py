@@ -66,10 +66,9 @@ ALLOWED = {
 
 
 def refusal(name: str, given: object = None, *, why: str = "") -> BadRequest:
-    """Returns the error for a field whose value is not in `ALLOWED`.
+    """Returns the error for a field whose value is not allowed by `ALLOWED`.
 
-    The message shows the value `given`. If `why` is set, the message has this description of the
-    value instead.
+    The message shows the value `given`, or `why`, a description of the value, if `given` is None.
     """
     return refusal_of(name, ALLOWED[name], given, why=why)
 

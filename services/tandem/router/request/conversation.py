@@ -1,4 +1,4 @@
-"""A chat request: its messages, its tools, and the input of the model's chat template."""
+"""Defines chat requests: their messages, their tools, and the chat template's input."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -87,8 +87,8 @@ class Conversation:
     only_tool: str = ""
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
-    # Only if the chat template does not support `reasoning_effort`. True: the field is ignored.
-    # False: the request is refused.
+    # If the chat template does not support `reasoning_effort`, this decides what happens. True: the
+    # effort is ignored. False: the request is refused.
     effort_is_hint: bool = False
     thinking: bool | None = None  # whether the model shall reason; None: the model's default
     template_options: Mapping[str, Any] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class Conversation:
 
 
 def _num_characters(value: Any) -> int:
-    """Returns the number of characters of a value written as JSON, without JSON's punctuation."""
+    """Estimates the number of characters of a value written as JSON, without punctuation."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The increments of a generation that HTTP and gRPC send to clients."""
+"""Defines deltas, the increments of an answer that the HTTP and gRPC APIs send to clients."""
 
 import math
 from array import array

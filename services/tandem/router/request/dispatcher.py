@@ -89,7 +89,7 @@ class Dispatcher:
 
     @contextmanager
     def looking_up(self, job: Job) -> Iterator[None]:
-        """Starts to look up the job's blocks in the prefix tree, while the `with` block runs.
+        """Looks up the job's blocks in the prefix tree in the background of the `with` block.
 
         The first placement of the job waits for the result. An error in the `with` block cancels
         the look-up.
@@ -283,7 +283,7 @@ class Dispatcher:
     def _send(self, job: Job, work: Work, placement: Placement, matches: dict[str, int]) -> Attempt:
         """Submits the job to the decode worker of the placement.
 
-        Between the choice of the worker and this call, there must be no await. So the worker is
+        The caller must not await between the choice of the worker and this call. So the worker is
         still in the cluster view.
         """
         client = self._view.client(placement.decode.worker_id)

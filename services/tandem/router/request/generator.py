@@ -280,7 +280,7 @@ class Generator:
             self.metrics.on_end(record)
 
     def together(self, num_requests: int = 1) -> BodyRequests:
-        """Returns the state that all requests of one HTTP body share."""
+        """Creates the state that the requests of one HTTP body share, one request per prompt."""
         return BodyRequests(num_requests, logprobs_max=self.config.logprobs_max)
 
     def _open(self, request: ClientRequest, trace: Mapping[str, str]) -> RequestRecord:
@@ -432,9 +432,9 @@ async def _beams(
 def pool_tokens_of(
     request: ClientRequest, pool_tokens: int | None, config: RouterConfig
 ) -> int | None:
-    """Returns how many tokens the request may have to fit into a KV pool of `pool_tokens` tokens.
+    """Returns the limit that a KV pool of `pool_tokens` tokens sets to the request's tokens.
 
-    None means any number: a request with a KV budget of at most half the pool always fits, because
+    None means no limit: a request with a KV budget of at most half the pool always fits, because
     the request never occupies much more than its budget. Raises BadRequest if the request has a KV
     budget and the operator does not allow KV budgets.
     """

@@ -1,4 +1,4 @@
-"""A job: one completion of a prepared request on its way through the router.
+"""Defines jobs. A job is one completion of a prepared request on its way through the router.
 
 The states of a job and their next states:
     PLACING      the Dispatcher chooses the workers
@@ -139,7 +139,7 @@ class PreparedRequest:
     def storable_tokens(self) -> int:
         """Number of prompt tokens in full KV blocks. Only full blocks can be cached.
 
-        If only leading tokens of the prompt are pinned, only the full blocks of these are counted.
+        If only leading tokens of the prompt are pinned, only full blocks of pinned tokens count.
         """
         size = self.block_size
         num_tokens = self.pinned_tokens or len(self.token_ids)
@@ -227,7 +227,7 @@ class Progress:
     def take_source(self, update: pb.SequenceUpdate) -> None:
         """Records which submission generated the tokens of an update.
 
-        The job's first update also tells how many prompt tokens were cached.
+        From the job's first update, it also records how many prompt tokens were cached.
         """
         # The jobs of later beam steps begin with output tokens. Their cached tokens do not count.
         if not (self.attempts or self.output_token_ids):
@@ -282,14 +282,14 @@ class Routing:
     promise: Promise | None = None
     # Latest useful time of the first token. Workers may refuse a job that would miss this time.
     first_token_by: float = math.inf
-    # Set while no worker has a job that a worker had accepted before: the time since when. None: a
-    # worker has the job, or no worker has accepted the job yet.
+    # Time since which an accepted job has had no worker. None: a worker has the job, or no worker
+    # has accepted the job yet.
     unassigned_since: float | None = None
     leaves: str = ""  # id of the worker from which the job migrates now; "": no migration runs
     # After a failed migration: the earliest time of the next attempt to migrate.
     stays_until: float = -math.inf
     refused: set[str] = field(default_factory=set)  # epochs of the workers that refused the job
-    # Shortest time to wait before a retry, of those sent by workers whose queues were full.
+    # Shortest delay before a retry that a worker with a full queue has sent.
     retry_after_s: float | None = None
     num_returns: int = 0  # how often workers have returned the job from their queues to the router
     # Epoch of the worker that has just returned the job. The next placement clears this field.

@@ -47,8 +47,8 @@ class Keeper:
         pin_s = client.retention.pin_s
         pinned_tokens = job.request.pinned_tokens
         if waits_for_tools and self._tool_pin_s:
-            # After tool calls, the KV of all tokens is kept. A client may have requested a pin of
-            # only leading tokens. The worker has already pinned those tokens for that time.
+            # After tool calls, the KV of all tokens is pinned. If the client requested a pin of
+            # leading tokens only, the worker has already pinned them for the requested time.
             pin_s = self._tool_pin_s if pinned_tokens else max(pin_s, self._tool_pin_s)
             pinned_tokens = 0
         compatibility = self._view.compatibility()

@@ -112,7 +112,7 @@ class ClientRequest:
             )
 
     def _is_not_for_beams(self) -> str:
-        """Returns a set field that beam search does not support; "" if there is none."""
+        """Returns a field that the client set and beam search does not support; "" if none."""
         sampling = self.sampling
         chat = self.prompt
         form = self.structured_output
@@ -190,7 +190,7 @@ class ClientRequest:
             )
 
     def prompt_tokens_max(self, max_model_len: int) -> int | None:
-        """Returns to how many of its last tokens the prompt is truncated; None: it is not."""
+        """Returns how many of the prompt's last tokens are kept; None: all of them."""
         if self.sampling.truncate_prompt_tokens != -1:
             return self.sampling.truncate_prompt_tokens
         return max(1, max_model_len - max(1, self.sampling.max_tokens or 1))

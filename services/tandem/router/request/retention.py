@@ -1,4 +1,4 @@
-"""The ways in which clients request that KV is kept.
+"""Converts clients' fields and headers to the retention of a request's KV.
 
 field, header or answer                  effect
 prompt_cache_key, a session header       the prompt is treated as likely to be sent again

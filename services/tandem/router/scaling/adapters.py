@@ -147,7 +147,10 @@ class AdapterControl:
         return records
 
     async def _see(self, name: str, adapter: Adapter | None) -> None:
-        """Waits until the workers' records list `adapter` under `name`; None: under no name."""
+        """Waits until the workers' records list `adapter` under `name`.
+
+        If `adapter` is None, waits until no record lists `name`.
+        """
         try:
             async with asyncio.timeout(SEEN_DEADLINE_S):
                 while self._view.adapters().get(name) != adapter:

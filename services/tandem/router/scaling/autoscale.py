@@ -44,7 +44,7 @@ _WAKE_POLL_S = 0.2
 # Another router becomes the leader if the leader does not renew its lease for this many intervals
 # of the autoscaler.
 _LEASE_INTERVALS = 3
-_GONE_AFTER_S = 600.0  # the demand of a router that has not written it for this long is dropped
+_GONE_AFTER_S = 600.0  # a router's demand is dropped if it was not written for this many seconds
 
 # Makes this router the leader if there is no leader. If this router is the leader already, its
 # lease is renewed.

@@ -1,4 +1,4 @@
-"""The log of changes: one line for each requested change of sizes, roles, workers or keys.
+"""Logs changes: one line for each requested change of sizes, roles, workers or keys.
 
     change by 127.0.0.1:40312 over HTTP: sizes, before decode=1 prefill=1, after decode=2 prefill=1
     change by autoscaler of router-0: sizes, before decode=1, after decode=9: refused: ...

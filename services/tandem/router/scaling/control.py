@@ -1,4 +1,4 @@
-"""Changes that operators request over HTTP or gRPC.
+"""Makes the changes to the cluster that operators request over HTTP or gRPC.
 
 Operators can change pool sizes and a worker's role, drain a worker, and reset prefix caches.
 """
@@ -42,7 +42,7 @@ class RoleSet(msgspec.Struct, frozen=True):
 
 
 class ClusterControl:
-    """Operators' changes of a cluster. Raises errors of `tandem/errors.py`.
+    """Makes operators' changes to a cluster. Raises errors of `tandem/errors.py`.
 
     The log of changes names the caller, `who`.
     """

@@ -1,4 +1,4 @@
-"""Claims of decode workers that are about to leave their pool, shared by all routers.
+"""Claims decode workers that are about to leave their pool. All routers share the claims.
 
     {tandem:CLUSTER}:departures   HASH, a worker's epoch -> "UNTIL_MS WHO"
 UNTIL_MS is the time when the claim ends, by the clock of the Redis server. WHO is the router's

@@ -32,8 +32,8 @@ _KUBERNETES_KEPT_S = 2.0
 _KUBERNETES_WATCH_S = 10.0
 _CONTROLLER_START_S = 3.0
 _HEAD_START_S = 60.0
-# Seconds to wait for the sizes before a change. Only the log shows these sizes, so the change does
-# not wait longer.
+# Longest wait in seconds for the present sizes. A change reads them only for its log line, so it
+# does not wait longer.
 _BEFORE_DEADLINE_S = 1.0
 
 
@@ -47,7 +47,7 @@ class SizeOwner:
         self._kubernetes: KubernetesScale | None = None
         self._read_at = -math.inf
         if config.scale_objects:
-            # Import late, because it loads an HTTP client that other routers do not need.
+            # Import late, because the module loads an HTTP client that other routers do not need.
             from tandem.router.scaling.kubernetes.scale import KubernetesScale
 
             self._kubernetes = KubernetesScale(config.scale_objects, Path(config.service_account))

@@ -1,4 +1,4 @@
-"""One submission of a request to a decode worker, and its result: tokens, an end or a failure.
+"""Represents one submission of a request to a decode worker: its tokens, its end or its failure.
 
 Each attempt buffers its own updates, so a client that reads slowly delays no other client. The
 buffer needs no back pressure, because a request has at most `max_tokens` tokens of 4 bytes each. A

@@ -1,9 +1,9 @@
-"""The router's end of the gRPC stream `Decode` to one worker. All requests on the worker share it.
+"""Keeps the gRPC stream `Decode` to one worker, which all requests on the worker share.
 
 States of the stream:
     down -> connecting -> up --the stream breaks--> down: all attempts fail with WorkerLost
                           up --the worker drains--> draining: the attempts continue
-                    draining --the stream ends----> down: the attempts left fail with WorkerLeft
+                    draining --the stream ends----> down: unfinished attempts fail with WorkerLeft
 From `down`, the client connects again. An `Attempt` is one submission of a request to this worker
 (attempt.py). The queue of commands has at most one submit and one cancel for each live request.
 """

@@ -1,8 +1,8 @@
 """The workers as this router sees them: records in Redis, streams and reported loads.
 
 What the router observes           What it does
-a worker's record says `ready`     may place requests on the worker, if the worker has the router's
-                                   model; also requires that the stream to a decode worker is up
+a worker's record says `ready`     may place requests on the worker, if it has the router's model
+                                   and, for a decode worker, if its stream is up
 a record expires                   removes the worker; the stream closes when all requests on it end
 Redis does not answer              keeps all known workers
 Redis answers again                keeps decode workers without a record while their stream is up,
@@ -245,9 +245,10 @@ class ClusterView:
             self._stale.add(worker_id)
 
     def compatibility(self) -> KvCompatibility | None:
-        """Returns the KV compatibility for which block hashes are computed.
+        """Returns the workers' KV compatibility, on which block hashes depend.
 
-        Returns None without a compatible worker.
+        If the workers differ, the first compatible worker decides. Returns None without a
+        compatible worker.
         """
         return next((w.record.compatibility for w in self._compatible()), None)
 

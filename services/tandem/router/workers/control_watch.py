@@ -72,7 +72,7 @@ class ControlWatch:
 
     @property
     def head_is_starting(self) -> bool:
-        """True while `tandem up` starts its first head, which will start a pool controller."""
+        """True while `tandem up` starts Ray's first head, which will start a pool controller."""
         head = self._head
         if head is None or head.address or head.why:
             return False

@@ -1,6 +1,7 @@
-"""Events of the cluster, kept over restarts: workers that join and leave, and failed requests.
+"""Writes and reads the cluster's events, such as a worker that joins, or requests that failed.
 
     {tandem:CLUSTER}:events:all    STREAM of limited length; field `entry` is a ClusterEvent as JSON
+Redis keeps the events when routers restart.
 All routers see the same worker join or leave, but only one of them writes the event. Requests with
 the same outcome are counted and written as one event per second. Changes requested by operators are
 in the audit trail, and `read` returns them, too.
@@ -64,7 +65,7 @@ class EventLog:
         return Counter(worker_id for at, worker_id in self._moves if at > since)
 
     async def run(self) -> None:
-        """Writes events until it is cancelled. Then writes what is queued, if Redis answers."""
+        """Writes events until it is cancelled. Then writes the queued events, if Redis answers."""
         writing = asyncio.create_task(self._journal.run())
         try:
             while True:

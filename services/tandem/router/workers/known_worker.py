@@ -1,4 +1,4 @@
-"""One worker as this router knows it: its record, its stream, and the work sent since its report.
+"""Represents one worker in this router: its record, its stream, and the work sent since its report.
 
 A reported load is always a little old. A prefill worker reports its load in its record, and a
 decode worker on its stream. The router corrects the load in two ways:
@@ -34,7 +34,7 @@ class KnownWorker:
     # Prompts sent to this prefill worker that the load in its record does not include yet. Each is
     # (monotonic time of sending, prefill work).
     _sent: deque[tuple[float, Prefill]] = field(default_factory=deque)
-    # Prefill work in the load of the last record that the worker has finished since that record.
+    # Prefill work that is part of the last record's load and that the worker has finished since.
     _done: Prefill = NO_PREFILL
 
     @property

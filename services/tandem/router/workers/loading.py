@@ -15,7 +15,10 @@ _FORGOTTEN_AFTER_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class LoadingNow:
-    """The state of a worker that loads its model. `silent_s` is 0 while the notice changes."""
+    """The state of a worker that loads its model.
+
+    `silent_s` is the number of seconds since the notice last changed; 0 if it changed recently.
+    """
 
     notice: LoadingNotice
     stalled_s: float = 0.0  # seconds since the number of loaded bytes last grew

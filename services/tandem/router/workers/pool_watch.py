@@ -1,6 +1,6 @@
-"""Watches the pool sizes, and pools on Kubernetes whose workers do not start. Does no I/O.
+"""Watches pool sizes, and finds pools on Kubernetes whose workers do not start. Does no I/O.
 
-    state of a pool                          is there a problem of the pool?
+    state of a pool                          is it a problem?
     all requested workers are ready          no
     a worker is not ready, but has a row     no, because the worker's row (`rows.py`) shows it
     a requested worker has no row            yes, after `grace_s` seconds, until all are ready

@@ -24,8 +24,8 @@ _PENDING_MAX = 64
 
 
 async def request_sizes(redis: Client, cluster_id: str, sizes: dict[str, int]) -> bool:
-    """Asks the pool controller to change the pools to `sizes`, which maps pools to numbers of
-    workers. Returns False if there is no controller.
+    """Requests `sizes` (pool -> number of workers) from the pool controller. Returns False if there
+    is no controller.
 
     Raises NoWorkers if Redis does not answer.
     """

@@ -8,8 +8,8 @@ from tandem.router.workers.cluster_view import ClusterView
 # Shortest interval in seconds between two checks. Without this limit, every load report would cause
 # a check, and each worker reports its load at each step.
 _LOOK_S = 0.03
-# Requests are returned only if other workers have had room for them for this many seconds. Often a
-# new request takes the room before.
+# Requests are returned only if other workers have had room for them for this many seconds. Often, a
+# new request takes the room in this time.
 _AFTER_S = 0.1
 
 
@@ -19,7 +19,8 @@ class Returns:
     def __init__(self, view: ClusterView) -> None:
         self._view = view
         self._looked_at = 0.0
-        # Monotonic time since when requests could run on another worker at once. None: none could.
+        # Monotonic time since which waiting requests could run on another worker at once. None: no
+        # waiting request could.
         self._since: float | None = None
         view.listen(self._look)
 

@@ -60,14 +60,14 @@ class Seen:
     is_connected: bool = True
     silent_s: float = 0.0
     stuck_s: float = 0.0
-    num_left: tuple[int, int] = (0, 0)  # of a draining worker: (unfinished sequences, leases)
+    num_left: tuple[int, int] = (0, 0)  # (unfinished sequences, leases), shown during a drain
     why_down: str = ""  # why the router's stream to the worker last ended; "": it never ended
     clock_ahead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A worker whose record has gone. `has_left` is True if the worker ended in order."""
+    """A worker whose record has gone. `has_left` is True if the worker shut down normally."""
 
     record: WorkerRecord
     at: float  # time in seconds since 1970 at which the router found that the record is missing
@@ -216,7 +216,7 @@ def effect_of(*, reason: str, num_moved: int, pools: Mapping[str, Mapping[str, A
     """Returns a sentence with the effect of a problem on requests.
 
     `reason` says why no request can be served, or is "". `num_moved` is the number of requests that
-    recently moved to another worker, because theirs was lost or drained.
+    recently moved to another worker, because their worker was lost or drained.
     """
     moved = f"{_count(num_moved, 'request')} moved to other workers" if num_moved else ""
     if reason:
@@ -302,10 +302,10 @@ def _of_record(worker: Seen, agent: Mapping[str, Any]) -> tuple[RowState, str]:
 def _has_new_process(agent: Mapping[str, Any], worker: Seen) -> bool:
     """Returns whether the agent has started a process that has not written a record yet.
 
-    The agent's report may also be the older one, for example while Ray has no head. So the record's
-    process is the previous one only if it is silent or disconnected, or if it started before the
-    agent reported the other process. The last comparison needs no exact clocks: a record's process
-    is older than the agent's by the time that the worker ran.
+    If the record and the agent's report name different processes, either may be outdated. The
+    report is outdated, for example, while Ray has no head. The record is outdated if its process is
+    silent or disconnected, or started before the agent reported its own process. The comparison of
+    these times tolerates inexact clocks, because the previous process ran for a while in between.
     """
     record = worker.record
     if agent.get("state") != "running" or agent.get("pid", 0) in (0, record.pid):

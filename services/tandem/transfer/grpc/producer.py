@@ -1,5 +1,5 @@
-"""Serves KV blocks over gRPC to consumers that cannot use NIXL. Also serves probes, which are zero
-bytes with which a consumer measures the connection.
+"""Serves KV blocks over gRPC to consumers that cannot use NIXL. Also serves probes: it sends zero
+bytes, and the consumer measures the speed of the connection.
 
 A consumer can read only blocks that a live lease has announced to the consumer. A block is copied
 once, from the block pool into a gRPC message. The lease is checked again before each message is
@@ -32,8 +32,8 @@ class BlockServer:
         *,
         block_bytes: int,
     ) -> None:
-        """`lent` gets a lease id. It returns the ids of the blocks that the lease has announced, or
-        None if no such lease is live.
+        """`lent` maps a lease id to the ids of the blocks that the lease has announced, or to None
+        if no lease with this id is live.
 
         As long as a lease is live, `lent` returns the same list object. Another list object means
         that the lease has ended and a new lease has the same id. `on_served` is called with the

@@ -25,8 +25,8 @@ class PoolReservation:
     is_open: bool = True
 
     def check(self, first: int, num_blocks: int) -> None:
-        """Raises LeaseLost if the reservation is closed, or if it has less than `num_blocks` blocks
-        from `block_ids[first]` on.
+        """Raises LeaseLost if the reservation is closed, or if fewer than `num_blocks` of its
+        blocks are left from `block_ids[first]` on.
         """
         if not self.is_open:
             raise LeaseLost(f"the pulls of sequence {self.sequence_id} were given up")
@@ -76,8 +76,8 @@ class PoolView(Protocol):
         """
 
     def write(self, into: PoolReservation, first: int, data: memoryview) -> None:
-        """Writes `data`, which has the bytes of whole blocks, to the blocks of the reservation
-        `into` from `block_ids[first]` on.
+        """Writes `data`, the bytes of one or more whole blocks, into consecutive blocks of the
+        reservation `into`. The first of them is `into.block_ids[first]`.
 
         Raises LeaseLost if the reservation is closed or has too few blocks.
         """

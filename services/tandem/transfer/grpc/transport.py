@@ -60,8 +60,8 @@ class GrpcTransport:
         """Measures the connection with probes. Returns (bytes, seconds) of each probe after the
         first.
 
-        After a failed probe, the remaining probes are skipped. This is no error, because the two
-        workers have already exchanged gRPC calls.
+        After a failed probe, the remaining probes are skipped and no error is raised: the two
+        workers have already exchanged gRPC calls, so the connection works.
         """
         took: list[tuple[int, float]] = []
         try:
@@ -112,7 +112,7 @@ class GrpcTransport:
         return time.monotonic() - started
 
     def fetch(self, stream: int, request: pb.FetchBlocksRequest, deadline_s: float) -> Any:
-        """Starts a FetchBlocks call on the connection of the stream with this number.
+        """Starts a FetchBlocks call on the connection number `stream`.
 
         The call yields raw bytes, which `decode` parses (net/rpc/block_bytes.py).
         """

@@ -3,8 +3,8 @@
 This module uses NIXL's low-level bindings instead of NIXL's class `nixl_agent`, for two reasons:
 - `nixl_agent` sets the delay of its progress thread to 0, so the thread occupies a core. With a
   delay of 1000 us, it needs 2 to 4% of a core.
-- `nixl_agent` releases the handle of a read when Python collects the handle object. But an
-  unfinished read must never be released without the caller's decision.
+- `nixl_agent` releases the handle of a read when Python collects the handle object. But only the
+  caller may decide to release the handle of an unfinished read.
 
 Every call of the bindings releases the GIL. An agent is not thread-safe, so each agent belongs to
 one thread. Measured with NIXL 1.5.1: creating the first agent of a process takes 0.42 s, creating
@@ -215,8 +215,8 @@ class NixlAgent:
     def release(self, handle: int) -> None:
         """Frees the handle of a read.
 
-        The read must be DONE or never started. After releasing another read, the caller must call
-        `close` next.
+        The read should be DONE or never started. If it is unfinished or FAILED, the caller must
+        then destroy the agent (`close`), because the read may still write memory.
         """
         with self._translated("releasing a read"):
             self._agent.releaseXferReq(handle)

@@ -50,8 +50,8 @@ from tandem.transfer.protocol import PROBE_BYTES
 
 log = logging.getLogger(__name__)
 
-# Unless too many blocks are fenced, abandoned reads get this many seconds to end before the agent
-# is replaced. Most reads end in this time. Replacing the agent takes 20 ms.
+# Abandoned reads get this many seconds to end before the agent is replaced. Most of them do. If too
+# many blocks are fenced, the agent is replaced without this wait. Replacing it takes 20 ms.
 GRACE_S = 0.5
 # If a read is still unfinished this many seconds after it was abandoned, new pulls are refused
 # until the agent is replaced.
@@ -107,8 +107,8 @@ class NixlConsumer:
         self._backoff = Backoff(doubling(_BACKOFF_MIN_S, _BACKOFF_MAX_S))
         self._backoff_s = 0.0
         self._piece_size = PieceSize()
-        # (time of the first failure, message of the last failure) of creating an agent; None if the
-        # last attempt succeeded.
+        # None if the last attempt to create an agent succeeded. Otherwise, for the failures since
+        # the last success: (time of the first one, error message of the newest one).
         self._create_failure: tuple[float, str] | None = None
 
     def connect(self, peer_id: str, metadata: bytes, pool: RemotePool) -> None:
@@ -311,7 +311,7 @@ class NixlConsumer:
         except TandemError as error:
             self._give_up(active, error, "error")
             if (peer := self._peers.get(pull.peer_id)) is not None:
-                # With the peer unloaded, the next pull from this peer connects again.
+                # The peer is unloaded, so that the next pull from it connects again.
                 self._instance.unload(peer.metadata, self._agents_in_use())
             return True
         delay_s = self._delay_s if pull.local_block_ids else 0.0  # probes are not delayed

@@ -57,7 +57,7 @@ class Fence:
         return self._blocks.intersection(block_ids)
 
     def fail(self, block_ids: Iterable[int], now: float) -> int:
-        """Fences the local blocks of an abandoned read. Returns a new number for the read."""
+        """Fences the local blocks of an abandoned read. Returns the number assigned to the read."""
         blocks = list(block_ids)
         assert not self._blocks.intersection(blocks), "a fenced block was read into again"
         read, self._next_read = self._next_read, self._next_read + 1

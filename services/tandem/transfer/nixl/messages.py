@@ -13,13 +13,13 @@ from tandem.engine.cache.layout.kv_groups import KvLayout
 
 class RemotePool(msgspec.Struct, frozen=True):
     """The address and block sizes of a producer's pools. The producer has one pool for each KV
-    group, and the pools are contiguous in memory."""
+    group, and the pools lie one after another in memory."""
 
     address: int
     num_blocks: int  # total number of blocks of all pools
     block_bytes: int  # bytes of one block with all layers; used only if `pools` is empty
     device_id: int
-    memory: str  # NIXL's name of the memory: "DRAM" or "VRAM"
+    memory: str  # NIXL's memory type: "DRAM" or "VRAM"
     # (number of blocks, bytes per block) of each pool; empty if the model has only one KV group
     pools: tuple[tuple[int, int], ...] = ()
 
@@ -71,8 +71,8 @@ class PullResult(msgspec.Struct, frozen=True):
     reason: str = ""
     # Number of local blocks that reads of a failed pull may still write.
     num_fenced: int = 0
-    # Seconds of `elapsed_s` that were spent in NIXL's calls that start reads. Over CMA, these calls
-    # also copy the bytes.
+    # The part of `elapsed_s` that was spent in the NIXL calls that start reads. With CMA (copies by
+    # the kernel within one machine), these calls also copy the bytes.
     post_s: float = 0.0
     num_blocks: int = 0  # number of blocks of the pull; 0 if the pull failed
 
@@ -95,7 +95,7 @@ class Unfenced:
 
 
 class Renewed(msgspec.Struct, frozen=True, tag=True):
-    """The consumer's agent was replaced `num_times` times since the last `Renewed` message."""
+    """The consumer's NIXL agent was replaced `num_times` times since the last `Renewed` message."""
 
     num_times: int
 

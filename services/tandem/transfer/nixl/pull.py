@@ -19,7 +19,7 @@ from tandem.transfer.nixl.instance import AgentInstance, LoadedPeer
 from tandem.transfer.nixl.messages import Pull
 from tandem.transfer.nixl.piece_size import PieceSize
 
-# Largest number of unfinished reads of a pull, so that a read is under way while the next is
+# Largest number of unfinished reads of a pull. With 2, one read is under way while the next one is
 # started.
 READS_MAX = 2
 

@@ -57,7 +57,7 @@ class HostIdentity(msgspec.Struct, frozen=True):
     # memory.
     cma: bool
     rdma: bool  # True: an RDMA device has an active port, and UCX_TLS allows RDMA
-    ipc_namespace: str = ""  # empty if the process is an older version of Tandem, which sends none
+    ipc_namespace: str = ""  # empty: the peer runs an older Tandem that does not send this field
     tcp: bool = False  # True: `--nixl-tcp insecure` is set, and UCX_TLS allows TCP
 
     @property
@@ -93,7 +93,7 @@ def host_identity(
 ) -> HostIdentity:
     """Returns the facts about this process, which are also true for its child processes.
 
-    `root` is the folder that has the folders proc, sys and dev. Tests use another one than "/".
+    `root` contains the folders proc, sys and dev. Tests pass a folder other than "/".
     """
     allowed = environment.get("UCX_TLS", "all")
     return HostIdentity(

@@ -14,8 +14,8 @@ In the state `broken`, the thread answers each command with an error, and fenced
 The event `Broken` is sent once, after a bug or if no new agent can be created. The worker then
 drains itself and is restarted.
 
-Without an unfinished pull, the thread sleeps until a command arrives. With one, it polls NIXL, at
-least once per millisecond. This module knows no asyncio, tensors or engine. For this module, the KV
+The thread polls NIXL at least once per millisecond while a pull is unfinished. Otherwise it sleeps
+until a command arrives. This module knows no asyncio, tensors or engine. For this module, the KV
 pool is an address and a size.
 """
 
@@ -98,7 +98,7 @@ class TransferThread:
         self._num_probes = 0
         self._probes: dict[str, _Probing] = {}  # pull id of a test read -> peer under test
         self._under_way: set[str] = set()
-        # How many replacements of the consumer's agent were reported in `Renewed` events.
+        # Number of times that the consumer's agent was replaced, as reported in `Renewed` events.
         self._num_renewals = 0
         self._failure = ""
         self._reported_broken = False

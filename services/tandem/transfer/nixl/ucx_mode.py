@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from enum import Enum
 
 _CUDA = ("cuda_copy", "cuda_ipc")
-# UCX's names of the transports for the mode MEMORY. UCX sends the few messages that connect two
-# agents over `posix` or `sysv`, and copies blocks with `cma`. Without `cma`, a read from a process
-# that died would never end.
+# UCX's names of the transports for the mode MEMORY. UCX connects two agents with messages over
+# `posix` or `sysv`, and copies blocks with `cma`. Without `cma`, a read from a process that died
+# would never end.
 _MEMORY = ("posix", "sysv", "cma", "self")
 
 

@@ -73,18 +73,18 @@ class PrefillPlanner:
         self._silences.note(self._records.values(), time.monotonic())
 
     def note_lost(self, worker_id: str) -> None:
-        """Records that a lease with this worker was lost because the worker was silent.
+        """Records that a lease with a prefill worker was lost because that worker was silent.
 
         `alive` then leaves the worker out, so that no other lease waits for it.
         """
         self._silences.note_lost(worker_id, time.monotonic())
 
     def note_failed(self, worker_id: str, epoch: str, why: str) -> None:
-        """Records why a lease with this worker process was lost. Operators see the reason."""
+        """Records why a lease with a prefill worker was lost. Operators see the reason."""
         self._failed[worker_id] = (epoch, why[:_WHY_MAX], time.monotonic())
 
     def note_success(self, worker_id: str) -> None:
-        """Records that a lease with this worker succeeded."""
+        """Records that a lease with a prefill worker succeeded. Deletes its recorded failure."""
         self._failed.pop(worker_id, None)
 
     @property
@@ -99,7 +99,7 @@ class PrefillPlanner:
         return {worker_id: why for worker_id, (_, why, _) in self._failed.items()}
 
     def is_silent(self, worker_id: str) -> bool:
-        """Returns whether this worker is late in writing its record."""
+        """Returns whether the worker's record in Redis is overdue."""
         return self._silences.silent_s(worker_id) > 0
 
     def alive(self, workers: Iterable[_Worker]) -> list[_Worker]:

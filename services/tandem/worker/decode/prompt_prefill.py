@@ -275,8 +275,8 @@ class PromptPrefill:
     def _holders(self, sequence: DecodeSequence, num_blocks: int) -> list[pb.PrefixHolder]:
         """Returns the workers from which a candidate may pull the prompt's first blocks.
 
-        `num_blocks` is the number of the prompt's first blocks that this worker itself has cached.
-        If it is greater than 0, this worker is the first of the returned holders.
+        `num_blocks` says how many leading blocks of the prompt this worker itself has cached. If it
+        is greater than 0, this worker is the first of the returned holders.
         """
         holders = self._planner.alive(sequence.submission.holders)
         if not num_blocks:

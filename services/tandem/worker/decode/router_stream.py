@@ -32,8 +32,8 @@ class RouterStream:
         # For each submitted sequence that is missing in `_load`: the number of the engine command
         # that added the sequence.
         self._submits: deque[int] = deque()
-        # Number of this router's sequences that `_load` includes. With this number, the router can
-        # add the sequences that it submitted later.
+        # Number of this router's sequences that `_load` includes. By this number, the router finds
+        # the sequences that it submitted later, and adds them to the load.
         self._num_submits = 0
         self._changed = asyncio.Event()
         self._draining = draining
@@ -50,7 +50,7 @@ class RouterStream:
         self._changed.set()
 
     def note_submit(self, num_commands: int) -> None:
-        """Records a submitted sequence, which the engine adds with its command `num_commands`."""
+        """Records a submitted sequence. Command number `num_commands` adds it to the engine."""
         self._submits.append(num_commands)
 
     def push_load(self, load: pb.WorkerLoad, num_commands: int) -> None:
@@ -88,7 +88,10 @@ class RouterStream:
         self._changed.set()
 
     async def next_message(self) -> pb.DecodeUpdate | None:
-        """Waits for an update; returns all updates since the last message, or None at the end."""
+        """Waits for an update, and returns all updates since the last message.
+
+        Returns None when the stream has ended. Raises the stream's error if it was closed early.
+        """
         await self._changed.wait()
         if self._closed:
             raise self._error

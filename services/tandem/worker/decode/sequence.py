@@ -101,8 +101,8 @@ class DecodeSequence:
     state: SequenceState = SequenceState.QUEUED
     submitted_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
-    # seconds before admission that the sequence waited for blocks of other requests to be computed
-    # or pulled
+    # part of the time before admission in which the sequence waited for blocks that other requests
+    # computed or pulled, in seconds
     shared_wait_s: float = 0.0
     first_token_at: float = 0.0
     second_token_at: float = 0.0
@@ -117,7 +117,8 @@ class DecodeSequence:
     reserved: asyncio.Future[Reserved] | None = None
     prefilling: asyncio.Task[None] | None = None
     may_prefill_remotely: bool = True  # False: this worker computes the missing tokens itself
-    # ends the lease that is open now; None: no lease is open
+    # Timeout around the open lease; None: no lease is open. It has no deadline until
+    # `DecodeService.stop_remote_prefills` sets one to end the lease.
     remote_prefill: asyncio.Timeout | None = None
     # plan for pulling the prompt's first blocks from a holder before local prefill; None: no pull
     prefix: PrefixPlan | None = None
@@ -141,8 +142,8 @@ class DecodeSequence:
     def note_cached(self, reserved: Reserved) -> None:
         """Records how many of the prompt's tokens are cached on this worker, and where.
 
-        `reserved.cached` has the locations at the first admission of the sequence. Tokens that were
-        cached between the first admission and this one count as cached in the KV pool (`device`).
+        `reserved.cached` has the locations at the first admission of the sequence. If it is
+        admitted again, tokens cached since then count as cached in the KV pool (`device`).
         """
         num_tokens = min(reserved.num_cached_tokens, self.spec.num_prompt_tokens)
         self.cached = reserved.cached.first(num_tokens).then(CachedTokens(device=num_tokens))

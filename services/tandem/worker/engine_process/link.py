@@ -229,7 +229,7 @@ class EngineLink:
     async def keep_chain(
         self, tenant: bytes, retention: Retention, block_hashes: list[bytes]
     ) -> Kept:
-        """Pins the blocks of a chain that are cached, up to the tenant's limit."""
+        """Pins those blocks of a chain that are cached, up to the tenant's limit."""
         reply: messages.ChainKept = await self._ask(
             messages.KeepChain, tenant, retention, block_hashes
         )
@@ -348,7 +348,7 @@ class EngineLink:
                 break
             except TimeoutError:
                 kills = oom_kills()
-        await asyncio.sleep(0)  # `_read` may still have to take the last message from the socket
+        await asyncio.sleep(0)  # lets `_read` receive the engine's last message first
         self._end(f"the engine process ended: {describe_exit(status, kills)}")
 
     def _end(self, reason: str, error: ConfigError | None = None) -> None:

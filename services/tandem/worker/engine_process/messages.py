@@ -51,7 +51,7 @@ class Restart(msgspec.Struct, frozen=True, tag=True):
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
-    """Commit pulled blocks after `Released` confirmed them.
+    """Commit pulled blocks after the producer's event `released` confirmed them.
 
     `first_token_id` is the token that the producer sampled after the prompt.
     """
@@ -64,10 +64,10 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
 
 
 class ContinuePrefill(msgspec.Struct, frozen=True, tag=True):
-    """Compute the rest of a prompt. The first `num_blocks` blocks were pulled and are valid."""
+    """Compute the rest of a prompt, after a pull. The first `num_blocks` blocks are valid."""
 
     sequence_id: str
-    num_blocks: int  # number of valid blocks, including those that were not pulled but cached
+    num_blocks: int  # number of valid blocks: those that were cached before, and the pulled ones
 
 
 class HoldPrefix(msgspec.Struct, frozen=True, tag=True):
@@ -106,10 +106,10 @@ class ListChains(msgspec.Struct, frozen=True, tag=True):
 
 
 class ListBlocks(msgspec.Struct, frozen=True, tag=True):
-    """Request the hashes from `first` up to, but not including, `end`; answered by `Blocks`."""
+    """Request the hashes of the cached blocks in a range of hashes; answered by `Blocks`."""
 
     request_id: int
-    first: bytes
+    first: bytes  # start of the range, included
     end: bytes  # end of the range, not included; empty: up to the last hash
     tier: str = ""  # name of the tier; empty: the pool
 
@@ -139,7 +139,8 @@ class ReturnWaiting(msgspec.Struct, frozen=True, tag=True):
     """End at most `count` of the sequences in `sequence_ids`, the oldest first, so that the router
     can place them on other workers.
 
-    Only sequences are ended for which nothing was computed. They fail with the code of `Returned`.
+    Only sequences for which nothing was computed yet are ended. They fail with the error
+    `Returned`.
     """
 
     sequence_ids: list[str]
@@ -215,7 +216,7 @@ ENDS_OF_PULLS = (Commit, CommitImport, ContinuePrefill, Remove, Restart)
 
 
 def sequence_id(command: Command) -> str:
-    """Returns the id of the command's sequence; "" if the command concerns none."""
+    """Returns the id of the command's sequence; "" if the command concerns no sequence."""
     if isinstance(command, Add | Restart):
         return command.spec.sequence_id
     return str(getattr(command, "sequence_id", ""))
@@ -293,7 +294,7 @@ class ChainKept(msgspec.Struct, frozen=True, tag=True):
 
 class Integrity(msgspec.Struct, frozen=True, tag=True):
     request_id: int
-    message: str  # what is inconsistent in a pool; empty: nothing
+    message: str  # description of the inconsistency; empty: all pools are consistent
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

@@ -1,4 +1,4 @@
-"""The I/O process's access to the KV pool, for blocks that travel over gRPC.
+"""The I/O process's access to the KV pool, for blocks that are sent or received over gRPC.
 
 On a CPU both processes of a worker map the pool's memory (`MappedPool`), and gRPC reads and writes
 it directly. On CUDA and on systems without memfd, the bytes pass through the engine process as
@@ -42,7 +42,7 @@ class MappedPool:
 def targets(
     into: PoolReservation, first: int, data: memoryview, spans: BlockSpans
 ) -> Sequence[int]:
-    """Returns the blocks that `data` fills, from index `first` of the reservation on.
+    """Returns the ids of the blocks that `data` fills. The first is `into.block_ids[first]`.
 
     Raises LeaseLost if `data` is not whole blocks or the reservation is closed.
     """

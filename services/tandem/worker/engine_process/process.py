@@ -383,7 +383,7 @@ def main(kind: type[EngineProcess] = EngineProcess) -> None:
 def _tie_to_parent(parent_pid: int) -> None:
     """Makes this process end with the I/O process, and ignores SIGINT and SIGTERM."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # the parent died before prctl, perhaps during the import of torch
+    # If the parent died before prctl, perhaps during the import of torch, no SIGKILL comes.
     if os.getppid() != parent_pid:
         raise SystemExit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -392,8 +392,8 @@ def _tie_to_parent(parent_pid: int) -> None:
 
 @contextlib.contextmanager
 def _telling(address: str) -> Iterator[Callable[[int, int], None]]:
-    """Opens a socket that reports how much of the model is loaded. The engine's own sockets do not
-    exist yet.
+    """Yields a function that reports (loaded, total) bytes of weights to the I/O process. The
+    function uses a socket of its own, because the engine's sockets do not exist yet.
     """
     context: zmq.Context[Any] = zmq.Context.instance()
     socket = context.socket(zmq.PUSH)

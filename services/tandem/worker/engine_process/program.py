@@ -1,7 +1,7 @@
 """Starts the program of the engine process, which then waits for its settings.
 
-Most of the program's start is spent on imports. So a worker starts the program first and imports
-its own modules meanwhile.
+Most of the program's start is spent on imports. So the I/O process starts the engine process first,
+and the two processes import their modules at the same time.
 """
 
 import asyncio

@@ -1,7 +1,10 @@
 """Detects an engine that hangs or can no longer pull, while its worker serves or drains.
 
-    fault    condition for `engine_hang_timeout_s`             consequence
-    silent   the engine has work, but sends no report          it logs its stacks and is killed
+A fault is a condition that lasts for `engine_hang_timeout_s`:
+
+    fault    condition                                         consequence
+    silent   the engine has work, but sends no report          the engine logs its stacks and is
+                                                               killed
     stuck    more blocks are in quarantine than are allowed    the worker drains and ends
 
 This module knows no requests. The worker passes `is_used`, which returns whether there is work.
@@ -18,10 +21,10 @@ TURN_S = 1.0
 
 
 class EngineWatch:
-    """Measures two times: since when the engine has sent no report, and since when too many blocks
-    have been in quarantine.
+    """Measures two durations: how long the engine has sent no report although it has work, and how
+    long too many blocks have been in quarantine.
 
-    `turn_for_ever` may be cancelled and called again. Both times then continue.
+    `turn_for_ever` may be cancelled and called again. Both durations then continue.
     """
 
     def __init__(
@@ -62,14 +65,14 @@ class EngineWatch:
         num_reports = self._num_reports
         self._num_reports = self._link.num_reports
         # The worker has work if it has a sequence or a lease (`_is_used`). It also has work if it
-        # waits for the engine to apply a command (`is_awaited`): if the engine of a prefill worker
-        # hangs, consumers soon give up their leases, and only their `Remove` commands are left.
+        # waits for the engine to apply a command (`is_awaited`). For example, when the engine of a
+        # prefill worker hangs, its consumers give up their leases, and only `Remove` commands wait.
         waits = self._is_used() or self._link.is_awaited
         if not waits or self._num_reports != num_reports:
             self._silent_s = 0.0
             return
-        # Checks are counted instead of clock time. If both processes were stopped for a while, for
-        # example with the machine, the engine is not at fault.
+        # The time is counted in checks, not read from a clock. If both processes are stopped for a
+        # while, for example with the machine, no check runs, and the engine is not at fault.
         self._silent_s += TURN_S
         if self._timeout_s - TURN_S < self._silent_s <= self._timeout_s:
             self._link.tell_stacks()

@@ -1,8 +1,9 @@
 """Checksums of blocks on both sides of a transfer: `--verify-blocks off|sample|all`.
 
-When the producer announces blocks, it sends the 64-bit XXH3 hashes of those that are verified. The
-consumer hashes the pulled blocks and compares, before the blocks become valid. This detects bytes
-that changed in transit and blocks that changed on the producer after their announcement.
+When the producer announces blocks, it also sends the 64-bit XXH3 hashes of the blocks to verify.
+Before the pulled blocks become valid, the consumer hashes them and compares the hashes. This
+detects bytes that changed in transit and blocks that changed on the producer after their
+announcement.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """The consumer's side of one lease: a `Prefill` stream and the pulls that it protects.
 
     1. The consumer opens the stream.
-    2. For each event `run`, the consumer pulls the run's blocks (after step 4 without `overlap`).
+    2. For each event `run`, the consumer pulls the run's blocks. If the option `overlap` is off,
+       these pulls start only after step 4.
     3. When every pull has succeeded, the consumer sends `release`.
     4. The event `prefilled` or `held` arrives, before or after step 3. No `run` follows it.
     5. The event `released` arrives after steps 3 and 4. The pulled blocks are now valid.
@@ -44,7 +45,7 @@ class PullStats:
     """Counts and timings of one lease. Times are time.monotonic() seconds; 0 means not reached."""
 
     num_blocks: int = 0
-    # number of the prompt's first blocks that were not pulled, because this worker had cached them
+    # how many leading blocks of the prompt were not pulled, because this worker had them cached
     num_skipped: int = 0
     num_bytes: int = 0
     queue_s: float = 0.0  # seconds that the sequence waited in the producer's queue
@@ -79,11 +80,11 @@ class ConsumerLease:
         self._sequence_id = ""
         # ids of the local blocks to fill, from the first missing block on
         self._targets: list[int] = []
-        # Number of the first block to pull. Blocks are counted in the transfer order: without
-        # attention windows, this is their order in the prompt (docs/transfer.md).
+        # Index of the first block to pull, in the transfer order (docs/transfer.md). If no layer
+        # has an attention window, the transfer order is the order of the blocks in the prompt.
         self._first_block = 0
         self._next_block = 0
-        # number of the last block to pull, plus 1; None until the number is known
+        # index after the last block to pull, in the transfer order; None until it is known
         self._end_block: int | None = None
         # True after the event `prefilled` or `held`. No block is computed after that.
         self._is_answered = False
@@ -111,10 +112,10 @@ class ConsumerLease:
     ) -> int:
         """Makes the peer prefill the prompt and pulls every missing block into `targets`.
 
-        `targets` has the ids of the sequence's local blocks that are missing, in the transfer order
-        (docs/transfer.md). `trace` has the headers of the request's trace span. `is_silent` returns
-        whether the producer is late in writing its record. Returns the id of the first token.
-        Raises TandemError.
+        `targets` has the ids of the local blocks to fill, in the transfer order (docs/transfer.md).
+        `trace` has the headers of the request's trace span. `is_silent` returns whether the
+        producer's record in Redis is overdue. Returns the id of the first token. Raises
+        TandemError.
         """
         # The lease id contains the request id, so that the producer logs the request id, too.
         self._lease_id = f"{request_id}#{self._lease_id}"
@@ -206,7 +207,7 @@ class ConsumerLease:
         on_answer: Callable[[pb.PrefillEvent], None],
         is_silent: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Reads events until `released`, which must confirm the whole lease."""
+        """Reads events until `released`, which must confirm that all blocks were held."""
         async with (
             open_stream(self.peer, self._config, opening, is_silent) as stream,
             asyncio.timeout(None) as self._ending,

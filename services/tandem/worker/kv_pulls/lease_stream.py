@@ -5,7 +5,7 @@ producer's engine makes no step for some time. Leaving the context of `open_stre
 stream, and the producer frees the blocks of the lease.
 
 The stream fails after ten missed heartbeats, because a slow network or a busy machine can delay
-some. If the producer has also stopped writing its record, four missed heartbeats are enough.
+some. If the producer has also stopped writing its record in Redis, four are enough.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tandem.worker.peers.peer import Peer
 from tandem.worker.peers.rates import hang_timeout_s
 
 _SILENCES = 10  # missed heartbeats in a row after which the producer counts as gone
-_SILENCES_CONFIRMED = 4  # used instead of _SILENCES if the producer's record is late, too
+_SILENCES_CONFIRMED = 4  # replaces _SILENCES if the producer's record in Redis is overdue, too
 
 # grpc.aio raises these errors after the producer has gone or the channel was closed. A write to a
 # call that has ended raises InvalidStateError. A call on a closed channel raises UsageError.
@@ -47,7 +47,7 @@ async def open_stream(
 ) -> AsyncIterator[LeaseStream]:
     """Opens a lease's stream with the message `opening`.
 
-    `is_silent` returns whether the producer is late in writing its record. Raises LeaseLost, or the
+    `is_silent` returns whether the producer's record in Redis is overdue. Raises LeaseLost, or the
     TandemError that was raised inside the `async with` statement.
     """
     call = peer.stub.Prefill(metadata=token_metadata(config.cluster.token))
@@ -150,9 +150,10 @@ class LeaseStream:
 def is_producer_gone(error: BaseException | None) -> bool:
     """Returns whether a lease was lost because the producer's process ended during the lease.
 
-    In that case the request itself may have crashed the process. When a process ends, the operating
-    system closes its connections immediately. A timeout means that the network is cut or the
-    process is stopped. A failed connect means that the process had ended before the lease.
+    In that case the request itself may have crashed the process. The sign is a closed connection,
+    because the operating system closes the connections of a process that ends. A timeout only
+    means that the network is cut or the process is stopped. A failed connect means that the process
+    had ended before the lease.
     """
     causes = [error]
     seen = set[int]()

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 class NamedAdapters:
     """The adapters that a worker serves.
 
-    `named` maps each name under which an adapter is served to the adapter. The files of adapters
+    The keys of `named` are the model names that clients use for the adapters. The files of adapters
     are read in threads.
     """
 
@@ -68,7 +68,7 @@ class NamedAdapters:
     def adopt(self, records: Iterable[WorkerRecord]) -> None:
         """Adds the adapters of the ready workers. Only the first call has an effect.
 
-        Later calls have none, so that an adapter that an operator removed stays removed.
+        Later calls do nothing, so that an adapter that an operator removed stays removed.
         """
         if self._has_adopted:
             return

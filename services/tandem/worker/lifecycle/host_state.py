@@ -1,6 +1,7 @@
 """The host's fields in a worker's record: name, process, clock, memory and disks.
 
-A separate thread reads the free disk space, since a network file system may not answer.
+A separate thread reads the free disk space, because the read blocks if a network file system does
+not answer.
 """
 
 import os

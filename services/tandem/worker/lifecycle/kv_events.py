@@ -42,7 +42,8 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Consecutive blocks of one chain, with the token ids of all of them if those are known."""
+    """Consecutive blocks of one chain. `token_ids` has the tokens of all blocks, or is empty if
+    they are not known."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None  # None: the first block has no parent
@@ -127,7 +128,8 @@ class ToldBlocks:
 
 
 class KvEvents:
-    """The sockets of one worker. `on_report` sends at once; a separate task serves replays."""
+    """The ZeroMQ sockets for one worker's KV events. `on_report` sends events at once; a separate
+    task serves replays of past events."""
 
     @classmethod
     async def open(cls, config: WorkerConfig) -> Self:

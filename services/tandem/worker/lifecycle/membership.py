@@ -59,8 +59,8 @@ class Membership:
         """Waits for Redis, then registers the worker.
 
         If the previous process of this worker crashed while it was lent to the other pool
-        (role.py), this process joins that pool. Raises Incompatible, which names the differences in
-        KV compatibility.
+        (role.py), this process joins that pool. Raises Incompatible if the cluster's workers have a
+        different KV compatibility; the error names the differences.
         """
         while True:
             try:

@@ -40,7 +40,7 @@ class RoleChange:
         prefill: PrefillService,
         tell: Callable[[], Awaitable[None]],
     ) -> None:
-        """`tell` writes the record, so that other processes learn the change."""
+        """`tell` writes the worker's record in Redis, so that other processes see the new role."""
         self.role: Role = role
         self._own = role
         self._ends_in_order = False

@@ -119,7 +119,7 @@ class Worker:
         self._stopping.set()
 
     async def tell_record(self) -> None:
-        """Writes the record now instead of at the next interval."""
+        """Writes this worker's record to Redis now instead of at the next interval."""
         self._metrics.role = self.role.role
         await self._membership.refresh()
 

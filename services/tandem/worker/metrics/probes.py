@@ -5,8 +5,9 @@
     /ready    200 while the worker accepts requests; 503 before and during the drain
 
 The threads that serve metrics also answer probes. So a probe is answered even if the event loop
-hangs. The worker itself kills a hung engine (`EngineWatch`) and then exits. An idle engine gets a
-question from time to time, so that a hang is detected before the next request arrives.
+hangs. The worker itself kills a hung engine (`EngineWatch`) and then exits. Every `ASK_INTERVAL_S`
+seconds, the engine gets a command that it must answer. So a hang of an idle engine is detected
+before the next request arrives.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ _TURN_S = 1.0
 
 
 class Probes:
-    """Answers probes. `turn_for_ever` runs on the event loop; the other methods run in any
+    """Answers probes. `turn_for_ever` runs on the event loop. The other methods may run in any
     thread.
     """
 

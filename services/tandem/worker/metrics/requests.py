@@ -1,7 +1,7 @@
 """Histograms of the requests that a worker served, under vLLM's names prefixed with `tandem_`.
 
-A decode worker measures whole requests, a prefill worker the queue and prefill time of its leases.
-A request that migrated counts on each worker with its time there.
+A decode worker measures whole requests. A prefill worker measures the queue and prefill times of
+its leases. A request that migrated counts on each of its workers, with the time it spent there.
 """
 
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ class ServedSequence(Protocol):
 
 
 class ServedLease(Protocol):
-    """The measured fields of a prefill worker's lease. Times are monotonic seconds; 0: not
-    reached.
+    """The measured fields of a prefill worker's lease. Times are monotonic seconds; 0 means not
+    reached yet.
     """
 
     transport: str

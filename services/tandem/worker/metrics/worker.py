@@ -325,7 +325,7 @@ class TierDamage:
         self._lately: dict[str, tuple[int, float]] = {}
 
     def take(self, tiers: Iterable[TierStats]) -> None:
-        """Takes the tiers' state from a step report."""
+        """Updates the counts from the tiers' state in a step report."""
         for tier in tiers:
             num_new = tier.blocks_bad - self._num_bad.get(tier.name, tier.blocks_bad)
             self._num_bad[tier.name] = tier.blocks_bad

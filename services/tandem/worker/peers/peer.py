@@ -21,8 +21,7 @@ class Peer:
     transports: Mapping[str, Transport]  # all transports by name
     transport: str = ""  # name of the transport in use
     offers_grpc: bool = True
-    # Why a better transport is not used, for example "slow". A reason is logged only if it differs
-    # from the reason before.
+    # Why a better transport is not used, for example "slow"; otherwise "". Logged when it changes.
     reason: str = ""
 
     @property

@@ -49,7 +49,7 @@ class _Entry:
     connecting: asyncio.Task[Peer]
     failed_at: float = 0.0
     retry_s: float = _RETRY_S
-    failure: str = ""  # the last error; the same error again is logged only at level DEBUG
+    failure: str = ""  # last error; if the next one is the same, it is logged at level DEBUG
     # time when the peer was last found in the registry or needed by a request
     seen_at: float = field(default_factory=time.monotonic)
     measured_at: float = field(default_factory=time.monotonic)
@@ -100,7 +100,7 @@ class Peers:
         return peer
 
     async def all_connected(self) -> list[Peer]:
-        """Returns all connected peers once the current attempts have ended."""
+        """Waits for the current attempts to connect, then returns all connected peers."""
         attempts = [entry.connecting for entry in self._entries.values()]
         if attempts:
             await asyncio.wait(attempts)

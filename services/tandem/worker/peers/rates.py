@@ -47,7 +47,7 @@ class Rates:
         self._in_use: dict[str, tuple[str, str]] = {}
         self._ended_at = 0.0
         self._end_interval_s = 1.0
-        # duration of the longest recent step, which fades by _TURN_KEEP
+        # duration of the longest recent step; multiplied by _TURN_KEEP at each shorter step
         self._longest_turn_s = 0.0
 
     def on_step(self, report: StepReport) -> None:
@@ -118,7 +118,7 @@ class Rates:
             self.on_pull(worker_id, transport, num_bytes, slow_s)
 
     def use(self, worker_id: str, transport: str, reason: str = "") -> None:
-        """Sets the transport for a peer's blocks. `reason` says why no better one is used."""
+        """Sets the transport for a peer's blocks. `reason` says why no better transport is used."""
         self._in_use[worker_id] = transport, reason
 
     def forget(self, worker_id: str) -> None:

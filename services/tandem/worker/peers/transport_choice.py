@@ -1,4 +1,4 @@
-"""Chooses the transport of a pair of workers and words the warning about it. Does no I/O.
+"""Chooses the transport of a pair of workers and writes the warning text about it. Does no I/O.
 
 setting        chosen transport
 nixl or grpc   the one that is set

@@ -35,7 +35,8 @@ class Lease:
     # Times are `time.monotonic()` seconds; 0 means not reached yet.
     opened_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
-    # seconds before admission that the sequence waited for blocks which other sequences computed
+    # part of the time before admission in which the sequence waited for blocks that other sequences
+    # computed, in seconds
     shared_wait_s: float = 0.0
     prefilled_at: float = 0.0
     # The engine's events for this lease, and the consumer's release. The queue has no maximum size,
@@ -100,7 +101,7 @@ class Leases:
         return sum(len(lease.block_ids) for lease in self if lease.is_ahead)
 
     def refusal(self, consumer_id: str) -> str:
-        """Returns why this consumer gets no lease now; "" if it may have one."""
+        """Returns why this consumer gets no lease now; "" if it may open a lease."""
         if len(self) >= self._config.leases_max:
             return f"{len(self)} leases are open on this worker, which is the limit"
         of_consumer = sum(lease.consumer_id == consumer_id for lease in self)

@@ -20,7 +20,7 @@ class ConnectedHolder(predict.Holder, frozen=True):
 class PrefixPlan:
     """The plan for a sequence whose prefix is pulled before the rest of the prompt is computed.
 
-    `holders` are sorted, the best first.
+    `holders` are sorted, the fastest first.
     """
 
     spec: SequenceSpec

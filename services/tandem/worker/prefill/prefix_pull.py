@@ -74,9 +74,9 @@ class PrefixPuller:
     ) -> PrefixPlan | None:
         """Plans a pull of the prompt's prefix; returns None if the pull would not help.
 
-        The plan has the spec to add to the engine. A pull does not help if computing is predicted
-        to be as fast, or if the request wants log probabilities of the prompt, for which the whole
-        prompt must be computed.
+        The plan has the spec to add to the engine. A pull does not help if computing the prefix is
+        predicted to be at least as fast. It does not help either if the request wants log
+        probabilities of the prompt, because then the whole prompt must be computed.
         """
         if spec.sampling.prompt_logprobs is not None:
             return None
@@ -113,8 +113,8 @@ class PrefixPuller:
     async def fill(self, plan: PrefixPlan, reserved: Reserved) -> int:
         """Pulls the missing blocks of the prefix.
 
-        Returns the number of the sequence's first blocks that are valid after the pull. If the pull
-        fails, these are the blocks that were cached before. Raises nothing but CancelledError.
+        Returns how many leading blocks of the sequence are valid after the pull. If the pull fails,
+        only the blocks that were cached before it are valid. Raises nothing but CancelledError.
         """
         num_cached = reserved.num_cached_tokens // self._block_size
         token_ids = plan.spec.token_ids
@@ -152,9 +152,9 @@ class PrefixPuller:
         num_cached: int,
         targets: list[int],
     ) -> int:
-        """Pulls blocks of a chain from the peer into `targets`, without the first `num_cached`.
+        """Pulls a chain from the peer into `targets`, except for its first `num_cached` blocks.
 
-        Returns the number of the chain's leading blocks that are valid. Raises TandemError.
+        Returns how many leading blocks of the chain are valid. Raises TandemError.
         """
         lease = self._make_lease(peer)
         return await self._hold(lease, sequence_id, block_hashes, num_cached, targets)

@@ -6,8 +6,9 @@ A consumer opens a stream `Prefill` for each lease and begins with one of two co
     `start`    compute a prompt        leased, computing, prefilled, released
     `hold`     keep cached blocks      leased, held, released
 
-The producer can refuse either command instead of granting a lease. Before computing, it may pull a
-cached prefix of the prompt from a third worker. A hold waits for nothing and allocates nothing.
+The producer can refuse either command instead of granting a lease. Before it computes a prompt, it
+may pull a cached prefix of the prompt from a third worker. A `hold` does not wait in the engine's
+queue and allocates no blocks.
 
 The consumer sends `release` when it has read all blocks. The answer `released` confirms that every
 block was held until then.
@@ -92,10 +93,10 @@ class PrefillService:
     def leave(self, serves_holds: Callable[[], bool]) -> None:
         """Accepts no more prompts and refuses the prompts that the engine has not begun.
 
-        The consumers of refused prompts use another worker. As long as `serves_holds` returns True,
-        holds are still accepted, so that workers that take over sequences from this worker can pull
-        the blocks of these sequences. After that, holds are refused, because requests for a popular
-        prefix would prolong the drain.
+        The consumers of refused prompts use another worker. While `serves_holds` returns True,
+        holds are still accepted: other workers take over this worker's sequences and must pull
+        their blocks. After that, holds are refused, because requests for a popular prefix would
+        prolong the drain.
         """
         self._draining = True
         self._serves_holds = serves_holds
@@ -201,7 +202,7 @@ class PrefillService:
     def _transit(self, connection: str) -> Transit:
         """Returns the object that measures the delays of messages on a consumer's connection.
 
-        Each connection has its own, because hosts have different clocks.
+        Each connection has its own object, because hosts have different clocks.
         """
         if connection not in self._transits and len(self._transits) >= _TRANSITS_MAX:
             self._transits.clear()
@@ -324,6 +325,8 @@ def _fail_if_broken(lease: Lease, task: asyncio.Task[None]) -> None:
 
 
 def _refused(message: str, *, wait_estimate_s: float = 0.0, code: str = "") -> pb.PrefillEvent:
-    """Returns a refusal. If `wait_estimate_s` is 0, waiting does not help."""
+    """Returns a refusal. A retry may succeed after `wait_estimate_s` seconds; 0: a retry does not
+    help.
+    """
     refused = pb.Refused(message=message, wait_estimate_s=wait_estimate_s, code=code)
     return pb.PrefillEvent(refused=refused)

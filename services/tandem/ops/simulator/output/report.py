@@ -28,15 +28,14 @@ class RunReport(msgspec.Struct, frozen=True):
     num_moved: int
     num_good: int  # number of requests that were served within the SLO
     goodput: float  # num_good / num_requests
-    # Of all prompt tokens, the fraction that the prefilling worker had cached, in its KV pool or in
-    # a tier.
+    # Fraction of all prompt tokens that the prefilling worker had cached, in its KV pool or in a
+    # tier.
     hit_rate: float
-    # Tier name -> of all prompt tokens, the fraction that was loaded from this tier.
+    # Tier name -> fraction of all prompt tokens whose KV was loaded from this tier.
     tier_hit_rates: dict[str, float]
     # Tier name -> bytes that all workers together loaded from this tier.
     loaded_bytes: dict[str, float]
-    # Of all prompt tokens, the fraction whose KV was pulled from a worker that had the prefix
-    # cached.
+    # Fraction of all prompt tokens whose KV was pulled from a worker that had the prefix cached.
     pulled_rate: float
     load_tokens: float  # imbalance of the number of prompt tokens that a worker got
     load_requests: float  # imbalance of the number of requests that a worker got

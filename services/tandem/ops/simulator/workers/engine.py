@@ -80,8 +80,7 @@ class SimulatedEngine(Generic[Job]):
         return round(self._prefill_tokens * max(0.0, left))
 
     def prefill_context(self) -> int:
-        """Returns the number of tokens of the prompt that is being prefilled whose KV exists
-        already."""
+        """Returns how many tokens of the prompt that is being prefilled already have KV."""
         return self._prefill_context + self._prefill_tokens - self.prefill_tokens_left()
 
     def advance(self, now_s: float) -> None:

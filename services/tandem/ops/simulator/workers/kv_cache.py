@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 
 class SimulatedKvCache:
-    """The KV blocks of one simulated worker, found by their hashes. A last block of a prompt that
-    is not full has no hash and stays private."""
+    """The KV blocks of one simulated worker, found by their hashes. If the last block of a prompt
+    is not full, it has no hash and stays private."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

@@ -46,7 +46,10 @@ def with_template_options(model_format: ModelFormat, request: ClientRequest) -> 
 def wanted_form(
     model_format: ModelFormat, request: ClientRequest, prompt_token_ids: Sequence[int]
 ) -> StructuredOutput | None:
-    """Returns the constraint on the answer: the client's form, or tool calls if they are forced."""
+    """Returns the constraint on the answer: the client's structured output, or forced tool calls.
+
+    Returns None if the answer is not constrained.
+    """
     chat = request.prompt
     form = request.structured_output
     if not isinstance(chat, Conversation):

@@ -52,7 +52,7 @@ _ENDS = {
 
 
 class GrammarChecker:
-    """Checks grammars for the router. The first check starts the checker process, `close` ends it.
+    """Checks grammars for the router. The first check starts the checker process; `close` ends it.
 
     `check` may be called in any thread, and blocks until the result is there.
     """

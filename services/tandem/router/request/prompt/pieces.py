@@ -25,8 +25,8 @@ CUT_TOKENS = 128  # more tokens than one cut between pieces can add
 # The tokens of a text are not counted in advance if the text has at most 4 characters for each
 # token of the context. Such a text probably fits, and counting would tokenize the text twice.
 CHARACTERS_PER_TOKEN = 4
-# A piece is tokenized together with this many characters before and after the piece. No token is so
-# long, and no token's beginning or end depends on text so far away.
+# A piece is tokenized together with this many characters before and after the piece. No token is
+# this long, and no token's beginning or end depends on text this far away.
 CONTEXT_CHARACTERS = 512
 _LETTER_BEFORE_SPACE = re.compile(r"[^\W_](?=[ \n])")
 
@@ -39,7 +39,8 @@ def is_counted_first(num_characters: int, max_model_len: int) -> bool:
 def cut(text: str) -> Iterator[str]:
     """Yields the pieces of `text` in order, at most `PIECE_CHARACTERS` characters each.
 
-    If the last quarter of a piece has a space or line break, the piece is cut before the last one.
+    If the last quarter of a piece has spaces or line breaks, the piece ends before the last of
+    them.
     """
     start = 0
     while start < len(text):

@@ -18,12 +18,12 @@ running job. A process whose job exceeds the deadline is killed. This module kno
 placement.
 
 Grammars are checked in further processes (grammar_checker.py). Tenants take turns at these checks,
-too. A grammar that does not compile in the first try gets a second try:
+too. A grammar that exceeds the CPU time limit of the first try gets a second try:
     Try    CPU time limit    Checks at a time    Grammars
     1      0.5 s             2                   all; nearly all compile in this time
     2      5 s               1                   very large grammars, which delay no first tries
-A grammar that does not compile in the second try either is refused. The refusal is cached for
-`_REFUSED_S` seconds.
+A grammar that exceeds the second limit, too, is refused. The refusal is cached for `_REFUSED_S`
+seconds.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class PromptPreparer:
         self._threads.close()
         self._processes.close()
         self._uncut.close()
-        self._checker.close()  # first of all, because the threads of checks wait for the checker
+        self._checker.close()  # before the checks' executors, whose threads wait for the checker
         self._quick_checks.close()
         self._long_checks.close()
 
@@ -433,7 +433,7 @@ def _start_process(folder: Path, nonce: str) -> None:
 
 
 def _tie_to_parent() -> None:
-    # Ctrl-C sends a signal to all processes. This process ignores the signal: the router ends it.
+    # Ctrl-C sends a signal to all processes. This process ignores it; the router ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 

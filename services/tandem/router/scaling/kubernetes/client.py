@@ -17,10 +17,10 @@ from lightkube.resources.apps_v1 import Deployment, StatefulSet
 
 from tandem.errors import NotNow
 
-# Deadline in seconds of a call of the API server. `tandem scale`, which waits for the call, gives
-# up only later.
+# Deadline in seconds of a call to the API server. `tandem scale`, which waits for the call, has a
+# longer deadline.
 DEADLINE_S = 3.0
-UNREADABLE = (KeyError, ValueError)  # errors raised if an answer is not that of an API server
+UNREADABLE = (KeyError, ValueError)  # errors raised if the API server's answer cannot be parsed
 _MESSAGE_MAX = 500  # the API server's reasons are cut to this many characters
 _C = TypeVar("_C", Client, AsyncClient)
 

@@ -60,9 +60,9 @@ def kept_size(live: Mapping[str, Any], replicas: int | None) -> int:
     says 2, and becomes 3 if the chart now says 3.
 
     If no annotation records the chart's last value, the present size is kept only if a manager has
-    set the size through the object's scale, such as `kubectl scale`. The chart's template
-    `tandem.replicas` has the same rule. A worker that only an earlier upgrade added (surge.py) is
-    not counted.
+    set the size through the object's scale, as `kubectl scale` does. The chart's template
+    `tandem.replicas` has the same rule. A replica that an earlier upgrade has added and not removed
+    (surge.py) is not counted.
     """
     current = int(live["spec"]["replicas"]) - is_surged(live)
     noted = live["metadata"].get("annotations", {}).get(REPLICAS_ANNOTATION)

@@ -60,7 +60,7 @@ def add(client: Client, owners: Sequence[str], deadline_s: float) -> None:
 
 
 def end(client: Client, owners: Sequence[str], deadline_s: float) -> None:
-    """Removes the added workers after their pools have been replaced.
+    """Removes the added workers after all workers of their pools have been replaced.
 
     Raises DeadlineExceeded if the replacement takes too long. The added workers of the late pools
     then stay, because the controller would otherwise replace the only worker that serves.
