@@ -15,7 +15,7 @@ from tandem.engine.executor.weights.lora import LoraWeights, Parts
 from tandem.engine.scheduler.batch import SequenceSlice
 from tandem_kernels.lora import LoraHeads
 from tandem_kernels.native import library
-from tandem_kernels.native.library import Library, Matrix, address, packed_bytes
+from tandem_kernels.native.library import PANEL, Library, Matrix, address, packed_bytes
 
 _PRODUCTS = ("qkv", "attention_out", "gate_up", "down", "q_out")
 _HEADS = ("latent_keys", "latent_values")
@@ -90,7 +90,13 @@ class PackedLora:
         kind = KINDS[weight.dtype]
         panels = self._huge_pages.zeros(packed_bytes((num_out, num_in), kind))
         self._library.pack(weight.data_ptr(), kind, (num_out, num_in), kind, panels)
-        return Matrix(panels=address(panels), num_in=num_in, num_out=num_out, kind=kind)
+        return Matrix(
+            panels=address(panels),
+            num_panels=-(-num_out // PANEL),
+            num_in=num_in,
+            num_out=num_out,
+            kind=kind,
+        )
 
 
 class NativeAdapters:
