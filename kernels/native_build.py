@@ -142,7 +142,8 @@ def _object(
 
 
 def _compiler() -> list[str]:
-    """Returns the C++ compiler: the one of the variable CXX, or else the system's."""
+    """Returns the command of the C++ compiler: the environment variable CXX if it is set, or else
+    the system's compiler."""
     if named := os.environ.get("CXX"):
         return named.split()
     for name in ("c++", "g++", "clang++"):

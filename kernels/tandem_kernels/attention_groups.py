@@ -73,7 +73,7 @@ class AttentionGroup:
         if window is not None:
             hidden |= keys < ends - window
         elif any(self.visible):
-            # Sequences without a KV budget: the first `max(context_lens)` keys, that is, all keys.
+            # Without a KV budget, a sequence's first `max(context_lens)` keys are visible, so all.
             every = (max(self.context_lens), 0)
             shown = torch.tensor([each or every for each in self.visible], device=keys.device)
             shown = shown.repeat_interleave(repeats, 0).view(-1, 2, *[1] * (ends.ndim - 1))

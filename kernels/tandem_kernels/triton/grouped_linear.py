@@ -5,8 +5,8 @@ top_k = 2, slots 0 and 1 belong to token 0, slots 2 and 3 to token 1, and so on.
 matrices d is top_k, because all slots of a token have the same input. For the down matrices d is 1.
 
 Slots are sorted by expert and grouped into tiles of one expert each. The number of tiles depends
-only on the numbers of tokens and experts, not on the choice. So the host does not wait for the
-device, and a CUDA graph can record the operation.
+only on the numbers of tokens and experts, not on which experts are chosen. So the host does not
+wait for the device, and a CUDA graph can record the operation.
 """
 
 from dataclasses import dataclass

@@ -32,11 +32,11 @@ class LoraTiles(NamedTuple):
     """The rows of a step, grouped by adapter."""
 
     rows: torch.Tensor  # [tiles * _ROWS] int32: row numbers; -1: padding
-    adapters: torch.Tensor  # [tiles] int32: number of each tile's adapter
+    adapters: torch.Tensor  # [tiles] int32: index of each tile's adapter
 
     @classmethod
     def of(cls, rows: Mapping[int, Sequence[int]], device: torch.device) -> Self:
-        """Groups rows into tiles. `rows` has the rows of each adapter, by the adapter's number."""
+        """Groups rows into tiles. `rows` maps an adapter's index to the rows that use it."""
         padded: list[int] = []
         adapters: list[int] = []
         for adapter, of_one in rows.items():
