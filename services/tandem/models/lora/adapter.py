@@ -226,8 +226,9 @@ def _check_header(
     modules: Mapping[str, LoraModule],
     linears: Mapping[str, tuple[int, int]],
 ) -> dict[str, tuple[str, str]]:
-    """Returns each module's names of the matrices A and B in the file. Raises UnsupportedModel
-    naming tensors that are missing, surplus, or have a wrong shape or type."""
+    """Returns, by module, the names that the matrices A and B of the module have in the file.
+    Raises UnsupportedModel naming tensors that are missing, surplus, or have a wrong shape or
+    type."""
     tensors = {}
     expected: dict[str, tuple[int, int]] = {}
     for name, module in modules.items():

@@ -46,7 +46,8 @@ class ControlStrings:
         self._tokenizer = tokenizer
         special = {t.content for t in added if t.special}
         marks = {t.content for t in added if not t.single_word and _MARK.fullmatch(t.content)}
-        # Longest first, as the tokenizer matches them. The order must be equal in all processes.
+        # Longest first, as the tokenizer matches them. Marks contain an index into this list, so
+        # the order must be the same in all processes.
         self._strings = sorted(special | marks, key=lambda string: (-len(string), string))
         self._any = _alternatives(self._strings)
         self._special = _alternatives([s for s in self._strings if s in special])

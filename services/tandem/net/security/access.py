@@ -1,8 +1,8 @@
 """Decides which key a call uses and whether the call is allowed, for both HTTP and gRPC.
 
 These calls need no key:
-- All calls, as long as the cluster has no API key, if the listener's address is loopback or the
-  router was started with --allow-anonymous. A revoked key also counts as a key.
+- All calls, if the cluster has no API key, and the listener's address is loopback or the router was
+  started with --allow-anonymous. A cluster whose only key is revoked still has an API key.
 - Operators' calls and metrics, if the admin listener's address is loopback. Only users of the
   machine can reach a loopback address, and these users may operate the cluster.
 
