@@ -105,8 +105,8 @@ def build(target: Path, sets: Sequence[str]) -> None:
 
 
 def compile_objects(sets: Sequence[str]) -> list[Path]:
-    """Compiles the sources that the cache lacks, on all cores. Returns the objects. Raises
-    BuildError."""
+    """Compiles the sources whose object files the cache lacks, on all cores. Returns the object
+    files of all sources. Raises BuildError."""
     compiler = _compiler()
     identity = hashlib.sha256(_run([*compiler, "--version"]).encode())
     for header in sorted(SOURCES.glob("*.h")):

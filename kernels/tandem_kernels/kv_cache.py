@@ -125,7 +125,7 @@ class KvPool:
     @property
     def kv(self) -> torch.Tensor:
         """The pool as [num_blocks, heads, layers, 2, block_size, D], where the 2 is K and V. With
-        latent attention it is 1."""
+        latent attention, this dimension has size 1."""
         runs = 1 + self.layout.has_values
         shape = self.num_kv_heads, self.num_layers, runs, self.block_size, self.head_dim
         return self._tokens.view(-1, *shape)
@@ -150,8 +150,8 @@ class KvPool:
 
     def block_rows(self, block_tables: torch.Tensor) -> torch.Tensor:
         """Returns the indices of the blocks' runs in layer 0, for `gather`: first all runs of K and
-        then all runs of V, [2 * B * heads * M]. `block_tables` is [B, M], the ids of M blocks for
-        each of B sequences."""
+        then all runs of V, [2 * B * heads * M]. A run is the K or V of one head in a block.
+        `block_tables` is [B, M], the ids of M blocks for each of B sequences."""
         runs = self._first_runs(block_tables).transpose(1, 2)
         return torch.stack((runs, runs + 1)).flatten()
 

@@ -23,7 +23,7 @@ from tandem_kernels.triton.tuning import next_power_of_2
 
 _ROWS = 16  # rows of a tile, required by tensor cores
 _INPUTS, _COLUMNS = 128, 64
-_RANKS_MAX = 64  # largest number of ranks that an iteration of a kernel processes
+_RANKS_MAX = 64  # a kernel processes at most this many elements of the rank dimension at once
 # Number of fields of a part: address of A, address of B, rank, first column, number of columns.
 _FIELDS = tl.constexpr(5)
 

@@ -87,7 +87,7 @@ class LoraFolder:
     """An adapter's folder that passed the checks against a model. The weights are not read yet."""
 
     path: Path
-    modules: Mapping[str, LoraModule]  # module name, such as model.layers.0.mlp.up_proj -> module
+    modules: Mapping[str, LoraModule]  # key: a module name, such as model.layers.0.mlp.up_proj
     tensors: Mapping[str, tuple[str, str]]  # module name -> names of A and B in the file
     config: bytes  # contents of adapter_config.json
 

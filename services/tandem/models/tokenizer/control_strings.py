@@ -73,7 +73,7 @@ class ControlStrings:
         return value
 
     def rename(self, rendered: str) -> str:
-        """Converts a chat rendered from marked messages to the text that the twin encodes."""
+        """Converts a chat rendered from marked messages to the text that `encoding` accepts."""
         renamed = self._any.sub(lambda found: self._name(found[0]), rendered)
         return self._mark_pattern.sub(lambda found: self._strings[int(found[1])], renamed)
 
@@ -92,8 +92,8 @@ class ControlStrings:
 
     @cached_property
     def _twin(self) -> tokenizers.Tokenizer:
-        """The renamed copy of the tokenizer. It is made at first use, because a large vocabulary
-        takes a second."""
+        """A copy of the tokenizer in which the special tokens have unguessable names. It is made at
+        first use, because a large vocabulary takes a second."""
         names = {string: self._name(string) for string in self._strings}
         twin = json.loads(self._tokenizer.to_str())
         for token in twin["added_tokens"]:

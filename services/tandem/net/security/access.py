@@ -98,7 +98,7 @@ class Access:
 class FailureThrottle:
     """Delays responses to an address that repeatedly sends invalid keys."""
 
-    FREE = 5  # number of failures per minute of an address that are not delayed
+    FREE = 5  # failures per minute from one address that are answered without a delay
     DELAY_MAX_S = 2.0
     _WINDOW_S = 60.0
     # Maximum number of addresses whose failures are counted. If there are more, the address whose

@@ -35,8 +35,8 @@ class PackedGroups:
     scales: torch.Tensor  # [out, groups]
     zeros: torch.Tensor | None = None  # uint8 [out, groups]; None: all zero points are 0
     mins: torch.Tensor | None = None  # [out, groups]; None: all minimums are 0
-    # [in]: for each input, the number of its group. None: groups have equal size and consecutive
-    # inputs.
+    # [in]: for each input, the index of its group. None: all groups have the same size and consist
+    # of consecutive inputs.
     group_of_input: torch.Tensor | None = None
 
     @classmethod
