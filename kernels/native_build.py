@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels, which are C++ that needs neither torch nor Python's headers.
+"""Compiles the CPU kernels, which are in C++ and need neither torch nor Python's headers.
 
     python kernels/native_build.py            compiles them into the cache
 

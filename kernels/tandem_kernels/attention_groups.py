@@ -73,7 +73,7 @@ class AttentionGroup:
         if window is not None:
             hidden |= keys < ends - window
         elif any(self.visible):
-            # A sequence without a KV budget attends to the first `max(context_lens)` keys: to all.
+            # Without a KV budget, the first `max(context_lens)` keys are visible: all keys.
             every = (max(self.context_lens), 0)
             shown = torch.tensor([each or every for each in self.visible], device=keys.device)
             shown = shown.repeat_interleave(repeats, 0).view(-1, 2, *[1] * (ends.ndim - 1))

@@ -214,9 +214,9 @@ inline int in_head(int i, Bf16) {
     return kLanes == kPanel ? i : panel + lane % (kPanel / 2) * 2 + lane / (kPanel / 2);
 }
 
-// The keys to which a row attends: keys 0 to `start` - 1 and keys `first` to `end` - 1. `start` is 0
-// without a KV budget; with one, it may be greater, but never exceeds `first`. `in(tile)` returns
-// the same keys, numbered from the first key of a tile.
+// The keys to which a row attends: keys 0 to `start` - 1 and keys `first` to `end` - 1. Without a
+// KV budget, `start` is 0. With a KV budget it may be greater, but never exceeds `first`.
+// `in(tile)` returns the same keys, numbered from the first key of a tile.
 struct Seen {
     int start, first, end;
 

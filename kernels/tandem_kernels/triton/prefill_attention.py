@@ -53,7 +53,8 @@ def prefill_attention(
 
     queries       [T, heads, D], bfloat16, float16 or float32; heads may be strided
     layer_kv      [num_blocks, KV heads, 2, block size, D]: `numbers` of KvPool.layer
-    scales        [num_blocks, KV heads, 2, block size] float16: `scales` of KvPool.layer
+    scales        [num_blocks, KV heads, 2, block size] float16: `scales` of KvPool.layer;
+                  None: the pool is not quantized
     block_tables  [S, M] int32: the block ids of each of the S sequences
     context_lens  [S] int32: number of tokens of each sequence, including its chunk
     query_starts  [S + 1] int32: the chunk of sequence s is in the rows from query_starts[s] to

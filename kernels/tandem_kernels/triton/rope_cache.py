@@ -40,7 +40,8 @@ def rotate_and_store(
     angles    cosines and sines of rope.rotary_angles, each [T, 1, D / 2] fp32
     slots     [T] int32 or int64: block id * block size + offset; negative: the token is not stored
     layer_kv  [num_blocks, KV heads, 2, block size, D]: `numbers` of KvPool.layer
-    scales    [num_blocks, KV heads, 2, block size] float16: `scales` of KvPool.layer
+    scales    [num_blocks, KV heads, 2, block size] float16: `scales` of KvPool.layer; None: the
+              pool is not quantized
     fixed_scales    [2] float16: static scales of K and V; None: each row has its own
     q_norm, k_norm  [D]: weights of an RMS norm of each head before the rotation, with `eps`
     """

@@ -1,4 +1,4 @@
-"""Encodes special tokens that clients write into a chat's messages as ordinary text.
+"""Ensures that a special token that a client writes in a chat message is encoded as ordinary text.
 
 A message may contain the text `<|im_end|>`. If this text were encoded as the special token, it
 would end the message, and the following text could impersonate the system. A chat in which a client
@@ -37,8 +37,8 @@ _MARK = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
 
 
 class ControlStrings:
-    """Encodes the special tokens that clients write as ordinary text, for one tokenizer. Threads
-    may share the object."""
+    """For one tokenizer, ensures that special tokens that clients write in messages are encoded as
+    ordinary text. Threads may share the object."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, nonce: str) -> None:
         """`nonce` is a random string that clients cannot guess."""

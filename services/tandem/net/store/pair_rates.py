@@ -9,8 +9,7 @@ rate without latency (`PairRate.bytes_per_s`) is not published, because its meas
 arbitrary if pulls are small or a host is busy.
 
 The bandwidths have a key of their own, because the controller's Redis user may not access the
-worker records. With this access, it could change the addresses in the records, which all processes
-trust.
+worker records. Otherwise it could change the addresses in them, which all processes trust.
 """
 
 import math
