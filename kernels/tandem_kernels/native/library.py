@@ -373,8 +373,8 @@ class Library:
     def final_hidden(
         self, decoder: int, rows: npt.NDArray[np.int32], hidden_size: int
     ) -> npt.NDArray[np.float32]:
-        """Returns the hidden states after the final norm, [rows, hidden_size]. `rows` are rows of
-        tokens in the decoder's last step."""
+        """Returns the hidden states after the final norm, [rows, hidden_size]. `rows` has the
+        indices of tokens in the decoder's last step."""
         found = np.empty((len(rows), hidden_size), np.float32)
         self._library.tandem_final_hidden(decoder, address(rows), len(rows), address(found))
         return found
