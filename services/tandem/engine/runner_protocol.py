@@ -34,7 +34,8 @@ class Runner(AdapterRunner, Protocol):
         """Allocates one pool per KV group, with these numbers of blocks."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copies the KV of one block for each (source id, target id, KV group), in this order."""
+        """Copies blocks' KV in the order of `copies`. An item is (source id, target id, KV
+        group)."""
 
     def forward(self, batch: StepBatch, on_kv_written: Callable[[], object] | None) -> torch.Tensor:
         """Writes the KV of the batch's tokens and returns fp32 logits [rows that need logits,

@@ -23,8 +23,8 @@ def transfer_order(
     """Returns the blocks to transfer, of those with the indices `first` to `end` - 1 in the chain.
     The ids are unique among the pools.
 
-    The sequence continues after `depth` blocks. With windows or a KV budget, blocks that no later
-    token reads are left out.
+    The peer continues the sequence after `depth` blocks. With sliding windows or a KV budget,
+    blocks that no later token attends to are left out.
     """
     if tables.budget is None and not layout.has_windows:
         return tables.ids[0][first:end]

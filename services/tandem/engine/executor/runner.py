@@ -136,7 +136,7 @@ class ModelRunner:
         )
         self._small: NativeDecoder | TorchSteps | TritonSteps
         self._large: NativeDecoder | TorchSteps | TritonSteps
-        # The kernels that compute, with the instruction set of native ones: "native (avx512)".
+        # Name of the kernels, with the instruction set of native kernels, as in "native (avx512)".
         self.kernels_name: str = kernels
         self._triton: TritonSteps | None = None
         if kernels == "triton":

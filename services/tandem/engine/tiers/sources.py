@@ -42,8 +42,8 @@ class Sources:
         """Returns, for each tier, the depth to which a chain can be loaded from this tier and the
         faster ones, and the seconds per block.
 
-        Only tiers in `tiers` are used. The pool has the first `held` blocks; the seconds are an
-        average over the other blocks. They are 0 if no load was measured.
+        Only tiers in `tiers` are used. The seconds are an average over the blocks after the first
+        `held` blocks, which the pool has. They are 0 if no load was measured.
         """
         if not self._layout.has_windows:
             return [
@@ -148,8 +148,8 @@ class Sources:
         return max(len(self._pools[0].match(block_hashes)), *reached, 0)
 
     def _seconds(self, block_hashes: Sequence[bytes], depth: int, tiers: Sequence[Tier]) -> float:
-        """Returns the expected seconds to load what a request needs to resume after the first
-        `depth` blocks of a chain. Blocks in the pools need no load."""
+        """Returns the expected seconds to load the blocks that a request needs to resume after the
+        first `depth` blocks of a chain. Blocks in the pools need no load."""
         seconds = 0.0
         for number, group in enumerate(self._layout.groups):
             first = group.first_seen(depth * self._layout.block_size)
