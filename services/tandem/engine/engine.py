@@ -335,7 +335,7 @@ class Engine:
         return measure_stats(sequences, self._kv, self._adapters, self._tiers, self.kept)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if blocks or queues are inconsistent, and says how."""
+        """Raises AssertionError with a description if blocks or queues are inconsistent."""
         tables = [s.tables for s in self._sequences.values()]
         self._kv.check_integrity([*tables, *self._peer_blocks.tables])
         self._scheduler.check_integrity(self._sequences.values())

@@ -1,4 +1,5 @@
-"""The edits of a sequence's logits before a token is sampled: bias, penalties, bans and masks.
+"""Computes the edits of a sequence's logits before a token is sampled: bias, penalties, bans and
+masks.
 
 The edits depend on the spec and the token ids only, so they can be rebuilt after a sequence was
 migrated, preempted or prefilled on another worker. tandem_kernels/edits.py has the formula and the

@@ -17,7 +17,7 @@ class Runner(AdapterRunner, Protocol):
 
     dtype_name: str
     numerics_name: str
-    kernels_name: str  # the kernels that compute, such as "native (avx512)", "triton" or "torch"
+    kernels_name: str  # name of the kernels, such as "native (avx512)", "triton" or "torch"
     kv_dtype_name: str
     max_model_len: int
     vocab_size: int  # token ids are less than this number

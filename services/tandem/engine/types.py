@@ -137,8 +137,8 @@ class Prefilled(msgspec.Struct, frozen=True):
     logprobs: TokenLogprobs | None = None  # log probabilities for `first_token_id`
     prompt_logprobs: list[TokenLogprobs] = []  # one item per prompt token after the first
     embedding: list[float] = []  # embedding of the prompt, if the spec has `embed`
-    # By block: sum of the attention weights that it received. Empty unless the spec has a KV budget
-    # that keeps heavy hitters.
+    # For each block, the sum of the attention weights that it received. Empty if the spec has no KV
+    # budget that keeps heavy hitters.
     block_sums: list[float] = []
 
     @property
@@ -211,7 +211,7 @@ class PinStats(msgspec.Struct, frozen=True):
 
     place: str  # "device" for the KV pools, or the name of the tier
     blocks: int  # number of blocks that are pinned now
-    fates: dict[str, int] = {}  # number of blocks since the start, by the `Fate` of their pins
+    fates: dict[str, int] = {}  # `Fate` of a pin -> number of blocks since the start
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -241,7 +241,7 @@ class TierBlocks(msgspec.Struct, frozen=True):
 
     tier: str  # name of the tier
     stored: list[StoredBlock]  # parents before children
-    removed: list[bytes]  # children before parents, except blocks that could not be read
+    removed: list[bytes]  # children before parents; unreadable blocks in any order
 
 
 class BlockChanges(msgspec.Struct, frozen=True):

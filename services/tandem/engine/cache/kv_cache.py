@@ -256,7 +256,8 @@ class KvCache:
         return min(num_tokens, covered * size + passed)
 
     def free_out_of_window(self, tables: BlockTables, num_tokens: int) -> None:
-        """Releases the blocks that no token after the first `num_tokens` tokens sees."""
+        """Releases the blocks that left the window: those that no token after the first
+        `num_tokens` tokens sees."""
         for number, group in enumerate((tables.budget or self.layout).groups):
             if group.window is None:
                 continue

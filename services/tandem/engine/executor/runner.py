@@ -57,7 +57,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # compute steps of a bfloat16 model with at most this many tokens, and torch computes larger steps.
 # A small step spends most of the time reading weights, which the native kernels do faster.
 _NATIVE_TOKENS_MAX = 16
-# Instruction set -> the instruction set with the same fp32 code. Both sets compute the same bits.
+# Instruction set -> another set whose fp32 code is the same, so that both compute the same bits.
 _FP32_AS = {"amx": "avx512", "avx512_bf16": "avx512"}
 
 

@@ -142,7 +142,7 @@ class Scheduler:
         self.enqueue(sequence)
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Removes a sequence from the queue in which it is. The sequence keeps its blocks."""
+        """Removes a sequence from its queue, if it is in one. The sequence keeps its blocks."""
         for queue in (self.waiting, self.running, self.awaiting, self.loading):
             if sequence in queue:
                 queue.remove(sequence)

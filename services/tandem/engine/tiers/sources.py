@@ -7,8 +7,8 @@ of the tiers may be in any order:
     group without a window   [ in the pool | in the first tier | in the second tier         ]
     group with a window      [ not needed               | pool | 2nd tier | pool | 1st tier ]
 
-The depth is the largest one at which a request can resume (`KvLayout.deepest_hit`) if each block is
-in the pool or in any tier. This module starts no threads and reads no bytes of blocks.
+The depth is the largest one at which a request can resume (`KvLayout.deepest_hit`) with the blocks
+of the pool and of all tiers together. This module starts no threads and reads no bytes of blocks.
 """
 
 from __future__ import annotations
