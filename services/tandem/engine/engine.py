@@ -317,7 +317,7 @@ class Engine:
         a tier.
 
         `has_work` may turn True when such a thread finishes. The threads of tiers wake the engine
-        then. The caller must poll for the others (`awaits_silent_threads`).
+        then. The caller must poll for the other threads (`awaits_silent_threads`).
         """
         return self.awaits_silent_threads() or self._tiers.is_busy
 

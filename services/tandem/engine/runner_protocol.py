@@ -57,8 +57,9 @@ class Runner(AdapterRunner, Protocol):
     def logprobs(
         self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int
     ) -> Logprobs:
-        """Returns, for each of `rows` of the last step's logits, the log probabilities of one token
-        and of the `num_top` most likely tokens. `token_ids` has the one token of each row."""
+        """Returns log probabilities computed from rows of the last step's logits. For the row
+        `rows[i]`, the result has the log probability of the token `token_ids[i]` and of the
+        `num_top` most likely tokens."""
 
     def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
         """Returns the hidden states after the final norm, each [hidden], from which the given rows

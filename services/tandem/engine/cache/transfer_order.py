@@ -20,8 +20,8 @@ from tandem.engine.cache.layout.kv_groups import KvLayout
 def transfer_order(
     layout: KvLayout, tables: BlockTables, first: int, end: int, *, depth: int
 ) -> list[int]:
-    """Returns the blocks to transfer, of those with the indices `first` to `end` - 1 in the chain.
-    The ids are unique among the pools.
+    """Returns the ids of the blocks to transfer, among those with the indices `first` to `end` - 1
+    in the chain. The ids are unique among the pools.
 
     The peer continues the sequence after `depth` blocks. With sliding windows or a KV budget,
     blocks that no later token attends to are left out.

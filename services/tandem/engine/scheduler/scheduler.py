@@ -155,7 +155,7 @@ class Scheduler:
 
     def find_late(self) -> list[tuple[Sequence, Overloaded]]:
         """Returns each sequence whose first token would be late, with the error for its client.
-        Leaves out sequences of which a step has computed tokens."""
+        Leaves out sequences whose computation has begun."""
         return list(self.deadlines.find_late([*self.running, *self.waiting]))
 
     def returnable(self, sequence_ids: Collection[str]) -> list[Sequence]:

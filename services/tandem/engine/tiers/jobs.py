@@ -3,8 +3,8 @@ tiers.
 
 A job keeps its resources until the engine has handled the end of the job: the block of a write is
 not allocated again, and the slots of a load stay referenced. A job cannot be stopped in the middle
-of a block. A load that fails or is cancelled has started copies to the device. It ends only when
-all of these copies are done.
+of a block. A load that fails or is cancelled may have copies to the device in flight. It ends only
+when these copies are done.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The tiers below the KV pool (host memory, disk, object store): which blocks are written to them,
-and which are loaded from them.
+"""Manages the tiers below the KV pool (host memory, disk, object store): decides which blocks are
+written to them, and which are loaded from them.
 
     hashed block of the pool   without a copy --Write--> with a copy --evict--> FREE
     sequence                   WAITING --admit--> LOADING --Load--> RUNNING, or WAITING_FOR_KV

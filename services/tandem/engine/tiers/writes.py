@@ -1,4 +1,4 @@
-"""The writes of blocks to the tiers. The state of a block's copy (`Copy`) changes as follows:
+"""Writes blocks to the tiers. The state of a block's copy (`Copy`) changes as follows:
 
     NONE --start--> WRITING --settle--> COMPLETE or LOST
 

@@ -264,9 +264,9 @@ class _Health:
 def _start_threads(name: str) -> ThreadPoolExecutor:
     """Returns a thread pool whose threads are all running. Raises ConfigError if they do not start.
 
-    By default a pool starts a thread only when a call is submitted. If this failed, `submit` would
-    raise an error but leave the call in the queue, and it would be unknown whether the write takes
-    place.
+    By default a pool starts a thread only when a call is submitted. If this start failed, `submit`
+    would raise an error but leave the call in the queue. It would then be unknown whether the call,
+    such as a write, takes place.
     """
     threads = ThreadPoolExecutor(_AT_ONCE, name)
     all_run = threading.Barrier(_AT_ONCE, timeout=_START_S)

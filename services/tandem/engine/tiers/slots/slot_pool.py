@@ -128,8 +128,8 @@ class SlotPool(BlockPool):
     def await_child(self, parent_hash: bytes) -> None:
         """Protects a parent's slot from eviction while a child is being written, until `end_child`.
 
-        The parent may still be being written, so that no slot has it yet. Ignores an empty hash,
-        which means that the block has no parent.
+        The write of the parent may be in flight too, so that no slot has it yet. Ignores an empty
+        hash, which means that the block has no parent.
         """
         if parent_hash:
             self._awaiting[parent_hash] += 1
