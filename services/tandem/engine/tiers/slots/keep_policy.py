@@ -22,8 +22,8 @@ from tandem.common.perf_model.rates import DEFAULT_PREFILL, PrefillRate
 from tandem.common.retention import PRIORITY_DEFAULT, PRIORITY_MIN
 from tandem.engine.tiers.slots.frequency_sketch import FrequencySketch
 
-# A block is accepted if its estimated number of uses is at least this. A use now counts 1, and a use
-# one half-life ago counts 0.5, so two uses within one half-life are enough.
+# A block is accepted if its estimated number of uses is at least this. A use now counts 1, and one
+# a half-life ago counts 0.5, so two uses within a half-life are enough.
 _USES_MIN = 1.5
 _KEPT_USES = 2  # a use of a block that is to be kept counts as this many uses
 # The measured prefill rate changes a little with every step. From a rate follows a ratio: the time
