@@ -33,7 +33,7 @@ from tandem.errors import AdapterUnavailable, TandemError
 
 log = logging.getLogger(__name__)
 
-READ_DEADLINE_S = 120.0  # the process ends if it takes longer to read an adapter
+READ_DEADLINE_S = 120.0  # the process ends if reading an adapter takes longer than this
 FAILED_S = 30.0  # for this time after a failed read, sequences with the adapter are refused
 
 

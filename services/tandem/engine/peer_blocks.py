@@ -116,7 +116,7 @@ class PeerBlocks:
         try:
             check_trusted(sequence_id, num_blocks, num_cached, num_held)
             if self._kv.has_windows and num_blocks < num_held:
-                num_blocks = num_cached  # with windows, an incomplete chain cannot be used
+                num_blocks = num_cached  # an incomplete chain has no use with sliding windows
             check_own(sequence_id, self._kv.global_ids(chain.tables, num_blocks), unsafe_blocks)
             self._kv.store(
                 chain.tables,

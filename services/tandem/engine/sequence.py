@@ -236,7 +236,7 @@ class Sequence:
 
     @property
     def num_missing_tokens(self) -> int:
-        """Number of tokens to compute before the next one can be sampled."""
+        """Number of tokens to compute before the next token can be sampled."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property

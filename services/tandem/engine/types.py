@@ -237,7 +237,7 @@ class StoredBlock(msgspec.Struct, frozen=True):
 
 
 class TierBlocks(msgspec.Struct, frozen=True):
-    """Changes since the last report of the blocks that a tier can load."""
+    """The blocks that became loadable from a tier, or stopped being so, since the last report."""
 
     tier: str  # name of the tier
     stored: list[StoredBlock]  # parents before children

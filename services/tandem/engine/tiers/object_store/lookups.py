@@ -170,7 +170,7 @@ class Lookups:
             self._unadded += ((group, part) for part in parts)
 
     def forget(self, sequence_id: str) -> None:
-        """Forgets the look-up of a sequence that is gone."""
+        """Forgets the look-up of a sequence that left the engine."""
         self._lookups.pop(sequence_id, None)
 
     def close(self) -> None:
