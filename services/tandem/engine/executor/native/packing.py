@@ -87,7 +87,7 @@ class Packer:
     def matrix(self, parts: Sequence[Linear], *, keeps_kind: bool = False) -> Matrix:
         """Packs several matrices, such as q, k and v, as one matrix with all their rows.
 
-        `keeps_kind` True: the weights are not converted to int8, even with the setting
+        If `keeps_kind` is True, the weights are not converted to int8, even with the setting
         weights=int8.
         """
         if isinstance(parts[0].blocks, Fp8):
@@ -141,8 +141,8 @@ class Packer:
     def embedding(self, weights: ModelWeights, output: Matrix) -> dict[str, int | None]:
         """Returns the embedding fields of the struct `Model`.
 
-        If the embedding and the output matrix are the same matrix, the kernels read embeddings from
-        the packed output matrix, unless the output matrix was converted to int8.
+        If the embedding is tied to the output matrix, and this matrix was not converted to int8,
+        the kernels read embeddings from the packed output matrix.
         """
         tied = weights.embedding_blocks is weights.output_blocks
         if tied and weights.embedding is weights.output and not self._int8:
@@ -191,9 +191,9 @@ class Packer:
         return packed
 
     def _fp8(self, parts: Sequence[Linear], stored: Sequence[Fp8] = ()) -> Matrix:
-        """Packs several fp8 matrices as one matrix. If the caller interleaved the rows of the
-        checkpoint's matrices to make `parts`, `stored` has the checkpoint's matrices, so that an
-        error about a weight that is NaN can name the checkpoint's tensor."""
+        """Packs several fp8 matrices as one matrix. If the caller interleaved rows to make `parts`,
+        `stored` has the checkpoint's own matrices. The error for a NaN weight then names the
+        checkpoint's tensor."""
         blocks = [part.blocks for part in parts if isinstance(part.blocks, Fp8)]
         data = [each.data.view(torch.uint8) for each in blocks]
         codes = (data[0] if len(data) == 1 else torch.cat(data)).contiguous()
