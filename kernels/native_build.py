@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels, which are C++ that needs neither torch nor Python's headers.
+"""Compiles the CPU kernels, which are in C++ and need neither torch nor Python's headers.
 
     python kernels/native_build.py            compiles them into the cache
 
@@ -105,8 +105,8 @@ def build(target: Path, sets: Sequence[str]) -> None:
 
 
 def compile_objects(sets: Sequence[str]) -> list[Path]:
-    """Compiles the sources that the cache lacks, on all cores. Returns the objects. Raises
-    BuildError."""
+    """Compiles the sources whose object files the cache lacks, on all cores. Returns the object
+    files of all sources. Raises BuildError."""
     compiler = _compiler()
     identity = hashlib.sha256(_run([*compiler, "--version"]).encode())
     for header in sorted(SOURCES.glob("*.h")):
@@ -142,7 +142,8 @@ def _object(
 
 
 def _compiler() -> list[str]:
-    """Returns the C++ compiler: the one of the variable CXX, or else the system's."""
+    """Returns the command of the C++ compiler: the environment variable CXX if it is set, or else
+    the system's compiler."""
     if named := os.environ.get("CXX"):
         return named.split()
     for name in ("c++", "g++", "clang++"):

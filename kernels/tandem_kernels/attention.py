@@ -33,7 +33,8 @@ _Product = Callable[
 @dataclass(frozen=True, slots=True)
 class _MaskedGroup:
     group: AttentionGroup
-    # Added to the scores. None: causal masking is enough, because all tokens are queries.
+    # A mask that is added to the scores. None: all tokens of the context are queries, so torch's
+    # causal masking is enough.
     mask: torch.Tensor | None
 
 
@@ -86,7 +87,7 @@ class PagedAttention:
         keys: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> None:
-        """Adds the softmax weights to the `BlockShares` of each sequence whose weights are summed.
+        """For each sequence that has `BlockShares`, adds its softmax weights to them.
 
         The weights are computed again, because scaled_dot_product_attention does not return them.
         `queries` is [B * n, heads, D] for B sequences with n queries each.

@@ -66,14 +66,14 @@ class AttentionGroup:
         """Returns a boolean mask that is true where a query does not attend to a key.
 
         `keys` has the positions of keys. `ends` [B * repeats, ...] has, for each query, the
-        position after the last key to which the query attends. In a layer with a window, only
-        `window` counts, and `visible` is ignored.
+        position after the last key to which the query attends; its first dimension has `repeats`
+        rows per sequence. In a layer with a window, only `window` counts, and `visible` is ignored.
         """
         hidden = keys >= ends
         if window is not None:
             hidden |= keys < ends - window
         elif any(self.visible):
-            # Sequences without a KV budget: the first `max(context_lens)` keys, that is, all keys.
+            # Without a KV budget, the first `max(context_lens)` keys are visible: all keys.
             every = (max(self.context_lens), 0)
             shown = torch.tensor([each or every for each in self.visible], device=keys.device)
             shown = shown.repeat_interleave(repeats, 0).view(-1, 2, *[1] * (ends.ndim - 1))

@@ -30,7 +30,7 @@ KEY_TILE = 64
 class _TiledGroup:
     group: AttentionGroup
     hidden: torch.Tensor  # bool [key tiles, N, 16, 64]: true if the row does not attend to the key
-    # For each key tile: the number of the first row tile whose context reaches this key tile.
+    # For each key tile: the index of the first row tile whose context reaches this key tile.
     first_row_tile: list[int]
 
 

@@ -2,8 +2,8 @@
 
     weight = scale * (number - zero) + min
 
-A block is a run of weights, such as 32, that share scales. Its bytes have the scales and the
-numbers. The types are defined in
+A block is a run of weights, for example 32, that share scales. Its bytes hold the scales and the
+quantized numbers. The block types are defined in
 https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 
 Results equal those of native/blocks.cpp bit by bit. No data is copied from the host, so CUDA graphs
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-Q4_Z32, Q4_Z64 = 1032, 1064  # numbers of two types that Tandem adds (native/blocks.h)
+Q4_Z32, Q4_Z64 = 1032, 1064  # two block types that Tandem adds to GGUF's (native/blocks.h)
 
 
 class BlockType(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 def choose_experts(
     logits: torch.Tensor, top_k: int, is_normalized: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses the `top_k` experts with the largest logits for each token. Returns the numbers of
+    """Chooses the `top_k` experts with the largest logits for each token. Returns the indices of
     the experts and their fp32 weights, both [T, top_k]. `logits` is [T, experts].
 
     The weights are the softmax over all experts. If `is_normalized`, they are the softmax over only
@@ -29,7 +29,7 @@ def choose_in_groups(
     correction: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses experts as DeepSeek models do: first the best groups of experts, and then the `top_k`
-    best experts in these groups. Returns the numbers of the experts and their fp32 weights, both
+    best experts in these groups. Returns the indices of the experts and their fp32 weights, both
     [T, top_k].
 
                               without correction          with correction [experts]

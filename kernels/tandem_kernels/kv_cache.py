@@ -80,7 +80,7 @@ class KvLayout(Protocol):
 class LayerKv(NamedTuple):
     """One layer of a pool as strided views, for the Triton kernels. The 2 in shapes is K and V."""
 
-    numbers: torch.Tensor  # [num_blocks, heads, 2, block_size, D]; the type of e4m3 is uint8
+    numbers: torch.Tensor  # [num_blocks, heads, 2, block_size, D]; e4m3 is stored as uint8
     scales: torch.Tensor | None  # [num_blocks, heads, 2, block_size] float16; None: unquantized
     fixed_scales: torch.Tensor | None = None  # [2]: static scales; None: each row has its own
 
@@ -125,7 +125,7 @@ class KvPool:
     @property
     def kv(self) -> torch.Tensor:
         """The pool as [num_blocks, heads, layers, 2, block_size, D], where the 2 is K and V. With
-        latent attention it is 1."""
+        latent attention, this dimension has size 1."""
         runs = 1 + self.layout.has_values
         shape = self.num_kv_heads, self.num_layers, runs, self.block_size, self.head_dim
         return self._tokens.view(-1, *shape)
@@ -149,8 +149,9 @@ class KvPool:
         self._tokens.index_put_((rows + self.block_size,), values.to(self.dtype))
 
     def block_rows(self, block_tables: torch.Tensor) -> torch.Tensor:
-        """Returns the indices of the runs of the blocks [B, M] in layer 0, for `gather`. The result
-        has first all runs of K and then all runs of V: [2 * B * heads * M]."""
+        """Returns the indices of the blocks' runs in layer 0, for `gather`: first all runs of K and
+        then all runs of V, [2 * B * heads * M]. A run is the K or V of one head in a block.
+        `block_tables` is [B, M], the ids of M blocks for each of B sequences."""
         runs = self._first_runs(block_tables).transpose(1, 2)
         return torch.stack((runs, runs + 1)).flatten()
 
@@ -179,7 +180,8 @@ class LatentKvPool(KvPool):
         self._tokens.index_put_((rows,), keys.to(self.dtype))
 
     def block_rows(self, block_tables: torch.Tensor) -> torch.Tensor:
-        """Returns the indices of the runs of the blocks [B, M] in layer 0: [B * heads * M]."""
+        """Returns the indices of the blocks' runs in layer 0, [B * heads * M]. `block_tables` is
+        [B, M], the ids of M blocks for each of B sequences."""
         return self._first_runs(block_tables).transpose(1, 2).flatten()
 
     def gather(self, layer: int, block_rows: torch.Tensor, num_seqs: int) -> torch.Tensor:

@@ -42,8 +42,8 @@ class KeyChannels:
 
     @cached_property
     def multipliers(self) -> torch.Tensor:
-        """The `multiplier` of the formula above for each position, float32
-        [layers, KV heads, D]."""
+        """The `multiplier` in the formula of this module's docstring, for each position of the
+        stored row, float32 [layers, KV heads, D]."""
         fine = self.scales.clone()
         fine[..., : self.scales.shape[-1] // 4] /= 4
         return fine

@@ -49,13 +49,14 @@ def linear_invariant(
 
 
 def linear_of_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Returns y for all heads, [T, heads, out]. The last bits of a row may depend on T."""
+    """Returns x[:, h] W[h]^T for all heads h, [T, heads, out]. The last bits of a row may depend on
+    T."""
     return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
 
 def linear_of_heads_invariant(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Returns y for all heads, [T, heads, out]. As in linear_invariant, the bits of a row do not
-    depend on the other rows."""
+    """Returns x[:, h] W[h]^T for all heads h, [T, heads, out]. As in linear_invariant, the bits of
+    a row do not depend on the other rows."""
     assert x.shape[0] % TILE_ROWS == 0
     tiles = x.reshape(-1, TILE_ROWS, *x.shape[1:])
     return torch.cat([linear_of_heads(tile, weight) for tile in tiles])

@@ -23,8 +23,8 @@ class Logprobs:
     """Natural log probabilities from n rows of logits: of one chosen token per row, and of the k
     most likely tokens of each row."""
 
-    logprobs: npt.NDArray[np.float32]  # [n]: of the chosen tokens
-    ranks: npt.NDArray[np.int32]  # [n]: of the chosen tokens; 1: no token is more likely
+    logprobs: npt.NDArray[np.float32]  # [n]: log probability of each chosen token
+    ranks: npt.NDArray[np.int32]  # [n]: rank of each chosen token; 1: no token is more likely
     top_ids: npt.NDArray[np.int32]  # [n, k], the most likely first
     top_logprobs: npt.NDArray[np.float32]  # [n, k]
 

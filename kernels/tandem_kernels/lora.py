@@ -27,8 +27,8 @@ class LoraPart:
 
 @dataclass(frozen=True, slots=True)
 class LoraHeads:
-    """The A and B of each head in a linear layer with one matrix per head. If all heads share A or
-    B, this tensor is expanded to all heads without copies."""
+    """The A and B of each head in a linear layer with one matrix per head. If all heads share one
+    A or one B, the tensor is a view that repeats it for each head without copies."""
 
     a: torch.Tensor  # [heads, rank, in]
     b: torch.Tensor  # [heads, out, rank], multiplied by the scale

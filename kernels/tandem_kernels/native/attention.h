@@ -5,9 +5,8 @@
 // tiles of 64 with online softmax (arXiv:2205.14135). The first key of a tile has a position that
 // is a multiple of 64.
 //
-// A tile to whose keys a row does not attend leaves all bits of the row's sums unchanged. So the
-// result of a row does not depend on the other rows of the item, on chunk boundaries or on the
-// block size.
+// If a row attends to no key of a tile, the tile changes no bit of the row's sums. So the result of
+// a row does not depend on the other rows of the item, on chunk boundaries or on the block size.
 //
 // With a window, tiles before the window of the item's first row are skipped. With a KV budget
 // (docs/kv_budgets.md), a row attends to the first and the last keys of its context, and the tiles
@@ -215,9 +214,9 @@ inline int in_head(int i, Bf16) {
     return kLanes == kPanel ? i : panel + lane % (kPanel / 2) * 2 + lane / (kPanel / 2);
 }
 
-// The keys to which a row attends: keys 0 to `start` - 1 and keys `first` to `end` - 1. `start` is
-// 0 unless the sequence has a KV budget; then it is less than `first`. `in(tile)` returns the same
-// keys, numbered from the first key of a tile.
+// The keys to which a row attends: keys 0 to `start` - 1 and keys `first` to `end` - 1. Without a
+// KV budget, `start` is 0. With a KV budget it may be greater, but never exceeds `first`.
+// `in(tile)` returns the same keys, numbered from the first key of a tile.
 struct Seen {
     int start, first, end;
 
@@ -417,8 +416,8 @@ struct HeadKv {
     }
 
     // Writes the addresses of the `most` keys of a tile to `rows`. Keys that are not read get an
-    // address too: `nothing` after the last key that is read, the address of any key that is read
-    // elsewhere.
+    // address too: `nothing` if they are after the last key that is read, and otherwise the address
+    // of some key that is read.
     void tile(int first, int most, const T* nothing, const T** rows) const {
         const Seen read = by_blocks(first, most, [&](int i, const T* part, int offset, int here) {
             for (int j = 0; j < here; ++j) rows[i + j] = part + (offset + j) * of_key;

@@ -1,4 +1,4 @@
-// Which instruction sets the processor supports.
+// Finds the instruction sets that the processor supports.
 
 #pragma once
 

@@ -4,8 +4,8 @@
 //     gelu_tanh    f(x) = 2 sqrt(2 / pi) (x + 0.044715 x^3)
 //     clamped      f(x) = alpha x
 //
-// With `clamped`, gates are first limited to at most `limit`, and ups to [-limit, limit]. Then 1 is
-// added to the ups.
+// With `clamped`, `gate` is first clamped to at most `limit`, and `up` is clamped to the range
+// -limit to limit. Then 1 is added to `up`.
 
 namespace tandem::TANDEM_ISA {
 

@@ -1,5 +1,5 @@
-"""The C++ decoder's numbers for number formats, stages and activations (decoder.h, stages.h), and
-the sizes of packed weights.
+"""Enums with the integer codes that the C++ decoder uses for number formats, stages and activations
+(decoder.h, stages.h), and functions that compute the sizes of packed weights.
 """
 
 from enum import IntEnum
@@ -53,7 +53,7 @@ class Stage(IntEnum):
 
 
 class Activation(IntEnum):
-    """The activation function of an MLP. CLAMPED is the one of gpt-oss (triton/activation.py)."""
+    """The activation function of an MLP. gpt-oss uses CLAMPED (triton/activation.py)."""
 
     SILU = 0
     GELU_TANH = 1

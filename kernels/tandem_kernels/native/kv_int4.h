@@ -5,7 +5,7 @@ namespace tandem::TANDEM_ISA {
 
 constexpr int kHeadMax = 512;  // maximum numbers in a row
 
-struct Int4Pair {  // a byte with two numbers from -8 to 7, plus 8, or the lower 2 bits of 4 numbers
+struct Int4Pair {  // two numbers from -8 to 7, each stored plus 8; or the lower 2 bits of 4 numbers
     uint8_t bits;
 };
 

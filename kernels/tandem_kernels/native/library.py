@@ -22,7 +22,7 @@ from ctypes import (
     c_void_p,
 )
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -223,6 +223,15 @@ class _Ranks(Structure):
     )
 
 
+class SharedMemory(NamedTuple):
+    """The memory that the ranks of a tensor-parallel engine share, as one of them has mapped it."""
+
+    rank: int
+    num_ranks: int
+    address: int
+    buffer_bytes: int  # room for each buffer of a step
+
+
 class RankEnded(Exception):
     """A rank of a tensor-parallel engine has ended, so the others cannot compute any more."""
 
@@ -406,8 +415,8 @@ class Library:
     def final_hidden(
         self, decoder: int, rows: npt.NDArray[np.int32], hidden_size: int
     ) -> npt.NDArray[np.float32]:
-        """Returns the hidden states after the final norm, [rows, hidden_size]. `rows` are rows of
-        tokens in the decoder's last step."""
+        """Returns the hidden states after the final norm, [rows, hidden_size]. `rows` has the
+        indices of tokens in the decoder's last step."""
         found = np.empty((len(rows), hidden_size), np.float32)
         self._library.tandem_final_hidden(decoder, address(rows), len(rows), address(found))
         return found

@@ -1,4 +1,4 @@
-// Measures what the processor can do at most, to compare the times of a step's stages with: the
+// Measures two limits of the processor, with which the times of a step's stages are compared: the
 // rate of products whose operands are in the L1 cache, and the memory read bandwidth.
 
 namespace tandem::TANDEM_ISA {

@@ -160,7 +160,7 @@ struct Share {
     int first_input, num_inputs;
 };
 
-// Each tile prefetches a part of the next panel: tile number `tile` of `tiles`.
+// Each tile of rows prefetches a part of the next panel. `tile` is the index of a tile of `tiles`.
 struct Turn {
     int tile, tiles;
 };

@@ -4,8 +4,8 @@
     gelu_tanh    gelu_tanh(gate) * up
     clamped      gate * sigmoid(alpha * gate) * (up + 1)
 
-gpt-oss uses the clamped form, in which gates are first limited to at most `limit`, and ups to
-[-limit, limit]. gelu_tanh(x) is x (1 + tanh(f(x))) / 2, which equals
+gpt-oss uses the clamped form. It first clamps `gate` to at most `limit`, and clamps `up` to the
+range -limit to limit. gelu_tanh(x) is x (1 + tanh(f(x))) / 2, which equals
 x sigmoid(2 f(x)), with f(x) = sqrt(2 / pi) (x + 0.044715 x^3).
 """
 
@@ -19,8 +19,8 @@ _COLUMNS = 1024
 def gated_mul(
     gate_up: torch.Tensor, activation: str = "silu", clamp: tuple[float, float] | None = None
 ) -> torch.Tensor:
-    """Applies the activation to `gate_up` [T, 2 * inner], which has gates and ups side by side.
-    Returns [T, inner] in the same dtype. Computes in fp32.
+    """Applies the activation to `gate_up` [T, 2 * inner]: the first `inner` columns are `gate`, the
+    other columns are `up`. Returns [T, inner] in the same dtype. Computes in fp32.
 
     activation  silu or gelu_tanh
     clamp       (alpha, limit) of the clamped form, which replaces `activation`

@@ -45,7 +45,7 @@ def attend(
     paged     (address of the head's K in block 0, address of the scales of this K, block table of
               the sequence, stride of a block, stride from K to V, scale of scores in base 2)
     WINDOW    not 0: a row attends only to the last WINDOW of its keys
-    CAP       not 0: scores become CAP * tanh(score / CAP); in base 2
+    CAP       not 0: scores become CAP * tanh(score / CAP); scores and CAP are in base 2
     MASKED    false: every row attends to all keys of the range, and their number is a multiple of
               KEYS, so no mask is needed
 

@@ -44,8 +44,9 @@ def decode_attention(
 
     queries       [B, heads, D], bfloat16, float16 or float32; heads may be strided
     layer_kv      [num_blocks, KV heads, 2, block size, D]: `numbers` of KvPool.layer
-    scales        [num_blocks, KV heads, 2, block size] float16: of KvPool.layer; None: unquantized
-    block_tables  [B, M] int32
+    scales        [num_blocks, KV heads, 2, block size] float16: `scales` of KvPool.layer;
+                  None: the pool is not quantized
+    block_tables  [B, M] int32: the block ids of each of the B sequences
     context_lens  [B] int32, including the query's own token; if 0, the output is zeros
     window        number of last keys to which the query attends; None: all
     scale         factor on q . k; None: 1 / sqrt(D)

@@ -12,8 +12,8 @@ moves them to the device. The array has seven parts in this order. Floats are st
     scales        t       repetition penalties
     penalties     t       sums of frequency and presence penalties
 
-A second copy moves the masks, [rows with a mask, 1 + words]: the number of the row, then the row's
-mask.
+A second copy moves the masks, int32 [rows with a mask, 1 + words]. Each entry has the index of the
+row in `logits`, then the row's mask.
 """
 
 from collections.abc import Sequence

@@ -5,8 +5,8 @@ top_k = 2, slots 0 and 1 belong to token 0, slots 2 and 3 to token 1, and so on.
 matrices d is top_k, because all slots of a token have the same input. For the down matrices d is 1.
 
 Slots are sorted by expert and grouped into tiles of one expert each. The number of tiles depends
-only on the numbers of tokens and experts, not on the choice. So the host does not wait for the
-device, and a CUDA graph can record the operation.
+only on the numbers of tokens and experts, not on which experts are chosen. So the host does not
+wait for the device, and a CUDA graph can record the operation.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,8 @@ _COLUMNS, _INPUTS = 64, 64
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiles:
-    """The slots of a step, grouped into tiles. All slots of a tile have the same expert."""
+    """The slots of a step, grouped into tiles. A slot is a pair of a token and one of its chosen
+    experts. All slots of a tile have the same expert."""
 
     tile_rows: int
     slots: torch.Tensor  # [tiles * tile_rows] int32: slot numbers; -1: padding
@@ -56,8 +57,8 @@ def tile_by_expert(chosen: torch.Tensor, num_experts: int) -> ExpertTiles:
 def grouped_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: ExpertTiles
 ) -> torch.Tensor:
-    """Returns y of all slots, [slots, out]. `x` is [slots / d, in], `weight` [experts, out, in] and
-    `bias` [experts, out]. Sums are fp32."""
+    """Returns the layer's output for all slots, [slots, out]. `x` is [slots / d, in], where d slots
+    share a row. `weight` is [experts, out, in] and `bias` [experts, out]. Sums are fp32."""
     num_out, num_in = weight.shape[1:]
     assert tiles.num_slots % len(x) == 0
     assert x.stride(1) == 1

@@ -1,5 +1,5 @@
-"""Fuses the operations between the projections of latent attention and the attention itself into
-one kernel:
+"""Fuses into one kernel the operations of latent attention that come after its projections and
+before the attention itself:
 
                                            operation     result
     latent of a token                      normalized    stored in the pool

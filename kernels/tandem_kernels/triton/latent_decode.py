@@ -37,7 +37,7 @@ def latent_decode_attention(
 
     queries       one token per sequence
     layer_kv      [num_blocks, 1, 1, block size, rank + rope]: `numbers` of KvPool.layer
-    block_tables  [B, M] int32
+    block_tables  [B, M] int32: the block ids of each of the B sequences
     context_lens  [B] int32, including the query's own token; if 0, the output is zeros
     scale         factor on scores
     """

@@ -26,7 +26,8 @@ from tandem_kernels.triton.kv_rows import read
 
 
 class LatentQueries(NamedTuple):
-    """Queries in two parts. Scores are absorbed . latent + rotated . rotated key."""
+    """Queries in two parts. The score of a query and a token is
+    absorbed . latent + rotated . (rotated key)."""
 
     absorbed: torch.Tensor  # [T, heads, rank]; tokens and heads may be strided
     rotated: torch.Tensor  # [T, heads, rope], contiguous

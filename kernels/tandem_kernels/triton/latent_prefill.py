@@ -30,8 +30,8 @@ def latent_prefill_attention(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """Returns the attended latents [T, heads, rank], in the queries' dtype. The chunks' own KV must
-    be in the pool.
+    """Returns the attended latents [T, heads, rank], in the queries' dtype. The KV of the chunks
+    must already be in the pool.
 
     layer_kv      [num_blocks, 1, 1, block size, rank + rope]: `numbers` of KvPool.layer
     block_tables, context_lens, query_starts    as for prefill_attention

@@ -23,7 +23,7 @@ from tandem_kernels.triton.tuning import next_power_of_2
 
 _ROWS = 16  # rows of a tile, required by tensor cores
 _INPUTS, _COLUMNS = 128, 64
-_RANKS_MAX = 64  # largest number of ranks that an iteration of a kernel processes
+_RANKS_MAX = 64  # a kernel processes at most this many elements of the rank dimension at once
 # Number of fields of a part: address of A, address of B, rank, first column, number of columns.
 _FIELDS = tl.constexpr(5)
 
@@ -32,11 +32,11 @@ class LoraTiles(NamedTuple):
     """The rows of a step, grouped by adapter."""
 
     rows: torch.Tensor  # [tiles * _ROWS] int32: row numbers; -1: padding
-    adapters: torch.Tensor  # [tiles] int32: number of each tile's adapter
+    adapters: torch.Tensor  # [tiles] int32: index of each tile's adapter
 
     @classmethod
     def of(cls, rows: Mapping[int, Sequence[int]], device: torch.device) -> Self:
-        """Groups rows into tiles. `rows` has the rows of each adapter, by the adapter's number."""
+        """Groups rows into tiles. `rows` maps an adapter's index to the rows that use it."""
         padded: list[int] = []
         adapters: list[int] = []
         for adapter, of_one in rows.items():

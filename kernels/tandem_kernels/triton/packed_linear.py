@@ -14,7 +14,7 @@ from tandem_kernels.triton.attention_loop import product
 
 _ROWS = 16  # minimum rows of a tile, required by tensor cores
 _MANY_ROWS = 64
-_INPUTS_MIN, _INPUTS_MAX = 32, 64  # limits on the inputs of a tile, which are all in one group
+_INPUTS_MIN, _INPUTS_MAX = 32, 64  # least and most inputs of a tile; they are all in one group
 
 
 def can_multiply(num_in: int, num_groups: int) -> bool:

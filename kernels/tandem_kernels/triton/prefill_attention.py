@@ -48,13 +48,14 @@ def prefill_attention(
     sinks: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the attention output [T, heads, D], in the queries' dtype. The chunks' own K and V
-    must be in the pool.
+    """Returns the attention output [T, heads, D], in the queries' dtype. The K and V of the chunks
+    must already be in the pool.
 
     queries       [T, heads, D], bfloat16, float16 or float32; heads may be strided
     layer_kv      [num_blocks, KV heads, 2, block size, D]: `numbers` of KvPool.layer
-    scales        [num_blocks, KV heads, 2, block size] float16: of KvPool.layer; None: unquantized
-    block_tables  [S, M] int32
+    scales        [num_blocks, KV heads, 2, block size] float16: `scales` of KvPool.layer;
+                  None: the pool is not quantized
+    block_tables  [S, M] int32: the block ids of each of the S sequences
     context_lens  [S] int32: number of tokens of each sequence, including its chunk
     query_starts  [S + 1] int32: the chunk of sequence s is in the rows from query_starts[s] to
                   before query_starts[s + 1]; it may be empty; the last element is T
@@ -227,8 +228,9 @@ def _attend_chunks(
 
 @triton.jit
 def tile_of(program, query_starts, num_seqs, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr):
-    """Returns what a program has to compute: (sequence, row of its first query, its number of
-    queries, first row of the tile). A negative first row means that the program has no tile.
+    """Returns the tile that a program computes: (index of the sequence, row of the sequence's first
+    query, number of the sequence's queries, first row of the tile). A negative first row of the
+    tile means that the program has no tile.
     """
     seq = _sequence_of(program, query_starts, num_seqs, GROUP_SIZE, ROWS)
     start = tl.load(query_starts + seq)

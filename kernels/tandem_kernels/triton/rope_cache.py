@@ -40,7 +40,8 @@ def rotate_and_store(
     angles    cosines and sines of rope.rotary_angles, each [T, 1, D / 2] fp32
     slots     [T] int32 or int64: block id * block size + offset; negative: the token is not stored
     layer_kv  [num_blocks, KV heads, 2, block size, D]: `numbers` of KvPool.layer
-    scales    [num_blocks, KV heads, 2, block size] float16: of KvPool.layer; None: unquantized
+    scales    [num_blocks, KV heads, 2, block size] float16: `scales` of KvPool.layer; None: the
+              pool is not quantized
     fixed_scales    [2] float16: static scales of K and V; None: each row has its own
     q_norm, k_norm  [D]: weights of an RMS norm of each head before the rotation, with `eps`
     """
@@ -161,8 +162,8 @@ def _rotate_and_store(
 
 @triton.jit
 def _apply_norm_weights(x, q_norm, k_norm, queries, is_query, pairs, is_pair):
-    """Multiplies x by the norm weights of queries or keys. Like the torch code, rounds x to the
-    dtype before the multiplication, and the product after it."""
+    """Multiplies x by the norm weights of queries or keys. As the torch code does, rounds the
+    product to the dtype of the queries, and also rounds x before if the weights have this dtype."""
     dtype: tl.constexpr = queries.dtype.element_ty
     query_weights = tl.load(q_norm + pairs, mask=is_pair, other=0.0).to(tl.float32)
     key_weights = tl.load(k_norm + pairs, mask=is_pair, other=0.0).to(tl.float32)

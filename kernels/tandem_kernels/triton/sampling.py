@@ -6,7 +6,7 @@ Instead of sorting, a program finds thresholds. For top_k = 50, the threshold is
 thresholds of top_p and of the sampled token are found in the same way, by the total weight of the
 tokens instead of their number. A program does this for one row of logits:
 
-    1  Reads all logits and finds the largest. With temperature 0, this is the result.
+    1  Reads all logits and finds the largest. With temperature 0, its token is the result.
     2  Reads all logits again. For each of 8 levels, which are logits, counts the tokens at or above
        the level and sums their weights. The threshold is then known to be between two levels.
     3  For each threshold, reads all logits again and lists the tokens between these two levels,

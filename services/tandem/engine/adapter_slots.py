@@ -33,8 +33,8 @@ from tandem.errors import AdapterUnavailable, TandemError
 
 log = logging.getLogger(__name__)
 
-READ_DEADLINE_S = 120.0  # the process ends if it takes longer to read an adapter
-FAILED_S = 30.0  # seconds after a failed read for which sequences with the adapter are refused
+READ_DEADLINE_S = 120.0  # the process ends if reading an adapter takes longer than this
+FAILED_S = 30.0  # for this time after a failed read, sequences with the adapter are refused
 
 
 class AdapterRunner(Protocol):
@@ -111,8 +111,8 @@ class AdapterSlots:
             raise failed[1]
 
     def request(self, adapter: Adapter, in_use: Callable[[], Collection[str]]) -> AdapterSlotState:
-        """Returns whether an adapter is loaded. If not, starts to read the adapter's files, and
-        evicts another adapter if all slots are taken.
+        """Returns the state of an adapter. If it is neither loaded nor being read, starts to read
+        its files. If all slots are taken, evicts another adapter first.
 
         `in_use` returns the digests of the adapters that must not be evicted.
         """

@@ -2,7 +2,7 @@
 model once and processes the results.
 
 The engine is synchronous. It knows no network, no asyncio, no Redis and no Ray. The `StepReport` of
-a step has all events since the report before, including events between the two steps. While
+a step has all events since the previous report, including events between the two steps. While
 `has_work` is False, only a call to the engine or the result of one of the engine's threads can turn
 it True. sequence.py lists the states of a sequence, and cache/pool/block_pool.py those of a block.
 """
@@ -95,9 +95,9 @@ class Engine:
     def step(self, on_final: OnFinal | None = None) -> StepReport:
         """Runs the model once and returns all events since the last step.
 
-        Peers wait for the blocks that this engine prefills for them. `on_final` is called with such
-        blocks as soon as their KV is final, before this step samples tokens. If `on_final` is None,
-        the blocks are listed in the report.
+        Blocks that this engine prefills for peers are passed to `on_final` as soon as their KV is
+        final, before this step samples tokens, because the peers wait for them. If `on_final` is
+        None, these blocks are listed in the report.
         """
         started = time.perf_counter()
         work = StepWork()
@@ -112,8 +112,8 @@ class Engine:
         self._runner.copy_blocks(schedule.copies)
         self._kv.end_copies(schedule.copies)
         for sequence in (*loaded, *schedule.admitted):
-            # `write` below chooses the blocks to copy to the tiers by the number of their uses, so
-            # the uses by this sequence must be recorded first.
+            # `write` below chooses which blocks to copy to the tiers by how often they were used,
+            # so this sequence's uses must be recorded first.
             self._scheduler.loads.use(sequence)
             self._pending.admitted(sequence)
         self._tiers.write()
@@ -130,8 +130,8 @@ class Engine:
     def add(self, spec: SequenceSpec) -> None:
         """Queues a sequence. Raises BadRequest, ContextTooLong, NeverFits, QueueFull or Overloaded.
 
-        A sequence that was migrated to this engine may already be complete. It is not queued but
-        reported as finished.
+        A sequence that was migrated to this engine may already be complete. Then it is reported as
+        finished instead of being queued.
         """
         self._check_new(spec.sequence_id)
         self._new_sequences.check(spec)
@@ -146,11 +146,11 @@ class Engine:
         self._scheduler.start_local(self._sequences.awaiting_all(sequence_id))
 
     def restart(self, spec: SequenceSpec, unsafe_blocks: Collection[int] = ()) -> None:
-        """Discards the pulled KV of a sequence, and queues the sequence again with `spec`, in the
-        order of its first arrival.
+        """Discards the pulled KV of a sequence, and queues the sequence again with `spec`. It keeps
+        its place in the order of arrival.
 
-        A pull that was given up may still write to `unsafe_blocks` of the sequence. These blocks
-        are quarantined, that is, not reused until `unquarantine`. Raises the errors of `add` except
+        An abandoned pull may still write to `unsafe_blocks` of the sequence. These blocks are
+        quarantined, that is, not reused until `unquarantine`. Raises the errors of `add` except
         QueueFull. After an error the sequence is removed.
         """
         old = self._sequences.find(spec.sequence_id)
@@ -228,9 +228,9 @@ class Engine:
     def hold_prefix(
         self, sequence_id: str, block_hashes: list[bytes], first_wanted_block: int = 0
     ) -> None:
-        """Keeps blocks in the pool for a peer, until `remove`: all blocks of the longest cached
-        prefix of the chain `block_hashes`. The next report lists the ids of the kept blocks from
-        index `first_wanted_block` on."""
+        """Keeps the longest cached prefix of the chain `block_hashes` in the pool for a peer, until
+        `remove`. The next report lists the ids of the kept blocks from index `first_wanted_block`
+        on."""
         self._check_chain(sequence_id)
         self._peer_blocks.hold_prefix(sequence_id, block_hashes, first_wanted_block)
 
@@ -253,8 +253,8 @@ class Engine:
         self._peer_blocks.commit(sequence_id, num_blocks, unsafe_blocks)
 
     def hot_prefixes(self, blocks_max: int) -> list[list[bytes]]:
-        """Returns the block hashes of the most recently used cached chains. Each chain starts with
-        its first block. All chains together have at most `blocks_max` distinct blocks."""
+        """Returns the most recently used cached chains as lists of block hashes, each from the
+        chain's first block on. All lists together have at most `blocks_max` distinct blocks."""
         return self._kv.hot_prefixes(blocks_max)
 
     def block_hashes(self, first: bytes, end: bytes) -> list[bytes]:
@@ -317,7 +317,7 @@ class Engine:
         a tier.
 
         `has_work` may turn True when such a thread finishes. The threads of tiers wake the engine
-        then. The caller must poll for the others (`awaits_silent_threads`).
+        then. The caller must poll for the other threads (`awaits_silent_threads`).
         """
         return self.awaits_silent_threads() or self._tiers.is_busy
 
@@ -335,7 +335,7 @@ class Engine:
         return measure_stats(sequences, self._kv, self._adapters, self._tiers, self.kept)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if blocks or queues are inconsistent, and says how."""
+        """Raises AssertionError with a description if blocks or queues are inconsistent."""
         tables = [s.tables for s in self._sequences.values()]
         self._kv.check_integrity([*tables, *self._peer_blocks.tables])
         self._scheduler.check_integrity(self._sequences.values())
@@ -393,7 +393,7 @@ class Engine:
         """Returns the grammar matchers whose masks are still being computed. The sequences of these
         matchers skip the next step.
 
-        Some sequences may compute their last token only once the mask of the next token is ready
+        Some sequences may compute their last token only after the mask for the next token is ready
         (`needs_mask_first`). This method starts to compute the masks of these sequences.
         """
         late = []

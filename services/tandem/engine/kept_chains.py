@@ -38,8 +38,9 @@ class KeptChains:
         If `retention.num_tokens` is not 0, only the full blocks within the first `num_tokens`
         tokens are pinned. `tenant` is the salt of the block hashes.
 
-        In a model with windows, a request that continues the chain needs the last blocks of each
-        window. This method also marks these blocks to be copied to the tiers.
+        In a model with sliding windows, a request that continues the chain needs the chain's last
+        blocks from the pool of each window. This method also marks these blocks to be copied to the
+        tiers.
         """
         self._kv.want_copies(block_hashes)
         if retention.num_tokens:

@@ -1,4 +1,5 @@
-"""The edits of a sequence's logits before a token is sampled: bias, penalties, bans and masks.
+"""Computes the edits of a sequence's logits before a token is sampled: bias, penalties, bans and
+masks.
 
 The edits depend on the spec and the token ids only, so they can be rebuilt after a sequence was
 migrated, preempted or prefilled on another worker. tandem_kernels/edits.py has the formula and the
@@ -20,8 +21,8 @@ _CAPACITY_MIN = 64
 def logit_edits(
     spec: SequenceSpec, vocab_size: int, grammar: GrammarMatcher | None = None
 ) -> LogitEdits | None:
-    """Returns the logit edits of a sequence; None if the spec requests no edits. `grammar` is the
-    position of the completion in the sequence's grammar."""
+    """Returns the logit edits of a sequence; None if the spec requests no edits. `grammar` tracks
+    the position of the completion in the sequence's grammar."""
     sampling = spec.sampling
     bans = sampling.min_tokens > 0 or bool(sampling.bad_words_token_ids)
     if not (grammar or bans or sampling.logit_bias or _has_penalties(sampling)):
@@ -43,7 +44,7 @@ class LogitEdits:
         self._bad_tokens = tuple(w[0] for w in spec.sampling.bad_words_token_ids if len(w) == 1)
         self._bad_runs = [w for w in spec.sampling.bad_words_token_ids if len(w) > 1]
         self._output: list[int] = []
-        # By token id: index of each edited token in the arrays below.
+        # Maps the id of each edited token to its index in the arrays below.
         self._places: dict[int, int] = {}
         self._ids = np.zeros(_CAPACITY_MIN, np.int32)
         self._bias, self._scales, self._penalties = (
@@ -51,8 +52,7 @@ class LogitEdits:
         )
         self._counts: dict[int, int] = {}  # number of occurrences of each token id in the output
         for token_id, bias in (spec.sampling.logit_bias or {}).items():
-            # Calls `_place` in a statement of its own, because `_place` may replace the array
-            # `_bias`.
+            # `_place` may replace the array `_bias`, so it must run before `self._bias` is read.
             place = self._place(token_id)
             self._bias[place] = bias
         if spec.sampling.repetition_penalty != 1.0:
@@ -103,7 +103,8 @@ class LogitEdits:
         )
 
     def find_forced(self) -> int | None:
-        """Returns the next token if the grammar allows only this one; otherwise None."""
+        """Returns the next token if the grammar allows only one token and it is not banned.
+        Otherwise returns None."""
         forced = None if self.grammar is None else self.grammar.find_forced()
         return None if forced is None or forced in self._banned() else forced
 

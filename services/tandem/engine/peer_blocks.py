@@ -1,12 +1,12 @@
 """Transfers cached blocks between workers without a sequence. The engine knows only the block
 hashes of the transferred chain of blocks, not the tokens.
 
-    on the worker    call             effect
-    that sends       hold_prefix      the chain is held: its cached blocks stay in the pool
-                     remove           the chain is dropped; its blocks may be evicted again
-    that receives    import_blocks    the chain is imported: blocks are reserved for the pull
-                     commit           the pulled blocks are cached, and the chain is dropped
-                     remove           the chain is dropped, and the pulled blocks are freed
+    worker      call             effect
+    sender      hold_prefix      the chain is held: its cached blocks stay in the pool
+                remove           the chain is dropped; its blocks may be evicted again
+    receiver    import_blocks    the chain is imported: blocks are reserved for the pull
+                commit           the pulled blocks are cached, and the chain is dropped
+                remove           the chain is dropped, and the pulled blocks are freed
 
 Neither `hold_prefix` nor `import_blocks` waits for a block or evicts one. Both reference cached
 blocks, and `import_blocks` also takes FREE blocks. So these transfers never make two workers wait
@@ -69,9 +69,9 @@ class PeerBlocks:
         """References the longest cached prefix of the chain, so that these blocks are not evicted
         before `remove`.
 
-        If the model has windows and a block of the chain is not cached, no block is referenced. The
-        consumer needs the blocks in the windows at the end of the chain, and the windows at an
-        earlier depth have other blocks.
+        In a model with sliding windows, the whole chain must be cached; otherwise no block is
+        referenced. The consumer resumes at the end of the chain, and needs the blocks in the
+        windows there. The windows at the end of a shorter prefix have other blocks.
         """
         depth = self._kv.match(block_hashes)
         if self._kv.has_windows and depth < len(block_hashes):
@@ -80,9 +80,9 @@ class PeerBlocks:
         self._pending.held(sequence_id, chain.tables, depth, first_wanted_block)
 
     def import_blocks(self, sequence_id: str, block_hashes: list[bytes]) -> None:
-        """References the longest cached prefix of the chain, and reserves FREE blocks for its other
-        blocks. If there are too few FREE blocks, the end of the chain is left out. In a model with
-        windows, no block is reserved then."""
+        """References the longest cached prefix of the chain, and reserves FREE blocks for the rest
+        of the chain. If there are too few FREE blocks, the end of the chain is left out; a model
+        with sliding windows then reserves no block at all."""
         depth = self._kv.match(block_hashes)
         room = self._kv.room_for_import(block_hashes, depth)
         chain = self._take(sequence_id, block_hashes[:room], depth, is_imported=True)
@@ -116,7 +116,7 @@ class PeerBlocks:
         try:
             check_trusted(sequence_id, num_blocks, num_cached, num_held)
             if self._kv.has_windows and num_blocks < num_held:
-                num_blocks = num_cached  # with windows, an incomplete chain cannot be used
+                num_blocks = num_cached  # an incomplete chain has no use with sliding windows
             check_own(sequence_id, self._kv.global_ids(chain.tables, num_blocks), unsafe_blocks)
             self._kv.store(
                 chain.tables,

@@ -46,8 +46,8 @@ class PendingReport:
         )
         awaits = sequence.status is Status.WAITING_FOR_KV
         if awaits:
-            # If the model has windows, a sequence that awaits its prefix has only the blocks of the
-            # prefix. Otherwise `prefix` is 0.
+            # With sliding windows, a sequence that awaits its prefix has only the blocks of the
+            # prefix. Without windows, it has the blocks for all of its tokens, and `prefix` is 0.
             prefix = sequence.num_prefix_blocks * self._layout.has_windows
             self.reserved(
                 sequence.sequence_id,
@@ -57,8 +57,8 @@ class PendingReport:
                 depth=prefix or sequence.last_depth,
                 cached=sequence.cached or NONE_CACHED,
             )
-        # If the model has windows, a sequence that awaits its prefix may have to release its blocks
-        # and start again. So the blocks that it reuses are not final yet.
+        # With sliding windows, a sequence that awaits its prefix may have to release its blocks and
+        # start again. So the blocks that it reuses are not final yet.
         if sequence.mode is Mode.PREFILL_ONLY and not (awaits and self._layout.has_windows):
             self.final_blocks(sequence)
 

@@ -17,7 +17,7 @@ class Runner(AdapterRunner, Protocol):
 
     dtype_name: str
     numerics_name: str
-    kernels_name: str  # the kernels that compute, such as "native (avx512)", "triton" or "torch"
+    kernels_name: str  # name of the kernels, such as "native (avx512)", "triton" or "torch"
     kv_dtype_name: str
     max_model_len: int
     vocab_size: int  # token ids are less than this number
@@ -34,7 +34,8 @@ class Runner(AdapterRunner, Protocol):
         """Allocates one pool per KV group, with these numbers of blocks."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copies the KV of one block for each (source id, target id, KV group), in this order."""
+        """Copies blocks' KV in the order of `copies`. An item is (source id, target id, KV
+        group)."""
 
     def forward(self, batch: StepBatch, on_kv_written: Callable[[], object] | None) -> torch.Tensor:
         """Writes the KV of the batch's tokens and returns fp32 logits [rows that need logits,
@@ -56,8 +57,9 @@ class Runner(AdapterRunner, Protocol):
     def logprobs(
         self, logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], num_top: int
     ) -> Logprobs:
-        """Returns, for each of `rows` of the last step's logits, the log probabilities of one token
-        and of the `num_top` most likely tokens. `token_ids` has the one token of each row."""
+        """Returns log probabilities computed from rows of the last step's logits. For the row
+        `rows[i]`, the result has the log probability of the token `token_ids[i]` and of the
+        `num_top` most likely tokens."""
 
     def final_hidden(self, rows: Sequence[int]) -> list[list[float]]:
         """Returns the hidden states after the final norm, each [hidden], from which the given rows

@@ -6,8 +6,8 @@
     WAITING           admitted, a peer sends KV               WAITING_FOR_KV
     LOADING           load ended                              RUNNING or WAITING_FOR_KV
     LOADING           load stalled                            WAITING, and never LOADING again
-    WAITING_FOR_KV    commit, start_local_prefill             RUNNING, if the peer sends all KV
-    WAITING_FOR_KV    continue_prefill                        RUNNING, if the peer sends a prefix
+    WAITING_FOR_KV    commit, start_local_prefill             RUNNING, if it awaited all KV
+    WAITING_FOR_KV    continue_prefill                        RUNNING, if it awaited a prefix
     WAITING_FOR_KV    restart                                 WAITING
     RUNNING           preempted                               WAITING
     RUNNING           last token generated                    removed
@@ -17,8 +17,8 @@
 The mode of a sequence (`Mode`, types.py) determines what a peer does. In the mode
 WAITING_FOR_REMOTE_KV, a peer sends all KV, and the mode becomes LOCAL when the sequence is RUNNING.
 In the mode PREFILL_ONLY, a peer decodes. In the modes LOCAL and PREFILL_ONLY, a peer may send a
-prefix. If the model has windows and less KV arrived than the sequence awaited, the sequence goes
-from WAITING_FOR_KV back to WAITING and computes everything itself.
+prefix. If the model has sliding windows and less KV arrived than the sequence awaited, the sequence
+goes from WAITING_FOR_KV back to WAITING and computes everything itself.
 
 The scheduler moves sequences between WAITING and RUNNING; the engine makes all other transitions. A
 WAITING sequence references no block. Every other sequence references all blocks in its `tables`,
@@ -76,8 +76,8 @@ class SequenceStart:
     num_cached_blocks: int
     num_computed_tokens: int
     # Number of tokens that have KV once all awaited KV has arrived. This engine (PREFILL_ONLY: the
-    # consumer) continues after these tokens. In a model with windows, this number determines which
-    # blocks are needed.
+    # consumer) continues after these tokens. In a model with sliding windows, this number
+    # determines which blocks are needed.
     resume: int
     # Ids of blocks to copy from, one for each KV group. They are copied into the first block that
     # only this sequence writes. Empty: nothing is copied.
@@ -151,8 +151,8 @@ class Sequence:
     # Tokens reused at the first admission; None: not admitted yet.
     cached: CachedTokens | None = None
     loading: Loading = field(default_factory=Loading)  # the load from a tier below the pool
-    # Models with windows: number of leading blocks whose full-attention KV was in the pool or a
-    # tier at admission. The windows' KV for these blocks may have been missing.
+    # Models with sliding windows: number of leading blocks that the full-attention group had in its
+    # pool or in a tier at admission. The groups with a window may have lacked these blocks.
     num_known_blocks: int = 0
     # WAITING: number of leading blocks that were cached when the sequence was enqueued.
     num_matched_blocks: int = 0
@@ -200,7 +200,7 @@ class Sequence:
 
     @property
     def grammar(self) -> GrammarMatcher | None:
-        """Position of the completion in its grammar; None if it has no grammar."""
+        """Tracks the completion's position in its grammar; None if it has no grammar."""
         return None if self.edits is None else self.edits.grammar
 
     @property
@@ -236,7 +236,7 @@ class Sequence:
 
     @property
     def num_missing_tokens(self) -> int:
-        """Number of tokens to compute before the next one can be sampled."""
+        """Number of tokens to compute before the next token can be sampled."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
@@ -383,8 +383,8 @@ class Sequence:
         return new
 
     def reusable_part(self, num_blocks: int) -> tuple[bytes, list[int]]:
-        """Returns (hash of block `num_blocks` - 1, the sequence's tokens after this block). With
-        these, a cached block is found whose first tokens the sequence can copy.
+        """Returns (hash of block `num_blocks` - 1, token ids of the sequence's next block): the
+        search key for a cached block whose first tokens the sequence can copy.
 
         The last token of the sequence is left out, because it must be computed.
         """
@@ -498,7 +498,7 @@ class Sequence:
                 self.num_computed_tokens = reached * self.block_size
 
     def store_full_blocks(self, kv: KvCache) -> None:
-        """Caches the blocks that became full. Also releases the blocks that no later token sees.
+        """Caches the blocks that became full, and releases the blocks that left the window.
 
         If the pool already has a block with the same hash, that block takes the place of the
         sequence's own block.
@@ -520,7 +520,8 @@ class Sequence:
             kv.free_out_of_window(self.tables, self.earliest_next_token)
 
     def take_used(self) -> list[bytes]:
-        """Returns the hashes of the blocks stored or reused since the last call, each once."""
+        """Returns the hashes of the blocks stored or reused since the last call. No block is
+        returned twice, even if it is computed again after a preemption."""
         first = self.num_used_blocks
         self.num_used_blocks = max(first, self.num_stored_blocks)
         return self.block_hashes[first : self.num_stored_blocks]

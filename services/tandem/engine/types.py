@@ -12,7 +12,7 @@ A sequence on an engine has one of three modes:
                            holds every block until `remove`.
 
 A LOCAL or PREFILL_ONLY sequence whose `prefix_blocks` are not all cached waits first until they are
-pulled from a peer. Then `continue_prefill` gives the number of blocks that have KV.
+pulled from a peer. The caller then calls `continue_prefill` with the number of blocks that have KV.
 
 peer_blocks.py handles chains of blocks that are known by their hashes only: chains held for a
 consumer (`FinalBlocks`, `Held`) and chains imported from a peer (`Reserved`).
@@ -60,9 +60,9 @@ class SequenceSpec(msgspec.Struct, frozen=True):
     # True: the hidden state of the prompt's last token is reported with the first token.
     embed: bool = False
     grammar: str = ""  # grammar of the completion, in the format of llguidance; empty: any text
-    # Id of another sequence on this engine, of which this sequence becomes a fork (sequence.py).
-    # The other sequence must have the KV of all tokens of this sequence but the last; if it has
-    # not, there is no fork. Empty: none.
+    # Id of the parent, if this sequence is to become a fork of another sequence on this engine
+    # (sequence.py). The parent must already have the KV of all tokens of this sequence except the
+    # last; otherwise this sequence starts without a fork. Empty: no parent.
     fork_of: str = ""
     # LOCAL, PREFILL_ONLY: number of leading blocks to pull from a peer if they are not cached.
     prefix_blocks: int = 0
@@ -94,7 +94,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
     logprob: float
     rank: int  # rank of the token by probability; 1: no token is more likely
-    top_ids: list[int]  # the most likely tokens, the first one most likely
+    top_ids: list[int]  # ids of the most likely tokens, in descending order of probability
     top_logprobs: list[float]
 
 
@@ -137,8 +137,8 @@ class Prefilled(msgspec.Struct, frozen=True):
     logprobs: TokenLogprobs | None = None  # log probabilities for `first_token_id`
     prompt_logprobs: list[TokenLogprobs] = []  # one item per prompt token after the first
     embedding: list[float] = []  # embedding of the prompt, if the spec has `embed`
-    # By block: sum of the attention weights that it received. Empty unless the spec has a KV budget
-    # that keeps heavy hitters.
+    # For each block, the sum of the attention weights that it received. Empty if the spec has no KV
+    # budget that keeps heavy hitters.
     block_sums: list[float] = []
 
     @property
@@ -200,7 +200,7 @@ class TierStats(msgspec.Struct, frozen=True):
     blocks_held: int
     blocks_written: int
     blocks_loaded: int
-    # Number of copies that could not be read, or not be recovered when the tier started.
+    # Number of copies that could not be read, or that could not be recovered at the tier's start.
     blocks_bad: int
     write_failures: int
     block_s: float = 0.0  # seconds to load a block; 0: not measured
@@ -211,7 +211,7 @@ class PinStats(msgspec.Struct, frozen=True):
 
     place: str  # "device" for the KV pools, or the name of the tier
     blocks: int  # number of blocks that are pinned now
-    fates: dict[str, int] = {}  # number of blocks since the start, by the `Fate` of their pins
+    fates: dict[str, int] = {}  # `Fate` of a pin -> number of blocks since the start
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -237,15 +237,15 @@ class StoredBlock(msgspec.Struct, frozen=True):
 
 
 class TierBlocks(msgspec.Struct, frozen=True):
-    """Changes since the last report of the blocks that a tier can load."""
+    """The blocks that became loadable from a tier, or stopped being so, since the last report."""
 
     tier: str  # name of the tier
     stored: list[StoredBlock]  # parents before children
-    removed: list[bytes]  # children before parents, except blocks that could not be read
+    removed: list[bytes]  # children before parents; unreadable blocks in any order
 
 
 class BlockChanges(msgspec.Struct, frozen=True):
-    """Changes of a set of blocks since the last report."""
+    """The blocks that joined or left a set of blocks since the last report."""
 
     stored: list[StoredBlock]  # parents before children
     removed: list[bytes]  # children before parents
@@ -262,7 +262,7 @@ class StepReport(msgspec.Struct):
     # measures the attention work: 3 tokens after 10 others give 10 + 11 + 12 = 33.
     num_prefill_context_tokens: int = 0
     num_decode_tokens: int = 0
-    # Sum over the decoded tokens of the number of tokens before each.
+    # Sum, over the decoded tokens, of the number of tokens before each in its sequence.
     num_decode_context_tokens: int = 0
     admitted: list[Admitted] = []
     reserved: list[Reserved] = []
@@ -273,8 +273,8 @@ class StepReport(msgspec.Struct):
     failed: list[Failed] = []
     stored: list[StoredBlock] = []  # parents before children
     removed: list[bytes] = []  # children before parents
-    # Models with windows: the changes to publish as KV events. `stored` and `removed` are not
-    # published there, because they list a block without the blocks before it in the sequence.
+    # Models with sliding windows: the changes to publish as KV events, instead of `stored` and
+    # `removed`. Those two may list a block without the blocks before it in the sequence.
     chains: BlockChanges | None = None
     tiers: list[TierBlocks] = []  # the tiers whose blocks changed
     load: WorkerLoad = WorkerLoad()

@@ -95,8 +95,8 @@ class _SmallestChat(NamedTuple):
 
 
 class _MessageKind(NamedTuple):
-    """A kind of assistant's message: the fields that it has, out of content, reasoning and tool
-    calls."""
+    """A kind of assistant message. Kinds differ in which of the fields content, reasoning and tool
+    calls the message has."""
 
     content: str | None  # None: no content. "": empty content. "text": content that is not empty.
     has_reasoning: bool

@@ -19,7 +19,7 @@ from tandem.errors import ConfigError, TandemError
 _LINE_MAX = 500  # maximum length of a message in characters, because messages quote file contents
 _NAMES_SHOWN_MAX = 3
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-# errors of a folder that cannot be written
+# errno values that mean that a folder or its disk cannot be written
 UNWRITABLE = (*DISK_FULL, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 
@@ -48,8 +48,8 @@ def naming(file: Path) -> Iterator[None]:
 @contextmanager
 def writing(folder: Path, variable: str) -> Iterator[None]:
     """Context manager that converts an OSError of its body into a ConfigError that says what to do.
-    The body writes to the cache folder `folder`, and the environment variable `variable` names
-    another one."""
+    The body writes to the cache folder `folder`. The message says that the user can choose another
+    folder with the environment variable `variable`."""
     try:
         yield
     except OSError as error:

@@ -177,7 +177,7 @@ def _text_part_of(config: ModelConfig, files: Sequence[Path]) -> tuple[ModelConf
 def _with_converted_tokenizer(path: Path, cache_dir: Path | None) -> Path | None:
     """Returns a cached copy of the folder with the missing tokenizer.json added; None if the folder
     has no tokenizer that can be converted."""
-    # Imported here because the import is slow and only such folders need it.
+    # Imported here because the import is slow and only folders without tokenizer.json need it.
     from tandem.models.tokenizer.ranked_tokens import tokenizer_file, with_tokenizer_json
 
     file = tokenizer_file(path)

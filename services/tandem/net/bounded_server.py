@@ -5,9 +5,9 @@ header and the body. The server then calls the application, writes the answer wi
 DEADLINE_S, and closes the connection.
 
 If a connection limit is reached, the server closes an open connection to make room for a new one.
-From one address, it closes the oldest connection whose request is incomplete:
-- If the address of the new connection has PER_ADDRESS_MAX connections, from this address.
-- If the server has CONNECTIONS_MAX connections, from the address with the most connections.
+It chooses an address, and closes that address's oldest connection whose request is incomplete:
+- If the address of the new connection has PER_ADDRESS_MAX connections, this address is chosen.
+- If the server has CONNECTIONS_MAX connections, the address with the most connections is chosen.
 
 So an address that opens many silent connections loses these connections first. A connection that is
 younger than _MATURE_S may still send its request. Such a connection is closed only if its address

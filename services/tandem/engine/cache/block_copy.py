@@ -1,4 +1,4 @@
-"""Copies of blocks inside the KV pools, for a prompt that shares only the first tokens of a block.
+"""Describes block copies inside the KV pools, for a prompt that shares only a block's first tokens.
 
 For example, a prompt shares 10 of the 16 tokens of a cached block. The engine copies the block, and
 the sequence computes only the other 6 tokens of the copy.

@@ -107,11 +107,11 @@ def check_own(sequence_id: str, own: Collection[int], unsafe: Collection[int]) -
 
 
 def check_trusted(sequence_id: str, num_blocks: int, num_stored: int, num_held: int) -> None:
-    """Checks a report after a pull, which says that the first `num_blocks` of a sequence's
+    """Checks the result of a pull: the caller reports that the first `num_blocks` of a sequence's
     `num_held` blocks have correct KV.
 
-    Raises InternalError if `num_blocks` is larger than `num_held`, or smaller than the number of
-    stored blocks. Stored blocks had their KV before the pull.
+    Raises InternalError if `num_blocks` is larger than `num_held`, or smaller than `num_stored`,
+    the number of blocks that had KV before the pull.
     """
     if not num_stored <= num_blocks <= num_held:
         raise InternalError(

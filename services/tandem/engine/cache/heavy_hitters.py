@@ -1,4 +1,4 @@
-"""The blocks that a sequence keeps under a KV budget with heavy hitters.
+"""Chooses the blocks that a sequence keeps under a KV budget with heavy hitters.
 
 Heavy hitters are the blocks that received the most attention. Once the budget is used up, the
 blocks with the smallest sums of attention weights are evicted after every 64 tokens. The first

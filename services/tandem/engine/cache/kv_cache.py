@@ -10,9 +10,9 @@ A request can reuse the first d blocks of its prompt (a hit at depth d) under tw
 tokens, the group with the window needs only blocks 3 and 4.
 
 A block table without a window starts at block 0. With a window it starts at the first block that
-the next token sees: `free_out_of_window` releases the blocks before, and `extend` allocates blocks
-for the next tokens. The ids in tables belong to the group's pool. Callers outside the engine use
-ids that are unique among the pools (layout/kv_groups.py).
+the next token sees: `free_out_of_window` releases the blocks before that one, and `extend`
+allocates blocks for the next tokens. The ids in tables belong to the group's pool. Callers outside
+the engine use ids that are unique among the pools (layout/kv_groups.py).
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -111,7 +111,7 @@ class KvCache:
 
         - `num_tokens`, `resume`: the sequence has `num_tokens` tokens and resumes after the first
           `resume` of them. In a group with a window, the table starts at the first block that the
-          next token sees, and has at least the blocks for a decode step.
+          next token sees, and has at most the blocks that a decode step needs.
         - `budget`: with a KV budget, no cached block is referenced.
         - `loaded`: number of leading blocks that a load from tiers will provide; 0: no load. If
           some of these blocks are cached already, the tables reference them.
@@ -194,8 +194,8 @@ class KvCache:
         ]
 
     def want_copies(self, block_hashes: Sequence[bytes]) -> None:
-        """Lets tiers copy the blocks of windows that a request needs to resume after this chain of
-        block hashes, or one block earlier."""
+        """Lets tiers copy the window groups' blocks that a request needs to resume at the end of
+        this chain of block hashes, or one block before its end."""
         resume = (len(block_hashes) - 1) * self.layout.block_size
         for group, pool in zip(self.layout.groups, self.pools, strict=True):
             if block_hashes and isinstance(pool, WindowPool):
@@ -228,8 +228,8 @@ class KvCache:
         """Returns how many leading blocks of a chain can be reserved without an eviction, if the
         first `depth` blocks are cached.
 
-        With windows, the result is the length of the chain if there is room for all of it, and
-        `depth` otherwise.
+        With sliding windows, the result is the length of the chain if there is room for all of it,
+        and `depth` otherwise.
         """
         num_blocks = len(block_hashes)
         num_tokens = num_blocks * self.layout.block_size
@@ -256,7 +256,8 @@ class KvCache:
         return min(num_tokens, covered * size + passed)
 
     def free_out_of_window(self, tables: BlockTables, num_tokens: int) -> None:
-        """Releases the blocks that no token after the first `num_tokens` tokens sees."""
+        """Releases the blocks that left the window: those that no token after the first
+        `num_tokens` tokens sees."""
         for number, group in enumerate((tables.budget or self.layout).groups):
             if group.window is None:
                 continue
@@ -316,8 +317,8 @@ class KvCache:
                 self.want_copies(block_hashes[:depth])
 
     def release(self, tables: BlockTables, unsafe: Collection[int] = ()) -> None:
-        """Drops the tables' references to their blocks. The blocks in `unsafe`, which a read may
-        still write, stay in quarantine until `unquarantine`."""
+        """Drops the tables' references to their blocks. The blocks in `unsafe`, which a pull or a
+        tier load may still write, stay in quarantine until `unquarantine`."""
         for number, quarantined in enumerate(self._by_group(unsafe)):
             if tables:
                 pool = self.pools[number]
@@ -325,7 +326,7 @@ class KvCache:
                 pool.release([b for b in tables.held(number) if b not in quarantined])
 
     def replace(self, tables: BlockTables, unsafe: Collection[int]) -> bool:
-        """Quarantines the blocks in `unsafe`, which a read may still write, and puts newly
+        """Quarantines the blocks in `unsafe`, which a pull may still write, and puts newly
         allocated blocks into the tables instead. Returns False, and changes nothing, if too few
         blocks are available."""
         by_group = self._by_group(unsafe)
@@ -343,7 +344,7 @@ class KvCache:
         return True
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
-        """Frees the quarantined ones of these blocks. No read may write them any more."""
+        """Frees these blocks if they are quarantined. No pull can write them any more."""
         for pool, blocks in zip(self.pools, self._by_group(block_ids), strict=True):
             pool.unquarantine(blocks)
 
@@ -374,8 +375,8 @@ class KvCache:
         return sum(pool.num_quarantined for pool in self.pools)
 
     def group_loads(self) -> tuple[GroupLoad, ...]:
-        """Returns how many blocks of each pool are used. Empty for a model without windows, which
-        has a single pool."""
+        """Returns how many blocks of each pool are used. Empty for a model without sliding windows,
+        which has a single pool."""
         if not self.has_windows:
             return ()
         return tuple(
@@ -390,8 +391,8 @@ class KvCache:
     def take_events(self) -> tuple[list[StoredBlock], list[bytes]]:
         """Returns the net changes since the last call: (stored blocks, hashes of removed blocks).
 
-        Stored blocks are listed parents first, removed ones children first. With windows, a block
-        counts as stored when it becomes resumable, and as removed when it stops being resumable.
+        Stored blocks are listed parents first, removed ones children first. With sliding windows, a
+        block counts as stored when a request can resume after it, and as removed when none can.
         """
         events = [pool.take_events() for pool in self.pools]
         if self._depths is None:
@@ -402,10 +403,11 @@ class KvCache:
         return resumable
 
     def take_chain_changes(self) -> BlockChanges | None:
-        """Returns how the set `ResumableChains` changed in the last `take_events`: the resumable
-        blocks and all blocks before them in their chains.
+        """Returns the changes of `ResumableChains` in the last `take_events`. This set has the
+        resumable blocks and all blocks before them in their chains.
 
-        Returns None without windows, without `report_tokens`, or if no group has full attention.
+        Returns None without sliding windows, without `report_tokens`, or if no group has full
+        attention.
         """
         changes, self._chain_changes = self._chain_changes, None
         return changes
@@ -437,8 +439,8 @@ class KvCache:
 
 
 def _most_kept(budget: KvBudget | None, num_tokens: int) -> int:
-    """Returns how many tokens of a sequence of `num_tokens` tokens have KV in the pool at one time,
-    at most."""
+    """Returns the largest number of tokens that have KV in the pool at one time, for a sequence of
+    `num_tokens` tokens."""
     return min(num_tokens, budget.tokens) if budget and budget.keeps_hitters else num_tokens
 
 

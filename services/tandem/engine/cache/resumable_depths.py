@@ -5,7 +5,7 @@ the prefix tree.
 A block is resumable if two conditions hold:
 
 - The group with full attention has the block, and therefore all blocks before it.
-- Each group with a window has the block and those before it that the next token sees.
+- Each group with a window has the block and all earlier blocks that the next token attends to.
 
 For the second condition, each block of a window's pool has a count: how many consecutive blocks
 that end with this block are in the pool. A count is at most the length of the window in blocks, and
@@ -19,8 +19,8 @@ removed:
 
 The first block of a chain needs no block before it, so its count is the maximum.
 
-The counts follow the events of the pools. A block that is reported as resumable always is. But a
-block may be resumable without being reported.
+The counts follow the events of the pools. Every block that is reported as resumable is resumable.
+But if a block becomes resumable only because a block before it was stored, it is not reported.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ResumableChains:
     """
 
     def __init__(self) -> None:
-        # By hash: blocks of the group with full attention.
+        # Blocks of the full-attention group, by hash.
         self._blocks: dict[bytes, StoredBlock] = {}
         self._num_uses: Counter[bytes] = Counter()
 

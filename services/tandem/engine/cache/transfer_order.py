@@ -20,11 +20,11 @@ from tandem.engine.cache.layout.kv_groups import KvLayout
 def transfer_order(
     layout: KvLayout, tables: BlockTables, first: int, end: int, *, depth: int
 ) -> list[int]:
-    """Returns the blocks to transfer, of those with the indices `first` to `end` - 1 in the chain.
-    The ids are unique among the pools.
+    """Returns the ids of the blocks to transfer, among those with the indices `first` to `end` - 1
+    in the chain. The ids are unique among the pools.
 
-    The sequence continues after `depth` blocks. With windows or a KV budget, blocks that no later
-    token reads are left out.
+    The peer continues the sequence after `depth` blocks. With sliding windows or a KV budget,
+    blocks that no later token attends to are left out.
     """
     if tables.budget is None and not layout.has_windows:
         return tables.ids[0][first:end]

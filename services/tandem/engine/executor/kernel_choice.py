@@ -1,7 +1,7 @@
 """Chooses the kernels that compute a model on a device: native (C++), Triton or torch.
 
-The setting `kernels` names the kernels. With the setting "auto", the choice is the fastest kernels
-for the device. If the fastest kernels cannot compute the model, the choice is torch.
+The setting `kernels` names the kernels. With "auto", the fastest kernels for the device are used.
+If those kernels cannot compute the model, the torch kernels are used.
 """
 
 import importlib.util

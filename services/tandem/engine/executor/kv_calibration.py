@@ -1,5 +1,6 @@
 """Computes the order and the scales of the key channels for an int4 KV pool, once for each model.
-A channel is one element of a head. tandem_kernels/kv_int4_keys.py quantizes keys with them.
+A channel is one element of a head. tandem_kernels/kv_int4_keys.py quantizes keys with this order
+and these scales.
 
 The model runs on a sample text in fp32. For each layer, KV head and channel, this gives two
 numbers: k is the root mean square of the rotated keys, and q is the root mean square of the rotated

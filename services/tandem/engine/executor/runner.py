@@ -57,7 +57,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # compute steps of a bfloat16 model with at most this many tokens, and torch computes larger steps.
 # A small step spends most of the time reading weights, which the native kernels do faster.
 _NATIVE_TOKENS_MAX = 16
-# Instruction set -> the instruction set with the same fp32 code. Both sets compute the same bits.
+# Instruction set -> another set whose fp32 code is the same, so that both compute the same bits.
 _FP32_AS = {"amx": "avx512", "avx512_bf16": "avx512"}
 
 
@@ -136,7 +136,7 @@ class ModelRunner:
         )
         self._small: NativeDecoder | TorchSteps | TritonSteps
         self._large: NativeDecoder | TorchSteps | TritonSteps
-        # The kernels that compute, with the instruction set of native ones: "native (avx512)".
+        # Name of the kernels, with the instruction set of native kernels, as in "native (avx512)".
         self.kernels_name: str = kernels
         self._triton: TritonSteps | None = None
         if kernels == "triton":

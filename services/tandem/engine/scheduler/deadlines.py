@@ -5,7 +5,7 @@
   be late even if this engine were `RATES_OFF` times as fast as predicted. A sequence that finds the
   engine idle is never refused, because refusing it would help no other sequence.
 - `find_late` runs while sequences wait. It predicts when each sequence would have its first token
-  if it were computed next, and refuses those that would be late even then. This prediction is
+  if it were computed next, and refuses those that would be late even then. This prediction is more
   precise, because it covers little more than the sequence's own prompt. So `find_late` enforces the
   deadlines even if several routers independently sent too many requests.
 """

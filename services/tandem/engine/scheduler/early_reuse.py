@@ -1,5 +1,5 @@
 """Early reuse: a waiting sequence is not admitted while another sequence computes, loads or pulls
-blocks of a prefix that both have. Then the waiting sequence reuses these blocks.
+blocks of a prefix that both have. Once these blocks are cached, the waiting sequence reuses them.
 
     WAITING --the blocks are in the pool--> admitted; reuses the blocks
             `--the other sequence has ended, or the wait was too long--> admitted; computes them
@@ -69,9 +69,10 @@ def find_parent(sequence: Sequence, running: Iterable[Sequence], depth: int) -> 
     """Returns a RUNNING sequence from which a waiting sequence can copy a partly filled block (a
     fork). Returns None if there is none. `depth` is the number of cached blocks.
 
-    The parent is the sequence that `fork_of` names, or one for whose blocks the waiting sequence
-    waited. The copy is safe: no pull writes the blocks of a RUNNING sequence, and no sequence is
-    preempted between this call and the copy.
+    The parent is the sequence that `fork_of` names. Without `fork_of`, a parent is looked for only
+    if the waiting sequence has waited for blocks of another sequence. The copy is safe: no pull
+    writes the blocks of a RUNNING sequence, and no sequence is preempted between this call and the
+    copy.
     """
     if name := sequence.spec.fork_of:
         return next((s for s in running if s.sequence_id == name), None)

@@ -3,9 +3,9 @@ during the load.
 
 perf_model/soonest.py predicts which way to get the blocks is the fastest: to load, pull or compute
 them. It uses the measured rates, the queues of the tiers and of this engine, and the blocks that
-peers offer. A sequence may compute its first missing blocks during the load, which starts from the
-last block. In each step it gets the part of the token budget that other sequences leave, rounded
-down to whole blocks. How far it computes is decided anew in each step, by the progress of the load.
+peers offer. A load starts from the last block. Meanwhile the sequence may compute its first missing
+blocks. In each step it gets the part of the token budget that other sequences leave, rounded down
+to whole blocks. How far it computes is decided anew in each step, by the progress of the load.
 
 With sliding windows, a load brings the blocks that a sequence needs to resume at one depth. At any
 other depth it would need other blocks of the windows. So the sequence computes nothing during the
@@ -35,7 +35,8 @@ from tandem.engine.types import Mode
 # - one read takes more than _LATE times as long as expected;
 # - computing is expected to be faster.
 # Without the second condition, the engine would also give up loads that are as slow as expected.
-# They were chosen although computing is faster, because computing would delay other sequences.
+# Such a load may have been chosen although computing is faster, because computing would delay other
+# sequences.
 _PATIENCE_S = 2.0
 _LATE = 4.0
 
@@ -75,15 +76,15 @@ class Loads:
         return loading
 
     def start_after_load(self, sequence: Sequence, num_cached_blocks: int) -> SequenceStart:
-        """Returns how a sequence with a load is admitted: it resumes after the loaded blocks."""
+        """Returns the start of a sequence with a load: it resumes after the loaded blocks."""
         start = sequence.plan(num_cached_blocks)
         return replace(start, resume=sequence.loading.end * sequence.block_size)
 
     def _fits(self, sequence: Sequence, start: SequenceStart, loading: Loading) -> bool:
         """Returns whether the pools have room for the blocks of a load.
 
-        The caller has found room only for a start without the load. Then the sequence would resume
-        at a smaller depth, where windows need other blocks.
+        The caller has only found room for a start without the load. Such a start resumes at a
+        smaller depth, where sliding windows need other blocks.
         """
         return self._kv.can_reserve(
             sequence.reusable_hashes,
@@ -166,8 +167,8 @@ class Loads:
             self._tiers.use(used, keep=asked.returns, priority=asked.priority)
 
     def take(self, load: Load, sequence: Sequence) -> bool:
-        """Records which blocks of the sequence an ended load has filled. Returns False if the
-        blocks are useless: with windows, a sequence needs all blocks of its load."""
+        """Records which blocks of the sequence an ended load has filled. Returns False if they are
+        useless: with sliding windows, an incomplete load is of no use."""
         if not self._kv.has_windows:
             sequence.take_loaded(load.blocks, load.first_block, load.num_read_by_tier)
             return True

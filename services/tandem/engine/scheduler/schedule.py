@@ -1,4 +1,4 @@
-"""The plan of one step: the chunks to compute, and the block copies to make before."""
+"""The plan of one step: the chunks to compute, and the block copies to make before them."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

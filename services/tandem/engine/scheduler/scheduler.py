@@ -6,8 +6,8 @@ decode first and then to prefill in order of arrival. Prefill chunks are sized t
 within its time limit (perf_model/step_time.py). Then waiting sequences are admitted, oldest first.
 
 Loads: if a tier has more blocks of a sequence than the pool, the sequence is LOADING first, while
-others run. A LOADING sequence holds all its blocks, like a sequence that awaits KV. If a step has
-tokens left, the sequence may compute its first blocks during the load (loads.py).
+other sequences run. It holds all its blocks, like a sequence that awaits KV from a peer. If a step
+has tokens left, the sequence may compute its first blocks during the load (loads.py).
 
 Blocks: a sequence is admitted only if every block that its tokens need can be reserved. Until then
 it holds no block. In a KV group with a window, an admission reserves only the blocks that a decode
@@ -17,10 +17,10 @@ its last block is full.
 
 Preemption: if the pool has no block, the youngest running sequence is preempted. It releases its
 blocks, waits again in its place by age, and is computed again. A sequence is never preempted while
-it is LOADING or WAITING_FOR_KV, because reads write to its blocks. A PREFILL_ONLY sequence is never
-preempted, because a consumer relies on its blocks. A sequence that awaited only its prefix
-(`prefix_blocks`) can be preempted once it runs. After a preemption it does not wait for its prefix
-again.
+it is LOADING or WAITING_FOR_KV, because a load or a pull writes to its blocks. A PREFILL_ONLY
+sequence is never preempted, because a consumer relies on its blocks. A sequence that awaited only
+its prefix (`prefix_blocks`) can be preempted once it runs. After a preemption it does not wait for
+its prefix again.
 
 Two sequences cannot preempt each other for ever. No sequence takes blocks from an older one: if
 there is no younger sequence, it preempts itself. Waiting sequences are admitted oldest first. An
@@ -102,10 +102,10 @@ class Scheduler:
         insort(self.running, sequence, key=_arrival)
 
     def start_local(self, sequence: Sequence) -> None:
-        """Lets this engine compute a sequence that waited in vain for a peer's KV.
+        """Lets this engine compute a sequence for which no KV arrived from the peer.
 
-        With windows or a KV budget the sequence is queued again. It holds only the blocks that the
-        peer's KV would have filled, and computing needs others.
+        With sliding windows or a KV budget the sequence is queued again. It holds only the blocks
+        that the peer's KV would have filled, and computing the KV here needs other blocks.
         """
         if self._kv.is_windowed(sequence.tables):
             self.restart_local(sequence)
@@ -116,8 +116,8 @@ class Scheduler:
         """Releases the blocks of a sequence that awaited KV, and queues it so that this engine
         computes all of it.
 
-        It keeps no block that was pulled: the blocks of a window that are needed to resume at one
-        depth are of no use at another depth.
+        No pulled block is kept: the blocks of a window that are needed to resume at one depth are
+        of no use at another depth.
         """
         self.withdraw(sequence)
         self._kv.release(sequence.release_tables(), unsafe_blocks)
@@ -142,7 +142,7 @@ class Scheduler:
         self.enqueue(sequence)
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Removes a sequence from the queue in which it is. The sequence keeps its blocks."""
+        """Removes a sequence from its queue, if it is in one. The sequence keeps its blocks."""
         for queue in (self.waiting, self.running, self.awaiting, self.loading):
             if sequence in queue:
                 queue.remove(sequence)
@@ -155,7 +155,7 @@ class Scheduler:
 
     def find_late(self) -> list[tuple[Sequence, Overloaded]]:
         """Returns each sequence whose first token would be late, with the error for its client.
-        Leaves out sequences of which a step has computed tokens."""
+        Leaves out sequences whose computation has begun."""
         return list(self.deadlines.find_late([*self.running, *self.waiting]))
 
     def returnable(self, sequence_ids: Collection[str]) -> list[Sequence]:
@@ -205,8 +205,8 @@ class Scheduler:
         return schedule
 
     def check_integrity(self, sequences: Collection[Sequence]) -> None:
-        """Raises AssertionError unless each sequence is in exactly one queue, the one for its
-        status."""
+        """Raises AssertionError if a queue does not have exactly the sequences with its status, if
+        a queue is out of order, if a WAITING sequence has blocks, or if another one has none."""
         for queue, status in (
             (self.waiting, Status.WAITING),
             (self.running, Status.RUNNING),
@@ -330,8 +330,8 @@ class Scheduler:
         depth = self._kv.match(hashes := sequence.reusable_hashes)
         parent = find_parent(sequence, self.running, depth)
         part = self._kv.find_partial_block(*sequence.reusable_part(depth))
-        # Tries to start with a copy of the partly matching block first, and then without it. The
-        # pool may have to evict this block to have room.
+        # Tries to start with a copy of the partly matching block. If that fails, tries without it,
+        # because the pool may have to evict this block to make room.
         for each in (part, None):
             start = sequence.plan(depth, parent, each)
             if self._kv.can_reserve(

@@ -44,7 +44,7 @@ class IoThread:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            # A bug, or a panic in obstore. Whatever waits for this job has a deadline.
+            # A bug, or a panic in obstore. Code that waits for this job has a deadline.
             except BaseException:
                 log.exception("a job of the thread %s failed", threading.current_thread().name)
             self._on_job_end()

@@ -3,8 +3,8 @@ tiers.
 
 A job keeps its resources until the engine has handled the end of the job: the block of a write is
 not allocated again, and the slots of a load stay referenced. A job cannot be stopped in the middle
-of a block. A load that fails or is cancelled ends only when all copies that it has started to the
-device are done.
+of a block. A load that fails or is cancelled may have copies to the device in flight. It ends only
+when these copies are done.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Load:
     parts: list[LoadPart]  # sorted by tier, the fastest first, and for each tier by chain index
     # The slots that the load references until it ends, by (tier, group).
     tables: dict[tuple[int, int], list[int]]
-    # Average block size of the parts, as a fraction of the block sizes of all KV groups together.
+    # Average block size of the parts, as a fraction of the sum of all KV groups' block sizes.
     # For example, with two groups whose blocks have 3 MB and 1 MB, a load of only the first group's
     # blocks has a share of 0.75. With one group it is 1.0.
     share: float
@@ -212,9 +212,9 @@ class Load:
     submitted_at: float = field(init=False)
     # `clock` time at which the load got its latest block from the current tier; 0: none yet.
     progress_at: float = field(default=0.0, init=False)
-    # By tier: seconds that the load spent on reads from this tier.
+    # Tier -> seconds that the load spent on reads from it.
     seconds: dict[int, float] = field(default_factory=dict, init=False)
-    # By tier: seconds that one part was expected to take at the start of the load.
+    # Tier -> seconds that one part was expected to take, as predicted when the load started.
     expected_s: dict[int, float] = field(default_factory=dict, init=False)
     # When the reads of the current tier started: (time, number of parts loaded before, index of the
     # tier's first part). None before the reads start.

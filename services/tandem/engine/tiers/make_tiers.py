@@ -38,7 +38,7 @@ class TierInputs:
     config: EngineConfig
     layout: KvLayout
     blocks: Sequence[DeviceBlocks]  # the blocks of the KV pools
-    identities: Sequence[str]  # each text names everything on which the KV of one group depends
+    identities: Sequence[str]  # texts that name everything on which a group's KV depends
     seals: Sequence[Seal]
 
 

@@ -7,8 +7,8 @@ of the tiers may be in any order:
     group without a window   [ in the pool | in the first tier | in the second tier         ]
     group with a window      [ not needed               | pool | 2nd tier | pool | 1st tier ]
 
-The depth is the largest one at which a request can resume (`KvLayout.deepest_hit`) if each block is
-in the pool or in any tier. This module starts no threads and reads no bytes of blocks.
+The depth is the largest one at which a request can resume (`KvLayout.deepest_hit`) with the blocks
+of the pool and of all tiers together. This module starts no threads and reads no bytes of blocks.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Sources:
         """Returns, for each tier, the depth to which a chain can be loaded from this tier and the
         faster ones, and the seconds per block.
 
-        Only tiers in `tiers` are used. The pool has the first `held` blocks; the seconds are an
-        average over the other blocks. They are 0 if no load was measured.
+        Only tiers in `tiers` are used. The seconds are an average over the blocks after the first
+        `held` blocks, which the pool has. They are 0 if no load was measured.
         """
         if not self._layout.has_windows:
             return [
@@ -148,8 +148,8 @@ class Sources:
         return max(len(self._pools[0].match(block_hashes)), *reached, 0)
 
     def _seconds(self, block_hashes: Sequence[bytes], depth: int, tiers: Sequence[Tier]) -> float:
-        """Returns the expected seconds to load what a request needs to resume after the first
-        `depth` blocks of a chain. Blocks in the pools need no load."""
+        """Returns the expected seconds to load the blocks that a request needs to resume after the
+        first `depth` blocks of a chain. Blocks in the pools need no load."""
         seconds = 0.0
         for number, group in enumerate(self._layout.groups):
             first = group.first_seen(depth * self._layout.block_size)

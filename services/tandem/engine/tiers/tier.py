@@ -40,8 +40,8 @@ class TierGroup:
         """Takes a slot to which the block can be written, and protects the parent's slot until
         `settle`.
 
-        Returns None if the tier has a readable copy already or lacks the parent, if no slot is
-        free, if the policy refuses the block, or if the storage is not ready.
+        Returns None if the tier has a readable copy already, if it lacks the parent, if it has no
+        slot to give, if the policy refuses the block, or if the storage is not ready.
         """
         if not self.storage.is_ready:
             return None
@@ -117,8 +117,8 @@ class TierGroup:
         return removed
 
     def _publish(self, entry: Entry) -> None:
-        # The real index is not known here. Readers of the event only need to know whether it is 0,
-        # for the first block of a chain.
+        # The real index is not known here. Readers of the event only need to know whether the block
+        # is the first of its chain (index 0).
         index = int(entry.parent_hash != b"")
         self.events.store(StoredBlock(entry.parent_hash, entry.block_hash, index=index))
 
@@ -210,7 +210,7 @@ class Tier:
 
     def take_events(self) -> TierBlocks:
         """Returns the blocks that became readable, and the hashes of those that are no longer
-        readable. With windows, only resumable blocks are reported."""
+        readable. With sliding windows, only blocks after which a request can resume are listed."""
         events = [group.events.take() for group in self.groups]
         changed = events[0] if self._depths is None else self._depths.update(events)
         return TierBlocks(self.storage.name, *changed)

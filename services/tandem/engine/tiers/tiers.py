@@ -1,5 +1,5 @@
-"""The tiers below the KV pool (host memory, disk, object store): which blocks are written to them,
-and which are loaded from them.
+"""Manages the tiers below the KV pool (host memory, disk, object store): decides which blocks are
+written to them, and which are loaded from them.
 
     hashed block of the pool   without a copy --Write--> with a copy --evict--> FREE
     sequence                   WAITING --admit--> LOADING --Load--> RUNNING, or WAITING_FOR_KV
@@ -11,8 +11,8 @@ leaves first, so each tier holds complete prefixes. If a load fails or stalls, t
 the blocks, and the tokens are the same.
 
 A model with sliding windows has a pool for each KV group, and a tier has slots for each group. A
-load then brings all blocks that a sequence needs to resume at one depth, or none, because windows
-need different blocks at different depths.
+load then brings all blocks that a sequence needs to resume at one depth, or none, because a window
+needs different blocks at different depths.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Tiers:
 
     @property
     def has_results(self) -> bool:
-        """True if the next engine turn has work for the tiers: results to handle, events to report,
-        writes to start, or stalled loads to cancel."""
+        """True if the engine's next step has work for the tiers: results to handle, events to
+        report, writes to start, or stalled loads to cancel."""
         has_ended = not self._ended.empty() or self.lookups.has_ended or self._writes.have_ended
         has_events = any(tier.has_events for tier in self.tiers)
         return has_ended or has_events or self._writes.are_wanted or bool(self.find_stalled())
@@ -168,8 +168,8 @@ class Tiers:
         return self._sources.known_depth(block_hashes)
 
     def decline(self) -> None:
-        """Records that blocks were not loaded, because another way to get them was expected to be
-        faster."""
+        """Records that blocks were computed or pulled instead of loaded, because this was expected
+        to be faster."""
         for tier in self.tiers:
             tier.rate.decline()
 

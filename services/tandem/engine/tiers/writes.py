@@ -1,4 +1,4 @@
-"""The writes of blocks to the tiers. The state of a block's copy (`Copy`) changes as follows:
+"""Writes blocks to the tiers. The state of a block's copy (`Copy`) changes as follows:
 
     NONE --start--> WRITING --settle--> COMPLETE or LOST
 
@@ -66,8 +66,8 @@ class WriteProgress:
     def __init__(self) -> None:
         self._num_begun = 0
         self._num_ended = 0
-        # Time at which the last write ended, or at which a write started while no other was in
-        # flight.
+        # Time at which the latest write ended. If a write starts while no other is in flight, the
+        # time of this start.
         self._at = 0.0
 
     def begin(self, now: float) -> None:

@@ -28,9 +28,10 @@ gpt-oss   mlp.router.{weight,bias}                      [experts, hidden], [expe
           mlp.experts.down_proj                         [experts, inner, hidden]
           mlp.experts.down_proj_bias                    [experts, hidden]
 
-GGUF files of gpt-oss have the names of the scheme GGUF, and biases `mlp.experts.gate_proj.bias` and
-so on. MXFP4 checkpoints of gpt-oss store each matrix, which then has the shape [experts, out, in],
-as two tensors with the suffixes `_blocks` and `_scales` (check.py).
+GGUF files of gpt-oss use the names of the GGUF scheme, and also have biases, such as
+`mlp.experts.gate_proj.bias`. In MXFP4 checkpoints of gpt-oss, each matrix has the shape
+[experts, out, in]. It is stored as two tensors with the suffixes `_blocks` and `_scales`
+(check.py).
 """
 
 from collections.abc import Collection
@@ -71,7 +72,7 @@ class ExpertNames:
     form: ExpertForm
     is_stacked: bool
     is_mxfp4: bool = False
-    is_gguf: bool = False  # True: the tensors have the names of the scheme GGUF.
+    is_gguf: bool = False  # True: the tensors have the names of the GGUF scheme.
 
     @classmethod
     def of(cls, config: ModelConfig, stored: Collection[str]) -> Self:

@@ -3,8 +3,8 @@
 A file consists of the header's length (8 bytes), the header (a JSON object with the type, shape and
 offsets of each tensor), and the data.
 
-Format: https://github.com/huggingface/safetensors. Files that the safetensors library refuses raise
-ConfigError, which names the file.
+Format: https://github.com/huggingface/safetensors. A file that the safetensors library would refuse
+leads to a ConfigError that names the file.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ def _groups(config: Mapping[str, Any], family: Family, num: int, top_k: int) -> 
     if not family.is_corrected and config.get("topk_method") == "greedy":
         return None
     groups = ExpertGroups(size(config, "n_group"), size(config, "topk_group"))
-    # Smallest number of experts in a group. With `is_corrected` it is 2, because a group's score is
-    # then the sum of the scores of the group's two best experts.
+    # Smallest allowed number of experts in a group. With `is_corrected` it is 2, because a group's
+    # score is then the sum of the scores of the group's two best experts.
     least = 2 if family.is_corrected else 1
     if num % groups.num or num // groups.num < least or groups.top > groups.num:
         raise UnsupportedModel(

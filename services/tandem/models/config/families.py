@@ -37,9 +37,9 @@ class Family:
         "none": none;
         "all": all;
         "switched": all if `use_sliding_window` is true, else none;
-        "chosen": none unless `use_sliding_window` is true. Then the layers that `layer_types`
-            names. Without `layer_types`, the layers without RoPE in families with
-            `has_no_rope_layers`, and the layers from number `max_window_layers` on in others;
+        "chosen": if `use_sliding_window` is true, the layers that `layer_types` names; otherwise
+            none. If `layer_types` is absent: in families with `has_no_rope_layers` the layers
+            without RoPE, in other families the layers from number `max_window_layers` on;
         "pattern": the layers that `layer_types` names. Without `layer_types`, all but every n-th
             layer, where n is `sliding_window_pattern`. With 6, layers 0 to 4 have a window, and
             layer 5 has none.

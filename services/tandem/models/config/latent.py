@@ -31,8 +31,8 @@ class Latent:
     """The sizes of latent attention, as numbers of elements per token or per head."""
 
     kv_rank: int  # size of the latent
-    rope_dim: int  # size of the rotated key, and of q_rope
-    plain_dim: int  # size of q_plain
+    rope_dim: int  # size of the rotated key, and of the part of a head's query that RoPE rotates
+    plain_dim: int  # size of the part of a head's query that RoPE does not rotate
     value_dim: int  # size of a head's value
     # Size of the latent vector from which queries are computed. None: queries are computed directly
     # from the hidden state.

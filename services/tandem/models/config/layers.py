@@ -36,8 +36,8 @@ class LayerSpec:
 def read_layers(
     config: Mapping[str, Any], family: Family, num_layers: int, max_model_len: int
 ) -> tuple[LayerSpec, ...]:
-    """Returns the layers in order. Raises UnsupportedModel naming the field that is not
-    supported."""
+    """Returns the properties of each layer, in order. Raises UnsupportedModel naming the field that
+    is not supported."""
     if num_layers > LAYERS_MAX:
         raise UnsupportedModel(
             f"num_hidden_layers is {num_layers}; it must be at most {LAYERS_MAX}"

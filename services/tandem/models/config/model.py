@@ -106,7 +106,7 @@ class ModelConfig:
 
     @property
     def rope_dim(self) -> int:
-        """Elements of a head that RoPE may rotate."""
+        """Number of elements of a head that RoPE may rotate."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     def for_contexts(self, max_model_len: int) -> ModelConfig:

@@ -101,9 +101,9 @@ def read_ropes(
 ) -> dict[str, Rope]:
     """Returns the RoPE parameters by layer kind: full_attention and sliding_attention.
 
-    by_kind: True: the two kinds have different parameters (Gemma 3). Layers with a window then use
-        `rope_parameters["sliding_attention"]`, or without `rope_parameters` the frequency base
-        `rope_local_base_freq` without scaling. False: both kinds have the same parameters.
+    by_kind: False: both kinds have the same parameters. True: each kind has its own (Gemma 3).
+        Layers with a window then use `rope_parameters["sliding_attention"]`. If `rope_parameters`
+        is absent, they use the frequency base `rope_local_base_freq` and no scaling.
 
     Raises UnsupportedModel naming the field that is not supported.
     """

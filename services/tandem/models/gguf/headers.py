@@ -1,4 +1,5 @@
-"""Reads tensor headers of GGUF files under Hugging Face names. Does not import torch."""
+"""Reads the tensor headers of GGUF files and converts tensor names to Hugging Face names. Does not
+import torch."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _ITEMS_MAX = 1 << 22
 _UINT32 = 4
 _STRING = 8
 _ARRAY = 9
-# GGUF number of a type -> format character of the type in Python's struct module.
+# Number of a type in GGUF files -> format character of this type in Python's struct module.
 _SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _SIZE_BYTES = 8  # each string is preceded by its length, a number of 8 bytes
 

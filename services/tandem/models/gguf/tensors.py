@@ -46,7 +46,7 @@ class GgufBlocks:
 
     data: torch.Tensor  # uint8 [rows, bytes of a row]
     type: BlocksType
-    shape: tuple[int, ...]  # shape of the dequantized tensor; a row counts weights, not bytes
+    shape: tuple[int, ...]  # shape of the dequantized tensor; sizes count weights, not bytes
     # `numbers` subtracts this from unquantized values: 1 for Gemma's norm weights, otherwise 0.
     offset: float = 0.0
     # 0: the rows are in Hugging Face's order. Otherwise the number of heads, and the rows of each

@@ -108,7 +108,7 @@ _PATTERNS = {
 
 
 def write_tokenizer_json(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes tokenizer.json to `folder`. Raises OSError, unlike `Tokenizer.save`."""
+    """Writes tokenizer.json to `folder`. Raises OSError if that fails, unlike `Tokenizer.save`."""
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
 
@@ -221,8 +221,8 @@ def _add_special(tokenizer: Tokenizer, metadata: GgufMetadata, tokens: list[str]
 def _add_boundaries(
     tokenizer: Tokenizer, metadata: GgufMetadata, *, pre: str, tokens: list[str]
 ) -> None:
-    """Adds a post-processor that puts bos before each text and eos after it, as far as the file's
-    settings request this."""
+    """Adds a post-processor that puts the bos token before each text, the eos token after it, or
+    both. The file's settings decide which; if neither, no post-processor is added."""
     bos, eos = (metadata.token_id(special_key(name)) for name in ("bos", "eos"))
     is_default = pre in _BEGINNING_WITH_BOS or metadata.get("tokenizer.ggml.model") == "llama"
     add_bos = metadata.flag("tokenizer.ggml.add_bos_token", is_default)

@@ -186,7 +186,7 @@ def _divisor(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 1
     try:
-        # The compiler reads the value as a float. Larger integers would overflow there.
+        # The compiler also reads the value as a float, for which an integer may be too large.
         number = float(value)
     except OverflowError:
         return 1

@@ -87,7 +87,7 @@ class LoraFolder:
     """An adapter's folder that passed the checks against a model. The weights are not read yet."""
 
     path: Path
-    modules: Mapping[str, LoraModule]  # module name, such as model.layers.0.mlp.up_proj -> module
+    modules: Mapping[str, LoraModule]  # key: a module name, such as model.layers.0.mlp.up_proj
     tensors: Mapping[str, tuple[str, str]]  # module name -> names of A and B in the file
     config: bytes  # contents of adapter_config.json
 
@@ -226,8 +226,9 @@ def _check_header(
     modules: Mapping[str, LoraModule],
     linears: Mapping[str, tuple[int, int]],
 ) -> dict[str, tuple[str, str]]:
-    """Returns each module's names of the matrices A and B in the file. Raises UnsupportedModel
-    naming tensors that are missing, surplus, or have a wrong shape or type."""
+    """Returns, by module, the names that the matrices A and B of the module have in the file.
+    Raises UnsupportedModel naming tensors that are missing, surplus, or have a wrong shape or
+    type."""
     tensors = {}
     expected: dict[str, tuple[int, int]] = {}
     for name, module in modules.items():

@@ -1,4 +1,4 @@
-"""Encodes special tokens that clients write into a chat's messages as ordinary text.
+"""Ensures that a special token that a client writes in a chat message is encoded as ordinary text.
 
 A message may contain the text `<|im_end|>`. If this text were encoded as the special token, it
 would end the message, and the following text could impersonate the system. A chat in which a client
@@ -37,8 +37,8 @@ _MARK = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
 
 
 class ControlStrings:
-    """Encodes the special tokens that clients write as ordinary text, for one tokenizer. Threads
-    may share the object."""
+    """For one tokenizer, ensures that special tokens that clients write in messages are encoded as
+    ordinary text. Threads may share the object."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, nonce: str) -> None:
         """`nonce` is a random string that clients cannot guess."""
@@ -46,7 +46,8 @@ class ControlStrings:
         self._tokenizer = tokenizer
         special = {t.content for t in added if t.special}
         marks = {t.content for t in added if not t.single_word and _MARK.fullmatch(t.content)}
-        # Longest first, as the tokenizer matches them. The order must be equal in all processes.
+        # Longest first, as the tokenizer matches them. Marks contain an index into this list, so
+        # the order must be the same in all processes.
         self._strings = sorted(special | marks, key=lambda string: (-len(string), string))
         self._any = _alternatives(self._strings)
         self._special = _alternatives([s for s in self._strings if s in special])
@@ -72,7 +73,7 @@ class ControlStrings:
         return value
 
     def rename(self, rendered: str) -> str:
-        """Converts a chat rendered from marked messages to the text that the twin encodes."""
+        """Converts a chat rendered from marked messages to the text that `encoding` accepts."""
         renamed = self._any.sub(lambda found: self._name(found[0]), rendered)
         return self._mark_pattern.sub(lambda found: self._strings[int(found[1])], renamed)
 
@@ -91,8 +92,8 @@ class ControlStrings:
 
     @cached_property
     def _twin(self) -> tokenizers.Tokenizer:
-        """The renamed copy of the tokenizer. It is made at first use, because a large vocabulary
-        takes a second."""
+        """A copy of the tokenizer in which the special tokens have unguessable names. It is made at
+        first use, because a large vocabulary takes a second."""
         names = {string: self._name(string) for string in self._strings}
         twin = json.loads(self._tokenizer.to_str())
         for token in twin["added_tokens"]:

@@ -52,8 +52,8 @@ class _Family:
     """The tokenizer settings of a model family that are not in its tiktoken file."""
 
     pre: str  # name of the pre-tokenizer in GGUF files
-    special: Sequence[str]  # first special tokens; their ids follow the last rank
-    reserved: str  # format of the names of all further special tokens, with {id} or {number}
+    special: Sequence[str]  # first special tokens; their ids follow the ids of the ranked tokens
+    reserved: str  # format string for the names of the other special tokens, with {id} or {number}
     num_special: int
     reserved_from: int = 0
     bos: str = ""

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: one for each request across router, decode and prefill worker.
+"""OpenTelemetry traces: one trace for each request, across router, decode and prefill worker.
 
 Tracing is off unless OpenTelemetry's environment variables turn it on (otlp.py). While tracing is
 off, the SDK is not loaded, and every request has the span `NO_SPAN`, which records nothing. If

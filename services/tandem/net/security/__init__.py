@@ -1,2 +1,2 @@
-"""API keys: which calls they allow, and how a router loads them. The package does not depend on
-HTTP or gRPC."""
+"""Access control: API keys, limits on clients and on request bodies, the audit trail, and a TLS
+port in front of Redis."""

@@ -1,8 +1,8 @@
 """Decides which key a call uses and whether the call is allowed, for both HTTP and gRPC.
 
 These calls need no key:
-- All calls, as long as the cluster has no API key, if the listener's address is loopback or the
-  router was started with --allow-anonymous. A revoked key also counts as a key.
+- All calls, if the cluster has no API key, and the listener's address is loopback or the router was
+  started with --allow-anonymous. A cluster whose only key is revoked still has an API key.
 - Operators' calls and metrics, if the admin listener's address is loopback. Only users of the
   machine can reach a loopback address, and these users may operate the cluster.
 
@@ -98,7 +98,7 @@ class Access:
 class FailureThrottle:
     """Delays responses to an address that repeatedly sends invalid keys."""
 
-    FREE = 5  # number of failures per minute of an address that are not delayed
+    FREE = 5  # failures per minute from one address that are answered without a delay
     DELAY_MAX_S = 2.0
     _WINDOW_S = 60.0
     # Maximum number of addresses whose failures are counted. If there are more, the address whose

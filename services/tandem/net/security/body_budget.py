@@ -4,7 +4,7 @@ Each chunk of a body counts from the chunk's arrival (`take`) until the body is 
 released when it has been parsed or refused, when it is late, or when the client has disconnected.
 
 If a new chunk would exceed a limit, the budget revokes other bodies: their requests fail, and their
-bytes are released. The limit determines the address whose bodies are revoked:
+bytes are released. Below, the client address is the address that sent the new chunk:
 
     limit that would be exceeded    address whose bodies are revoked
     of the client address           the client address
@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 
 from tandem.errors import BodiesFull, TooManyRequests
 
-# A body can be revoked in favour of a body of the same address if it has received no data for this
-# many seconds.
+# A body that has received no data for this many seconds can be revoked in favour of another body of
+# the same address.
 _SILENT_S = 1.0
 _RETRY_AFTER_S = 1.0
 

@@ -55,7 +55,8 @@ CALL_DEADLINE_S = 1.5
 
 class Revocation(msgspec.Struct, frozen=True):
     """The result of a revocation. `redis` is empty if the revocation was written to Redis.
-    Otherwise it is the reason why not. `routers` has such a text for each router, by router id."""
+    Otherwise it is the reason why not. `routers` maps the id of each router to "" if the router
+    confirmed the revocation, or else to the reason why not."""
 
     key_id: str
     redis: str

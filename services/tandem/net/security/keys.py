@@ -136,8 +136,8 @@ def revoke(record: KeyRecord, *, now: float) -> KeyRecord:
 
 
 def record_of(text: str, *, now: float) -> KeyRecord:
-    """Creates the record of a key whose text an operator chose, such as `sk-my-own-key`. It allows
-    all calls."""
+    """Creates the record of a key whose text an operator chose, such as `sk-my-own-key`. The key
+    has the role operator, which allows all calls."""
     key_id, secret = parse_key(text)
     return KeyRecord(
         key_id=key_id,
@@ -150,8 +150,9 @@ def record_of(text: str, *, now: float) -> KeyRecord:
 
 
 def parse_key(text: str) -> tuple[str, str]:
-    """Splits a key into id and secret. The id of a key that is not `tandem-ID-SECRET` is a part of
-    its hash, and all of the key is secret. Raises Unauthenticated if the text is empty."""
+    """Splits a key `tandem-ID-SECRET` into id and secret. For a key of any other form, the id is
+    made from the key's hash, and the secret is the whole key. Raises Unauthenticated if the text is
+    empty."""
     prefix, _, rest = text.partition("-")
     key_id, _, secret = rest.partition("-")
     if prefix == KEY_PREFIX and key_id and secret:

@@ -1,5 +1,5 @@
-"""An event of the cluster, as routers write it to the stream of events (router/workers/events.py)
-and other programs read it."""
+"""Defines the events that routers write to the cluster's event stream in Redis
+(router/workers/events.py) and that other programs read there."""
 
 import msgspec
 
@@ -14,5 +14,5 @@ class ClusterEvent(msgspec.Struct, frozen=True):
 
 
 def events_key(cluster_id: str) -> str:
-    """Returns the key of the stream with the events."""
+    """Returns the Redis key of the event stream."""
     return f"{{tandem:{cluster_id}}}:events:all"

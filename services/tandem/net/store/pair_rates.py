@@ -8,8 +8,8 @@ includes the latency: a latency of 10 ms and a transfer of 30 ms give 4 MiB / 40
 rate without latency (`PairRate.bytes_per_s`) is not published, because its measurement is almost
 arbitrary if pulls are small or a host is busy.
 
-The bandwidths are not read from the worker records, because the controller's Redis user may not
-access these records. All processes rely on the addresses in the records.
+The bandwidths have a key of their own, because the controller's Redis user may not access the
+worker records. Otherwise it could change the addresses in them, which all processes trust.
 """
 
 import math

@@ -185,7 +185,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, rename={"compatibility": "contra
     # The worker's setting `prefill_at`, such as "local"; empty: not reported.
     prefill_at: str = ""
     kernels: str = ""  # the kernels that compute, such as "torch"; empty: not reported
-    # True: the worker refuses a request that would miss the request's deadline (SubmitSequence).
+    # True: the worker refuses a request whose first token would be too late (`first_token_s` of the
+    # message SubmitSequence).
     keeps_deadlines: bool = False
 
     @property
@@ -388,9 +389,9 @@ class Registry:
     async def data_set(self) -> bytes:
         """Returns a value that changes if Redis was restarted, emptied or replaced.
 
-        After a restart of Redis, records of healthy workers may be missing for a while. So the
-        caller compares the results of `data_set`. The caller calls `data_set` after `read`, so that
-        a restart during `read` is noticed.
+        After a restart of Redis, records of healthy workers may be missing for a while. To notice a
+        restart, the caller compares the value with that of its previous call. It calls `data_set`
+        after `read`, so that a restart during `read` is noticed, too.
         """
         parts = await _DATA_SET(self._redis, [self._mark_key], secrets.token_hex(8))
         return b":".join(parts)

@@ -17,8 +17,8 @@ _TTL_MS = 30_000
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """Counts of one router. `num_running` and `num_waiting` are of the moment of the write. All
-    other counts only grow, from 0 at the router's start."""
+    """Counts of one router. `num_running` and `num_waiting` are the current numbers of requests at
+    the time of the write. All other counts only grow, from 0 at the router's start."""
 
     num_requests: int = 0  # number of requests that ended
     prompt_tokens: int = 0

@@ -63,12 +63,12 @@ class KvGroup:
 
     @property
     def kept_blocks(self) -> int:
-        """Number of blocks at the start of a sequence that hold tokens which every token sees."""
+        """Number of blocks at the start of a sequence that hold the sinks (`num_first`)."""
         return -(-self.num_first // self.layout.block_size)
 
     @property
     def decode_blocks(self) -> int | None:
-        """Largest number of blocks in which a token and all tokens that it sees can lie. None
+        """Largest number of blocks over which a token and all tokens that it sees can spread. None
         without a window."""
         return None if self.window is None else self.kept_blocks + self.blocks_seen + 1
 
@@ -243,8 +243,8 @@ def divide_pool(
 
     The group that sees furthest (full attention or the longest window) gets the memory that the
     other groups leave. Each other group gets the blocks that `max_num_seqs` decoding sequences and
-    the tokens of one step need. But it never gets more blocks than if all groups had the same
-    number of blocks. Raises ConfigError if not even one block fits.
+    the tokens of one step need. The limit is the number of blocks that each group would have if all
+    groups had the same number. Raises ConfigError if not even one block fits.
     """
     one = layout()
     equal = num_blocks_of(config, one.block_bytes)

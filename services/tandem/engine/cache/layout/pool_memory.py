@@ -42,7 +42,7 @@ def own_pages(num_bytes: int) -> mmap.mmap:
 
 
 def size_shared(fd: int, num_bytes: int) -> mmap.mmap:
-    """Gives a new memfd its size and maps it. The memory is zeroed. Closes `fd`. Raises
+    """Sets the size of a new memfd and maps it. The memory is zeroed. Closes `fd`. Raises
     ConfigError."""
     try:
         os.ftruncate(fd, num_bytes)
@@ -52,7 +52,7 @@ def size_shared(fd: int, num_bytes: int) -> mmap.mmap:
 
 
 def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
-    """Maps a memfd that `size_shared` has given its size. Closes `fd`. Raises OSError."""
+    """Maps a memfd whose size was set by `size_shared`. Closes `fd`. Raises OSError."""
     try:
         return _in_huge_pages(mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED))
     finally:

@@ -10,7 +10,7 @@ class Copy(Enum):
     A pool evicts blocks in the order of these values: UNWANTED first, WRITING last. COMPLETE and
     LOST count as equal. Tiers may accept only blocks that are used often, whose copies become
     COMPLETE, and refuse the others, whose copies are LOST. If COMPLETE came before LOST, the pool
-    would evict the blocks that are used often first.
+    would evict frequently used blocks before rarely used ones.
     """
 
     # No copy. The block is in a window's pool, and no request is expected to need a copy of it

@@ -10,7 +10,7 @@ states:
       |               USED, hashed --release--> CACHED (no reference, found by `match`)
       |                 ^------- reserve ---------'|
       '---------- evict or drop, leaf first -------'
-    USED --quarantine--> QUARANTINED --unquarantine--> FREE     (a read may still write it)
+    USED --quarantine--> QUARANTINED --unquarantine--> FREE     (a pull or load may still write it)
     CACHED --evicted while a tier copies it--> LEAVING --end_write--> FREE
 
 A leaf is a hashed block without hashed children. A hashed block never changes, so a tier
@@ -309,15 +309,16 @@ class BlockPool:
         return block.num_references == 1 and block.block_hash is None
 
     def quarantine(self, block_ids: Iterable[int]) -> None:
-        """Drops the only reference of each of these blocks, but does not free them until
-        `unquarantine`."""
+        """Drops the only reference of each of these blocks, which a pull or a tier load may still
+        write. They are not freed until `unquarantine`."""
         for block_id in block_ids:
             assert self.is_writable(block_id), f"block {block_id} is shared, and a read writes it"
             self._blocks[block_id].num_references = 0
             self._quarantined.add(block_id)
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
-        """Frees the quarantined ones of these blocks. No read may write them any more."""
+        """Frees these blocks if they are quarantined. No pull or tier load can write them any
+        more."""
         for block_id in block_ids:
             if block_id in self._quarantined:
                 self._quarantined.remove(block_id)

@@ -1,4 +1,4 @@
-"""Finds the cached block whose first tokens match the most of the next tokens of a prompt.
+"""Finds the cached block that has the longest common start with the next tokens of a prompt.
 
 The children of a block are the cached blocks that may follow it. They are sorted by their tokens,
 so the best match is directly before or after the position at which the prompt's tokens would be
@@ -25,9 +25,9 @@ class PartialMatch(NamedTuple):
 
 class ChildBlocks:
     def __init__(self) -> None:
-        # By hash of the parent: (tokens, hash) of each of its children, sorted.
+        # Maps a parent's hash to the sorted (tokens, hash) pairs of its children.
         self._children: dict[bytes, list[tuple[bytes, bytes]]] = {}
-        # By hash of a block: (hash of the block's parent, the block's tokens).
+        # Maps a block's hash to (its parent's hash, its tokens).
         self._places: dict[bytes, tuple[bytes, bytes]] = {}
 
     def add(self, parent_hash: bytes, block_hash: bytes, token_ids: Sequence[int]) -> None:

@@ -2,8 +2,8 @@
 parents, so any block that no sequence references may be evicted, not only a leaf.
 
 Blocks that left their sequence's window are evicted first. Then come the least recently used
-blocks. Of the blocks of one sequence the earliest goes first, because a later request most likely
-resumes after the last ones.
+blocks. Of one sequence's blocks, those with the smallest index are evicted first, because a later
+request most likely resumes after the last blocks.
 
 Most blocks soon leave the window, so tiers copy a block only if a request is expected to need it.
 The block's `copy` changes as follows:

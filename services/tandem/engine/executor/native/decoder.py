@@ -114,8 +114,8 @@ class NativeDecoder:
         self._packer = Packer(library, weights.pages, int8=int8, instructions=instructions)
         self._angles = _AngleTable(config)
         self._results = _Results(0, config.vocab_size)
-        # Item i says from which token of the last step the row i of the logits was computed. The
-        # tokens of a step are counted from 0.
+        # Item i is the index of the token in the last step from which row i of the logits was
+        # computed.
         self._logit_rows: list[int] = []
         self._pools: Sequence[KvPool] | None = None
         self.adapters = NativeAdapters()

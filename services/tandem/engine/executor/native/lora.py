@@ -1,5 +1,5 @@
-"""LoRA adapters in the form that the C++ decoder reads. An adapter is packed once, when it is
-loaded. Each step then gets the addresses of the packed matrices."""
+"""Packs LoRA adapters for the C++ decoder. An adapter is packed once, when it is loaded. Each step
+then gets the addresses of the packed matrices."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Packer:
     def matrix(self, parts: Sequence[Linear], *, keeps_kind: bool = False) -> Matrix:
         """Packs several matrices, such as q, k and v, as one matrix with all their rows.
 
-        `keeps_kind` True: the weights are not converted to int8, even with the setting
+        If `keeps_kind` is True, the weights are not converted to int8, even with the setting
         weights=int8.
         """
         if isinstance(parts[0].blocks, Fp8):
@@ -174,8 +174,8 @@ class Packer:
     def embedding(self, weights: ModelWeights, output: Matrix) -> dict[str, int | None]:
         """Returns the embedding fields of the struct `Model`.
 
-        If the embedding and the output matrix are the same matrix, the kernels read embeddings from
-        the packed output matrix, unless the output matrix was converted to int8.
+        If the embedding is tied to the output matrix, and this matrix was not converted to int8,
+        the kernels read embeddings from the packed output matrix.
         """
         tied = weights.embedding_blocks is weights.output_blocks
         if tied and weights.embedding is weights.output and not self._int8:

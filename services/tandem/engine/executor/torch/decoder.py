@@ -71,8 +71,8 @@ class Decoder:
         """Computes a step. Writes the tokens' KV to the pools. Returns fp32 logits
         [rows of inputs.logit_rows, vocab].
 
-        `on_kv_written` is called once, before the last layer's attention. On the CPU, the KV of all
-        layers is then in the pools. On CUDA, the kernels that write the KV are then launched, but
+        `on_kv_written` is called once, before the last layer's attention. At that point, on a CPU,
+        the KV of all layers is in the pools. On CUDA, the kernels that write it were launched, but
         may not have finished.
         """
         specs = self._config.layers
@@ -165,8 +165,8 @@ class Decoder:
         """Returns the queries, keys and values for latent attention (models/config/latent.py).
 
         A token's KV is one vector of D elements: the token's latent and then the rotated key. It
-        serves as the key and as the value of all heads. So the result is queries [rows, heads, D]
-        and twice the same tensor [num_tokens, 1, D]. The queries are already multiplied by the key
+        serves as the key and as the value of all heads. So the keys and the values are the same
+        tensor [num_tokens, 1, D]. The queries [rows, heads, D] are already multiplied by the key
         matrix, so the product of a query and a token's KV is the attention score.
         """
         latent = self._config.latent

@@ -1,4 +1,4 @@
-"""The attention of a layer with the Triton kernels, in three launches:
+"""Computes the attention of a layer with the Triton kernels, in three launches:
 
 1. Normalize and rotate the queries and keys, and store the keys and values in the pool.
 2. Attention for the sequences with one token in the step.

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs, one graph for each of several batch sizes.
+"""Runs decode steps as CUDA graphs, with one graph for each of several batch sizes.
 
 The host takes longer to launch the many small kernels of a decode step than the device takes to run
 them. So a graph records these kernels once, with every tensor at a fixed address. A step copies its

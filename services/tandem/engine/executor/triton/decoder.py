@@ -174,8 +174,8 @@ class TritonDecoder:
         return rms_norm(x, norm, eps) if delta is None else add_rms_norm(x, delta, norm, eps)
 
     def _scaled(self, delta: torch.Tensor, post_norm: torch.Tensor | None) -> torch.Tensor:
-        """Returns `delta`, the output of attention or of the MLP, after the norm `post_norm` and
-        multiplied by the residual multiplier, if the model has these two."""
+        """Returns `delta`, the output of attention or of the MLP, after the norm `post_norm` (None:
+        no norm) and multiplied by the model's residual multiplier."""
         if post_norm is not None:
             delta = rms_norm(delta, post_norm, self._config.rms_norm_eps)
         multiplier = self._config.multipliers.residual
@@ -185,7 +185,7 @@ class TritonDecoder:
         self, x: torch.Tensor, index: int, layer: LayerWeights, lora: AddsLora
     ) -> torch.Tensor:
         """Returns q, k and v side by side. If the model normalizes q and k over all heads of a row
-        together, this method does so. Norms of single heads are computed in attention.py."""
+        together, they are normalized here. Norms of single heads are computed in attention.py."""
         qkv = lora.add(index, "qkv", _project(x, layer.qkv), x)
         if self._config.qk_norm == "all":
             assert layer.q_norm is not None

@@ -29,8 +29,8 @@ class TritonAdapters:
         # Five numbers, which are addresses and sizes, for each matrix of the adapters:
         # [adapters, layers, products, matrices, 5].
         self._fields = torch.zeros(0, dtype=torch.int64)
-        # For each layer, and in it for each product: (highest rank of the loaded adapters, largest
-        # number of output columns of the loaded adapters' matrices).
+        # One dict per layer: product -> (highest rank of the loaded adapters, largest number of
+        # output columns of their matrices).
         self._sizes: list[dict[ProductName, tuple[int, int]]] = []
 
     def add(self, weights: LoraWeights) -> None:

@@ -43,7 +43,7 @@ class TritonSteps:
     @torch.inference_mode()
     def prepare(self, pools: Sequence[KvPool]) -> None:
         """Compiles and tunes the kernels and records the CUDA graphs for steps over these pools, so
-        that no request has to wait for this.
+        that no request has to wait for these tasks.
 
         `pools` has one pool for each KV group. The pools contain only zeros before and after the
         call.

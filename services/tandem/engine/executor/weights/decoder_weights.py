@@ -64,7 +64,7 @@ class LatentWeights:
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The weights of a layer. Some model families add an offset, such as 1, to the weights of
-    norms. The norms in this class are the sums, in float32."""
+    norms. In these families, the norms in this class include the offset and are in float32."""
 
     # The matrices q, k and v, or one matrix with the rows of all three. With latent attention, two
     # matrices: the first computes the queries or the latent of the queries, the second the KV.
@@ -77,7 +77,7 @@ class LayerWeights:
     mlp_post_norm: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None  # [head_dim], or [all heads * head_dim]
     k_norm: torch.Tensor | None = None
-    # [heads]: one additional score in each head's softmax, for no key; None: no attention sinks
+    # [heads]: one extra score in each head's softmax that belongs to no key; None: no sinks
     sinks: torch.Tensor | None = None
     latent: LatentWeights | None = None  # None: the layer has no latent attention
 

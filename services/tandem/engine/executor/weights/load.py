@@ -176,8 +176,8 @@ class _Builder:
         )
 
     def norm(self, name: str) -> torch.Tensor:
-        """Returns the weights of a norm. If the model adds an offset to the weights, returns the
-        sums in float32. In bfloat16, 1 + 0.001 would be rounded to 1."""
+        """Returns the weights of a norm. If the model adds an offset to them, the result includes
+        the offset and is in float32. In bfloat16, 1 + 0.001 would be rounded to 1."""
         if not self._config.norm_offset:
             return self._tensors.tensor(name)
         return self._tensors.floats(name) + self._config.norm_offset

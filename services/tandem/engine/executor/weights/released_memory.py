@@ -52,6 +52,6 @@ class FilePages:
 
 
 def release_freed_memory() -> None:
-    """Makes glibc return the freed memory that it keeps to the system."""
+    """Makes glibc return to the system the freed memory that it keeps for later allocations."""
     if _trim is not None:
         _trim(0)

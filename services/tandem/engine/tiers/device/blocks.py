@@ -1,4 +1,4 @@
-"""How the threads of tiers copy blocks out of a KV pool and into it.
+"""Defines how the threads of tiers copy blocks out of a KV pool and into it.
 
     write to a tier    `begin_out` copies the block to host memory --> a storage writes the bytes
     load from a tier   a storage fills the `buffer` --> `begin_in` copies the bytes to the block

@@ -1,4 +1,4 @@
-"""CUDA streams, events and pinned host memory for the copies of tiers.
+"""Provides CUDA streams, events and pinned host memory for the copies of tiers.
 
 A copy starts after an event on the engine's stream, and runs on a stream of its own. The host waits
 for the end of each copy. So the engine submits a step that reads a loaded block only after the

@@ -1,4 +1,4 @@
-"""A worker's own folder below --kv-disk-path, which no other process uses at the same time.
+"""Claims a folder below --kv-disk-path for a worker. No other process uses it at the same time.
 
     PATH/lock                        locked while a worker chooses a folder
     PATH/0/lock,manifest,blocks      the folder of one worker

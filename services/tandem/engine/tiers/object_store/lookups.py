@@ -39,8 +39,8 @@ class _Lookup:
     storages: Sequence[SharedStorage]  # one for each KV group
     layout: KvLayout
     block_hashes: Sequence[bytes]
-    # In the full-attention group, the look-up starts after this number of blocks, which this worker
-    # has or can load already.
+    # Number of leading blocks that this worker has or can load already. In the full-attention
+    # group, the look-up starts after them.
     first: int
     clock: Callable[[], float]
     on_end: Callable[[_Lookup], object]
@@ -159,8 +159,8 @@ class Lookups:
         self._rate.observe(1, lookup.seconds)
         assert self._tier is not None
         links = list(pairwise((b"", *lookup.block_hashes)))
-        # Counts one use of each found block, by the worker that wrote it. The priority of this use
-        # is not known, so the lowest priority is assumed.
+        # Each found block was used at least once, by the worker that wrote it. The priority of this
+        # use is not known, so the lowest priority is assumed.
         if lookup.found:
             written = [lookup.block_hashes[i] for i in lookup.found[0]]
             self._tier.policy.use(written, keep=False, priority=PRIORITY_MIN)
@@ -170,7 +170,7 @@ class Lookups:
             self._unadded += ((group, part) for part in parts)
 
     def forget(self, sequence_id: str) -> None:
-        """Forgets the look-up of a sequence that is gone."""
+        """Forgets the look-up of a sequence that left the engine."""
         self._lookups.pop(sequence_id, None)
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ def search(
     block_hashes: Sequence[bytes],
     first: int,
 ) -> Found:
-    """Returns which blocks of a chain were found in the store, for each KV group. In the group
+    """Returns the chain indices of the blocks found in the store, for each KV group. In the group
     without a window, these are the leading blocks. In a group with a window, they are blocks near
     the largest depth at which a request can resume.
 

@@ -184,8 +184,8 @@ class ObjectStorage(SharedStorage):
         return f"{self._folder}/{block_hash.hex()}{self._suffix}"
 
     def _request(self, call: Callable[..., T], name: str, *data: bytes) -> T:
-        """Makes a request to the store. Raises OSError, also without a request if the store is not
-        ready."""
+        """Makes a request to the store. Raises OSError if the request fails. If the store is not
+        ready, raises OSError without a request."""
         self._health.enter()
         errors = self._obstore.exceptions
         try:
@@ -199,7 +199,7 @@ class ObjectStorage(SharedStorage):
         except (errors.BaseError, OSError) as error:
             self._health.fail(error)
             raise OSError(_first_line(error)) from error
-        # This may be an error of another class than obstore.BaseError, or a panic in obstore.
+        # For example a panic in obstore, which is not an obstore.BaseError.
         except BaseException as error:
             self._health.fail(error)
             raise
@@ -264,9 +264,9 @@ class _Health:
 def _start_threads(name: str) -> ThreadPoolExecutor:
     """Returns a thread pool whose threads are all running. Raises ConfigError if they do not start.
 
-    By default a pool starts a thread only when a call is submitted. If this failed, `submit` would
-    raise an error but leave the call in the queue, and it would be unknown whether the write takes
-    place.
+    By default a pool starts a thread only when a call is submitted. If this start failed, `submit`
+    would raise an error but leave the call in the queue. It would then be unknown whether the call,
+    such as a write, takes place.
     """
     threads = ThreadPoolExecutor(_AT_ONCE, name)
     all_run = threading.Barrier(_AT_ONCE, timeout=_START_S)

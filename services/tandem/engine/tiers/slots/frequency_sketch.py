@@ -27,7 +27,7 @@ except ImportError:
 _ROWS = 4  # a block hash has 16 bytes, 4 for each row
 _PARTS = Struct("<4I")  # splits a block hash into one number for each row
 _CELLS_PER_BLOCK = 4
-# A use counts half after this many further uses for each block of the sketch: after 4,000 uses in a
+# A use counts only half after this many further uses per block of the sketch: after 4,000 uses in a
 # sketch for 1,000 blocks. This was the best of four values in benchmarks/tiers/policies.py.
 _HALF_LIFE = 4
 # If all cells together have at most this many bytes, their memory is allocated at the start. This

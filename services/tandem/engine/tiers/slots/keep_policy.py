@@ -22,13 +22,13 @@ from tandem.common.perf_model.rates import DEFAULT_PREFILL, PrefillRate
 from tandem.common.retention import PRIORITY_DEFAULT, PRIORITY_MIN
 from tandem.engine.tiers.slots.frequency_sketch import FrequencySketch
 
-# A block is accepted if its estimated number of uses is at least this: one use now counts 1, and
-# another use one half-life ago counts 0.5.
+# A block is accepted if its estimated number of uses is at least this. A use now counts 1, and one
+# a half-life ago counts 0.5, so two uses within a half-life are enough.
 _USES_MIN = 1.5
 _KEPT_USES = 2  # a use of a block that is to be kept counts as this many uses
-# The measured prefill rate changes a little with every step. By each rate, a block after
-# _DEEP_TOKENS tokens takes some factor longer to compute than a chain's first block. A new rate is
-# adopted only if it changes log2 of this factor by at least _CHANGE_MIN.
+# The measured prefill rate changes a little with every step. From a rate follows a ratio: the time
+# to compute a block after _DEEP_TOKENS tokens, divided by the time for a chain's first block. A new
+# rate is adopted only if it changes log2 of this ratio by at least _CHANGE_MIN.
 _DEEP_TOKENS = 8192
 _CHANGE_MIN = 0.1
 # `HighestPriorities` remembers the priorities of this many blocks for each slot of the tier, but of
@@ -84,8 +84,8 @@ class ShortestPrefixes(LeastRecentlyUsed):
 
 
 class HighestPriorities(LeastRecentlyUsed):
-    """Remembers the highest priority with which each block was used, for a limited number of blocks
-    that were used last.
+    """Remembers the highest priority with which each block was used, for a limited number of the
+    most recently used blocks.
 
     A block that is not remembered has the default priority, for example a block that the tier found
     when it started.
@@ -147,9 +147,9 @@ class MostValuable:
         return math.log2(1.0 + index * self._cost_by_index) + self._sketch.log2(block_hash)
 
     def _growth(self, rate: PrefillRate) -> float:
-        """Returns the additional time that each earlier block of the chain adds to the computation
-        of a block, as a fraction of the time for the chain's first block. With 0.01, the block at
-        index 100 takes twice as long as the first block."""
+        """Returns how much longer each block of a chain takes to compute than the block before it,
+        as a fraction of the time for the chain's first block. With 0.01, the block at index 100
+        takes twice as long as the first block."""
         size = self._block_size
         context_s = rate.token_context_s
         # seconds per token in the first block of a chain

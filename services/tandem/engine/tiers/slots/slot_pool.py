@@ -73,8 +73,8 @@ class SlotPool(BlockPool):
         """References the slot of a bad copy that is to be written again, and the slots of its
         parents, until `release`.
 
-        Returns the slots from the chain's first block on, the bad one last. Returns an empty list
-        if the copy is not bad, or is still being read.
+        Returns these slots in the order of the chain, so the bad copy's slot is last. Returns an
+        empty list if the copy is not bad, or is still being read.
         """
         slot = self.find(block_hash)
         if slot is None or block_hash not in self._bad or self._blocks[slot].num_references:
@@ -89,8 +89,8 @@ class SlotPool(BlockPool):
         self._bad.discard(block_hash)
 
     def link(self, entry: Entry) -> Entry:
-        """Returns the entry as this pool stores it. Here it keeps the block's parent, which must be
-        stored before the block."""
+        """Returns the entry as this pool stores it. This class stores it with the block's parent,
+        which must be stored before the block."""
         return entry
 
     def adopt(self, slot: int, entry: Entry) -> bool:
@@ -128,8 +128,8 @@ class SlotPool(BlockPool):
     def await_child(self, parent_hash: bytes) -> None:
         """Protects a parent's slot from eviction while a child is being written, until `end_child`.
 
-        The parent may still be being written, so that no slot has it yet. Ignores an empty hash,
-        which means that the block has no parent.
+        The write of the parent may be in flight too, so that no slot has it yet. Ignores an empty
+        hash, which means that the block has no parent.
         """
         if parent_hash:
             self._awaiting[parent_hash] += 1

@@ -30,8 +30,7 @@ from tandem.errors import UnsupportedModel
 from tandem.models.checkpoint.headers import FLOATS, Form, TensorHeader
 from tandem.models.config.quantization_scheme import Coding, Scheme
 
-# Coding -> last part of the name of each of the coding's tensors. The first tensor is always
-# present.
+# Coding -> last parts of the names of the coding's tensors. The first tensor is always present.
 PARTS: Mapping[Coding, tuple[str, ...]] = {
     "scaled": ("weight", "weight_scale", "weight_scale_inv", "input_scale"),
     "packed": (
@@ -89,8 +88,8 @@ def _scaled(
     module: str, num_out: int, num_in: int, stored: Mapping[str, TensorHeader], scheme: Scheme
 ) -> dict[str, Form]:
     named = [name for name in _SCALES if f"{module}.{name}" in stored]
-    # Name of the tensor with the scales. If there is none, the error message says that this name is
-    # missing: weight_scale_inv for scales per block, otherwise weight_scale.
+    # Name of the tensor with the scales. If the checkpoint has no such tensor, the error message
+    # reports this name as missing: weight_scale_inv for scales per block, otherwise weight_scale.
     scale = named[0] if named else _SCALES[scheme.block is None]
     shapes: tuple[tuple[int, ...], ...]
     if scheme.block is None:

@@ -37,8 +37,8 @@ class QuantizedGroups:
     numbers: torch.Tensor  # [out, in]: uint8 from 0 to 15 for 4 bits, int8 for 8 bits
     zeros: torch.Tensor  # [out, groups] or [1, 1]: zero points, uint8 from 0 to 16
     scales: torch.Tensor  # [out, groups] or [1, 1], float32
-    # [in]: for each input, the number of its group. None: groups have equal size and consecutive
-    # inputs.
+    # [in]: for each input, the index of its group. None: all groups have the same size and consist
+    # of consecutive inputs.
     group_of_input: torch.Tensor | None = None
 
     def values(self) -> torch.Tensor:

@@ -20,8 +20,8 @@ BLOCK = 32  # number of inputs in a GGUF block
 # applies only if the inputs of a group are not consecutive.
 _SHUFFLED_AT_ONCE = 1 << 16
 _SCALE_TYPES = (torch.float16, torch.bfloat16)
-# GGUF block type -> bytes of the numbers that precede a block's weights: its scale, and its minimum
-# if the type has one.
+# GGUF block type -> sizes in bytes of the fields before a block's weights: the scale, and the
+# minimum if the type has one.
 _PARTS = {"Q8_0": (2,), "Q4_0": (2,), "Q4_1": (2, 2)}
 
 
@@ -35,8 +35,8 @@ class PackedGroups:
     scales: torch.Tensor  # [out, groups]
     zeros: torch.Tensor | None = None  # uint8 [out, groups]; None: all zero points are 0
     mins: torch.Tensor | None = None  # [out, groups]; None: all minimums are 0
-    # [in]: for each input, the number of its group. None: groups have equal size and consecutive
-    # inputs.
+    # [in]: for each input, the index of its group. None: all groups have the same size and consist
+    # of consecutive inputs.
     group_of_input: torch.Tensor | None = None
 
     @classmethod
