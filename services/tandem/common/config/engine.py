@@ -150,7 +150,10 @@ class EngineOptions(Options):
     queue_max: Positive = 256
     """Largest number of requests that wait at a worker. The worker refuses further requests."""
     num_threads: Annotated[Positive, Parameter(name="--threads")] = 1
-    """Number of threads of a worker's engine."""
+    """Number of threads of a worker's engine. With --tensor-parallel, of each rank."""
+    tensor_parallel: Positive = 1
+    """Number of processes (ranks) that compute each step of a worker together. Each has its share
+    of the model's weights. Native kernels only."""
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -167,6 +170,14 @@ class EngineOptions(Options):
             raise ConfigError(
                 "numerics is invariant, which computes in float32, so neither dtype nor kv-dtype "
                 "can be bfloat16; set them to auto or float32"
+            )
+        if self.tensor_parallel > 1 and (
+            self.device == "cuda" or self.kernels in ("torch", "triton")
+        ):
+            raise ConfigError(
+                f"tensor-parallel is {self.tensor_parallel}, with device {self.device} and kernels "
+                f"{self.kernels}; several ranks compute only with native kernels on CPUs; set "
+                "device to cpu and kernels to auto or native, or tensor-parallel to 1"
             )
         sealed = [tier.option for tier in KV_TIERS if tier.is_sealed]
         if self.kv_key_file and not any(getattr(self, option) for option in sealed):

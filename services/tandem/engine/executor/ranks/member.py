@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tandem.engine.executor.native.decoder import SentStep
+from tandem.engine.executor.native.rank_memory import RankMemory
 from tandem.engine.executor.ranks import messages
-from tandem.engine.executor.ranks.rank_memory import RankMemory
 from tandem.engine.executor.runner import LoadedAdapter, ModelRunner
 from tandem.errors import TandemError
 from tandem_kernels.native.library import RankEnded

@@ -14,8 +14,8 @@ from typing import Any
 
 from tandem.common.adapter import Adapter
 from tandem.common.config.engine import EngineConfig
+from tandem.engine.executor.native.rank_memory import RankMemory
 from tandem.engine.executor.ranks import messages
-from tandem.engine.executor.ranks.rank_memory import RankMemory
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
 
