@@ -45,12 +45,12 @@ def test_the_page_draws_each_tier(name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WithSecondFolder(EngineOptions):
-    kv_scratch_path: str = ""
+class WithSpareFolder(EngineOptions):
+    kv_spare_path: str = ""
 
 
 @pytest.mark.parametrize(
-    ("disk", "scratch"),
+    ("disk", "spare"),
     [
         ("/kv", "/kv"),
         ("/kv", "/kv/other/../"),
@@ -60,15 +60,15 @@ class WithSecondFolder(EngineOptions):
     ],
 )
 def test_two_tiers_cannot_have_one_folder(
-    disk: str, scratch: str, monkeypatch: pytest.MonkeyPatch
+    disk: str, spare: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each tier takes the first free folder below its path, so the tiers could swap folders."""
-    tiers = (*KV_TIERS, KvTier("scratch", "kv_scratch_path", bytes_per_s=1e9, is_folder=True))
+    tiers = (*KV_TIERS, KvTier("spare", "kv_spare_path", bytes_per_s=1e9, is_folder=True))
     monkeypatch.setattr("tandem.common.config.engine.KV_TIERS", tiers)
-    both = WithSecondFolder(kv_disk_path="/kv", kv_scratch_path="/kv-2")
-    assert both.tier_folders == {"kv_disk_path": Path("/kv"), "kv_scratch_path": Path("/kv-2")}
-    with pytest.raises(ConfigError, match=r"kv-disk-path is .*kv.* and kv-scratch-path is .*kv"):
-        replace(both, kv_disk_path=disk, kv_scratch_path=scratch)
+    both = WithSpareFolder(kv_disk_path="/kv", kv_spare_path="/kv-2")
+    assert both.tier_folders == {"kv_disk_path": Path("/kv"), "kv_spare_path": Path("/kv-2")}
+    with pytest.raises(ConfigError, match=r"kv-disk-path is .*kv.* and kv-spare-path is .*kv"):
+        replace(both, kv_disk_path=disk, kv_spare_path=spare)
 
 
 def test_the_folder_of_a_tier_may_begin_with_the_home_folder() -> None:
