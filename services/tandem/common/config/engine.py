@@ -165,9 +165,10 @@ class EngineOptions(Options):
 
     @property
     def tier_folders(self) -> dict[str, Path]:
-        """Folders of the tiers that are switched on and keep files, by the name of their field."""
+        """Folders of the tiers that are switched on and keep files, by the name of their field.
+        Raises ConfigError for a path that begins with the home folder of an unknown user."""
         given = {tier.option: getattr(self, tier.option) for tier in KV_TIERS if tier.is_folder}
-        return {name: Path(path).expanduser() for name, path in given.items() if path}
+        return {name: _expanded(name, path) for name, path in given.items() if path}
 
     def check_together(self) -> None:
         if self.numerics == "invariant" and "bfloat16" in (self.dtype, self.kv_dtype):
@@ -196,6 +197,16 @@ class EngineOptions(Options):
             raise ConfigError(
                 "lora lists adapters, but max-loras is 0; set max-loras to at least 1"
             )
+
+
+def _expanded(name: str, path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{option_name(name)} is {path}; the home folder of this user is not known, so the "
+            "path must not begin with ~"
+        ) from error
 
 
 def _overlap(one: Path, other: Path) -> bool:
