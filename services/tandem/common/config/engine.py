@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -117,8 +118,8 @@ class EngineOptions(Options):
     """File with the object store's credentials, in the format of AWS. Default: AWS_ACCESS_KEY_ID
     and related variables, else the credentials of the machine."""
     kv_key_file: Text = ""
-    """File with keys that encrypt copies on disk and in the object store. Each line has 64
-    hexadecimal digits. New copies use the first key. Default: no encryption."""
+    """File with keys that encrypt copies outside main memory. Each line has 64 hexadecimal digits.
+    New copies use the first key. Default: no encryption."""
     kv_tier_policy: KvTierPolicy = "value"
     """Which evicted blocks are copied, and which copies are dropped first. value: copies blocks
     that were used twice or are likely to be reused, and drops rarely used, cheap ones. The others
@@ -165,6 +166,13 @@ class EngineOptions(Options):
         """True if a tier keeps blocks evicted from the pool."""
         return bool(self.tiers)
 
+    @property
+    def tier_folders(self) -> dict[str, Path]:
+        """Folders of the tiers that are switched on and keep files, by the name of their field.
+        Raises ConfigError for a path that begins with the home folder of an unknown user."""
+        given = {tier.option: getattr(self, tier.option) for tier in KV_TIERS if tier.is_folder}
+        return {name: _expanded(name, path) for name, path in given.items() if path}
+
     def check_together(self) -> None:
         if self.numerics == "invariant" and "bfloat16" in (self.dtype, self.kv_dtype):
             raise ConfigError(
@@ -185,6 +193,12 @@ class EngineOptions(Options):
             raise ConfigError(
                 f"kv-key-file is set without {names}, so there are no KV blocks to encrypt"
             )
+        for (one, first), (other, second) in combinations(self.tier_folders.items(), 2):
+            if _overlap(first, second):
+                raise ConfigError(
+                    f"{option_name(one)} is {first} and {option_name(other)} is {second}; each KV "
+                    "tier needs a folder of its own, outside the other tiers' folders"
+                )
         for name in ("kv_store_endpoint", "kv_store_region", "kv_store_credentials"):
             if getattr(self, name) and not self.kv_store_url:
                 raise ConfigError(
@@ -194,6 +208,22 @@ class EngineOptions(Options):
             raise ConfigError(
                 "lora lists adapters, but max-loras is 0; set max-loras to at least 1"
             )
+
+
+def _expanded(name: str, path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{option_name(name)} is {path}; the home folder of this user is not known, so the "
+            "path must not begin with ~"
+        ) from error
+
+
+def _overlap(one: Path, other: Path) -> bool:
+    """Returns True if the folders are the same, or if one of them is inside the other."""
+    one, other = one.resolve(), other.resolve()
+    return one.is_relative_to(other) or other.is_relative_to(one)
 
 
 @Parameter(name="*", group=ENGINE)
