@@ -762,6 +762,7 @@ class _EngineThread:
             for sequence_id in list(self._listeners):
                 self._tell(sequence_id, NotNow(reason), is_last=True)
             engine.close()
+            runner.close()
 
     def _apply_calls(self, engine: Engine) -> bool:
         """Runs all queued calls of other threads. If the engine has no work, waits for a call

@@ -7,9 +7,10 @@ weights and owns the pools. It does no scheduling. It does not check the block t
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -145,6 +146,7 @@ class ModelRunner:
         self._static_kv = _static_kv(folder, self._kv_dtype)
         if self._static_kv is not None:
             self.kv_dtype_name = f"{self._kv_dtype}-{self._static_kv.digest}"
+        self._is_rank = config.tensor_parallel > 1
         self._members: Members | None = None
         memory = member_of
         if config.tensor_parallel > 1 and member_of is None:
@@ -225,8 +227,7 @@ class ModelRunner:
         """
         layout = self.layout(*num_blocks)
         if self.device.type == "cpu":
-            pages = own_pages if self._pool_fd is None else partial(size_shared, self._pool_fd)
-            self.kv = torch.frombuffer(pages(layout.pool_bytes), dtype=torch.uint8)
+            self.kv = torch.frombuffer(self._pages(layout.pool_bytes), dtype=torch.uint8)
         else:
             self.kv = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=self.device)
         parts = torch.split(self.kv, [group.layout.pool_bytes for group in layout.groups])
@@ -238,6 +239,12 @@ class ModelRunner:
             self._triton.prepare(self.pools)
         if self._members is not None:
             self._members.memory.post(messages.Allocate(num_blocks))
+
+    def _pages(self, num_bytes: int) -> mmap.mmap:
+        if self._pool_fd is None:
+            return own_pages(num_bytes)
+        # A rank keeps the descriptor, because it may allocate the pool again.
+        return size_shared(os.dup(self._pool_fd) if self._is_rank else self._pool_fd, num_bytes)
 
     def _static_of(self, group: KvGroup) -> StaticKv | None:
         if self._static_kv is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -118,8 +117,3 @@ class _Member:
             return
         self.process.kill()
         self.process.wait()
-
-
-def inherited(fd: int) -> int:
-    """Returns a copy of a descriptor, for a user that closes it."""
-    return os.dup(fd)
