@@ -336,9 +336,10 @@ def _router(
 
 def _worker(role: Pool, options: LaunchOptions, model: Path, run_folder: Path) -> PoolCommand:
     command = [sys.executable, "-m", "tandem.worker", "--role", role, "--worker-id", "{id}"]
-    command += ["--model", str(model), "--cores", "{core}"]
+    command += ["--model", str(model), "--cores", "{cores}"]
     if options.listen:
         command += ["--host", options.listen]
     command += _tls(options, run_folder, "worker")
     command += [*to_argv(options.transfer), *to_argv(options.engine)]
-    return PoolCommand(command, pinned=True, device=options.engine.device)
+    num_cores = options.engine.num_threads * options.engine.tensor_parallel
+    return PoolCommand(command, num_cores=num_cores, device=options.engine.device)

@@ -29,6 +29,7 @@ from tandem.engine.executor.native.decoder import NativeDecoder, SentStep
 from tandem.engine.executor.native.lora import PackedLora
 from tandem.engine.executor.native.rank_memory import RankMemory
 from tandem.engine.executor.ranks import messages
+from tandem.engine.executor.ranks.cores import pin_to_share
 from tandem.engine.executor.ranks.members import Members
 from tandem.engine.executor.torch.steps import TorchSteps
 from tandem.engine.executor.weights.kv_scales import fixed_scales
@@ -156,6 +157,7 @@ class ModelRunner:
                     "tensor-parallel: this system has no memfd, so ranks cannot share memory"
                 )
             self._members = Members(folder, config, fd, on_rank_end)
+            pin_to_share(config, 0)
             memory = self._members.memory
         weights = load_weights(
             folder.weight_files,

@@ -17,7 +17,7 @@ def command(options: LaunchOptions, pool: Pool) -> list[str]:
     spec = make_spec(options, cluster_id="c", run_folder=Path("/run"), model=Path("m"))
     words = spec.pools[pool].command
     ports = {f"{{{name}}}": str(number) for number, name in enumerate(spec.pools[pool].ports, 1)}
-    filled = [{"{core}": "0", **ports}.get(w, w) for w in words]
+    filled = [{"{cores}": "0", **ports}.get(w, w) for w in words]
     return ["tandem", filled[2].removeprefix("tandem."), *filled[3:]]
 
 

@@ -14,9 +14,12 @@ from typing import Any
 from tandem.engine.executor.native.decoder import SentStep
 from tandem.engine.executor.native.rank_memory import RankMemory
 from tandem.engine.executor.ranks import messages
+from tandem.engine.executor.ranks.cores import pin_to_share
 from tandem.engine.executor.runner import LoadedAdapter, ModelRunner
 from tandem.errors import TandemError
 from tandem_kernels.native.library import RankEnded
+
+_PR_SET_PDEATHSIG = 1
 
 
 class Member:
@@ -25,6 +28,7 @@ class Member:
     def __init__(self, pipe: Connection[Any, Any]) -> None:
         self._pipe = pipe
         settings: messages.Settings = pipe.recv()
+        pin_to_share(settings.config, settings.rank)
         self._memory = RankMemory(
             settings.memory_fd, rank=settings.rank, num_ranks=settings.config.tensor_parallel
         )
@@ -64,9 +68,10 @@ class Member:
 
 
 def main() -> int:
-    # Ctrl-C reaches all processes of a terminal. A rank ends with rank 0.
+    # Ctrl-C reaches all processes of a terminal. A rank ends with rank 0: the system kills it, also
+    # if it is stopped, and `_load_adapters` notices if rank 0 ended before the next line.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(15, b"tandem-rank", 0, 0, 0)
     logging.basicConfig(level=logging.ERROR)  # rank 0 logs what all ranks would say
     pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
     try:
