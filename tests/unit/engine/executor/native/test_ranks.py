@@ -1,4 +1,4 @@
-"""Decoders that several processes compute together: every number is equal to that of one process."""
+"""Decoders that several processes compute together: all numbers equal those of one process."""
 
 from __future__ import annotations
 
