@@ -294,7 +294,10 @@ class Engine:
         for sequence in self._scheduler.returnable(sequence_ids)[:count]:
             self._fail(
                 sequence,
-                Returned("the worker returned the request: others are ahead of it in the queue"),
+                Returned(
+                    "the worker returned the request to the router, because other requests are "
+                    "ahead of it in the worker's queue"
+                ),
             )
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:

@@ -156,7 +156,8 @@ class ExternalProcessor:
         kind = message.WhichOneof("request")
         if (kind == "request_headers") != (exchange.request is None):
             raise BadRequest(
-                "a stream must begin with the request's headers, and have them only once"
+                "an ext_proc stream must begin with request_headers, and must not send "
+                "request_headers again"
             )
         if kind == "request_headers":
             return await self._on_headers(exchange, message)

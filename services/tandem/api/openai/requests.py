@@ -246,7 +246,7 @@ def _by_token_id(logit_bias: dict[str, float]) -> dict[int, float]:
     try:
         return {int(token_id): bias for token_id, bias in logit_bias.items()}
     except ValueError:
-        raise refusal("logit_bias", why="one with a key that is no token id") from None
+        raise refusal("logit_bias", why="an object with a key that is not a token id") from None
 
 
 def prompt_kind(prompt: object) -> str | None:

@@ -118,7 +118,7 @@ class ModelRunner:
         self.numerics_name: str = config.numerics
         self.tokens_per_step = _tokens_per_step(self.device)
         self.why_no_budgets = (
-            "the Triton kernels have no KV budgets; the native and torch kernels do"
+            "the Triton kernels do not support KV budgets; the native and torch kernels do"
             if kernels == "triton"
             else ""
         )

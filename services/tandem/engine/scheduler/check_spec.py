@@ -107,7 +107,7 @@ def _check_edits(spec: SequenceSpec, vocab_size: int) -> None:
 
 def _check_budget(budget: KvBudget, layout: KvLayout, why_no_budgets: str) -> None:
     if all(group.window is not None for group in layout.groups):
-        why_no_budgets = "all layers of the model have a sliding window already"
+        why_no_budgets = "all layers of the model already have a sliding window"
     if why_no_budgets:
         raise BadRequest(f"kv_budget is not supported here: {why_no_budgets}", param="kv_budget")
     check_budget(budget)
