@@ -69,7 +69,10 @@ def show_status(url: str, *, as_json: bool = False) -> None:
     """Prints pools and workers, or the router's whole state as JSON. Raises OperateError."""
     state = call_with_progress(url, "GET")
     if not isinstance(state, dict) or "router" not in state:
-        raise OperateError(f"the program that answers at {url} is not a router of Tandem")
+        raise OperateError(
+            f"the program that answers at {url} is not a router of Tandem; name a router's "
+            "admin address with --url"
+        )
     if as_json:
         print(json.dumps(state, indent=2))
         return

@@ -146,7 +146,10 @@ class ExternalProcessor:
         except TimeoutError:
             if exchange.account is not None:
                 exchange.account.check()
-            raise BodyTooLate("the rest of the request did not arrive in time") from None
+            raise BodyTooLate(
+                "the rest of the request did not arrive in time (--header-deadline, "
+                "--body-deadline)"
+            ) from None
         finally:
             exchange.reading = None
 

@@ -182,7 +182,8 @@ class _JoinedHost:
                 self._ray.tick()
                 if time.monotonic() > give_up_at:
                     raise ConfigError(
-                        f"this host did not join Ray's head in {_START_DEADLINE_S:g} s"
+                        f"this host did not join Ray's head in {_START_DEADLINE_S:g} s; the "
+                        f"logs in {self._run.logs.folder} show why"
                     )
                 time.sleep(_START_INTERVAL_S)
         self._listening.open(

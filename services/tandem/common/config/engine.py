@@ -180,7 +180,8 @@ class EngineOptions(Options):
         if self.kv_key_file and not any(getattr(self, option) for option in sealed):
             names = " and ".join(map(option_name, sealed))
             raise ConfigError(
-                f"kv-key-file is set without {names}, so there are no KV blocks to encrypt"
+                f"kv-key-file is set without {names}, so there are no KV blocks to encrypt; set "
+                "one of these options, or remove kv-key-file"
             )
         for name in ("kv_store_endpoint", "kv_store_region", "kv_store_credentials"):
             if getattr(self, name) and not self.kv_store_url:

@@ -300,7 +300,10 @@ def _static_kv(folder: ModelFolder, kv_dtype: str) -> StaticKv | None:
 
 def _choose_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda: torch finds no CUDA device; use device=cpu")
+        raise ConfigError(
+            "device=cuda: torch finds no CUDA device; use device=cpu, or run `tandem doctor` to "
+            "check the driver"
+        )
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(wanted)

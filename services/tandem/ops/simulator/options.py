@@ -115,7 +115,7 @@ class SimulateOptions(Options):
         names = POLICIES if self.policies == "all" else tuple(self.policies.split(","))
         if unknown := set(names) - set(POLICIES):
             raise UsageError(
-                f"--policies names unknown policies: {', '.join(sorted(unknown))}; allowed are "
+                f"--policies has unknown names: {', '.join(sorted(unknown))}; allowed are "
                 f"{', '.join(POLICIES)}"
             )
         return names
