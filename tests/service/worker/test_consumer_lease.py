@@ -314,7 +314,7 @@ async def test_runs_that_are_not_the_prompt_never_commit(
         await ended(consumer)
 
 
-@pytest.mark.parametrize("wrong", ["epoch", "lease", "not a whole"])
+@pytest.mark.parametrize("wrong", ["epoch", "lease", "not whole"])
 async def test_released_of_another_lease_never_commits(wrong: str) -> None:
     async def lies(commands: Commands, context: Any) -> Events:
         start = (await anext(aiter(commands))).start
@@ -323,7 +323,7 @@ async def test_released_of_another_lease_never_commits(wrong: str) -> None:
         yield prefilled()
         event = await released(commands, "other" if wrong == "lease" else start.lease_id)
         event.released.epoch = "other" if wrong == "epoch" else "e"
-        event.released.whole = wrong != "not a whole"
+        event.released.whole = wrong != "not whole"
         yield event
 
     async with consumer_of(lies) as consumer:

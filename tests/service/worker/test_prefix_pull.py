@@ -100,7 +100,7 @@ async def test_a_holder_that_has_nothing_new_is_released_at_once(num_held: int) 
         ("no answer", [run(0, *BLOCKS), released("mine")]),
         ("another epoch", [run(0, *BLOCKS), held(), released("mine", epoch="other")]),
         ("another lease", [run(0, *BLOCKS), held(), released("other")]),
-        ("not a whole", [run(0, *BLOCKS), held(), released("mine", whole=False)]),
+        ("not whole", [run(0, *BLOCKS), held(), released("mine", whole=False)]),
         ("refused", [pb.PrefillEvent(refused=pb.Refused(message="full"))]),
         ("closed", [run(0, 1)]),
     ],

@@ -319,7 +319,7 @@ def _fail_if_broken(lease: Lease, task: asyncio.Task[None]) -> None:
         exc_info=error,
         extra=about(lease.lease_id),
     )
-    message = f"the prefill under this lease failed: {error!r}"
+    message = f"the prefill failed: {error!r}"
     lease.events.put_nowait(Failed(lease.lease_id, InternalError.code, message))
 
 
