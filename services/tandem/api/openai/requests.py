@@ -49,7 +49,7 @@ _ALLOWED = {
     "logprobs": f"an integer from 0 to {COMPLETION_LOGPROBS_MAX} for a completion, and true or "
     "false for a chat",
     "top_logprobs": f"an integer from 0 to {LOGPROBS_MAX}, and only with logprobs=true",
-    "prompt_logprobs": f"{ALLOWED['prompt_logprobs']}, and only without stream=true",
+    "prompt_logprobs": f"{ALLOWED['prompt_logprobs']}; it cannot be sent with stream=true",
 }
 
 

@@ -111,7 +111,7 @@ class WorkerMetrics(MetricSet):
     )
     prefill_failures = counter(
         "tandem_remote_prefill_failures",
-        "Leases of this decode worker that ended without a release by the prefill worker",
+        "Remote prefills that failed at this decode worker",
     )
     kv_bytes_served = counter(
         "tandem_kv_bytes_served",
