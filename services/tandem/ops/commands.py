@@ -385,7 +385,13 @@ def create(
     *,
     tenant: Annotated[str, Parameter(help="Tenant of the key. Tenants share no KV cache.")],
     role: Annotated[
-        Literal["user", "operator", "metrics"], Parameter(help="Which calls the key allows.")
+        Literal["user", "operator", "metrics"],
+        Parameter(
+            help=(
+                "Calls that the key allows. user: requests to the models. operator: all calls. "
+                "metrics: only metrics."
+            )
+        ),
     ] = "user",
     expires: Annotated[
         str, Parameter(help="Time until the key expires, such as 30d. 0: never.")

@@ -111,8 +111,8 @@ class EngineOptions(Options):
     kv_disk_bytes: Annotated[PositiveSize, Parameter(name="--kv-disk-size")] = 16 << 30
     """Disk space in --kv-disk-path for each worker's copies of evicted KV blocks, such as 16GiB."""
     kv_store_url: Text = ""
-    """Object store for copies of KV blocks, s3://BUCKET/PREFIX, which all workers of a model share.
-    Default: none."""
+    """URL of an object store, s3://BUCKET/PREFIX, for copies of KV blocks, which all workers of a
+    model share. Default: none."""
     kv_store_endpoint: Text = ""
     """URL of the object store's server. Default: AWS's server for the region."""
     kv_store_region: Text = ""

@@ -35,7 +35,8 @@ class TransferConfig(Options):
     """off: NIXL uses only shared memory and RDMA. insecure: NIXL may use TCP, and anyone who
     reaches NIXL's port can then write to the worker's memory."""
     prefill_at: PrefillAt = "auto"
-    """Pool that computes long prompts. auto: the pool that is predicted to finish first."""
+    """Where long prompts are computed. remote: by prefill workers. local: by decode workers. auto:
+    where the prompt is predicted to finish first."""
     local_prefill_max_tokens: Count = 64
     """Prompts with at most this many uncached tokens are computed by the decode worker itself."""
     verify_blocks: VerifyBlocks = "off"

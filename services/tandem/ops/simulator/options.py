@@ -81,10 +81,9 @@ class SimulateOptions(Options):
     cores: NotNegative = 0.0
     """Number of cores of one machine that all workers share. 0: each worker has its own."""
     report_age: NotNegative = 500.0
-    """Age of the load reports from which the policies know the workers' load, in ms."""
+    """Age, in ms, of the load reports that the policies use."""
     shift_s: Seconds = 0.0
-    """Seconds from the start of the trace that are moved to its end, so that the replay starts
-    there."""
+    """Start the replay this many seconds into the trace; the skipped requests come at its end."""
     rename: Text = ""
     """Text that changes the hashes of all prefixes, so that no prefix matches the original trace.
     Empty: the hashes stay the same."""
