@@ -193,7 +193,7 @@ async def test_a_choice_that_nothing_fits_is_refused(router: RunningRouter) -> N
             await ask(router, **body)
         assert raised.value.param == "tool_choice"
     broken = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/$defs/x"}}}
-    with pytest.raises(openai.BadRequestError, match="cannot be followed") as raised:
+    with pytest.raises(openai.BadRequestError, match="cannot be used") as raised:
         await ask(router, tools=[broken], tool_choice="required")
     assert raised.value.param == "tools"
     assert not router.submitted
