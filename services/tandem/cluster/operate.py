@@ -227,6 +227,8 @@ def _show_record(record: Mapping[str, Any]) -> None:
     if by_tier := usage.get("cached_tokens_by_tier"):
         cached += f" ({', '.join(f'{tier} {num}' for tier, num in by_tier.items())})"
     screen.print(f"placed: {record['placement'] or 'no worker was chosen'}; {cached}")
+    if sentence := record.get("placement_sentence"):
+        screen.print(sentence)
     if usage.get("budget_restarted"):
         screen.print(
             "the KV budget was restarted: another worker computed the KV again, and chose again "
