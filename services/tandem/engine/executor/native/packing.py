@@ -203,7 +203,9 @@ class Packer:
         if not self._library.pack_fp8(codes.data_ptr(), (num_out, num_in), kind, panels):
             for each in stored or blocks:
                 each.check_numbers()
-            raise AssertionError("the native kernels found a NaN in fp8 weights that have none")
+            raise AssertionError(
+                "the native kernels reported a NaN in fp8 weights, but all weights are numbers"
+            )
         scales = pad(torch.cat([each.scales for each in blocks]), (0, 0, 0, -num_out % PANEL))
         scales = scales.view(-1, PANEL, scales.shape[1]).transpose(1, 2).contiguous()
         self._kept.append(scales)
