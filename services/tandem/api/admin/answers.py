@@ -148,7 +148,7 @@ def slow(requests: Sequence[Request], service: Service, now: float) -> str:
     stuck = ""
     if oldest_s > service.ttft_target_s:
         have = "has" if len(waiting) == 1 else "have"
-        stuck = f"{count(len(waiting), 'request')} {have} no token yet, the oldest for"
+        stuck = f"{count(len(waiting), 'request')} {have} no token yet; the oldest has waited"
         stuck += f" {oldest_s:.0f} s."
     if not recent or first.median_ms is None or first.max_ms is None:
         return stuck or "Nothing to report: no request got a first token in the last minute."
@@ -194,7 +194,7 @@ def kv_cache(known: Sequence[KnownWorker]) -> str:
         text += f" {percent(fullest.load.kv_use)} in use."
     shares = held_shares(worker.record.tiers for worker in known)
     if tiers := [f"{name} {share:.0%}" for name, share in shares.items()]:
-        text += f" Used parts of the KV tiers below it: {', '.join(tiers)}."
+        text += f" KV tiers in use: {', '.join(tiers)}."
     return text
 
 
@@ -225,7 +225,7 @@ def last_minute(
     parts += told[:_EVENTS_MAX]
     if (more := len(told) - _EVENTS_MAX) > 0:
         parts.append(f"The list of events has {more} more.")
-    return "\n".join(parts) or "Nothing: no request ended, and no worker came or left."
+    return "\n".join(parts) or "Nothing: no request ended, and no worker joined or left."
 
 
 def _lost(
@@ -347,7 +347,7 @@ def one_more_decode(
     back = ""
     if coming:
         each = "is" if len(coming) == 1 else "are"
-        back = f"{', '.join(coming)} {each} coming back, which has the same effect."
+        back = f"{', '.join(coming)} {each} starting, which has the same effect."
     if not decode:
         return " ".join(filter(None, ["Requests would be served.", back or "None is ready now."]))
     loads = [worker.load for worker in decode]
@@ -357,7 +357,7 @@ def one_more_decode(
     if num_running or num_waiting:
         parts = [_steps(decode, num_running)]
     else:
-        parts = ["Nothing for the time between tokens: no request decodes now."]
+        parts = ["The time between tokens would not change: no request is decoding now."]
     if num_waiting:
         parts.append(f"{count(num_waiting, 'request')} waiting at decode workers could start.")
     parts.append(_prompts(decode, _ready(known, "prefill"), requests, now))
@@ -379,8 +379,8 @@ def _steps(decode: Sequence[KnownWorker], num_running: int) -> str:
     then_ms = _step_ms(rates, each_then)
     if now_ms - then_ms < _DIFFERENCE_MIN * now_ms:
         return (
-            f"Little for the time between tokens: a decode step, which is a part of it, would still"
-            f" take {took(then_ms)}."
+            "The time between tokens would hardly change: a decode step, which is a part of it, "
+            f"would still take {took(then_ms)}."
         )
     return (
         f"A decode step, which is a part of the time between tokens, would take {took(then_ms)}"
@@ -414,20 +414,24 @@ def _prompts(
     if max(of_prefill, of_decode) < _QUEUE_LONG_S and not is_long:
         if not recent:
             return ""
-        return "Prompts hardly wait for a worker, so first tokens would come as late as now."
+        return "The time to first token would not change: prompts hardly wait for a worker."
     if max(of_prefill, of_decode) >= _QUEUE_LONG_S:
         text = f"The prompts queued now take {of_prefill:.1f} s at each prefill worker and"
         text += f" {of_decode:.1f} s at each decode worker."
         is_prefill = of_prefill >= of_decode
     else:
         text = f"In the last minute, prompts waited {waited['prefill']:.1f} s for prefill workers"
-        text += f" and {waited['decode']:.1f} s for decode workers, which compute prompts, too."
+        text += f" and {waited['decode']:.1f} s for decode workers, which also compute prompts."
         is_prefill = waited["prefill"] >= waited["decode"]
     if is_prefill:
-        return f"{text} The bottleneck is prefill: one more prefill worker would help more."
+        return (
+            f"{text} The bottleneck is prefill: a prefill worker would help more than a decode "
+            "worker."
+        )
     share = 1 / (len(decode) + 1)
     return (
-        f"{text} The bottleneck is decode: one more worker would take {share:.0%} of its prompts."
+        f"{text} The bottleneck is decode: one more decode worker would take over {share:.0%} "
+        "of the decode workers' prompts."
     )
 
 
@@ -459,4 +463,4 @@ def _room(known: Sequence[KnownWorker]) -> str:
     if any(load.groups for load in loads):
         return ""
     tokens = sum(w.load.blocks_total * w.record.compatibility.block_size for w in known)
-    return f", of room for {tokens:,} tokens on {count(len(known), 'ready worker')}"
+    return f" (total: {tokens:,} tokens on {count(len(known), 'ready worker')})"

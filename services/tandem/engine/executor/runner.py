@@ -139,7 +139,7 @@ class ModelRunner:
         self.numerics_name: str = config.numerics
         self.tokens_per_step = _tokens_per_step(self.device)
         self.why_no_budgets = (
-            "the Triton kernels have no KV budgets; the native and torch kernels do"
+            "the Triton kernels do not support KV budgets; the native and torch kernels do"
             if kernels == "triton"
             else ""
         )
@@ -358,7 +358,10 @@ def _static_kv(folder: ModelFolder, kv_dtype: str) -> StaticKv | None:
 
 def _choose_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda: torch finds no CUDA device; use device=cpu")
+        raise ConfigError(
+            "device=cuda: torch finds no CUDA device; use device=cpu, or run `tandem doctor` to "
+            "check the driver"
+        )
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(wanted)

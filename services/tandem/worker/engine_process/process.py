@@ -273,13 +273,15 @@ class EngineProcess:
     def _check_held(self, sequence_id: str, block_ids: list[int]) -> None:
         """Raises InternalError if the sequence does not hold all of these blocks."""
         if not set(self._engine.block_ids(sequence_id)).issuperset(block_ids):
-            raise InternalError(f"sequence {sequence_id} does not have all blocks of the pull")
+            raise InternalError(
+                f"sequence {sequence_id} does not hold all KV blocks into which the pull writes"
+            )
 
     def _integrity(self) -> str:
         try:
             self._engine.check_integrity()
         except AssertionError as error:
-            return str(error) or "a check without a message failed"
+            return str(error) or "an integrity check failed without a message"
         return ""
 
     def _on_transfer_event(self, event: transfer.TransferEvent) -> None:

@@ -151,7 +151,7 @@ def test_more_workers_than_the_gpus_take_are_refused_where_no_machine_can_join()
         (["--decode", "1:gpu"], "the label 'gpu' must be NAME=VALUE"),
         (["--decode", "x:gpu=a"], "is not a whole number"),
         (["--decode", "99"], "at most 64"),
-        (["--decode", "1:gpu=a"], "so they need --listen"),
+        (["--decode", "1:gpu=a"], "so --listen is needed"),
     ],
 )
 def test_a_pool_whose_size_or_labels_are_wrong_is_refused(words: list[str], why: str) -> None:

@@ -291,7 +291,9 @@ class Packer:
         if len(codes) and not self._library.pack_fp8(codes.data_ptr(), size, kind, memory):
             for each in stored:
                 each.check_numbers()
-            raise AssertionError("the native kernels found a NaN in fp8 weights that have none")
+            raise AssertionError(
+                "the native kernels reported a NaN in fp8 weights, but all weights are numbers"
+            )
         num_out = len(scales)
         scales = pad(scales, (0, 0, 0, -num_out % PANEL))
         scales = scales.view(-1, PANEL, scales.shape[1]).transpose(1, 2).contiguous()

@@ -149,7 +149,8 @@ def free_groups(client: Client, owner: str) -> None:
         with _unless(409, owner):
             client.patch(resource, name, patch, patch_type=PatchType.MERGE)
             log.info(
-                "%s: no other program owns its worker groups now, so the upgrade can change them",
+                "%s: other field managers no longer own the worker groups, so the upgrade can "
+                "change them",
                 owner,
             )
             return
