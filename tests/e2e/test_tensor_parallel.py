@@ -24,7 +24,7 @@ from tests.tiny_models import make_random_speaker
 
 NUM_TOKENS = 60
 BEGUN = 4  # tokens of each stream when a rank ends
-RANK_MODULE = "tandem.engine.executor.ranks.member"
+RANK_MODULE = "tandem.engine.executor.rank_program"
 
 
 @pytest.fixture(scope="module")

@@ -394,13 +394,12 @@ class Packer:
 
 
 def _rows(parts: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
-    """Returns some rows of a matrix of which `parts` has all rows, one part after the other."""
-    found = []
-    first = 0  # row of the matrix with which the part begins
+    """Returns some rows of a matrix of which `parts` has all rows, one part after the other. Copies
+    only rows of several parts."""
+    found: list[torch.Tensor] = []
+    first = 0  # the first row of the part
     for part in parts:
-        own = part[max(rows.start - first, 0) : max(rows.stop - first, 0)]
-        if len(own) or not found:
-            found.append(own)
+        found.append(part[max(rows.start - first, 0) : max(rows.stop - first, 0)])
         first += len(part)
     found = [each for each in found if len(each)] or found[:1]
     return found[0] if len(found) == 1 else torch.cat(found)

@@ -20,7 +20,7 @@ from tandem.models.folder import ModelFolder
 
 log = logging.getLogger(__name__)
 
-MODULE = "tandem.engine.executor.ranks.member"
+MODULE = "tandem.engine.executor.rank_program"
 _END_S = 5.0  # longest time for a rank to end by itself
 
 
