@@ -38,7 +38,9 @@ class Faulty:
 
     def worker_pid(self, worker_id: str = "") -> int:
         """The pid of a worker; 0 if it does not run."""
-        agents = [agent for pool in self.state()["pools"].values() for agent in pool.get("agents", ())]
+        agents = [
+            agent for pool in self.state()["pools"].values() for agent in pool.get("agents", ())
+        ]
         wanted = worker_id or self.worker
         return next((int(agent["pid"]) for agent in agents if agent["id"] == wanted), 0)
 
