@@ -96,7 +96,7 @@ def out_of_memory(up: Up) -> Undo:
     group = MEMORY / f"tandem-{secrets.token_hex(4)}"
     group.mkdir()
     (group / "memory.limit_in_bytes").write_text(str(OOM_BYTES))
-    before = up.worker_pid("decode-0")
+    before = wait_for(lambda: up.worker_pid("decode-0"), deadline_s=60, what="decode-0")
     os.kill(before, signal.SIGKILL)
     pid = wait_for(lambda: _other(up, before), deadline_s=10, what="the next process")
     (group / "cgroup.procs").write_text(str(pid))

@@ -100,14 +100,20 @@ def look(cluster: Faulty, surfaces: Surfaces, fault: Fault) -> Seen:
 
 
 def stopped(cluster: Faulty) -> Undo:
-    pid = cluster.worker_pid()
+    pid = _running(cluster)
     os.kill(pid, signal.SIGSTOP)
     return lambda: os.kill(pid, signal.SIGCONT)
 
 
 def killed(cluster: Faulty) -> Undo:
-    os.kill(cluster.worker_pid(), signal.SIGKILL)
+    os.kill(_running(cluster), signal.SIGKILL)
     return lambda: None
+
+
+def _running(cluster: Faulty) -> int:
+    """The pid of the worker, which is unknown until Ray runs, some seconds after `tandem up` is
+    ready."""
+    return int(wait_for(cluster.worker_pid, deadline_s=60, what="the pid of the worker"))
 
 
 def wrong_token(cluster: Faulty) -> Undo:
