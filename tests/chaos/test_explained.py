@@ -45,7 +45,8 @@ WORKER = "decode-1"
 PORTS = ("--port", "--grpc-port", "--admin-port", "--admin-grpc-port")
 FAKETIME = "usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1"
 MEMORY = Path("/sys/fs/cgroup/memory")
-OOM_BYTES = 60 << 20  # less than a worker needs to load its modules
+# Less than a worker allocates after it has loaded its modules, which count for another group.
+OOM_BYTES = 8 << 20
 
 
 class Up(Faulty):

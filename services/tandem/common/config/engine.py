@@ -129,8 +129,8 @@ class EngineOptions(Options):
     """Which evicted KV blocks are copied to memory, disk and object store, and which copies are
     dropped first. value: copies blocks that were used twice or are likely to be reused, and first
     drops copies that are rarely used and cheap to recompute. The other policies copy all evicted
-    blocks. lru first drops the least recently used copy, prefix the end of the longest prefix,
-    priority the copy with the lowest kv_priority."""
+    blocks. lru first drops the least recently used copy. prefix first drops the end of the longest
+    prefix. priority first drops the copy with the lowest kv_priority."""
     kv_pin_share: PinShare = 0.5
     """Largest share of the KV pool, and of each tier, that requests may protect from eviction: 0
     to 1."""
