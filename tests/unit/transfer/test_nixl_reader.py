@@ -9,7 +9,7 @@ import pytest
 
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.cache.layout.kv_groups import KvLayout
-from tandem.transfer.nixl import consumer, instance
+from tandem.transfer.nixl import consumer, instance, piece_size
 from tandem.transfer.nixl.consumer import NixlConsumer
 from tandem.transfer.nixl.messages import LocalPool, Pull, RemotePool
 from tandem.transfer.nixl.ucx_mode import UcxMode
@@ -23,6 +23,8 @@ class Bench:
     """A consumer, its agents in the order they were made, and memory that stands for peers."""
 
     monkeypatch: pytest.MonkeyPatch
+    memory: str = "DRAM"
+    mode: UcxMode = UcxMode.MEMORY
     now: float = 100.0
 
     def __post_init__(self) -> None:
@@ -30,11 +32,13 @@ class Bench:
         self.monkeypatch.setattr(instance, "NixlAgent", self._new_agent)
         self.blocks = np.zeros(LAYOUT.pool_bytes, np.uint8)
         self.theirs = np.ones(LAYOUT.pool_bytes, np.uint8)
-        self.remote = RemotePool(self.theirs.ctypes.data, 8, LAYOUT.block_bytes, 0, "DRAM")
+        self.scratch = np.zeros(LAYOUT.pool_bytes, np.uint8)
+        self.remote = RemotePool(self.theirs.ctypes.data, 8, LAYOUT.block_bytes, 0, self.memory)
         address, num_bytes = self.blocks.ctypes.data, self.blocks.nbytes
-        pool = LocalPool(address, num_bytes, 0, "DRAM", LAYOUT)
+        scratch = self.scratch.ctypes.data if self.memory == "VRAM" else None
+        pool = LocalPool(address, num_bytes, 0, self.memory, LAYOUT, scratch)
         self.consumer = NixlConsumer(
-            pool, "consumer", mode=UcxMode.MEMORY, quarantine_blocks_max=4, clock=lambda: self.now
+            pool, "consumer", mode=self.mode, quarantine_blocks_max=4, clock=lambda: self.now
         )
 
     def _new_agent(self, name: str, **_: object) -> SimulatedAgent:
@@ -98,3 +102,45 @@ def test_an_agent_made_anew_knows_the_peers_before_a_pull_asks_for_them(bench: B
     assert bench.agents[1].peers == {"a-1", "b-1"}
     assert bench.consumer.num_renewals == 1
     assert bench.consumer.wait_s() is None, "nothing is left to do"
+
+
+@pytest.mark.parametrize("memory", ["DRAM", "VRAM"])
+def test_a_probe_reads_into_the_kind_of_memory_that_pulls_read_into(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read of a GPU's memory into host memory takes another path than a pull."""
+    bench = Bench(monkeypatch, memory)
+    bench.connect("a", "a-1")
+    bench.consumer.probe("probe", "a", 8, 5.0)
+    assert bench.consumer.poll() == []
+    agent = bench.agents[0]
+    assert {memory} == {kind for _, kind in agent.registered}
+    bench.land_all()
+    assert [result.done for result in bench.consumer.poll()] == [True]
+    assert not bench.blocks.any(), "a probe writes nothing into the pool"
+    assert bench.scratch.all() == (memory == "VRAM")
+
+
+def test_probes_of_a_gpus_pool_need_memory_on_the_gpu() -> None:
+    pool = LocalPool(1, LAYOUT.pool_bytes, 0, "VRAM", LAYOUT)
+    with pytest.raises(AssertionError, match="scratch memory on the GPU"):
+        NixlConsumer(pool, "consumer", mode=UcxMode.MEMORY, quarantine_blocks_max=4)
+
+
+@pytest.mark.parametrize(
+    ("memory", "mode", "num_pieces"),
+    [("DRAM", UcxMode.MEMORY, 2), ("VRAM", UcxMode.RDMA, 2), ("VRAM", UcxMode.MEMORY, 1)],
+)
+def test_gpus_of_one_machine_read_larger_pieces(
+    memory: str, mode: UcxMode, num_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumer, "device_bytes", lambda **_: 8 * LAYOUT.block_bytes)
+    monkeypatch.setattr(consumer, "FIRST_BYTES", 4 * LAYOUT.block_bytes)
+    monkeypatch.setattr(piece_size, "_BYTES_MIN", LAYOUT.block_bytes)
+    bench = Bench(monkeypatch, memory, mode)
+    bench.connect("a", "a-1")
+    blocks = list(range(8))
+    bench.consumer.submit(Pull("pull", "a", blocks, blocks, 5.0))
+    for _ in range(2):
+        assert bench.consumer.poll() == []
+    assert len(bench.agents[0].reads) == num_pieces

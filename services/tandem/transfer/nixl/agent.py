@@ -24,7 +24,12 @@ from numpy.typing import NDArray
 
 from tandem.errors import Incompatible, InternalError, TandemError, WorkerLost
 from tandem.transfer.nixl.messages import RemotePool
-from tandem.transfer.nixl.ucx_mode import UcxMode, backend_options, transports, ucx_tls
+from tandem.transfer.nixl.ucx_mode import (
+    UcxMode,
+    backend_options,
+    ucx_environment,
+    ucx_settings,
+)
 
 BlockIds = NDArray[np.int32]
 Span = tuple[int, int]  # (address, number of bytes)
@@ -100,7 +105,7 @@ class NixlAgent:
         config.captureTelemetry = False
         try:
             self._agent: Any = bindings.nixlAgent(name, config)
-            with ucx_tls(transports(mode, memory)):
+            with ucx_environment(ucx_settings(mode, memory)):
                 self._backend: int = self._agent.createBackend("UCX", backend_options(mode))
         except self._errors as error:
             raise Incompatible(

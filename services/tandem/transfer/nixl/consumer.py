@@ -43,10 +43,9 @@ from tandem.errors import (
 from tandem.transfer.nixl.fence import Fence
 from tandem.transfer.nixl.instance import AgentInstance, logged
 from tandem.transfer.nixl.messages import LocalPool, Pull, PullResult, RemotePool
-from tandem.transfer.nixl.piece_size import PIECE_S, PieceSize
+from tandem.transfer.nixl.piece_size import FIRST_BYTES, PIECE_S, PieceSize, device_bytes
 from tandem.transfer.nixl.pull import NixlPull, Read, is_done
 from tandem.transfer.nixl.ucx_mode import UcxMode
-from tandem.transfer.protocol import PROBE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +85,16 @@ class NixlConsumer:
         start."""
         self._pool = pool
         self._spans = pool.layout.spans
-        _, probed_bytes = self._spans.pools[0]
-        self._scratch_blocks = max(1, PROBE_BYTES // probed_bytes)
-        self._scratch = ctypes.create_string_buffer(self._scratch_blocks * probed_bytes)
+        self._scratch_memory: ctypes.Array[ctypes.c_char] | None = None
+        address = pool.device_scratch
+        if address is None:
+            assert pool.memory == "DRAM", "probes of a GPU's pool need scratch memory on the GPU"
+            self._scratch_memory = ctypes.create_string_buffer(pool.scratch_bytes)
+            address = ctypes.addressof(self._scratch_memory)
+        _, size = self._spans.pools[0]
+        self._scratch = RemotePool(
+            address, pool.scratch_bytes // size, size, pool.device_id, pool.memory
+        )
         self._agent_name = agent_name
         self._mode = mode
         self._delay_s = delay_s
@@ -106,7 +112,7 @@ class NixlConsumer:
         self._unfenced: list[int] = []
         self._backoff = Backoff(doubling(_BACKOFF_MIN_S, _BACKOFF_MAX_S))
         self._backoff_s = 0.0
-        self._piece_size = PieceSize()
+        self._piece_size = PieceSize(_first_piece_bytes(pool, mode, quarantine_blocks_max))
         # None if the last attempt to create an agent succeeded. Otherwise, for the failures since
         # the last success: (time of the first one, error message of the newest one).
         self._create_failure: tuple[float, str] | None = None
@@ -133,7 +139,7 @@ class NixlConsumer:
         """
         peer = self._peers.get(peer_id)
         num_peer_blocks = peer.pool.spans.pools[0][0] if peer is not None else 1
-        block_ids = list(range(max(1, min(num_blocks, self._scratch_blocks, num_peer_blocks))))
+        block_ids = list(range(max(1, min(num_blocks, self._scratch.num_blocks, num_peer_blocks))))
         pull = Pull(pull_id, peer_id, block_ids, [], deadline_s)
         try:
             self._begin(pull)
@@ -400,6 +406,13 @@ class NixlConsumer:
                 raise
             self._create_failure = None
         return self._instance
+
+
+def _first_piece_bytes(pool: LocalPool, mode: UcxMode | None, quarantine_blocks_max: int) -> int:
+    if pool.memory != "VRAM" or mode is not UcxMode.MEMORY:
+        return FIRST_BYTES
+    block_bytes = pool.num_bytes // pool.layout.spans.num_blocks
+    return device_bytes(block_bytes=block_bytes, quarantine_blocks_max=quarantine_blocks_max)
 
 
 def _block_sizes(spans: BlockSpans) -> str:

@@ -333,13 +333,18 @@ class EngineProcess:
 
     def _local_pool(self) -> LocalPool:
         kv = self._runner.kv
-        return LocalPool(
+        pool = LocalPool(
             address=kv.data_ptr(),
             num_bytes=self._engine.layout.pool_bytes,
             device_id=kv.device.index or 0,
             memory="VRAM" if kv.device.type == "cuda" else "DRAM",
             layout=self._engine.layout,
         )
+        if kv.device.type != "cuda":
+            return pool
+        # kept in an attribute, so that torch does not reuse the memory
+        self._scratch = torch.empty(pool.scratch_bytes, dtype=torch.uint8, device=kv.device)
+        return msgspec.structs.replace(pool, device_scratch=self._scratch.data_ptr())
 
     def _ready(self, fingerprint: str, load_ms: dict[str, float]) -> messages.Ready:
         layout = self._engine.layout
