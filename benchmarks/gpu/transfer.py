@@ -59,7 +59,8 @@ def open_pool(
     pool = replace(pool, device_scratch=scratch.data_ptr())
     events: SimpleQueue[TransferEvent] = SimpleQueue()
     use = partial(torch.cuda.set_device, 0) if with_context else None
-    thread = TransferThread(pool, TransferConfig(), name, events.put, use)
+    finish = torch.cuda.synchronize
+    thread = TransferThread(pool, TransferConfig(), name, events.put, use, finish)
     thread.start()
     return [memory, scratch], thread, events
 

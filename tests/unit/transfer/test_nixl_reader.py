@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ from tandem.transfer.nixl import consumer, instance, piece_size
 from tandem.transfer.nixl.consumer import NixlConsumer
 from tandem.transfer.nixl.messages import LocalPool, Pull, RemotePool
 from tandem.transfer.nixl.ucx_mode import UcxMode
-from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric
+from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric, SimulatedRead
 
 LAYOUT = KvLayout.of_one(BlockLayout(8, 1, 1, 4, 8, "float32"))
 
@@ -25,6 +26,7 @@ class Bench:
     monkeypatch: pytest.MonkeyPatch
     memory: str = "DRAM"
     mode: UcxMode = UcxMode.MEMORY
+    finish_copies: Callable[[], None] = lambda: None
     now: float = 100.0
 
     def __post_init__(self) -> None:
@@ -38,7 +40,12 @@ class Bench:
         scratch = self.scratch.ctypes.data if self.memory == "VRAM" else None
         pool = LocalPool(address, num_bytes, 0, self.memory, LAYOUT, scratch)
         self.consumer = NixlConsumer(
-            pool, "consumer", mode=self.mode, quarantine_blocks_max=4, clock=lambda: self.now
+            pool,
+            "consumer",
+            mode=self.mode,
+            quarantine_blocks_max=4,
+            clock=lambda: self.now,
+            finish_copies=lambda: self.finish_copies(),
         )
 
     def _new_agent(self, name: str, **_: object) -> SimulatedAgent:
@@ -53,7 +60,10 @@ class Bench:
         assert self.consumer.poll() == []
 
     def land_all(self) -> None:
-        for read in self.agents[-1].reads.values():
+        self.land(self.agents[-1].reads.values())
+
+    def land(self, reads: Iterable[SimulatedRead]) -> None:
+        for read in reads:
             while read.waiting:
                 self.agents[-1].land(read, 0)
 
@@ -144,3 +154,58 @@ def test_gpus_of_one_machine_read_larger_pieces(
     for _ in range(2):
         assert bench.consumer.poll() == []
     assert len(bench.agents[0].reads) == num_pieces
+
+
+def test_blocks_are_unfenced_when_the_gpu_has_run_what_a_destroyed_agent_had_queued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """UCX does not wait for copies over CUDA IPC when it is destroyed."""
+    bench = Bench(monkeypatch, "VRAM")
+    queued: list[SimulatedRead] = []
+    events: list[str] = []
+
+    def finish_copies() -> None:
+        assert bench.agents[0].is_closed, "copies may be queued until the agent is destroyed"
+        events.append("finished")
+        bench.land(queued)
+
+    bench.finish_copies = finish_copies
+    bench.connect("a", "a-1")
+    bench.start("given up", "a", 3)
+    queued.extend(bench.agents[0].reads.values())
+    bench.consumer.cancel("given up")
+    bench.now += consumer.GRACE_S
+    bench.consumer.poll()
+    block = bench.blocks[3 * LAYOUT.block_bytes :][: LAYOUT.block_bytes]
+    assert block.all(), "a late copy has landed before the block is reused"
+    assert bench.consumer.unfenced() == [3]
+    assert events == ["finished"]
+    bench.consumer.close()
+    assert events == ["finished"], "there was no agent to destroy"
+
+
+def test_the_pool_may_be_freed_after_close_also_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, "VRAM")
+    closed: list[bool] = []
+    bench.finish_copies = lambda: closed.append(bench.agents[0].is_closed)
+    bench.connect("a", "a-1")
+    bench.start("under way", "a", 3)
+    bench.consumer.close()
+    assert closed == [True]
+    assert bench.consumer.unfenced() == [3]
+
+
+def test_blocks_stay_fenced_if_the_gpu_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, "VRAM")
+
+    def fails() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    bench.finish_copies = fails
+    bench.connect("a", "a-1")
+    bench.start("given up", "a", 3)
+    bench.consumer.cancel("given up")
+    bench.now += consumer.GRACE_S
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        bench.consumer.poll()
+    assert bench.consumer.unfenced() == []

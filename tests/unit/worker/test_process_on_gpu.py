@@ -44,3 +44,13 @@ def test_probes_read_into_memory_of_the_pools_gpu(monkeypatch: pytest.MonkeyPatc
 def test_a_pool_in_host_memory_needs_nothing_of_a_device() -> None:
     pool = process_on("cpu")._local_pool()
     assert (pool.memory, pool.device_id, pool.device_scratch) == ("DRAM", 0, None)
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cuda:1", ["cuda:1"]), ("cpu", [])])
+def test_a_destroyed_agents_copies_end_with_the_pools_gpu(
+    device: str, waits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(str(device)))
+    process_on(device)._finish_copies()
+    assert waited == waits

@@ -220,14 +220,18 @@ class NixlAgent:
     def release(self, handle: int) -> None:
         """Frees the handle of a read.
 
-        The read should be DONE or never started. If it is unfinished or FAILED, the caller must
-        then destroy the agent (`close`), because the read may still write memory.
+        The read should be DONE or never started. If it is unfinished or FAILED, the read may still
+        write memory, and the caller must then end it as described at `close`.
         """
         with self._translated("releasing a read"):
             self._agent.releaseXferReq(handle)
 
     def close(self) -> None:
-        """Destroys the agent. From then on, no read of the agent writes memory."""
+        """Destroys the agent. No read of the agent writes host memory from then on.
+
+        Copies into a GPU's memory that UCX has queued (CUDA IPC) may still run, because UCX does
+        not wait for them. They end before a later synchronization of that GPU returns.
+        """
         self._agent = None
 
     def _spans(self, spans: Sequence[Span], memory: str, device_id: int) -> Any:

@@ -11,8 +11,10 @@ A pull consists of several NIXL reads and ends in one of two states:
 
 A started NIXL read cannot be cancelled. A read that is unfinished when the pull fails is called
 abandoned. An abandoned read may still write local memory later, for example when a peer that was
-stopped (SIGSTOP) continues. Only destroying the consumer's agent surely ends the read. The
-producer's agent is separate, so it survives, and peers can still read through it.
+stopped (SIGSTOP) continues. Only destroying the consumer's agent surely ends the read. For a pool
+on a GPU, this is not enough: UCX does not wait for copies over CUDA IPC that the GPU has queued. So
+`finish_copies` then waits for the GPU. The producer's agent is separate, so it survives, and peers
+can still read through it.
 
 The engine may free the local blocks of a DONE pull at any time. After a FAILED pull, the local
 blocks of abandoned reads are fenced (fence.py): the engine does not reuse a fenced block until
@@ -62,6 +64,10 @@ _BACKOFF_MAX_S = 1e-3
 _BACKOFF_FENCED_S = 10e-3  # polling interval if there are abandoned reads but no pulls
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class _Peer:
     metadata: bytes
@@ -80,8 +86,11 @@ class NixlConsumer:
         quarantine_blocks_max: int,
         delay_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        finish_copies: Callable[[], object] = _nothing,
     ) -> None:
-        """`delay_s` is for tests: a pull becomes DONE at the earliest this many seconds after its
+        """`finish_copies` waits until the pool's device has run all copies that it has queued.
+
+        `delay_s` is for tests: a pull becomes DONE at the earliest this many seconds after its
         start."""
         self._pool = pool
         self._spans = pool.layout.spans
@@ -99,6 +108,7 @@ class NixlConsumer:
         self._mode = mode
         self._delay_s = delay_s
         self._clock = clock
+        self._finish_copies = finish_copies
         self._instance: AgentInstance | None = None
         self._fence = Fence(
             blocks_max=quarantine_blocks_max, grace_s=GRACE_S, patience_s=PATIENCE_S
@@ -224,10 +234,11 @@ class NixlConsumer:
             self._give_up(active, WorkerLost("the pull was cancelled"), "cancelled")
 
     def fence(self) -> list[int]:
-        """Destroys the agent, so that no abandoned read writes memory any more. Returns the local
-        blocks that were fenced until then.
+        """Destroys the agent and waits for the device's queued copies, so that no abandoned read
+        writes memory any more. Returns the local blocks that were fenced until then.
 
         Must not be called while a pull is unfinished. The next use of the agent creates a new one.
+        If the wait raises an error, the blocks stay fenced.
         """
         assert not self._pulls, "fencing would end the pulls under way"
         if self._instance is not None:
@@ -236,6 +247,7 @@ class NixlConsumer:
                     self._instance.agent.release(read.handle)
             self._instance.close()
             self._instance = None
+            self._finish_copies()
         self._abandoned.clear()
         block_ids = self._fence.renewed()
         log.info(

@@ -1,9 +1,9 @@
 """The consumer's NIXL agent, with lists of the blocks of the local pool and of the peers' pools.
 
 When the agent is created, it registers the local KV pool. When a peer is loaded, the agent prepares
-a list of the blocks in the peer's pool, so that a pull can name these blocks by number. After
-`close`, no read of the agent writes memory. The agent has no progress thread, so an idle agent
-needs no CPU time.
+a list of the blocks in the peer's pool, so that a pull can name these blocks by number. `close`
+destroys the agent, which ends all reads except copies that a GPU has queued (agent.py). The agent
+has no progress thread, so an idle agent needs no CPU time.
 """
 
 import logging

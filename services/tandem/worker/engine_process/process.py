@@ -87,6 +87,7 @@ class EngineProcess:
             f"{settings.worker_id}-{settings.epoch}",
             self._on_transfer_event,
             self._use_device,
+            self._finish_copies,
         )
         self._tick = 0
         self._num_commands = 0  # number of applied commands
@@ -325,11 +326,20 @@ class EngineProcess:
     def _use_device(self) -> None:
         """Sets the pool's CUDA device in the transfer thread.
 
-        UCX opens a peer's memory in the CUDA context of that device. Without a context, UCX cannot
-        read another process's memory directly.
+        UCX opens a peer's memory in the CUDA context of that device.
         """
         if self._runner.kv.device.type == "cuda":
             torch.cuda.set_device(self._runner.kv.device)
+
+    def _finish_copies(self) -> None:
+        """Waits until the pool's CUDA device has finished all work that this process has queued.
+
+        UCX copies in streams of its own, which are gone when its agent is destroyed. So this waits
+        for the whole device, and for the step in progress, too. No graph is being recorded then:
+        the runner records all graphs before the transfer thread starts.
+        """
+        if self._runner.kv.device.type == "cuda":
+            torch.cuda.synchronize(self._runner.kv.device)
 
     def _local_pool(self) -> LocalPool:
         kv = self._runner.kv
