@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -62,6 +63,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # compute steps of a bfloat16 model with at most this many tokens, and torch computes larger steps.
 # A small step spends most of the time reading weights, which the native kernels do faster.
 _NATIVE_TOKENS_MAX = 16
+_GPU_POLL_S = 0.5  # seconds between two reads of the GPU's free memory while a worker waits for it
 # Instruction set -> another set whose fp32 code is the same, so that both compute the same bits.
 _FP32_AS = {"amx": "avx512", "avx512_bf16": "avx512"}
 
@@ -94,6 +96,7 @@ class ModelRunner:
         on_progress: OnProgress = ignore_progress,
         on_rank_end: Callable[[str], object] = _ignore,
         member_of: RankMemory | None = None,
+        gpu_wait_s: float = 0.0,
     ) -> None:
         """Loads the weights, and calls `on_progress` during the load. If the device is a CPU, the
         pools are allocated in the memfd with the file descriptor `pool_fd`, so that another process
@@ -102,6 +105,9 @@ class ModelRunner:
         With `config.tensor_parallel` more than 1, this is rank 0 and starts the other ranks. If one
         of them ends early, `on_rank_end` is called in a thread, and each further step raises
         RankEnded. `member_of` is given in the other ranks: the memory that they share with rank 0.
+
+        If the GPU's memory is large enough but too little of it is free, waits at most `gpu_wait_s`
+        seconds for it, because the memory of a process that was killed is not free at once.
 
         Raises ConfigError for settings that this machine or model does not support, and
         UnsupportedModel for a checkpoint that does not match its config.
@@ -144,7 +150,14 @@ class ModelRunner:
             else ""
         )
         if member_of is None:  # rank 0 checks for all ranks, before any of them loads weights
-            _check_memory(config, folder, self.device, dtype=dtype_name, kernels=kernels)
+            _check_memory(
+                config,
+                folder,
+                self.device,
+                dtype=dtype_name,
+                kernels=kernels,
+                gpu_wait_s=gpu_wait_s,
+            )
         self._static_kv = _static_kv(folder, self._kv_dtype)
         if self._static_kv is not None:
             self.kv_dtype_name = f"{self._kv_dtype}-{self._static_kv.digest}"
@@ -390,20 +403,64 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def _check_memory(
-    config: EngineConfig, folder: ModelFolder, device: torch.device, *, dtype: str, kernels: str
+    config: EngineConfig,
+    folder: ModelFolder,
+    device: torch.device,
+    *,
+    dtype: str,
+    kernels: str,
+    gpu_wait_s: float,
 ) -> None:
     """Raises ConfigError if these settings need more memory than is free on the machine or the
     GPU."""
-    needs = []
-    memory = read_memory()
     # On a GPU, --kv-host-memory must fit into the free host memory, and everything else into the
     # free memory of the GPU.
     if device.type == "cuda":
         copies_bytes = config.kv_host_bytes
-        needs = [(Need(f"--kv-host-memory {copies_bytes}", copies_bytes, 0), memory)]
+        _require(Need(f"--kv-host-memory {copies_bytes}", copies_bytes, 0), read_memory())
         config = replace(config, kv_host_bytes=0)
-        memory = Memory("the GPU", *torch.cuda.mem_get_info(device))
-    needs.append((worker_need(config, folder, dtype=dtype, kernels=kernels), memory))
-    for need, free in needs:
-        if too_much := why_too_much(need, 1, free):
-            raise ConfigError(too_much)
+        need = worker_need(config, folder, dtype=dtype, kernels=kernels)
+        _require_on_gpu(need, device, gpu_wait_s)
+    else:
+        _require(worker_need(config, folder, dtype=dtype, kernels=kernels), read_memory())
+
+
+def _require(need: Need, memory: Memory) -> None:
+    if too_much := why_too_much(need, 1, memory):
+        raise ConfigError(too_much)
+
+
+def _require_on_gpu(need: Need, device: torch.device, wait_s: float) -> None:
+    """Raises ConfigError if the GPU does not get enough free memory within `wait_s` seconds.
+
+    CUDA frees a process's memory only after the end of the process, and not while another process
+    has mapped the memory. UCX maps a peer's whole KV pool when two workers connect over CUDA IPC,
+    and keeps it mapped until the mapping process ends. So a worker that was killed may leave its
+    GPU full.
+    """
+    memory = _gpu_memory(device)
+    needed_bytes = need.pool_bytes + need.weights_bytes
+    if wait_s > 0 and memory.free_bytes < needed_bytes <= memory.total_bytes:
+        log.warning(
+            "this worker needs %.1f GB of the GPU's memory, and %.1f of %.1f GB are free; it waits "
+            "up to %g s, because peers of a killed worker may still have its KV pool mapped",
+            needed_bytes / 1e9,
+            memory.free_bytes / 1e9,
+            memory.total_bytes / 1e9,
+            wait_s,
+        )
+        ends_at = time.monotonic() + wait_s
+        while time.monotonic() < ends_at and memory.free_bytes < needed_bytes:
+            time.sleep(_GPU_POLL_S)
+            memory = _gpu_memory(device)
+    if too_much := why_too_much(need, 1, memory):
+        if needed_bytes <= memory.total_bytes:
+            too_much += (
+                ", or end what uses the GPU; if a worker of this GPU was killed, its peers keep "
+                "its KV pool mapped until they are restarted"
+            )
+        raise ConfigError(too_much)
+
+
+def _gpu_memory(device: torch.device) -> Memory:
+    return Memory("the GPU", *torch.cuda.mem_get_info(device))

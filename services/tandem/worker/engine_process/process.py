@@ -116,6 +116,7 @@ class EngineProcess:
                 pool_fd=settings.pool_fd,
                 on_progress=tell,
                 on_rank_end=partial(_end_with_rank, settings.transfers_address),
+                gpu_wait_s=settings.gpu_wait_s,
             )
         load_ms["weights"] = _ms_since(started)
         started = time.perf_counter()
