@@ -232,6 +232,38 @@ def test_a_driver_without_a_gpu_is_a_container_without_one(tmp_path: Path) -> No
     assert "container" in finding.cost
 
 
+def on_pci(root: Path, number: int, driver: str = "nvidia", kind: str = "0x030200") -> None:
+    """Adds PCI devices with a driver to the host, as every container of it sees them in /sys."""
+    folder = root / "sys/bus/pci/devices"
+    for _ in range(number):
+        device = folder / f"0000:{len(list(folder.glob('*'))):02x}:00.0"
+        device.mkdir(parents=True)
+        (device / "class").write_text(f"{kind}\n")
+        if driver:
+            (device / "driver").symlink_to(f"../../../bus/pci/drivers/{driver}")
+
+
+def test_gpus_of_other_containers_are_not_read_by_cuda_ipc(tmp_path: Path) -> None:
+    here = host(tmp_path, CARD)
+    on_pci(tmp_path, 1)
+    on_pci(tmp_path, 4, kind="0x068000")  # NVSwitches
+    on_pci(tmp_path, 2, driver="vfio-pci")  # of virtual machines
+    on_pci(tmp_path, 1, driver="")
+    assert devices.cuda_ipc(here).found == "all GPUs of this machine are visible"
+    assert not devices.cuda_ipc(here).cost
+    on_pci(tmp_path, 7)
+    finding = devices.cuda_ipc(here)
+    assert finding.found == "1 of 8 GPUs of this machine are visible"
+    assert "over RDMA, or else over gRPC" in finding.cost
+    assert "one container" in finding.remedy
+
+
+def test_a_host_without_a_gpu_lacks_no_cuda_ipc(tmp_path: Path) -> None:
+    on_pci(tmp_path, 2)  # the machine's; this container has none
+    finding = devices.cuda_ipc(HostFiles(tmp_path))
+    assert (finding.found, finding.cost) == ("no GPU", "")
+
+
 def test_devices_that_there_are_cost_nothing(tmp_path: Path) -> None:
     assert devices.gpus(host(tmp_path, {})).found == "none"
     assert devices.gpus(host(tmp_path, {})).cost

@@ -3,14 +3,16 @@
 import re
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 
 from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.transfer.nixl.agent import PACKAGES
-from tandem.transfer.nixl.reach import host_identity
+from tandem.transfer.nixl.reach import gpu_devices, host_identity
 from tandem_kernels.native.library import load, why_unusable
 
 _NIXL_MIN = (1, 5)  # oldest NIXL version that `pip install tandem-llm[nixl]` accepts
 _UCX_PACKAGES = ("libucx-cu13", "libucx-cu12", "libucx")
+_PCI_DISPLAY = "0x03"  # class of graphics cards and of other GPUs
 _DRIVER = re.compile(r"Kernel Module.*?\s(\d+)\.(\d[\d.]*)")
 # CUDA major version -> oldest driver version that supports it:
 # https://docs.nvidia.com/deploy/cuda-compatibility/
@@ -112,6 +114,37 @@ def nixl(host: HostFiles) -> Finding:
         cost = f"Tandem needs NIXL {least} or newer; KV blocks may be sent over gRPC instead"
         return Finding("NIXL", found, cost, f"pip install '{package}>={least}'")
     return Finding("NIXL", found)
+
+
+def cuda_ipc(host: HostFiles) -> Finding:
+    """Checks that this process sees every GPU of the machine that NVIDIA's driver uses. CUDA IPC
+    reads only GPUs whose devices are in the reader's container."""
+    name = "CUDA IPC"
+    visible = len(gpu_devices(host.root))
+    number = sum(map(_is_nvidia_gpu, (host.root / "sys/bus/pci/devices").glob("*")))
+    if not visible:
+        return Finding(name, "no GPU")
+    if number <= visible:
+        return Finding(name, "all GPUs of this machine are visible")
+    cost = (
+        "workers in other containers have GPUs that are not visible here; blocks of these GPUs "
+        "come over RDMA, or else over gRPC"
+    )
+    remedy = (
+        "use RDMA, or run all workers of this machine that exchange blocks in one container with "
+        "their GPUs"
+    )
+    return Finding(name, f"{visible} of {number} GPUs of this machine are visible", cost, remedy)
+
+
+def _is_nvidia_gpu(device: Path) -> bool:
+    """Returns whether NVIDIA's driver uses this PCI device as a GPU. /sys also shows a container
+    the devices that it may not use."""
+    try:
+        is_gpu = (device / "class").read_text().startswith(_PCI_DISPLAY)
+        return is_gpu and (device / "driver").readlink().name == "nvidia"
+    except OSError:  # no driver uses the device
+        return False
 
 
 def memory_reads(host: HostFiles) -> Finding:
