@@ -14,6 +14,7 @@ from tandem.ops.doctor import clocks, command, devices, system
 from tandem.ops.doctor.command import CHECKS, redis
 from tandem.ops.doctor.host import HostFiles
 from tandem.router.workers.troubles import is_disk_full
+from tandem.transfer.nixl import cuda_version
 from tests.harness.terminal import Terminal
 
 RDMA = {
@@ -74,12 +75,42 @@ def test_a_lack_has_a_cost_and_a_remedy_and_what_is_well_has_none(
 def test_the_nixl_that_pulls_use_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("nixl_cu12")
     versions = {"nixl_cu12": "1.5.1", "libucx-cu12": "1.19.0"}
-    monkeypatch.setattr(devices, "installed_version", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(cuda_version, "installed_version", lambda name: versions.get(name, ""))
     here = host(tmp_path, {}, UCX_TLS="tcp")
     assert devices.nixl(here).found == "nixl_cu12 1.5.1 with UCX 1.19.0, UCX_TLS=tcp"
     assert not devices.nixl(here).cost
     versions["nixl_cu12"] = "1.4.0"
     assert devices.nixl(here).remedy == "pip install 'nixl_cu12>=1.5'"
+
+
+@pytest.mark.parametrize(
+    ("torch", "installed", "gpu", "remedy"),
+    [
+        ("2.13.0+cu130", ("nixl_cu12",), True, "pip install nixl-cu13"),
+        ("2.13.0+cu128", ("nixl_cu13",), True, "pip install nixl-cu12"),
+        ("2.13.0+cu130", ("nixl_cu12", "nixl_cu13"), True, ""),
+        ("2.13.0+cu128", ("nixl_cu12", "nixl_cu13"), True, ""),
+        ("2.13.0+cu130", ("nixl_cu12",), False, ""),
+        ("2.13.0+cu130", ("nixl",), True, ""),  # it loads the other packages itself
+        ("2.13.0+cpu", ("nixl_cu12",), True, ""),  # the line about the GPU says so
+    ],
+)
+def test_nixl_is_built_for_the_cuda_of_pytorch(
+    torch: str,
+    installed: tuple[str, ...],
+    gpu: bool,
+    remedy: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    versions = dict.fromkeys(installed, "1.5.1") | {"torch": torch}
+    monkeypatch.setattr(cuda_version, "installed_version", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(devices, "find_spec", lambda name: object() if name in installed else None)
+    finding = devices.nixl(host(tmp_path, CARD if gpu else {}))
+    assert finding.remedy == remedy
+    assert ("NIXL is built for CUDA" in finding.cost) == bool(remedy)
+    loaded = "nixl_cu13" if torch == "2.13.0+cu130" and "nixl_cu13" in installed else installed[0]
+    assert finding.found.startswith(f"{loaded} 1.5.1")
 
 
 @pytest.mark.parametrize(
@@ -212,7 +243,7 @@ def test_gpus_are_counted_and_pytorch_can_use_them(
     torch: str, cost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = {"torch": torch}
-    monkeypatch.setattr(devices, "installed_version", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(cuda_version, "installed_version", lambda name: versions.get(name, ""))
     finding = devices.gpus(host(tmp_path, CARD))
     assert finding.found == "1 x NVIDIA H100 80GB HBM3, driver 570.86.15"
     assert (finding.cost, bool(finding.remedy)) == (cost, bool(cost))

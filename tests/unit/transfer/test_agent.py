@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.transfer.nixl import agent
+from tandem.transfer.nixl import agent, cuda_version
 from tandem.transfer.nixl.agent import NixlAgent
 from tandem.transfer.nixl.ucx_mode import UcxMode
 
@@ -33,7 +33,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     bindings: Any = SimpleNamespace(
         nixlAgentConfig=SimpleNamespace, nixlAgent=Backends, NIXL_THREAD_SYNC_NONE=0
     )
-    monkeypatch.setattr(agent, "load_nixl", lambda: SimpleNamespace(nixlBind=bindings))
+    nixl = SimpleNamespace(nixlBind=bindings, __name__="nixl_cu12._api")
+    monkeypatch.setattr(agent, "load_nixl", lambda: nixl)
+    agent._warn_of_other_cuda.cache_clear()
     for name in (GET, EMULATION, "UCX_TLS"):
         monkeypatch.delenv(name, raising=False)
     return seen
@@ -76,3 +78,39 @@ def test_host_memory_and_tcp_are_read_with_ucxs_own_settings(
     create(mode, memory)
     assert seen["UCX_TLS"]
     assert not {GET, EMULATION} & set(seen)
+
+
+def test_a_nixl_for_another_cuda_than_pytorchs_is_said_once_and_only_for_gpus(
+    seen: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    versions = {"torch": "2.13.0+cu130"}
+    monkeypatch.setattr(cuda_version, "installed_version", lambda name: versions.get(name, ""))
+    create(UcxMode.MEMORY, "DRAM")
+    assert caplog.records == []
+    for _ in range(2):  # the consumer's agent and the producer's
+        create(UcxMode.MEMORY, "VRAM")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "NIXL is built for CUDA 12, and PyTorch for CUDA 13" in record.getMessage()
+    assert "install nixl-cu13" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("torch", "runtime", "first", "differs"),
+    [
+        ("2.13.0+cu130", "", "nixl_cu13._api", {"nixl_cu12._api"}),
+        ("2.13.0+cu126", "", "nixl_cu12._api", {"nixl_cu13._api"}),
+        ("2.13.0", "13.0.96", "nixl_cu13._api", {"nixl_cu12._api"}),
+        ("2.13.0+cpu", "", "nixl_cu12._api", set()),
+        ("", "", "nixl_cu12._api", set()),
+    ],
+)
+def test_the_nixl_for_pytorchs_cuda_is_tried_first(
+    torch: str, runtime: str, first: str, differs: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {"torch": torch, "nvidia-cuda-runtime": runtime}
+    monkeypatch.setattr(cuda_version, "installed_version", lambda name: versions.get(name, ""))
+    modules = cuda_version.nixl_modules()
+    assert modules[0] == first
+    assert set(modules) == {"nixl_cu12._api", "nixl_cu13._api", "nixl._api"}
+    assert {each for each in modules if cuda_version.why_cuda_differs(each)} == differs

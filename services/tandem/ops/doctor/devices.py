@@ -1,12 +1,11 @@
 """Checks GPUs and the transports for KV blocks: NIXL, shared memory and RDMA."""
 
 import re
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 from tandem.ops.doctor.host import Finding, HostFiles
-from tandem.transfer.nixl.agent import PACKAGES
+from tandem.transfer.nixl import cuda_version
 from tandem.transfer.nixl.reach import gpu_devices, host_identity
 from tandem_kernels.native.library import load, why_unusable
 
@@ -63,7 +62,7 @@ def _model(card: str) -> str:
 def _unusable(driver: int | None) -> tuple[str, str]:
     """Returns why the installed PyTorch cannot use a GPU with this driver, and a remedy. Returns
     ("", "") if it can."""
-    if (cuda := _cuda_of_torch()) == "cpu":
+    if (cuda := cuda_version.cuda_of_torch()) == "cpu":
         return (
             "PyTorch is built for CPUs, so workers do not use the GPU",
             "install PyTorch's CUDA build",
@@ -75,37 +74,20 @@ def _unusable(driver: int | None) -> tuple[str, str]:
     return "", ""
 
 
-def _cuda_of_torch() -> str:
-    """Returns the major version of CUDA for which PyTorch is built, such as "12". Returns "cpu" for
-    a build without CUDA, and "" if the version is unknown."""
-    build = installed_version("torch").partition("+")[2]
-    # The version of PyPI's build of PyTorch has no suffix such as +cu126. So the version of the
-    # installed CUDA package is used.
-    if not build:
-        for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
-            if version := installed_version(package):
-                return version.partition(".")[0]
-    return build[2:4] if build.startswith("cu") else build
-
-
-def installed_version(package: str) -> str:
-    """Returns the version of a Python package, or "" if the package is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def nixl(host: HostFiles) -> Finding:
-    """Checks that NIXL is installed in a supported version."""
-    packages = (name.partition(".")[0] for name in PACKAGES)
+    """Checks that NIXL is installed in a supported version, and on a host with a GPU that it is
+    built for PyTorch's version of CUDA."""
+    packages = (name.partition(".")[0] for name in cuda_version.nixl_modules())
     package = next((name for name in packages if find_spec(name) is not None), None)
     if package is None:
         remedy = "pip install 'tandem-llm[nixl]'"
         cost = "KV blocks are sent over gRPC, which is slower"
         return Finding("NIXL", "not installed", cost, remedy)
-    version = installed_version(package)
-    ucx = next((f"UCX {v}" for name in _UCX_PACKAGES if (v := installed_version(name))), "its UCX")
+    version = cuda_version.installed_version(package)
+    ucx = next(
+        (f"UCX {v}" for name in _UCX_PACKAGES if (v := cuda_version.installed_version(name))),
+        "its UCX",
+    )
     found = f"{package} {version or 'unknown'} with {ucx}, UCX_TLS="
     found += host.environment.get("UCX_TLS", "all")
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
@@ -113,6 +95,10 @@ def nixl(host: HostFiles) -> Finding:
         least = ".".join(map(str, _NIXL_MIN))
         cost = f"Tandem needs NIXL {least} or newer; KV blocks may be sent over gRPC instead"
         return Finding("NIXL", found, cost, f"pip install '{package}>={least}'")
+    if gpu_devices(host.root) and (why := cuda_version.why_cuda_differs(package)):
+        cost = f"{why}: if NIXL cannot read the GPU's memory, KV blocks are sent over gRPC"
+        remedy = f"pip install nixl-cu{cuda_version.cuda_of_torch()}"
+        return Finding("NIXL", found, cost, remedy)
     return Finding("NIXL", found)
 
 

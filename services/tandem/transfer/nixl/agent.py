@@ -12,10 +12,12 @@ another one 10 ms, adding a peer 5 ms, and destroying an agent 3 ms.
 """
 
 import importlib
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.errors import Incompatible, InternalError, TandemError, WorkerLost
+from tandem.transfer.nixl.cuda_version import cuda_of_torch, nixl_modules, why_cuda_differs
 from tandem.transfer.nixl.messages import RemotePool
 from tandem.transfer.nixl.ucx_mode import (
     UcxMode,
@@ -34,7 +37,8 @@ from tandem.transfer.nixl.ucx_mode import (
 BlockIds = NDArray[np.int32]
 Span = tuple[int, int]  # (address, number of bytes)
 
-PACKAGES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
+log = logging.getLogger(__name__)
+
 # Delay of NIXL's listen thread. It has no effect, because the listen thread is disabled.
 _LISTEN_DELAY_US = 100_000
 
@@ -56,12 +60,24 @@ def load_nixl() -> ModuleType:
     # because the KV pool is registered once.
     os.environ.setdefault("UCX_MEM_MMAP_HOOK_MODE", "none")
     reasons = []
-    for name in PACKAGES:
+    for name in nixl_modules():
         try:
             return importlib.import_module(name)
         except (ImportError, OSError) as error:
             reasons.append(f"{name}: {error}")
     raise Incompatible("NIXL cannot be loaded: " + "; ".join(reasons))
+
+
+@cache
+def _warn_of_other_cuda(module: str) -> None:
+    """Logs once if this module of NIXL and PyTorch are built for different versions of CUDA."""
+    if why := why_cuda_differs(module):
+        log.warning(
+            "%s; if NIXL cannot read the GPU's memory, blocks are sent over gRPC; "
+            "install nixl-cu%s",
+            why,
+            cuda_of_torch(),
+        )
 
 
 class NixlAgent:
@@ -90,7 +106,10 @@ class NixlAgent:
                 "NIXL can reach no other worker: the kernel or UCX_TLS forbids CMA, and this host "
                 "has no active RDMA port"
             )
-        bindings = load_nixl().nixlBind
+        nixl = load_nixl()
+        if memory == "VRAM":
+            _warn_of_other_cuda(nixl.__name__)
+        bindings = nixl.nixlBind
         self.name = name
         self._bindings: Any = bindings
         kinds = (value for value in vars(bindings).values() if isinstance(value, type))
