@@ -5,7 +5,7 @@ the transfer thread cannot handle other pulls or cancels, so a large read would 
 piece has as many bytes as are copied in `PIECE_S` seconds at the measured speed: at 4 GB/s, a piece
 has 20 MB. With RDMA, TCP and CUDA IPC, the call returns at once, nothing is measured, and pieces
 keep the initial size. Between GPUs of one machine, the initial size is larger (`device_bytes`),
-because a GPU copies 16 MiB in less time than the thread waits between two polls.
+because a GPU may copy 16 MiB in less time than the thread waits between two polls.
 
 Pieces cost little. Measured with SmolLM2: reading 188 MB in scattered blocks took 31.1 ms in pieces
 of 8 MiB and 28.4 ms in one piece.
