@@ -143,7 +143,8 @@ class ModelRunner:
             if kernels == "triton"
             else ""
         )
-        _check_memory(config, folder, self.device, dtype=dtype_name, kernels=kernels)
+        if member_of is None:  # rank 0 checks for all ranks, before any of them loads weights
+            _check_memory(config, folder, self.device, dtype=dtype_name, kernels=kernels)
         self._static_kv = _static_kv(folder, self._kv_dtype)
         if self._static_kv is not None:
             self.kv_dtype_name = f"{self._kv_dtype}-{self._static_kv.digest}"

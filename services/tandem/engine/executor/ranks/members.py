@@ -44,6 +44,7 @@ class Members:
         self.memory = RankMemory.create(config.tensor_parallel)
         self._on_end = on_end
         self._is_closed = False
+        self._loads = threading.Lock()  # one adapter at a time, so that answers find their thread
         self._ranks = [
             _Member(messages.Settings(folder, config, rank, self.memory.fd, pool_fd))
             for rank in range(1, config.tensor_parallel)
@@ -62,10 +63,11 @@ class Members:
     def load_adapter(self, adapter: Adapter) -> None:
         """Loads an adapter in all ranks, in any thread. Raises ConfigError, or WorkerLost if a rank
         ends."""
-        for member in self._ranks:
-            member.pipe.send(messages.LoadAdapter(adapter))
-        for member in self._ranks:
-            member.answer()
+        with self._loads:
+            for member in self._ranks:
+                member.load(adapter)
+            for member in self._ranks:
+                member.answer()
 
     def close(self) -> None:
         """Ends the processes."""
@@ -102,6 +104,10 @@ class _Member:
         others.close()
         self.pipe.send(settings)
 
+    def load(self, adapter: Adapter) -> None:
+        with suppress(OSError):  # the rank has ended, as `answer` notices
+            self.pipe.send(messages.LoadAdapter(adapter))
+
     def answer(self) -> None:
         """Waits for the rank's answer. Raises ConfigError with its error, or WorkerLost if the
         rank ends."""
@@ -110,7 +116,8 @@ class _Member:
         except (EOFError, OSError):
             status = self.process.wait()
             raise WorkerLost(
-                f"rank {self.rank} of the engine ended with status {status} while it loaded"
+                f"rank {self.rank} of the engine ended with status {status} while it loaded; lines "
+                "before this one may say why"
             ) from None
         if found.error:
             raise ConfigError(found.error)
