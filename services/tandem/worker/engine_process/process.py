@@ -38,7 +38,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.tiers.io_thread import IoThread
 from tandem.engine.types import Failed, StepReport
-from tandem.errors import ConfigError, InternalError, TandemError
+from tandem.errors import ConfigError, InternalError, TandemError, WorkerLost
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.source import resolve
 from tandem.net.observability.logs import about, configure_logging
@@ -392,7 +392,8 @@ def main(kind: type[EngineProcess] = EngineProcess) -> None:
     try:
         kind(settings).run()
     except BaseException as error:
-        if not isinstance(error, ConfigError):  # the I/O process logs a ConfigError in one line
+        # The I/O process logs the message of these errors in one line.
+        if not isinstance(error, ConfigError | WorkerLost):
             log.exception("the engine process ends because of an error")
         if isinstance(error, TandemError):
             fatal = messages.Fatal(error.message, error.code)
@@ -427,11 +428,12 @@ def _telling(address: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _report_fatal(address: str, fatal: messages.Fatal) -> None:
-    context: zmq.Context[Any] = zmq.Context.instance()
+    context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.PUSH)
     socket.connect(address)
     socket.send(msgspec.msgpack.encode(fatal))
     socket.close(linger=1000)
+    context.term()  # returns when the message is sent, or after the linger time
 
 
 def _end_with_rank(transfers_address: str, why: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from tandem.common.adapter import Adapter
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.native.rank_memory import RankMemory
 from tandem.engine.executor.ranks import messages
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, WorkerLost
 from tandem.models.folder import ModelFolder
 
 log = logging.getLogger(__name__)
@@ -27,8 +28,8 @@ _END_S = 5.0  # longest time for a rank to end by itself
 class Members:
     """The processes of ranks 1 and up.
 
-    A rank ends when rank 0 ends, because its pipe is closed then. If a rank ends first, no rank
-    waits for it any more (every step raises RankEnded), and `on_end` is called in a thread.
+    A rank ends when rank 0 ends. If a rank ends first, `on_end` is called in a thread. If it
+    returns, no rank waits for the ended one any more: every step raises RankEnded.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Members:
 
     def wait_until_loaded(self) -> None:
         """Waits until all ranks have loaded their weights, and watches them from then on. Raises
-        ConfigError."""
+        ConfigError, or WorkerLost if a rank ends."""
         for member in self._ranks:
             member.answer()
         for member in self._ranks:
@@ -60,7 +61,8 @@ class Members:
             ).start()
 
     def load_adapter(self, adapter: Adapter) -> None:
-        """Loads an adapter in all ranks, in any thread. Raises ConfigError."""
+        """Loads an adapter in all ranks, in any thread. Raises ConfigError, or WorkerLost if a rank
+        ends."""
         with self._loads:
             for member in self._ranks:
                 member.load(adapter)
@@ -76,11 +78,14 @@ class Members:
 
     def _watch(self, member: _Member) -> None:
         status = member.process.wait()
-        self.memory.break_up()
-        if not self._is_closed:
-            text = f"rank {member.rank} of the engine ended with status {status}"
-            log.error("%s, so the engine cannot compute any more", text)
+        if self._is_closed:
+            return
+        text = f"rank {member.rank} of the engine ended with status {status}"
+        log.error("%s, so the engine cannot compute any more", text)
+        try:
             self._on_end(text)
+        finally:
+            self.memory.break_up()
 
 
 class _Member:
@@ -92,7 +97,7 @@ class _Member:
         self.pipe, others = Pipe()
         fds = (others.fileno(), settings.memory_fd, settings.pool_fd)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", MODULE, str(others.fileno())],
+            [sys.executable, "-m", MODULE, str(others.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             pass_fds=fds,
         )
@@ -104,12 +109,13 @@ class _Member:
             self.pipe.send(messages.LoadAdapter(adapter))
 
     def answer(self) -> None:
-        """Waits for the rank's answer. Raises ConfigError with its error, or if the rank ends."""
+        """Waits for the rank's answer. Raises ConfigError with its error, or WorkerLost if the
+        rank ends."""
         try:
             found = self.pipe.recv()
         except (EOFError, OSError):
             status = self.process.wait()
-            raise ConfigError(
+            raise WorkerLost(
                 f"rank {self.rank} of the engine ended with status {status} while it loaded; lines "
                 "before this one may say why"
             ) from None
