@@ -92,7 +92,7 @@ def test_tiers_have_a_table_of_their_own_and_refuse_windows(
     ("arguments", "words"),
     [
         (["nowhere.jsonl"], "nowhere.jsonl"),
-        ([str(MOONCAKE), "--policies", "best"], "unknown policies: best; allowed are"),
+        ([str(MOONCAKE), "--policies", "best"], "--policies has unknown names: best; allowed are"),
         ([str(MOONCAKE), "--loads", "-5"], "neither a percentage above 0 nor"),
         ([str(MOONCAKE), "--fault", "1:nobody:down"], "no worker nobody"),
         ([str(MOONCAKE), "--fault", "soon"], "SECONDS:WORKER"),
