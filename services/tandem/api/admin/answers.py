@@ -21,6 +21,7 @@ from tandem.api.admin.request_text import (
     longest_name,
     longest_stage,
     percent,
+    percents,
     prefilled_at,
     took,
 )
@@ -101,20 +102,14 @@ def answers_of(
 
 
 def verdict(rows: Iterable[WorkerRow], service: Service, *, is_well: bool) -> str:
-    """Returns a sentence about slow first tokens (if `is_well`) or about workers that are not
-    ready. Returns "" if there is neither.
+    """Returns a sentence about workers that are not ready, and one about slow first tokens. Returns
+    "" if there is neither.
 
-    The page shows the sentence before the problems, or in place of "All is well".
+    The page shows the sentences before the problems, or in place of "All is well".
     """
+    late = _late(service) if service.is_slow else ""
     if is_well:
-        if not service.is_slow:
-            return ""
-        first = service.first
-        return (
-            f"All workers are ready, but first tokens are slow: {first.num_late} of {first.number}"
-            f" in the last minute took longer than the target of {service.ttft_target_s:g} s"
-            f" (median {took(first.median_ms or 0.0)}, slowest {took(first.max_ms or 0.0)})."
-        )
+        return f"All workers are ready, but {late}" if late else ""
     pools: dict[str, list[WorkerRow]] = {}
     for row in rows:
         if row.state != "stopped":
@@ -124,7 +119,18 @@ def verdict(rows: Iterable[WorkerRow], service: Service, *, is_well: bool) -> st
         for pool, found in pools.items()
         if any(row.state not in ("ready", "draining") for row in found)
     ]
-    return f"Degraded: {' and '.join(short)}." if short else ""
+    degraded = f"Degraded: {' and '.join(short)}." if short else ""
+    return f"{degraded} {late[:1].upper()}{late[1:]}".strip()
+
+
+def _late(service: Service) -> str:
+    """Says how many first tokens were later than the target."""
+    first = service.first
+    return (
+        f"first tokens are slow: {first.num_late} of {first.number} in the last minute took longer"
+        f" than the target of {service.ttft_target_s:g} s (median {took(first.median_ms or 0.0)},"
+        f" slowest {took(first.max_ms or 0.0)})."
+    )
 
 
 def slowest_of(records: Iterable[RequestRecord], now: float) -> RequestRecord | None:
@@ -181,13 +187,14 @@ def kv_cache(known: Sequence[KnownWorker]) -> str:
     total = sum(load.blocks_total for load in loads)
     if not total:
         return "Not known: no worker is ready."
-    used = sum(load.blocks_used for load in loads) / total
-    cached = sum(load.blocks_cached for load in loads) / total
-    fullest = max(known, key=lambda worker: worker.load.kv_use)
-    room = _room(known)
+    used = sum(load.blocks_used for load in loads)
+    cached = sum(load.blocks_cached for load in loads)
+    free = max(0, total - used - cached)
+    fullest = min(known, key=lambda worker: (-worker.load.kv_use, worker.record.worker_id))
+    texts = percents([number / total for number in (used, cached, free)])
     text = (
-        f"{percent(used)} is in use by running requests, {percent(cached)} holds prefixes that"
-        f" later requests can reuse, and {percent(max(0.0, 1 - used - cached))} is free{room}."
+        f"{texts[0]} is in use by running requests, {texts[1]} holds prefixes that later requests"
+        f" can reuse, and {texts[2]} is free{_room(known)}."
     )
     if len(known) > 1 and fullest.load.kv_use >= _USE_TOLD_MIN:
         text += f" The fullest worker is {fullest.record.worker_id} with"
@@ -353,7 +360,10 @@ def one_more_decode(
     loads = [worker.load for worker in decode]
     num_running = sum(load.num_running for load in loads)
     num_waiting = sum(load.num_waiting for load in loads)
-    room = f"Room for KV of running requests would grow by {1 / len(decode):.0%}."
+    room = f"Room for KV in the decode pool would grow by {1 / len(decode):.0%}"
+    if tokens := _num_tokens(decode):
+        grown = tokens + tokens // len(decode)
+        room += f", from {tokens:,} to about {grown:,} tokens"
     if num_running or num_waiting:
         parts = [_steps(decode, num_running)]
     else:
@@ -361,7 +371,7 @@ def one_more_decode(
     if num_waiting:
         parts.append(f"{count(num_waiting, 'request')} waiting at decode workers could start.")
     parts.append(_prompts(decode, _ready(known, "prefill"), requests, now))
-    return " ".join(filter(None, [back, *parts, room]))
+    return " ".join(filter(None, [back, *parts, f"{room}."]))
 
 
 def _steps(decode: Sequence[KnownWorker], num_running: int) -> str:
@@ -453,10 +463,21 @@ def _ready(known: Iterable[KnownWorker], role: str) -> list[KnownWorker]:
 
 
 def _room(known: Sequence[KnownWorker]) -> str:
-    """Says how many tokens the KV pools of all workers can hold together. Returns "" for models
+    """Says how many tokens the KV pools of the workers of each role can hold together. Returns ""
+    if that is not known."""
+    rooms = []
+    for role in ("prefill", "decode"):
+        workers = [worker for worker in known if worker.record.role == role]
+        if tokens := _num_tokens(workers):
+            on = count(len(workers), f"ready {role} worker")
+            rooms.append(f"{tokens:,} tokens on {on}")
+    return f", of room for {' and '.join(rooms)}" if rooms else ""
+
+
+def _num_tokens(workers: Sequence[KnownWorker]) -> int:
+    """Returns how many tokens the KV pools of the workers can hold together. Returns 0 for models
     whose layers have separate pools (sliding-window attention)."""
-    loads: list[WorkerLoad] = [worker.load for worker in known]
+    loads: list[WorkerLoad] = [worker.load for worker in workers]
     if any(load.groups for load in loads):
-        return ""
-    tokens = sum(w.load.blocks_total * w.record.compatibility.block_size for w in known)
-    return f", of room for {tokens:,} tokens on {count(len(known), 'ready worker')}"
+        return 0
+    return sum(w.load.blocks_total * w.record.compatibility.block_size for w in workers)

@@ -5,7 +5,8 @@ stage, but not the time at which the stage began. This time is computed from `cr
 router's clock) and the durations of the earlier stages.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tandem.router.metrics.timeline import STAGES, TTFT_STAGES, TtftStage
@@ -32,7 +33,27 @@ def count(number: int, noun: str) -> str:
 
 def percent(share: float) -> str:
     """Returns a share from 0 to 1 as `0%`, `<1%` or `34%`."""
-    return "<1%" if 0 < share < 0.01 else f"{share:.0%}"
+    return percents((share, 1 - share))[0]
+
+
+def percents(shares: Sequence[float]) -> list[str]:
+    """Returns shares that sum to 1, such as `33%`, `33%` and `34%`. The percentages sum to 100.
+
+    Each share but the last is rounded, as the page's tiles do. The last one is the rest; if the
+    others have no rest, a percent is taken off the largest share. A share between 0 and 0.01 is
+    `<1%`, and one that rounds to 100 without being 1 is `>99%`.
+    """
+    whole = [math.floor(100 * share + 0.5) for share in shares[:-1]]
+    if sum(whole) > 100:
+        whole[whole.index(max(whole))] -= sum(whole) - 100
+    whole.append(100 - sum(whole))
+    return [_percent(share, number) for share, number in zip(shares, whole, strict=True)]
+
+
+def _percent(share: float, number: int) -> str:
+    if 0 < share < 0.01 or number <= 0 < share:
+        return "<1%"
+    return ">99%" if share < 1 and number >= 100 else f"{number}%"
 
 
 def prefilled_at(request: Request) -> str:

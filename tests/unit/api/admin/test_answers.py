@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import msgspec
 import pytest
 
 from tandem.api.admin.answers import (
@@ -116,10 +118,29 @@ def test_the_kv_cache_has_shares_its_size_and_its_fullest_worker() -> None:
     ]
     assert kv_cache(known) == (
         "20% is in use by running requests, 30% holds prefixes that later requests can reuse, and"
-        " 50% is free, of room for 3,200 tokens on 2 ready workers. The fullest worker is decode-0"
-        " with 30% in use. Used parts of the KV tiers below it: host 25%."
+        " 50% is free, of room for 1,600 tokens on 1 ready prefill worker and 1,600 tokens on 1"
+        " ready decode worker. The fullest worker is decode-0 with 30% in use. Used parts of the KV"
+        " tiers below it: host 25%."
     )
     assert kv_cache([]) == "Not known: no worker is ready."
+
+
+@pytest.mark.parametrize(
+    ("used", "cached", "told"),
+    [
+        (334, 333, ["33%", "33%", "34%"]),
+        (335, 335, ["34%", "34%", "32%"]),
+        (495, 505, ["50%", "50%", "0%"]),
+        (4, 996, ["<1%", ">99%", "0%"]),
+        (1000, 0, ["100%", "0%", "0%"]),
+        (996, 0, [">99%", "0%", "<1%"]),
+    ],
+)
+def test_the_shares_of_the_kv_cache_add_up(used: int, cached: int, told: list[str]) -> None:
+    full = worker("decode-0", blocks_used=used, blocks_cached=cached)
+    load = msgspec.structs.replace(full.record.load, blocks_total=1000)
+    known = KnownWorker(msgspec.structs.replace(full.record, load=load), full.client)
+    assert re.findall(r"[<>]?\d+%", kv_cache([known]))[:3] == told
 
 
 def ended(ago_s: float, error: QueueFull | None = None) -> RequestRecord:
@@ -210,9 +231,16 @@ def test_the_verdict_names_pools_that_lack_workers_and_slow_first_tokens() -> No
         "All workers are ready, but first tokens are slow: 1 of 3 in the last minute took longer"
         " than the target of 2 s (median 200 ms, slowest 4.0 s)."
     )
-    assert verdict(rows, SLOW, is_well=False) == "", "the problem is not one of a worker"
+    slow = (
+        "First tokens are slow: 1 of 3 in the last minute took longer than the target of 2 s"
+        " (median 200 ms, slowest 4.0 s)."
+    )
+    assert verdict(rows, SLOW, is_well=False) == slow, "the problem is not one of a worker"
+    assert verdict(rows, QUICK, is_well=False) == ""
     rows[1] = WorkerRow("decode-1", "decode", "loading")
-    assert verdict(rows, SLOW, is_well=False) == "Degraded: 2 of 3 decode workers are ready."
+    degraded = "Degraded: 2 of 3 decode workers are ready."
+    assert verdict(rows, QUICK, is_well=False) == degraded
+    assert verdict(rows, SLOW, is_well=False) == f"{degraded} {slow}", "both are true"
 
 
 def test_one_more_decode_worker_shortens_steps_of_full_workers() -> None:
@@ -221,8 +249,8 @@ def test_one_more_decode_worker_shortens_steps_of_full_workers() -> None:
         "A decode step, which is a part of the time between tokens, would take 30 ms instead of"
         " 40 ms, because each worker would run 4.0 requests instead of 6.0, if the new worker has"
         " processor cores or a GPU of its own."
-        " 2 requests waiting at decode workers could start. Room for KV of running requests would"
-        " grow by 50%."
+        " 2 requests waiting at decode workers could start. Room for KV in the decode pool would"
+        " grow by 50%, from 3,200 to about 4,800 tokens."
     )
 
 

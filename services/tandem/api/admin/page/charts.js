@@ -7,7 +7,10 @@ const SPAN_MIN_S = 60, SPAN_MAX_S = 900; // of the time axis, which begins with 
 const POINTS_MAX = 60; // more samples are drawn as means
 const FRESH = 12; // samples: a value that is not measured all the time is shown for a minute
 const number = digits => value => (value ? value.toFixed(digits) : "0");
-const percent = value => (value > 0 && value < .01 ? "<1%" : `${(100 * value).toFixed(0)}%`);
+const percent = value => {
+  if (value > 0 && value < .01) return "<1%";
+  return value >= .995 && value < 1 ? ">99%" : `${Math.floor(100 * value + .5)}%`; // as the answers in words
+};
 const DASH = [6, 3], DOT = [2, 2], DASH_DOT = [8, 3, 2, 3], LONG = [12, 4];
 // Title, formatter of values, lines (column, name, color, dashes), and the time that the numbers are
 // of. The colors are page.css's.
