@@ -81,23 +81,33 @@ def answers_of(
     known: Sequence[KnownWorker],
     rows: Sequence[WorkerRow],
     requests: Sequence[Request],
-    records: Collection[RequestRecord],
+    records: Sequence[RequestRecord],
     events: Iterable[ClusterEvent],
     service: Service,
     moved: Mapping[str, int],
+    queued_s: Mapping[str, float],
     now: float,
 ) -> dict[str, str]:
     """Answers all questions.
 
     `known` are the workers that are ready, and `rows` are the rows of all workers. `requests` are
-    the latest requests, and `records` are the records of all requests that the router remembers.
-    `moved` has the number of requests that moved off a worker in the last minute.
+    the latest requests and the slowest one of the last minute, and `records` are the records of all
+    requests that the router remembers. `moved` has the number of requests that moved off a worker
+    in the last minute. `queued_s` is described at `one_more_decode`.
     """
+    told = {request["id"] for request in requests}
+    older = [
+        record.as_brief_dict()
+        for record in records
+        if (ttft_s := record.timeline.ttft_s) is not None
+        and record.created + ttft_s > now - RECENT_S
+        and record.request_id not in told
+    ]
     return {
-        "slow": slow(requests, service, now),
+        "slow": slow(requests, service, now, older),
         "kv": kv_cache(known),
         "minute": last_minute(records, events, now, moved, rows),
-        "more_decode": one_more_decode(known, requests, rows, now),
+        "more_decode": one_more_decode(known, [*requests, *older], rows, queued_s, now),
     }
 
 
@@ -135,34 +145,42 @@ def _late(service: Service) -> str:
 
 def slowest_of(records: Iterable[RequestRecord], now: float) -> RequestRecord | None:
     """Returns the request with the longest TTFT among those whose first token came in the last
-    minute."""
+    minute. Of equal ones, the first request is returned, so that a later one does not replace it.
+    """
     found = [
-        (ttft_s, record)
+        (-ttft_s, record.created, record.request_id, record)
         for record in records
         if (ttft_s := record.timeline.ttft_s) is not None
         and record.created + ttft_s > now - RECENT_S
     ]
-    return max(found, key=lambda each: each[0])[1] if found else None
+    return min(found, key=lambda each: each[:3])[3] if found else None
 
 
-def slow(requests: Sequence[Request], service: Service, now: float) -> str:
-    """Says how long first tokens took in the last minute, and what took longest."""
+def slow(
+    requests: Sequence[Request], service: Service, now: float, older: Iterable[Request] = ()
+) -> str:
+    """Says how long first tokens took in the last minute, and what took longest.
+
+    `older` are further requests of the last minute, in the form of `RequestRecord.as_brief_dict`.
+    """
     first = service.first
     recent = [r for r in requests if _is_recent(r, now)]
-    waiting = [r for r in requests if r["ttft_ms"] is None and r["outcome"] == RUNNING]
-    oldest_s = max((now - r["created"] for r in waiting), default=0.0)
+    no_token = [r for r in requests if r["ttft_ms"] is None and r["outcome"] == RUNNING]
+    oldest_s = max((now - r["created"] for r in no_token), default=0.0)
     stuck = ""
     if oldest_s > service.ttft_target_s:
-        have = "has" if len(waiting) == 1 else "have"
-        stuck = f"{count(len(waiting), 'request')} {have} no token yet, the oldest for"
+        have = "has" if len(no_token) == 1 else "have"
+        stuck = f"{count(len(no_token), 'request')} {have} no token yet, the oldest for"
         stuck += f" {oldest_s:.0f} s."
     if not recent or first.median_ms is None or first.max_ms is None:
         return stuck or "Nothing to report: no request got a first token in the last minute."
-    slowest = max(recent, key=lambda r: r["ttft_ms"])
+    slowest = min(recent, key=lambda r: (-r["ttft_ms"], r["created"], r["id"]))
     itl_ms = service.following.median_ms
     is_slow = service.is_slow or bool(stuck)
     is_slow_itl = itl_ms is not None and itl_ms > 1000 * service.itl_target_s
-    sums = {name: sum(r["stages_ms"].get(name, 0.0) for r in recent) for name in TTFT_STAGES}
+    sums = {
+        name: sum(r["stages_ms"].get(name, 0.0) for r in (*recent, *older)) for name in TTFT_STAGES
+    }
     share = max(sums.values()) / (sum(sums.values()) or 1.0)
     came = "are slow:" if is_slow else "came after"
     at_most = f", {took(first.max_ms)} at most" if first.number > 1 else ""
@@ -345,10 +363,15 @@ def one_more_decode(
     known: Sequence[KnownWorker],
     requests: Sequence[Request] = (),
     rows: Iterable[WorkerRow] = (),
+    queued_s: Mapping[str, float] | None = None,
     now: float = 0.0,
 ) -> str:
     """Predicts the effect of another decode worker, from the workers' measured decode rates and
-    from the time for which prompts waited at workers in the last minute."""
+    from the time for which prompts waited at workers in the last minute.
+
+    `queued_s` has, for each role, the seconds that the queued prompts of a worker took in the last
+    minute, on average (`History.queued_s`).
+    """
     decode = _ready(known, "decode")
     coming = [r.worker_id for r in rows if r.pool == "decode" and r.state in _COMING]
     back = ""
@@ -369,8 +392,10 @@ def one_more_decode(
     else:
         parts = ["Nothing for the time between tokens: no request decodes now."]
     if num_waiting:
-        parts.append(f"{count(num_waiting, 'request')} waiting at decode workers could start.")
-    parts.append(_prompts(decode, _ready(known, "prefill"), requests, now))
+        parts.append(
+            f"{count(num_waiting, 'request')} in the queues of decode workers could start."
+        )
+    parts.append(_prompts(decode, _ready(known, "prefill"), requests, queued_s or {}, now))
     return " ".join(filter(None, [back, *parts, f"{room}."]))
 
 
@@ -407,43 +432,44 @@ def _prompts(
     decode: Sequence[KnownWorker],
     prefill: Sequence[KnownWorker],
     requests: Sequence[Request],
+    queued_s: Mapping[str, float],
     now: float,
 ) -> str:
-    """Says where prompts wait, and whether a decode worker or a prefill worker would help more.
+    """Says where prompts waited, and whether a decode worker or a prefill worker would help more.
 
-    Decode workers compute prompts, too, if that is faster than to wait for a prefill worker.
+    Decode workers compute prompts, too, if that is faster than to wait for a prefill worker. All
+    figures are of the last minute: queues grow and shrink within seconds, and so would the answer.
     """
-    of_prefill, of_decode = _queued_s(prefill), _queued_s(decode)
-    waited = {"prefill": 0.0, "decode": 0.0}
+    waits_s: dict[str, list[float]] = {"prefill": [], "decode": []}
     roles = {worker.record.worker_id: worker.record.role for worker in (*prefill, *decode)}
-    recent = [r for r in requests if _is_recent(r, now)]
-    for request in recent:
-        if role := roles.get(prefilled_at(request)):
-            waited[role] += request["stages_ms"].get("queue", 0.0) / 1000
-    is_long = sum(waited.values()) > _QUEUE_LONG_S * max(1, len(recent))
-    if max(of_prefill, of_decode) < _QUEUE_LONG_S and not is_long:
-        if not recent:
-            return ""
-        return "Prompts hardly wait for a worker, so first tokens would come as late as now."
+    for request in requests:
+        if _is_recent(request, now) and (role := roles.get(prefilled_at(request))):
+            waits_s[role].append(request["stages_ms"].get("queue", 0.0) / 1000)
+    of_prefill, of_decode = (queued_s.get(role, 0.0) for role in ("prefill", "decode"))
+    all_s = [*waits_s["prefill"], *waits_s["decode"]]
+    mean_s = statistics.mean(all_s) if all_s else 0.0
     if max(of_prefill, of_decode) >= _QUEUE_LONG_S:
-        text = f"The prompts queued now take {of_prefill:.1f} s at each prefill worker and"
-        text += f" {of_decode:.1f} s at each decode worker."
+        text = f"In the last minute, the queued prompts took {of_prefill:.1f} s at each prefill"
+        text += f" worker and {of_decode:.1f} s at each decode worker, on average."
         is_prefill = of_prefill >= of_decode
+    elif mean_s >= _QUEUE_LONG_S:
+        each = {role: statistics.mean(found) if found else 0.0 for role, found in waits_s.items()}
+        text = f"In the last minute, a prompt waited {each['prefill']:.1f} s for a prefill worker"
+        text += f" or {each['decode']:.1f} s for a decode worker, which computes prompts, too."
+        is_prefill = sum(waits_s["prefill"]) >= sum(waits_s["decode"])
+    elif all_s:
+        return (
+            f"In the last minute, a prompt waited only {took(1000 * mean_s)} for its worker, on"
+            " average, so first tokens would come about as late as now."
+        )
     else:
-        text = f"In the last minute, prompts waited {waited['prefill']:.1f} s for prefill workers"
-        text += f" and {waited['decode']:.1f} s for decode workers, which compute prompts, too."
-        is_prefill = waited["prefill"] >= waited["decode"]
+        return ""
     if is_prefill:
         return f"{text} The bottleneck is prefill: one more prefill worker would help more."
     share = 1 / (len(decode) + 1)
     return (
         f"{text} The bottleneck is decode: one more worker would take {share:.0%} of its prompts."
     )
-
-
-def _queued_s(workers: Sequence[KnownWorker]) -> float:
-    """Returns the mean time that the workers' queued prompts take, in seconds."""
-    return statistics.mean(w.load.queue_s(w.record.rates) for w in workers) if workers else 0.0
 
 
 def _is_recent(request: Request, now: float) -> bool:

@@ -192,6 +192,7 @@ class PageFeed:
             pools,
             self._events,
             self._metrics,
+            self._history.queued_s(),
             needs_key=self._public.needs_key,
             started_at=self._started_at,
             now=now,

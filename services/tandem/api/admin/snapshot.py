@@ -68,6 +68,7 @@ def take_snapshot(
     pools: Mapping[str, Mapping[str, Any]],
     events: list[ClusterEvent],
     metrics: Metrics,
+    queued_s: Mapping[str, float],
     *,
     needs_key: bool,
     started_at: float,
@@ -75,7 +76,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Collects the cluster's state at `now`. `started_at` is the time when this router started.
     Both times are in seconds since the epoch. `needs_key` is True if the public listener serves
-    only calls with an API key."""
+    only calls with an API key. `queued_s` is `History.queued_s`."""
     rows = worker_rows(view.seen(), view.gone, pools, now, view.loading)
     reason = generator.not_ready_reason()
     wrong = view.cluster_problems().values()
@@ -128,7 +129,17 @@ def take_snapshot(
         },
         {request["id"]: _request(request, requests) for request in requests},
         events,
-        answers_of(ready, rows, told, records, events, service, view.events.moved_off(), now),
+        answers_of(
+            ready,
+            rows,
+            told,
+            records,
+            events,
+            service,
+            view.events.moved_off(),
+            queued_s,
+            now,
+        ),
         _figures(ready, service, metrics),
     )
 

@@ -91,6 +91,19 @@ class RequestRecord:
             "kept": self.kept or None,
         }
 
+    def as_brief_dict(self) -> dict[str, Any]:
+        """Returns the part of `as_dict` that sums over many requests need: times and workers."""
+        facts = self.facts or self._facts()
+        return {
+            "id": self.request_id,
+            "created": self.created,
+            "outcome": self.outcome,
+            "decode_worker": facts["decode_worker"],
+            "prefill_worker": facts["prefill_worker"],
+            "ttft_ms": _ms(self.timeline.ttft_s),
+            "stages_ms": {name: 1000 * s for name, s in self.timeline.stages_s.items()},
+        }
+
     def _facts(self) -> dict[str, Any]:
         """Collects the facts about the request from `jobs`.
 

@@ -164,6 +164,10 @@ def test_the_slowest_request_of_the_last_minute_is_found() -> None:
         record.timeline.ttft_s = ttft_s
     assert slowest_of(records, NOW) is records[2]
     assert slowest_of(records[:1], NOW) is None
+    records[1].timeline.ttft_s = 3.0
+    records[1].created -= 2
+    assert slowest_of(records, NOW) is records[1], "of equal ones, the first"
+    assert slowest_of(records[::-1], NOW) is records[1]
 
 
 def test_the_last_minute_has_requests_and_events() -> None:
@@ -249,19 +253,19 @@ def test_one_more_decode_worker_shortens_steps_of_full_workers() -> None:
         "A decode step, which is a part of the time between tokens, would take 30 ms instead of"
         " 40 ms, because each worker would run 4.0 requests instead of 6.0, if the new worker has"
         " processor cores or a GPU of its own."
-        " 2 requests waiting at decode workers could start. Room for KV in the decode pool would"
-        " grow by 50%, from 3,200 to about 4,800 tokens."
+        " 2 requests in the queues of decode workers could start. Room for KV in the decode pool"
+        " would grow by 50%, from 3,200 to about 4,800 tokens."
     )
 
 
 def test_the_bottleneck_is_named() -> None:
-    decode = worker("decode-0", num_running=1)
-    told = one_more_decode([decode, worker("prefill-0", queued_s=3.5)])
+    known = [worker("decode-0", num_running=1), worker("prefill-0")]
+    told = one_more_decode(known, queued_s={"prefill": 3.5, "decode": 0.0})
     assert told.startswith("Little for the time between tokens: a decode step, which is a part")
-    assert "The prompts queued now take 3.5 s at each prefill worker and 0.0 s at each dec" in told
+    assert "queued prompts took 3.5 s at each prefill worker and 0.0 s at each decode" in told
     assert "The bottleneck is prefill: one more prefill worker would help more." in told
-    told = one_more_decode([worker("decode-0", queued_s=2.8), worker("prefill-0")])
-    assert "0.0 s at each prefill worker and 2.8 s at each decode worker" in told
+    told = one_more_decode(known, queued_s={"prefill": 0.0, "decode": 2.8})
+    assert "0.0 s at each prefill worker and 2.8 s at each decode worker, on average." in told
     assert "The bottleneck is decode: one more worker would take 50% of its prompts." in told
 
 
@@ -269,11 +273,24 @@ def test_prompts_that_waited_for_decode_workers_count() -> None:
     known = [worker("decode-0"), worker("prefill-0")]
     waited = request(4000.0, prefill_worker="", stages_ms={"queue": 2800.0, "prefill": 1200.0})
     told = one_more_decode(known, [waited], now=NOW)
-    assert "waited 0.0 s for prefill workers and 2.8 s for decode workers" in told
+    assert "waited 0.0 s for a prefill worker or 2.8 s for a decode worker" in told
     assert "The bottleneck is decode: one more worker would take 50%" in told
-    assert "Prompts hardly wait for a worker, so" in one_more_decode(
+    assert "a prompt waited only 20 ms for its worker, on average, so" in one_more_decode(
         known, [request(80.0)], now=NOW
     )
+
+
+def test_a_queue_of_a_moment_does_not_change_the_answer() -> None:
+    quiet = [worker("decode-0"), worker("prefill-0")]
+    burst = [worker("decode-0"), worker("prefill-0", queued_tokens=9000, queued_s=0.6)]
+    told = [one_more_decode(known, [request(80.0)], now=NOW) for known in (quiet, burst)]
+    assert told[0] == told[1]
+
+
+def test_the_stages_of_all_requests_of_the_last_minute_count() -> None:
+    older = [request(400.0, 40.0, stages_ms={"queue": 400.0})] * 9
+    assert "is computing prompts" in slow([request(80.0)], QUICK, NOW)
+    assert "98% of that is waiting in queues" in slow([request(80.0)], QUICK, NOW, older)
 
 
 def test_a_decode_worker_that_comes_back_has_the_same_effect() -> None:

@@ -74,7 +74,8 @@ function told(worker) {
   if (worker.state !== "ready") return worker.state;
   const prompts = worker.queued_tokens ? `, ${count(worker.queued_tokens)} prompt tokens to compute` : "";
   const ofPrefill = prompts ? prompts.slice(2) : worker.leases ? `KV of ${count(worker.leases)} held for a pull` : "idle";
-  return worker.role === "prefill" ? ofPrefill : `${worker.running} running, ${worker.waiting + worker.pulls} waiting`;
+  if (worker.role === "prefill") return ofPrefill;
+  return `${worker.running} running, ${worker.waiting} waiting${worker.pulls ? `, ${worker.pulls} awaiting KV` : ""}`;
 }
 
 function drawWorker(id, worker, at) {
