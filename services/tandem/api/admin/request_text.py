@@ -57,9 +57,28 @@ def _percent(share: float, number: int) -> str:
 
 
 def prefilled_at(request: Request) -> str:
-    """Returns the id of the worker that computed the prompt or a part of it. Returns "" if no
-    worker has the request yet."""
-    return str(request["prefill_worker"] or request["decode_worker"])
+    """Returns the id of the worker that computed the prompt or a part of it, before the first
+    token. Returns "" if no worker has the request yet."""
+    return str(request["prefill_worker"] or _first_decode(request))
+
+
+def _first_decode(request: Request) -> str:
+    """Returns the id of the decode worker that sent the first token. Before the first token, it is
+    the worker that has the request; "" if none has it."""
+    return str(request["first_decode_worker"] or request["decode_worker"])
+
+
+def prefill_choice(request: Request) -> str:
+    """Returns a sentence with the predictions by which the decode worker chose where the prompt is
+    computed. Returns "" if no choice is known."""
+    local_ms, remote_ms = request["local_prefill_ms"], request["remote_prefill_ms"]
+    if not (local_ms and remote_ms and request["first_decode_worker"]):
+        return ""
+    decode, prefill = request["first_decode_worker"], request["prefill_worker"]
+    here = f"{took(local_ms)} at {decode} with the delay of its running requests"
+    there = f"{took(remote_ms)} at {prefill or 'the best prefill worker'} with the pull of its KV"
+    both = f"{there}, and {here}" if prefill else f"{here}, and {there}"
+    return f"{prefill or decode} computed the prompt: the prediction was {both}."
 
 
 def longest_stage(request: Request, others: Iterable[Request]) -> str:
@@ -91,7 +110,7 @@ def longest_name(stages_ms: Mapping[TtftStage, float]) -> str:
 
 def _in_words(name: str, request: Request, others: Iterable[Request]) -> str:
     worker = prefilled_at(request) or "a worker"
-    decode = request["decode_worker"] or "a decode worker"
+    decode = _first_decode(request) or "a decode worker"
     match name:
         case "tokenize":
             return f"tokenizing the prompt of {request['usage']['prompt_tokens']:,} tokens"
@@ -113,21 +132,40 @@ def _in_words(name: str, request: Request, others: Iterable[Request]) -> str:
         case "first_decode":
             return f"computing the second token on {decode}"
         case _:
-            return f"without a token, while the request moved to {decode}"
+            return _moving(request)
+
+
+def _moving(request: Request) -> str:
+    """Says between which workers a request moved; it may have moved several times."""
+    first, last, moves = _first_decode(request), request["decode_worker"], request["moves"]
+    lost = count(request["workers_lost"], "worker") if request["workers_lost"] else ""
+    why = f", because {lost} {'was' if lost == '1 worker' else 'were'} lost" if lost else ""
+    way = f"from {first} to {last}" if first != last else f"to {last}"
+    times = f" {moves} times," if moves > 1 else ""
+    return f"without a token, while the request moved{times} {way}{why}"
 
 
 def _waiting(request: Request, others: Iterable[Request], worker: str) -> str:
     queue_ms = request["stages_ms"]["queue"]
     if (request["shared_wait_ms"] or 0.0) > queue_ms / 2:
         return "waiting for another request, which computed the same beginning of the prompt"
+    if queue_ms - request["worker_queue_ms"] > queue_ms / 2 and request["first_decode_worker"]:
+        return "waiting in the router, for a turn or for a decode worker that is ready"
+    prefill_ms = request["prefill_queue_ms"]  # 0: not known
+    if request["prefill_worker"] and 0 < prefill_ms < request["worker_queue_ms"] / 2:
+        return f"waiting in the queue of {_first_decode(request)}, before its prompt was sent on"
+    ahead = ""
+    if tokens := request["tokens_ahead"]:
+        ahead = f" behind {count(tokens, 'prompt token')}"
     computed = _computed_during(_span(request, "queue"), request, others)
     if not computed:
-        return f"waiting for {worker}"
+        return f"waiting for {worker}{ahead}"
     longer = sum(_computed_tokens(each) > _computed_tokens(request) for each in computed)
     if longer == len(computed):
-        return f"waiting for {worker}, which computed {count(longer, 'longer prompt')}"
+        return f"waiting for {worker}{ahead}, which computed {count(longer, 'longer prompt')}"
     some = f", {longer} of them longer" if longer else ""
-    return f"waiting for {worker}, which computed {count(len(computed), 'other prompt')}{some}"
+    number = count(len(computed), "other prompt")
+    return f"waiting for {worker}{ahead}, which computed {number}{some}"
 
 
 def _computing(request: Request, others: Iterable[Request], worker: str) -> str:
@@ -136,6 +174,8 @@ def _computing(request: Request, others: Iterable[Request], worker: str) -> str:
     what = f"{tokens:,} of {all_tokens:,}" if tokens < all_tokens else f"{tokens:,}"
     beside = len(_computed_during(_span(request, "prefill"), request, others))
     together = f", beside {count(beside, 'other prompt')}" if beside else ""
+    if tokens := request["tokens_ahead"]:
+        together += f", and after {count(tokens, 'token')} of earlier prompts"
     return f"computing {what} prompt tokens on {worker}{together}"
 
 

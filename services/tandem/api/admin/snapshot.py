@@ -24,7 +24,7 @@ from importlib import metadata
 from typing import Any
 
 from tandem.api.admin.answers import Service, answers_of, slowest_of, verdict
-from tandem.api.admin.request_text import Request, longest_stage
+from tandem.api.admin.request_text import Request, longest_stage, prefill_choice
 from tandem.common.config.router import RouterConfig
 from tandem.net.store.cluster_event import ClusterEvent
 from tandem.router.metrics.history import num_waiting, sums_of
@@ -47,7 +47,10 @@ WORKER_COLUMNS = (
     # for each KV cache tier: its name, the number of blocks held, the number of blocks in total
     "tiers",
 )
-_REQUEST_FIELDS = ("id", "kind", "created", "outcome", "error", "decode_worker", "stages_ms")
+_REQUEST_FIELDS = (
+    *("id", "kind", "created", "outcome", "error", "decode_worker", "first_decode_worker"),
+    "stages_ms",
+)
 _OUTCOME_FIELDS = ("prefill_worker", "transport", "blocks_pulled", "moves", "ttft_ms", "e2e_ms")
 
 
@@ -229,5 +232,5 @@ def _request(request: Request, latest: list[dict[str, Any]]) -> dict[str, Any]:
         "cached_tokens": usage["cached_tokens"],
         "completion_tokens": usage["completion_tokens"],
         "longest": longest_stage(request, latest),
-        "why": request["placement_sentence"],
+        "why": f"{request['placement_sentence']} {prefill_choice(request)}".strip(),
     }
