@@ -90,10 +90,10 @@ def answers_of(
 ) -> dict[str, str]:
     """Answers all questions.
 
-    `known` are the workers that are ready, and `rows` are the rows of all workers. `requests` are
-    the latest requests and the slowest one of the last minute, and `records` are the records of all
-    requests that the router remembers. `moved` has the number of requests that moved off a worker
-    in the last minute. `queued_s` is described at `one_more_decode`.
+    `known` are the workers that are ready or drain, and `rows` are the rows of all workers.
+    `requests` are the latest requests and the slowest one of the last minute, and `records` are the
+    records of all requests that the router remembers. `moved` has the number of requests that moved
+    off a worker in the last minute. `queued_s` is described at `one_more_decode`.
     """
     told = {request["id"] for request in requests}
     older = [
@@ -495,7 +495,7 @@ def _room(known: Sequence[KnownWorker]) -> str:
     for role in ("prefill", "decode"):
         workers = [worker for worker in known if worker.record.role == role]
         if tokens := _num_tokens(workers):
-            on = count(len(workers), f"ready {role} worker")
+            on = count(len(workers), f"{role} worker")
             rooms.append(f"{tokens:,} tokens on {on}")
     return f", of room for {' and '.join(rooms)}" if rooms else ""
 

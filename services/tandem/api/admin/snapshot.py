@@ -1,6 +1,6 @@
 """Snapshots of the cluster for the operators' page, and the changes from one snapshot to the next.
 
-A snapshot has six fields. `delta` compares two snapshots and lists the changes of each field:
+A snapshot has seven fields. `delta` compares two snapshots and lists the changes of each field:
 
   field     content of a snapshot                                  content of a delta
   head      one object: the router, the pools, the problems        the whole object, if changed
@@ -11,6 +11,8 @@ A snapshot has six fields. `delta` compares two snapshots and lists the changes 
   answers   an operator's questions, answered in words             all answers, if one changed
   figures   current load and latencies: the numbers beside the     all figures, if one changed
             charts, in place of the last sample's values
+  step      the values since the last sample, which are the last   all values, if one changed
+            points of the charts
 
 A delta also has the field `gone`: the ids of workers that left between the two snapshots.
 
@@ -28,6 +30,7 @@ from tandem.api.admin.request_text import Request, longest_stage, prefill_choice
 from tandem.common.config.router import RouterConfig
 from tandem.net.store.cluster_event import ClusterEvent
 from tandem.router.metrics.history import num_waiting, sums_of
+from tandem.router.metrics.latencies import Latency
 from tandem.router.metrics.router import Metrics
 from tandem.router.request.generator import Generator
 from tandem.router.request.log import REQUESTS_MAX as REMEMBERED_MAX
@@ -62,6 +65,7 @@ class Snapshot:
     events: list[ClusterEvent] = field(default_factory=list)
     answers: dict[str, str] = field(default_factory=dict)
     figures: dict[str, float | None] = field(default_factory=dict)
+    step: dict[str, float | None] = field(default_factory=dict)
 
 
 def take_snapshot(
@@ -118,8 +122,8 @@ def take_snapshot(
         },
     }
     known = {worker.record.worker_id: worker for worker in view.known()}
-    # The record of a worker that was killed remains for a few seconds.
-    ready = [known[r.worker_id] for r in rows if r.state == "ready" and r.worker_id in known]
+    serving = serving_of(rows, known.values())
+    load = _load(serving, metrics)
     records = generator.requests.latest(REMEMBERED_MAX)
     requests = [record.as_dict() for record in records[:REQUESTS_MAX]]
     older = slowest_of(records[REQUESTS_MAX:], now)
@@ -133,7 +137,7 @@ def take_snapshot(
         {request["id"]: _request(request, requests) for request in requests},
         events,
         answers_of(
-            ready,
+            serving,
             rows,
             told,
             records,
@@ -143,8 +147,19 @@ def take_snapshot(
             queued_s,
             now,
         ),
-        _figures(ready, service, metrics),
+        load | _latencies(first, following),
+        load | _latencies(metrics.first_tokens.open_step(), metrics.next_tokens.open_step()),
     )
+
+
+def serving_of(rows: Iterable[WorkerRow], known: Iterable[KnownWorker]) -> list[KnownWorker]:
+    """Returns the workers that have requests: those that are ready or drain.
+
+    The page sums over these workers. The record of a worker that was killed remains for a few
+    seconds, but its row says that it does not serve.
+    """
+    serving = {row.worker_id for row in rows if row.state in ("ready", "draining")}
+    return [worker for worker in known if worker.record.worker_id in serving]
 
 
 def delta(before: Snapshot, after: Snapshot) -> dict[str, Any]:
@@ -158,7 +173,7 @@ def delta(before: Snapshot, after: Snapshot) -> dict[str, Any]:
         changed["gone"] = sorted(gone)
     if requests := _changed(before.requests, after.requests):
         changed["requests"] = list(requests.values())
-    for name in ("events", "answers", "figures"):
+    for name in ("events", "answers", "figures", "step"):
         if getattr(before, name) != (value := getattr(after, name)):
             changed[name] = value
     return changed
@@ -180,23 +195,23 @@ def _pool(name: str, state: Mapping[str, Any], rows: Iterable[WorkerRow]) -> dic
     }
 
 
-def _figures(
-    ready: Sequence[KnownWorker], service: Service, metrics: Metrics
-) -> dict[str, float | None]:
-    """Returns the numbers that the page shows beside its charts: latencies of the last minute, and
-    the load now."""
-    sums = sums_of(ready)
+def _load(serving: Sequence[KnownWorker], metrics: Metrics) -> dict[str, float | None]:
+    sums = sums_of(serving)
     total = sums.blocks_total
-    first, following = service.first, service.following
     return {
         "running": sums.num_running,
         "waiting": num_waiting(metrics, sums),
+        "kv_used_share": round(sums.blocks_used / total, 4) if total else None,
+        "kv_cached_share": round(sums.blocks_cached / total, 4) if total else None,
+    }
+
+
+def _latencies(first: Latency, following: Latency) -> dict[str, float | None]:
+    return {
         "ttft_p50_ms": first.median_ms,
         "ttft_max_ms": first.max_ms,
         "itl_p50_ms": following.median_ms,
         "itl_p95_ms": following.p95_ms,
-        "kv_used_share": round(sums.blocks_used / total, 4) if total else None,
-        "kv_cached_share": round(sums.blocks_cached / total, 4) if total else None,
     }
 
 

@@ -122,9 +122,9 @@ def test_the_kv_cache_has_shares_its_size_and_its_fullest_worker() -> None:
     ]
     assert kv_cache(known) == (
         "20% is in use by running requests, 30% holds prefixes that later requests can reuse, and"
-        " 50% is free, of room for 1,600 tokens on 1 ready prefill worker and 1,600 tokens on 1"
-        " ready decode worker. The fullest worker is decode-0 with 30% in use. Used parts of the KV"
-        " tiers below it: host 25%."
+        " 50% is free, of room for 1,600 tokens on 1 prefill worker and 1,600 tokens on 1 decode"
+        " worker. The fullest worker is decode-0 with 30% in use. Used parts of the KV tiers below"
+        " it: host 25%."
     )
     assert kv_cache([]) == "Not known: no worker is ready."
 
