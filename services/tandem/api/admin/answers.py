@@ -19,17 +19,19 @@ from tandem.api.admin.request_text import (
     Request,
     count,
     longest_name,
+    longest_of,
     longest_stage,
     percent,
     percents,
     prefilled_at,
     took,
+    waited_at,
 )
 from tandem.common.perf_model.rates import DEFAULT_DECODE, DecodeRate
 from tandem.common.worker_load import WorkerLoad, held_shares
 from tandem.net.store.cluster_event import ClusterEvent
 from tandem.router.metrics.latencies import Latency
-from tandem.router.metrics.timeline import TTFT_STAGES
+from tandem.router.metrics.timeline import TTFT_STAGES, TtftStage
 from tandem.router.request.log import RUNNING, RequestRecord
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.rows import WorkerRow
@@ -42,6 +44,8 @@ _EVENTS_MAX = 3  # largest number of events in an answer
 # queued prompts, or if recent prompts waited longer than this on average.
 _QUEUE_LONG_S = 0.5
 _DIFFERENCE_MIN = 0.05  # a step that gets faster by a smaller fraction counts as equally fast
+# A worker is named if at least this fraction of all requests' waits or computations was there.
+_MOSTLY_MIN = 0.5
 _USE_TOLD_MIN = 0.05  # the fullest worker is named if at least this fraction of its KV pool is used
 _WELL = ("stop", "length", "cancelled")
 _NAMES = "\0"  # placeholder for the names of workers in a sentence about an event
@@ -104,7 +108,7 @@ def answers_of(
         and record.request_id not in told
     ]
     return {
-        "slow": slow(requests, service, now, older),
+        "slow": slow(requests, service, now, older, known),
         "kv": kv_cache(known),
         "minute": last_minute(records, events, now, moved, rows),
         "more_decode": one_more_decode(known, [*requests, *older], rows, queued_s, now),
@@ -157,11 +161,16 @@ def slowest_of(records: Iterable[RequestRecord], now: float) -> RequestRecord | 
 
 
 def slow(
-    requests: Sequence[Request], service: Service, now: float, older: Iterable[Request] = ()
+    requests: Sequence[Request],
+    service: Service,
+    now: float,
+    older: Iterable[Request] = (),
+    known: Iterable[KnownWorker] = (),
 ) -> str:
     """Says how long first tokens took in the last minute, and what took longest.
 
     `older` are further requests of the last minute, in the form of `RequestRecord.as_brief_dict`.
+    `known` are the workers that have requests.
     """
     first = service.first
     recent = [r for r in requests if _is_recent(r, now)]
@@ -171,7 +180,7 @@ def slow(
     if oldest_s > service.ttft_target_s:
         have = "has" if len(no_token) == 1 else "have"
         stuck = f"{count(len(no_token), 'request')} {have} no token yet, the oldest for"
-        stuck += f" {oldest_s:.0f} s."
+        stuck += f" {oldest_s:.0f} s.{_most_queued(known)}"
     if not recent or first.median_ms is None or first.max_ms is None:
         return stuck or "Nothing to report: no request got a first token in the last minute."
     slowest = min(recent, key=lambda r: (-r["ttft_ms"], r["created"], r["id"]))
@@ -188,7 +197,7 @@ def slow(
         "" if is_slow or is_slow_itl else "Nothing stands out.",
         f"First tokens {came} {took(first.median_ms)} at the median of the last minute's"
         f" {count(first.number, 'request')}{at_most} (target: {service.ttft_target_s:g} s)."
-        f" {share:.0%} of that is {longest_name(sums)}.",
+        f" {share:.0%} of that is {longest_name(sums)}{_where(sums, (*recent, *older))}.",
         f"The slowest spent {longest_stage(slowest, requests)}." if is_slow else "",
         stuck,
     ]
@@ -196,6 +205,29 @@ def slow(
         only = "only " if is_slow_itl else ""
         parts.append(f"Then a token follows {only}every {took(itl_ms)}, at the median.")
     return " ".join(filter(None, parts))
+
+
+def _where(stages_ms: Mapping[TtftStage, float], requests: Iterable[Request]) -> str:
+    """Names the worker at which most of the longest stage took place, if there is one. Returns ""
+    if all requests were there, or if the stage is neither a wait nor a computation."""
+    name = longest_of(stages_ms)
+    if name not in ("queue", "prefill"):
+        return ""
+    place = waited_at if name == "queue" else prefilled_at
+    times_ms: Counter[str] = Counter()
+    for request in requests:
+        times_ms[place(request)] += request["stages_ms"].get(name, 0.0)
+    found, longest_ms = min(times_ms.items(), key=lambda item: (-item[1], item[0]))
+    if len(times_ms) == 1 or longest_ms < _MOSTLY_MIN * sum(times_ms.values()):
+        return ""
+    return f", mostly at {found or 'the router'}"
+
+
+def _most_queued(known: Iterable[KnownWorker]) -> str:
+    """Names the worker with the most prompt tokens to compute. Returns "" if there are none."""
+    queued = [(-worker.load.queued_tokens, worker.record.worker_id) for worker in known]
+    tokens, worker_id = min(queued, default=(0, ""))
+    return f" {worker_id} has the most prompt tokens to compute: {-tokens:,}." if tokens else ""
 
 
 def kv_cache(known: Sequence[KnownWorker]) -> str:
@@ -443,7 +475,7 @@ def _prompts(
     waits_s: dict[str, list[float]] = {"prefill": [], "decode": []}
     roles = {worker.record.worker_id: worker.record.role for worker in (*prefill, *decode)}
     for request in requests:
-        if _is_recent(request, now) and (role := roles.get(prefilled_at(request))):
+        if _is_recent(request, now) and (role := roles.get(waited_at(request))):
             waits_s[role].append(request["stages_ms"].get("queue", 0.0) / 1000)
     of_prefill, of_decode = (queued_s.get(role, 0.0) for role in ("prefill", "decode"))
     all_s = [*waits_s["prefill"], *waits_s["decode"]]

@@ -68,6 +68,18 @@ def _first_decode(request: Request) -> str:
     return str(request["first_decode_worker"] or request["decode_worker"])
 
 
+def waited_at(request: Request) -> str:
+    """Returns the id of the worker in whose queue the request spent most of its queue time. Returns
+    "" if it waited in the router."""
+    queue_ms, workers_ms = request["stages_ms"].get("queue", 0.0), request["worker_queue_ms"]
+    if request["first_decode_worker"] and workers_ms < queue_ms / 2:
+        return ""
+    # `prefill_queue_ms` is 0 if it is not known.
+    if request["prefill_worker"] and 0 < request["prefill_queue_ms"] < workers_ms / 2:
+        return _first_decode(request)
+    return prefilled_at(request)
+
+
 def prefill_choice(request: Request) -> str:
     """Returns a sentence with the predictions by which the decode worker chose where the prompt is
     computed. Returns "" if no choice is known."""
@@ -105,11 +117,16 @@ def longest_name(stages_ms: Mapping[TtftStage, float]) -> str:
         "wire": "sending messages between processes",
         "retry": "starting again after a worker was lost or full",
     }
-    return names[max(TTFT_STAGES, key=lambda name: stages_ms.get(name, 0.0))]
+    return names[longest_of(stages_ms)]
+
+
+def longest_of(stages_ms: Mapping[TtftStage, float]) -> TtftStage:
+    """Returns the longest of the stages before the first token; of equal ones, the first."""
+    return max(TTFT_STAGES, key=lambda name: stages_ms.get(name, 0.0))
 
 
 def _in_words(name: str, request: Request, others: Iterable[Request]) -> str:
-    worker = prefilled_at(request) or "a worker"
+    worker = prefilled_at(request)
     decode = _first_decode(request) or "a decode worker"
     match name:
         case "tokenize":
@@ -149,11 +166,10 @@ def _waiting(request: Request, others: Iterable[Request], worker: str) -> str:
     queue_ms = request["stages_ms"]["queue"]
     if (request["shared_wait_ms"] or 0.0) > queue_ms / 2:
         return "waiting for another request, which computed the same beginning of the prompt"
-    if queue_ms - request["worker_queue_ms"] > queue_ms / 2 and request["first_decode_worker"]:
+    if not (at := waited_at(request)):
         return "waiting in the router, for a turn or for a decode worker that is ready"
-    prefill_ms = request["prefill_queue_ms"]  # 0: not known
-    if request["prefill_worker"] and 0 < prefill_ms < request["worker_queue_ms"] / 2:
-        return f"waiting in the queue of {_first_decode(request)}, before its prompt was sent on"
+    if at != worker:
+        return f"waiting in the queue of {at}, before its prompt was sent on"
     ahead = ""
     if tokens := request["tokens_ahead"]:
         ahead = f" behind {count(tokens, 'prompt token')}"

@@ -101,6 +101,8 @@ class RequestRecord:
             "decode_worker": facts["decode_worker"],
             "first_decode_worker": facts["first_decode_worker"],
             "prefill_worker": facts["prefill_worker"],
+            "worker_queue_ms": facts["worker_queue_ms"],
+            "prefill_queue_ms": facts["prefill_queue_ms"],
             "ttft_ms": _ms(self.timeline.ttft_s),
             "stages_ms": {name: 1000 * s for name, s in self.timeline.stages_s.items()},
         }

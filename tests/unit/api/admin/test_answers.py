@@ -70,7 +70,7 @@ def request(ttft_ms: float | None, ago_s: float = 10.0, **facts: Any) -> dict[st
         "prefill_worker": "prefill-0",
         "decode_worker": "decode-0",
         "first_decode_worker": "decode-0",
-        "worker_queue_ms": 0.0 if ttft_ms is None else ttft_ms / 4,
+        "worker_queue_ms": facts.get("stages_ms", {}).get("queue", (ttft_ms or 0.0) / 4),
         "prefill_queue_ms": 0.0,
         "tokens_ahead": 0,
         "transport": "nixl",
@@ -105,6 +105,25 @@ def test_requests_that_wait_are_slow_before_they_have_a_token() -> None:
     )
     assert "1 request has no token yet, the oldest for 8 s." in slow(
         [request(None, 8.0), request(80.0)], QUICK, NOW
+    )
+
+
+def test_the_worker_with_most_of_the_time_is_named() -> None:
+    waits = {"stages_ms": {"queue": 3000.0, "prefill": 100.0}, "worker_queue_ms": 3000.0}
+    told = [request(3100.0, n, prefill_worker=f"prefill-{n // 4}", **waits) for n in range(1, 6)]
+    assert " 97% of that is waiting in queues, mostly at prefill-0." in slow(told, SLOW, NOW)
+    for each in told:
+        each["worker_queue_ms"] = 4.0
+    told.append(request(100.0, 9))
+    assert "waiting in queues, mostly at the router." in slow(told, SLOW, NOW)
+
+
+def test_requests_without_a_token_say_where_the_prompts_are() -> None:
+    known = [worker("decode-0"), worker("prefill-0", queued_tokens=9200)]
+    told = slow([request(None, 8.0)], NOTHING, NOW, known=known)
+    assert told == (
+        "1 request has no token yet, the oldest for 8 s. prefill-0 has the most prompt tokens to"
+        " compute: 9,200."
     )
 
 
