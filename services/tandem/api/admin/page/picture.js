@@ -75,7 +75,8 @@ function told(worker) {
   const prompts = worker.queued_tokens ? `, ${count(worker.queued_tokens)} prompt tokens to compute` : "";
   const ofPrefill = prompts ? prompts.slice(2) : worker.leases ? `KV of ${count(worker.leases)} held for a pull` : "idle";
   if (worker.role === "prefill") return ofPrefill;
-  return `${worker.running} running, ${worker.waiting} waiting${worker.pulls ? `, ${worker.pulls} awaiting KV` : ""}`;
+  const parts = [[worker.running, "running"], [worker.waiting, "waiting"], [worker.pulls, "awaiting KV"]];
+  return parts.filter(([number]) => number).map(([number, what]) => `${number} ${what}`).join(", ") || "idle";
 }
 
 function drawWorker(id, worker, at) {
