@@ -300,10 +300,14 @@ def character_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def make_random_speaker(path: Path) -> ModelFolder:
-    """Writes a tiny random model in fp32 with the built-in model's tokenizer and chat template."""
+def make_random_speaker(path: Path, **more: Any) -> ModelFolder:
+    """Writes a tiny random model in fp32 with the built-in model's tokenizer and chat template.
+
+    `more` are settings of its config.
+    """
     torch.manual_seed(7)
-    config = LlamaConfig(**(_SIZES | {"vocab_size": 49152, "head_dim": 16, "eos_token_id": 2}))
+    own = {"vocab_size": 49152, "head_dim": 16, "eos_token_id": 2}
+    config = LlamaConfig(**(_SIZES | own | more))
     LlamaForCausalLM(config).save_pretrained(path)
     for file in resolve("smollm2").path.iterdir():
         if not (path / file.name).exists() and file.suffix != ".safetensors":

@@ -1,8 +1,8 @@
 """Samples tokens from logits, greedily or at random. The random number for a token depends only on
 the seed and on the position of the token.
 
-Tokens are ranked by logit, and tokens with equal logits by token id. Three filters are applied, in
-the same order as in vLLM:
+Tokens are ranked by logit, and tokens with equal logits by token id. Filters are applied in this
+order, which is vLLM's:
 
     min_p    keeps tokens at least min_p times as likely as the most likely one
     top_k    keeps the first k of these tokens

@@ -91,6 +91,7 @@ _VLLM_OPTIONS = {
     "kv_cache_memory_bytes": "kv_bytes_max",
     "num_gpu_blocks_override": "num_blocks",
     "max_num_batched_tokens": "max_tokens_per_step",
+    "tensor_parallel_size": "tensor_parallel",
 }
 _ANSWER_OPTIONS = ("generation_config", "tool_parser", "reasoning_parser")
 _ENGINE_OPTIONS = {f.name for f in fields(EngineOptions)} - {"lora", "queue_max"}
@@ -762,6 +763,7 @@ class _EngineThread:
             for sequence_id in list(self._listeners):
                 self._tell(sequence_id, NotNow(reason), is_last=True)
             engine.close()
+            runner.close()
 
     def _apply_calls(self, engine: Engine) -> bool:
         """Runs all queued calls of other threads. If the engine has no work, waits for a call
@@ -802,9 +804,15 @@ class _EngineThread:
 def _engine_config(model: str, enable_lora: bool, options: Mapping[str, Any]) -> EngineConfig:
     """Converts the options of `LLM` to an EngineConfig. Raises ConfigError for an unknown
     option."""
+    if options.get("pipeline_parallel_size", 1) != 1:
+        raise ConfigError(
+            "pipeline parallelism is not supported: the layers of a model cannot be divided among "
+            "devices; tensor_parallel_size divides each layer among processes"
+        )
     named = {_VLLM_OPTIONS.get(name, name): value for name, value in options.items()}
+    named.pop("pipeline_parallel_size", None)
     allowed = _ENGINE_OPTIONS | {"model_revision"}
-    if unknown := [name for name in options if _VLLM_OPTIONS.get(name, name) not in allowed]:
+    if unknown := [name for name in named if name not in allowed]:
         own = sorted({*_VLLM_OPTIONS, *_ENGINE_OPTIONS - {*_VLLM_OPTIONS.values()}})
         raise ConfigError(
             f"LLM has no option {unknown[0]}; its options are model, seed, enable_lora, "
@@ -812,7 +820,9 @@ def _engine_config(model: str, enable_lora: bool, options: Mapping[str, Any]) ->
         )
     if not enable_lora:
         named["max_loras"] = 0
-    defaults = {"num_threads": len(os.sched_getaffinity(0)), "itl_target_s": 0.0}
+    num_cores = len(os.sched_getaffinity(0))
+    num_threads = max(1, num_cores // named.get("tensor_parallel", 1))
+    defaults = {"num_threads": num_threads, "itl_target_s": 0.0}
     return EngineConfig(**defaults | named, model=model, queue_max=_QUEUE_MAX)
 
 

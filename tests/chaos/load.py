@@ -183,6 +183,8 @@ class Load:
         self._bound_s = bound_s
         self.outcomes: list[Outcome] = []
         self.num_running = 0
+        # requests that the router did not know yet, and its number of deaths then
+        self._unheard: list[tuple[Outcome, int]] = []
 
     async def run(self) -> None:
         target = f"127.0.0.1:{self._cluster.grpc_port}"
@@ -193,6 +195,9 @@ class Load:
             }
             clients = (self._client(apis) for _ in range(self._num_clients))
             await asyncio.gather(*clients)
+            # On a busy machine, a router may read a request long after its client has left.
+            for left, num_deaths in self._unheard:
+                await self._note_heard(apis[left.request.api], left, num_deaths)
 
     async def _client(self, apis: Mapping[str, HttpApi | GrpcApi]) -> None:
         # a request that got no token; the router is queried for it after the next one ended
@@ -205,6 +210,8 @@ class Load:
                 self._router.num_retries -= 1
             if left is not None:
                 await self._note_heard(apis[left.request.api], left, num_deaths)
+                if not left.was_heard:
+                    self._unheard.append((left, num_deaths))
             left = outcome if outcome.cut_short == "left" and not outcome.token_ids else None
             num_deaths = self._num_deaths
         if left is not None:

@@ -45,7 +45,8 @@ WORKER = "decode-1"
 PORTS = ("--port", "--grpc-port", "--admin-port", "--admin-grpc-port")
 FAKETIME = "usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1"
 MEMORY = Path("/sys/fs/cgroup/memory")
-OOM_BYTES = 60 << 20  # less than a worker needs to load its modules
+# Less than a worker allocates after it has loaded its modules, which count for another group.
+OOM_BYTES = 8 << 20
 
 
 class Up(Faulty):
@@ -96,7 +97,7 @@ def out_of_memory(up: Up) -> Undo:
     group = MEMORY / f"tandem-{secrets.token_hex(4)}"
     group.mkdir()
     (group / "memory.limit_in_bytes").write_text(str(OOM_BYTES))
-    before = up.worker_pid("decode-0")
+    before = wait_for(lambda: up.worker_pid("decode-0"), deadline_s=60, what="decode-0")
     os.kill(before, signal.SIGKILL)
     pid = wait_for(lambda: _other(up, before), deadline_s=10, what="the next process")
     (group / "cgroup.procs").write_text(str(pid))

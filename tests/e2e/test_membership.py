@@ -74,7 +74,7 @@ async def test_auto_falls_back_for_the_pair_that_has_no_nixl(
             what="both transports",
         )
         log = cluster.workers["decode-0"].log.read_text()
-        assert "are pulled over grpc: NIXL does not work: the producer does not offer it" in log
+        assert "are pulled over grpc: NIXL does not work: the producer does not offer NIXL" in log
         assert "blocks of prefill-0" in log
         cluster.workers.pop("prefill-0").stop()
         answers = await complete_all(cluster, prompts, max_tokens=16)

@@ -38,7 +38,9 @@ class Faulty:
 
     def worker_pid(self, worker_id: str = "") -> int:
         """The pid of a worker; 0 if it does not run."""
-        agents = [agent for pool in self.state()["pools"].values() for agent in pool["agents"]]
+        agents = [
+            agent for pool in self.state()["pools"].values() for agent in pool.get("agents", ())
+        ]
         wanted = worker_id or self.worker
         return next((int(agent["pid"]) for agent in agents if agent["id"] == wanted), 0)
 
@@ -98,14 +100,20 @@ def look(cluster: Faulty, surfaces: Surfaces, fault: Fault) -> Seen:
 
 
 def stopped(cluster: Faulty) -> Undo:
-    pid = cluster.worker_pid()
+    pid = _running(cluster)
     os.kill(pid, signal.SIGSTOP)
     return lambda: os.kill(pid, signal.SIGCONT)
 
 
 def killed(cluster: Faulty) -> Undo:
-    os.kill(cluster.worker_pid(), signal.SIGKILL)
+    os.kill(_running(cluster), signal.SIGKILL)
     return lambda: None
+
+
+def _running(cluster: Faulty) -> int:
+    """The pid of the worker, which is unknown until Ray runs, some seconds after `tandem up` is
+    ready."""
+    return int(wait_for(cluster.worker_pid, deadline_s=60, what="the pid of the worker"))
 
 
 def wrong_token(cluster: Faulty) -> Undo:

@@ -22,6 +22,7 @@ from tandem.api.http.server import HttpServer, bind
 from tandem.common.config.admin import AdminOptions
 from tandem.common.config.cluster import ClusterConfig
 from tandem.common.config.router import RouterConfig
+from tandem.common.kv_tiers import KV_TIERS
 from tandem.common.worker_load import TierUse
 from tandem.net.security.access import Access
 from tandem.net.security.audit_trail import AuditTrail
@@ -156,9 +157,7 @@ async def simulate(router: SimulatedRouter, num_workers: int, requests_per_s: in
         for worker_id in ids:
             router.put(
                 worker_id,
-                TierUse("host", 1000, min(1000, 20 * second)),
-                TierUse("disk", 64_000, 100 * second % 64_000),
-                TierUse("store", 65_536, 200 * second % 65_536),
+                *(TierUse(tier.name, 1000, 20 * second % 1000) for tier in KV_TIERS),
                 num_running=random.randrange(32),
                 num_waiting=random.randrange(4),
                 num_leases=random.randrange(8),

@@ -97,8 +97,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
         run_folder=str(run_folder),
         pools={
             "router": PoolCommand(stand_in),
-            "prefill": PoolCommand(stand_in, pinned=True),
-            "decode": PoolCommand([sys.executable, "-S", "-c", DEAF, "{id}"], pinned=True),
+            "prefill": PoolCommand(stand_in, num_cores=1),
+            "decode": PoolCommand([sys.executable, "-S", "-c", DEAF, "{id}"], num_cores=1),
         },
         wanted={"router": 1, "prefill": 1, "decode": 1},
         cores=[0, 1],

@@ -187,7 +187,8 @@ async def test_a_contract_that_differs_is_refused_and_each_difference_named(
         await registry.check_compatibility(OTHER)
     assert caught.value.message == (
         "this worker cannot join the cluster: its block_size is 32, not 16; "
-        "its kv_dtype is 'float32', not 'bfloat16'"
+        "its kv_dtype is 'float32', not 'bfloat16'. All workers of a cluster need the same model "
+        "and the same KV options"
     )
 
 

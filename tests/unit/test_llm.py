@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tandem import (
@@ -281,9 +282,11 @@ def test_arguments_that_do_not_exist_are_named(llm: LLM, folder: ModelFolder) ->
     with pytest.raises(TypeError, match="detokenize"):
         SamplingParams(detokenize=False)  # type: ignore[call-arg]
     with pytest.raises(
-        ConfigError, match="no option tensor_parallel_size; its options are model, seed"
+        ConfigError, match="no option data_parallel_size; its options are model, seed"
     ):
-        LLM(folder.path, tensor_parallel_size=2)
+        LLM(folder.path, data_parallel_size=2)
+    with pytest.raises(ConfigError, match="pipeline parallelism is not supported"):
+        LLM(folder.path, pipeline_parallel_size=2)
     with pytest.raises(ConfigError, match="must be one of auto, cpu, cuda"):
         LLM(folder.path, device="gpu")
     with pytest.raises(
@@ -295,6 +298,16 @@ def test_arguments_that_do_not_exist_are_named(llm: LLM, folder: ModelFolder) ->
         pytest.raises(BadRequest, match="enable_lora=True"),
     ):
         plain.generate("Once", GREEDY, lora_request=LoRARequest("one", 1, "/nowhere"))
+
+
+def test_several_ranks_answer_the_same(llm: LLM, folder: ModelFolder) -> None:
+    with LLM(folder.path, tensor_parallel_size=2, **SETTINGS) as two:
+        ranks = [p for p in psutil.Process().children() if "rank_program" in " ".join(p.cmdline())]
+        assert len(ranks) == 1
+        assert two.generate("Once", GREEDY)[0].outputs == llm.generate("Once", GREEDY)[0].outputs
+    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    with pytest.raises(ConfigError, match="2 KV heads cannot be divided among 4 ranks"):
+        LLM(folder.path, tensor_parallel_size=4)
 
 
 def test_closing_frees_the_engine_and_its_threads(

@@ -1,5 +1,6 @@
 // The C functions that Python calls with ctypes (library.py). They throw no exceptions. A returned
-// status of 0 means success, and 1 means that there is not enough memory.
+// status of 0 means success, 1 means that there is not enough memory, and 2 that another rank of a
+// tensor-parallel engine has ended.
 
 #include <cmath>
 #include <cstring>
@@ -66,6 +67,17 @@ int guarded(Work work) {
     }
 }
 
+// Computes a part of a step. If this fails in one rank, the others do not wait for it.
+int computed(Decoder& decoder, void (*part)(const tandem::Model&, const tandem::Step&,
+                                            tandem::Scratch&),
+             const tandem::Step& step) {
+    const int failed = guarded([&] { part(decoder.model, step, decoder.scratch); });
+    if (decoder.scratch.ranks.num == 1) return failed;
+    std::atomic<bool>& is_broken = decoder.scratch.meeting().is_broken;
+    if (failed) is_broken.store(true);
+    return failed ? failed : is_broken.load() ? 2 : 0;
+}
+
 }  // namespace
 
 extern "C" {
@@ -114,10 +126,11 @@ int64_t tandem_unit_bytes(int32_t kind) {
 
 // Creates a decoder. The struct `model` is copied, but the arrays to which it points are not.
 // Returns null if there is not enough memory or the processor does not support the instruction set.
-void* tandem_create(const tandem::Model* model, const char* wanted) {
+void* tandem_create(const tandem::Model* model, const char* wanted, const tandem::Ranks* ranks) {
     const Choice choice = choose(wanted);
     if (choice.entry == nullptr) return nullptr;
-    Decoder* decoder = new (std::nothrow) Decoder{*model, *choice.entry, {}};
+    Decoder* decoder =
+        new (std::nothrow) Decoder{*model, *choice.entry, tandem::Scratch(*ranks)};
     if (decoder == nullptr) return nullptr;
     const int failed = guarded([&] {
         decoder->scratch.expanded_floats = tandem::expanded_floats(*model);
@@ -135,13 +148,36 @@ void tandem_destroy(void* decoder) { delete static_cast<Decoder*>(decoder); }
 
 int tandem_to_last_kv(void* decoder, const tandem::Step* step) {
     Decoder& d = *static_cast<Decoder*>(decoder);
-    return guarded([&] { d.entry.to_last_kv(d.model, *step, d.scratch); });
+    return computed(d, d.entry.to_last_kv, *step);
 }
 
 int tandem_to_logits(void* decoder, const tandem::Step* step) {
     Decoder& d = *static_cast<Decoder*>(decoder);
-    return guarded([&] { d.entry.to_logits(d.model, *step, d.scratch); });
+    return computed(d, d.entry.to_logits, *step);
 }
+
+// Returns the size of the ranks' shared memory, without the bytes that Python uses itself.
+int64_t tandem_shared_bytes(int64_t buffer_bytes) {
+    return tandem::kSharedHeader + tandem::kSharedBuffers * buffer_bytes;
+}
+
+// Constructs the header of the ranks' shared memory, which is zero at first.
+void tandem_share(void* memory) { new (memory) tandem::Shared; }
+
+int tandem_wait_until_taken(tandem::Shared* shared, int32_t num_others) {
+    return shared->wait_until_taken(num_others) ? 0 : 2;
+}
+
+void tandem_post(tandem::Shared* shared) { shared->posted.add_one(); }
+
+int tandem_wait_for_message(tandem::Shared* shared, uint32_t seen) {
+    return shared->wait_for_message(seen) ? 0 : 2;
+}
+
+void tandem_take(tandem::Shared* shared) { shared->taken.add_one(); }
+
+// Tells all ranks that one of them has ended, so that none waits any more.
+void tandem_break(tandem::Shared* shared) { shared->meeting.is_broken.store(true); }
 
 void tandem_measure(void* decoder, const float* logits, const tandem::Measure* measure) {
     const Decoder& d = *static_cast<Decoder*>(decoder);

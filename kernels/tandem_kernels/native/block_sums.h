@@ -58,22 +58,20 @@ struct BlockSums {
         return {blocks, step->block_size};
     }
 
-    // Adds the sums of a layer's heads to the sums of the queries. Must be called in a parallel
-    // region.
-    void add_heads() const {
+    // Adds the sums of a layer's heads to the sums of the queries. All threads call this function.
+    void add_heads(const Team& team) const {
         if (step == nullptr) return;
         for (int index = 0; index < step->num_spans; ++index) {
             const Span& span = step->spans[index];
             if (span.first_sum < 0) continue;
             const int num = num_blocks(span);
-#pragma omp for schedule(static) nowait
-            for (int query = 0; query < span.num_queries; ++query) {
+            team.share(span.num_queries, [&](int query) {
                 float* const to = queries + first[index] + static_cast<size_t>(query) * num;
                 const float* from = heads + first[index] * num_heads +
                                     static_cast<size_t>(query) * num_heads * num;
                 for (int head = 0; head < num_heads; ++head, from += num)
                     for (int block = 0; block < num; ++block) to[block] += from[block];
-            }
+            });
         }
     }
 
@@ -92,7 +90,8 @@ struct BlockSums {
     }
 };
 
-// Returns the sums of a step. Sets the sums of the queries to zero at the start of the step.
+// Returns the sums of a step. At the start of the step, the first rank sets the sums of the queries
+// to zero.
 inline BlockSums block_sums_of(const Model& model, const Step& step, Scratch& scratch,
                                bool begins) {
     if (step.block_sums == nullptr) return {};
@@ -108,7 +107,8 @@ inline BlockSums block_sums_of(const Model& model, const Step& step, Scratch& sc
     sums.first = scratch.first_shares.data();
     sums.queries = scratch.block_shares.of(num_queries * (1 + model.num_heads));
     sums.heads = sums.queries + num_queries;
-    if (begins) std::memset(sums.queries, 0, num_queries * sizeof(float));
+    if (begins && scratch.ranks.rank == 0)
+        std::memset(sums.queries, 0, num_queries * sizeof(float));
     return sums;
 }
 

@@ -77,9 +77,12 @@ inline int first_input(int in, int block) {
 }
 
 struct Matrix {
+    // The stored panels: `num_panels` panels from number `first_panel` on. A rank of a
+    // tensor-parallel engine stores only the panels that its own threads multiply.
     const void* panels;
     const float* scales;  // I8: one per output; fp8: see fp8.h; other kinds: null
     const float* bias;    // one per output, or null
+    int32_t first_panel, num_panels;
     int32_t in, out;
     int32_t kind;
     int32_t scale_inputs;  // fp8: inputs that share a scale, a multiple of kStepInputs
@@ -147,7 +150,7 @@ struct Model {
     // computed_kind: F32 or BF16, the compute dtype of the model
     int32_t embedding_kind, computed_kind;
     float norm_eps;
-    int32_t num_threads;
+    int32_t num_threads;      // of this rank
     int32_t norms_all_heads;  // true: q_norm and k_norm are over all heads together
     float attention_scale;    // factor on scores
     float embedding_multiplier, residual_multiplier, logits_multiplier;

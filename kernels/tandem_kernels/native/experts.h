@@ -91,9 +91,9 @@ inline void choose(const Experts& experts, const float* logits, float* ranks, Ch
 }
 
 // Assigns a place to each (row, expert) pair, sorted by expert.
-inline void place_all(const Experts& experts, int num_rows, Routing& routing) {
+inline void place_all(const Experts& experts, int num_rows, const Routing& routing) {
     const int num = num_rows * experts.top_k;
-    std::fill(routing.first.begin(), routing.first.end(), 0);
+    std::fill(routing.first, routing.first + experts.num + 1, 0);
     for (int i = 0; i < num; ++i) ++routing.first[routing.chosen[i].expert + 1];
     for (int e = 0; e < experts.num; ++e) routing.first[e + 1] += routing.first[e];
     for (int i = 0; i < num; ++i) {
@@ -107,10 +107,10 @@ inline void place_all(const Experts& experts, int num_rows, Routing& routing) {
 
 // Returns the inputs of one expert, a part of the buffers that have the inputs of all experts.
 inline Inputs inputs_of_expert(const Matrix& matrix, float* buffer, const Rows& rows, int expert) {
-    const int first = rows.routing->first[expert];
+    const int first = rows.routing.first[expert];
     const size_t before = is_quantized(matrix.kind) ? quantized_input_floats(first, matrix.in) : 0;
     return inputs_of(matrix, buffer + input_floats(first, matrix.in),
-                     rows.routing->first[expert + 1] - first, rows.rounded + before);
+                     rows.routing.first[expert + 1] - first, rows.rounded + before);
 }
 
 // One matrix of a chain of matrices with different kinds (Matrix::rest), and the number of outputs
@@ -138,41 +138,39 @@ inline int most_parts(const Experts& experts, Matrix Mlp::*which) {
 // kinds (Matrix::rest), the matrices of all experts have the same kinds, so the threads synchronize
 // only once per kind.
 inline void multiply_experts(const Experts& experts, Matrix Mlp::*which, float* buffer,
-                             const Rows& rows, Output out, int thread, int threads) {
+                             const Rows& rows, Output out, const Team& team) {
     const auto for_each = [&](int number, auto work) {
         for (int e = 0; e < experts.num; ++e) {
             const auto [matrix, first_output] = part_of(experts.mlps[e].*which, number);
             if (matrix == nullptr) continue;
             const Inputs inputs = inputs_of_expert(*matrix, buffer, rows, e);
             Output of_expert = out;
-            of_expert.rows += rows.routing->first[e] * out.stride + first_output;
+            of_expert.rows += rows.routing.first[e] * out.stride + first_output;
             if (inputs.num_rows) work(*matrix, inputs, of_expert);
         }
     };
     if (!is_quantized((experts.mlps[0].*which).kind))
         return for_each(0, [&](const Matrix& matrix, const Inputs& inputs, const Output& to) {
-            linear(matrix, inputs, to, thread, threads);
+            linear(matrix, inputs, to, team);
         });
     const int num_parts = most_parts(experts, which);
     for (int number = 0; number < num_parts; ++number) {
-        if (number > 0) {
-#pragma omp barrier
-        }
+        if (number > 0) team.wait();
         for_each(number, [&](const Matrix& matrix, const Inputs& inputs, const Output&) {
-            round_inputs(matrix, inputs, thread, threads);
+            round_inputs(matrix, inputs, team);
         });
-#pragma omp barrier
+        team.wait();
         for_each(number, [&](const Matrix& matrix, const Inputs& inputs, const Output& to) {
-            const auto [first, end] = share_of(matrix, thread, threads);
+            const auto [first, end] = share_of(matrix, team);
             linear_of_quantized(matrix, inputs, first, end, to);
         });
     }
 }
 
 // Computes activation(gate) * up for all places. The result is the input of the down products.
-inline float* gate_experts(const Experts& experts, const Rows& rows, int num_places, int thread,
-                           int threads) {
-    const Routing& routing = *rows.routing;
+inline float* gate_experts(const Experts& experts, const Rows& rows, int num_places,
+                           const Team& team) {
+    const Routing& routing = rows.routing;
     const Mlp& any = experts.mlps[0];
 #ifdef TANDEM_PAIRS
     if (kind_of_inputs(any.gate_up.kind) == BF16_PAIRS) {
@@ -180,89 +178,86 @@ inline float* gate_experts(const Experts& experts, const Rows& rows, int num_pla
             const Inputs inputs = inputs_of_expert(any.gate_up, rows.routed, rows, e);
             if (inputs.num_rows)
                 gate(experts.mlps[e].gate_up, inputs,
-                     inputs_of_expert(any.down, rows.projected, rows, e), thread, threads);
+                     inputs_of_expert(any.down, rows.projected, rows, e), team);
         }
-#pragma omp barrier
-        rows.laps->end(GATE_UP, thread);
+        team.wait();
+        rows.laps->end(GATE_UP, team.own_thread);
         return rows.projected;
     }
 #endif
     const size_t width = 2 * static_cast<size_t>(any.down.in);
     multiply_experts(experts, &Mlp::gate_up, rows.routed, rows, {rows.projected, width, Into::kSet},
-                     thread, threads);
-#pragma omp barrier
-    rows.laps->end(GATE_UP, thread);
-#pragma omp for schedule(static)
-    for (int place = 0; place < num_places; ++place) {
+                     team);
+    team.wait();
+    rows.laps->end(GATE_UP, team.own_thread);
+    team.each(num_places, [&](int place) {
         const int expert = routing.chosen[routing.choices[place]].expert;
         const Inputs gated = inputs_of_expert(any.down, rows.routed, rows, expert);
         gate_row(rows.projected + place * width, any.gate_up.gating,
                  gated.row(place - routing.first[expert]));
-    }
-    rows.laps->end(SILU, thread);
+    });
+    rows.laps->end(SILU, team.own_thread);
     return rows.routed;
 }
 
 // Normalizes rows and computes the router's logits.
 inline void route(const Model& model, const Layer& layer, const Step& step, const Rows& rows,
-                  int thread, int threads) {
+                  const Team& team) {
     const Experts& experts = *layer.experts;
-    Routing& routing = *rows.routing;
+    const Routing& routing = rows.routing;
     const size_t num = experts.num;
     const Inputs normed = inputs_of(experts.router, rows.input, step.num_rows);
-#pragma omp for schedule(static)
-    for (int row = 0; row < step.num_rows; ++row)
+    team.each(step.num_rows, [&](int row) {
         norm_row(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.mlp_norm,
                  model.norm_eps, normed.row(row));
-    linear(experts.router, normed, {rows.logits, num, Into::kSet}, thread, threads);
-#pragma omp barrier
-#pragma omp for schedule(static)
-    for (int row = 0; row < step.num_rows; ++row)
+    });
+    linear(experts.router, normed, {rows.logits, num, Into::kSet}, team);
+    team.wait();
+    team.each(step.num_rows, [&](int row) {
         choose(experts, rows.logits + row * num, rows.logits + (step.num_rows + 2 * row) * num,
                &routing.chosen[row * experts.top_k]);
-#pragma omp single
-    place_all(experts, step.num_rows, routing);
-    rows.laps->end(NORM, thread);
+    });
+    if (team.is_first()) place_all(experts, step.num_rows, routing);
+    team.wait();
+    rows.laps->end(NORM, team.own_thread);
 }
 
 // Computes the shared MLP of all rows into `delta`.
-inline void share_mlp(const Model& model, int index, const Step& step, const Rows& rows, int thread,
-                      int threads) {
-    const Inputs gated = gate_normed(model, index, step, rows, thread, threads);
+inline void share_mlp(const Model& model, int index, const Step& step, const Rows& rows,
+                      const Team& team) {
+    const Inputs gated = gate_normed(model, index, step, rows, team);
     const Output delta{rows.delta, static_cast<size_t>(model.hidden), Into::kSet};
-    linear(model.layers[index].mlp.down, gated, delta, thread, threads);
-#pragma omp barrier
-    add_lora(rows.lora, index, &LoraLayer::down, gated, delta, thread);
-    rows.laps->end(DOWN, thread);
+    linear(model.layers[index].mlp.down, gated, delta, team);
+    team.wait();
+    add_lora(rows.lora, index, &LoraLayer::down, gated, delta, team);
+    rows.laps->end(DOWN, team.own_thread);
 }
 
 // Adds the output of a layer's experts to the residual stream.
 inline void add_experts(const Model& model, int index, const Step& step, const Rows& rows,
-                        int thread, int threads) {
+                        const Team& team) {
     const Layer& layer = model.layers[index];
     const Experts& experts = *layer.experts;
     const bool has_shared = layer.mlp.down.panels != nullptr;
-    if (has_shared) share_mlp(model, index, step, rows, thread, threads);
-    const Routing& routing = *rows.routing;
+    if (has_shared) share_mlp(model, index, step, rows, team);
+    const Routing& routing = rows.routing;
     const Mlp& any = experts.mlps[0];
     const size_t hidden = model.hidden;
     const int top_k = experts.top_k, num_places = step.num_rows * top_k;
-    route(model, layer, step, rows, thread, threads);
-#pragma omp for schedule(static)
-    for (int place = 0; place < num_places; ++place) {
+    route(model, layer, step, rows, team);
+    team.each(num_places, [&](int place) {
         const int choice = routing.choices[place], expert = routing.chosen[choice].expert;
         const Inputs inputs = inputs_of_expert(any.gate_up, rows.routed, rows, expert);
         norm_row(rows.hidden + choice / top_k * hidden, layer.mlp_norm, model.norm_eps,
                  inputs.row(place - routing.first[expert]));
-    }
-    rows.laps->end(NORM, thread);
-    float* const gated = gate_experts(experts, rows, num_places, thread, threads);
+    });
+    rows.laps->end(NORM, team.own_thread);
+    float* const gated = gate_experts(experts, rows, num_places, team);
     float* const parts = gated == rows.routed ? rows.projected : rows.routed;
-    multiply_experts(experts, &Mlp::down, gated, rows, {parts, hidden, Into::kSet}, thread, threads);
-#pragma omp barrier
-    rows.laps->end(DOWN, thread);
-#pragma omp for schedule(static)
-    for (int row = 0; row < step.num_rows; ++row) {
+    multiply_experts(experts, &Mlp::down, gated, rows, {parts, hidden, Into::kSet}, team);
+    team.wait();
+    rows.laps->end(DOWN, team.own_thread);
+    team.each(step.num_rows, [&](int row) {
         float* delta = rows.delta + row * hidden;
         if (!has_shared) std::fill(delta, delta + hidden, 0.0f);
         for (int i = row * top_k; i < (row + 1) * top_k; ++i) {
@@ -271,8 +266,8 @@ inline void add_experts(const Model& model, int index, const Step& step, const R
             for (size_t at = 0; at < hidden; ++at) delta[at] += part[at] * chosen.share;
         }
         add_row(delta, layer.mlp_post_norm, model, rows.hidden + row * hidden);
-    }
-    rows.laps->end(NORM, thread);
+    });
+    rows.laps->end(NORM, team.own_thread);
 }
 
 }  // namespace tandem::TANDEM_ISA

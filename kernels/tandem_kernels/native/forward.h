@@ -113,18 +113,21 @@ inline void gate_row(const float* gate_up, const Gating& gating, const InputRow&
         to.put(at, gated(load_some(gate + at, rest), load_some(up + at, rest), gating), rest);
 }
 
-// Reads the weights of one output from packed panels (decoder.h, quantized.h).
+// Reads the weights of one output from packed panels (decoder.h, quantized.h). The rank must store
+// the output's panel.
 inline void widen_output(const Matrix& matrix, int output, float* to) {
-    const int in = matrix.in, panel = output / kPanel, lane = output % kPanel;
+    const int in = matrix.in, lane = output % kPanel;
+    const int panel = output / kPanel - matrix.first_panel;
     if (is_quantized(matrix.kind))
-        return widen_row(static_cast<const char*>(matrix.panels), matrix.kind, in, output, to);
+        return widen_row(static_cast<const char*>(matrix.panels), matrix.kind, in,
+                         panel * kPanel + lane, to);
     if (matrix.kind == BF16_PAIRS) {
         const Bf16* from = static_cast<const Bf16*>(matrix.panels) +
                            static_cast<size_t>(panel) * whole_steps(in) * kPanel + 2 * lane;
         for (int k = 0; k < in; ++k) to[k] = widen(from[(k - k % 2) * kPanel + k % 2]);
         return;
     }
-    const size_t num_outputs = (matrix.out + kPanel - 1) / kPanel * static_cast<size_t>(kPanel);
+    const size_t num_outputs = static_cast<size_t>(matrix.num_panels) * kPanel;
     for (int block = 0; block < num_input_blocks(in); ++block) {
         const int first = first_input(in, block), num = first_input(in, block + 1) - first;
         const size_t at = first * num_outputs + static_cast<size_t>(panel) * num * kPanel;
@@ -155,6 +158,21 @@ inline void embed(const Model& model, int token, float* to) {
     }
     if (model.embedding_multiplier != 1.0f)
         for (int i = 0; i < model.hidden; ++i) to[i] *= model.embedding_multiplier;
+}
+
+// Writes the embeddings of all rows. If a rank stores only a part of the vocabulary, the rank writes
+// the embeddings of these tokens.
+inline void embed_all(const Model& model, const Step& step, float* hidden, const Team& team) {
+    const auto embed_row = [&](int row) {
+        embed(model, step.token_ids[row], hidden + static_cast<size_t>(row) * model.hidden);
+    };
+    if (model.embedding != nullptr) return team.each(step.num_rows, embed_row);
+    const int first = model.output.first_panel, end = first + model.output.num_panels;
+    for (int row = team.own_thread; row < step.num_rows; row += team.own_threads) {
+        const int panel = step.token_ids[row] / kPanel;
+        if (panel >= first && panel < end) embed_row(row);
+    }
+    team.wait();
 }
 
 // Divides the attention of a step into items (attention.h). The longest items come first, so that
@@ -207,7 +225,7 @@ struct LayerItems {
 struct Rows {  // buffers of a step, shared by all threads
     float *hidden, *input, *projected, *attended, *delta, *rounded, *routed, *logits;
     float *heads, *queries, *of_heads;  // see latent.h
-    Routing* routing;
+    Routing routing;
     Laps* laps;
     StepLora lora;
 };
@@ -226,13 +244,12 @@ inline size_t projected_width(const Model& model, const Layer& layer) {
 
 // Computes a layer up to attention: normalizes the rows, projects them, rotates Q and K, and stores
 // K and V. The queries are then in `projected`, or with latent attention in `queries`.
-inline void store_kv(const Model& model, const Step& step, int index, const Rows& rows, int thread,
-                     int threads) {
+inline void store_kv(const Model& model, const Step& step, int index, const Rows& rows,
+                     const Team& team) {
     const Layer& layer = model.layers[index];
     const size_t width = projected_width(model, layer);
     const Inputs normed = inputs_of(layer.qkv, rows.input, step.num_rows, rows.rounded);
-#pragma omp for schedule(static)
-    for (int row = 0; row < step.num_rows; ++row) {
+    team.each(step.num_rows, [&](int row) {
         if (step.num_rows <= kRowsToFetch) {
             by_kv_kind(step, [&](auto kept) {
                 for (int h = 0; h < model.num_kv_heads; ++h)
@@ -241,50 +258,48 @@ inline void store_kv(const Model& model, const Step& step, int index, const Rows
         }
         norm_row(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.attention_norm,
                  model.norm_eps, normed.row(row));
-    }
-    rows.laps->end(NORM, thread);
+    });
+    rows.laps->end(NORM, team.own_thread);
     const Output projected{rows.projected, width, Into::kSet};
-    linear(layer.qkv, normed, projected, thread, threads);
-#pragma omp barrier
-    add_lora(rows.lora, index, &LoraLayer::qkv, normed, projected, thread);
-    rows.laps->end(QKV, thread);
-    if (layer.latent != nullptr)
-        return place_latent(model, step, index, rows, thread, threads);
-#pragma omp for schedule(static)
-    for (int row = 0; row < step.num_rows; ++row) {
+    linear(layer.qkv, normed, projected, team);
+    team.wait();
+    add_lora(rows.lora, index, &LoraLayer::qkv, normed, projected, team);
+    rows.laps->end(QKV, team.own_thread);
+    if (layer.latent != nullptr) return place_latent(model, step, index, rows, team);
+    team.each(step.num_rows, [&](int row) {
         float* heads = rows.projected + row * width;
         by_kv_kind(step, [&](auto kept) {
             place_row<decltype(kept)>(model, layer, step, index, row, heads);
         });
-    }
-    rows.laps->end(PLACE, thread);
+    });
+    rows.laps->end(PLACE, team.own_thread);
 }
 
 // Computes activation(gate) * up, the input of the MLP's down product.
 inline Inputs gate_all(const Model& model, int index, const Step& step, const Inputs& normed,
-                       const Rows& rows, int thread, int threads) {
+                       const Rows& rows, const Team& team) {
     const Mlp& mlp = model.layers[index].mlp;
 #ifdef TANDEM_PAIRS
     if (kind_of_inputs(mlp.gate_up.kind) == BF16_PAIRS) {
         Inputs gated = inputs_of(mlp.down, rows.projected, step.num_rows, rows.rounded);
-        gated.added = added_gates(model, rows.lora, index, normed, thread);
-        gate(mlp.gate_up, normed, gated, thread, threads);
-#pragma omp barrier
-        rows.laps->end(GATE_UP, thread);
+        gated.added = added_gates(model, rows.lora, index, normed, team);
+        gate(mlp.gate_up, normed, gated, team);
+        team.wait();
+        rows.laps->end(GATE_UP, team.own_thread);
         return gated;
     }
 #endif
     const Inputs gated = inputs_of(mlp.down, rows.input, step.num_rows, rows.rounded);
     const size_t width = 2 * static_cast<size_t>(mlp.down.in);
     const Output projected{rows.projected, width, Into::kSet};
-    linear(mlp.gate_up, normed, projected, thread, threads);
-#pragma omp barrier
-    add_lora(rows.lora, index, &LoraLayer::gate_up, normed, projected, thread);
-    rows.laps->end(GATE_UP, thread);
-#pragma omp for schedule(static)
-    for (int row = 0; row < step.num_rows; ++row)
+    linear(mlp.gate_up, normed, projected, team);
+    team.wait();
+    add_lora(rows.lora, index, &LoraLayer::gate_up, normed, projected, team);
+    rows.laps->end(GATE_UP, team.own_thread);
+    team.each(step.num_rows, [&](int row) {
         gate_row(rows.projected + row * width, mlp.gate_up.gating, gated.row(row));
-    rows.laps->end(SILU, thread);
+    });
+    rows.laps->end(SILU, team.own_thread);
     return gated;
 }
 
@@ -303,50 +318,50 @@ inline bool adds_at_once(const Model& model, const Matrix& matrix, const float* 
 // Computes a product and adds it to the residual stream.
 inline void add_product(const Model& model, const Matrix& matrix, const Inputs& inputs,
                         const float* post_norm, Stage stage, const Rows& rows, int index,
-                        LoraProduct LoraLayer::*added, int thread, int threads) {
+                        LoraProduct LoraLayer::*added, const Team& team) {
     const size_t hidden = model.hidden;
     const bool at_once = adds_at_once(model, matrix, post_norm);
     const Output output = at_once ? Output{rows.hidden, hidden, Into::kAdd}
                                   : Output{rows.delta, hidden, Into::kSet};
-    linear(matrix, inputs, output, thread, threads);
-#pragma omp barrier
-    add_lora(rows.lora, index, added, inputs, output, thread);
-    rows.laps->end(stage, thread);
+    linear(matrix, inputs, output, team);
+    team.wait();
+    add_lora(rows.lora, index, added, inputs, output, team);
+    rows.laps->end(stage, team.own_thread);
     if (at_once) return;
-#pragma omp for schedule(static)
-    for (int row = 0; row < inputs.num_rows; ++row)
+    team.each(inputs.num_rows, [&](int row) {
         add_row(rows.delta + row * hidden, post_norm, model, rows.hidden + row * hidden);
-    rows.laps->end(NORM, thread);
+    });
+    rows.laps->end(NORM, team.own_thread);
 }
 
 inline void add_experts(const Model& model, int index, const Step& step, const Rows& rows,
-                        int thread, int threads);
+                        const Team& team);
 
 // Normalizes the input rows, and then computes the same as gate_all().
 inline Inputs gate_normed(const Model& model, int index, const Step& step, const Rows& rows,
-                          int thread, int threads) {
+                          const Team& team) {
     const Layer& layer = model.layers[index];
     const Inputs normed = inputs_of(layer.mlp.gate_up, rows.input, step.num_rows, rows.rounded);
-#pragma omp for schedule(static)
-    for (int row = 0; row < step.num_rows; ++row)
+    team.each(step.num_rows, [&](int row) {
         norm_row(rows.hidden + static_cast<size_t>(row) * model.hidden, layer.mlp_norm,
                  model.norm_eps, normed.row(row));
-    rows.laps->end(NORM, thread);
-    return gate_all(model, index, step, normed, rows, thread, threads);
+    });
+    rows.laps->end(NORM, team.own_thread);
+    return gate_all(model, index, step, normed, rows, team);
 }
 
 inline void add_mlp(const Model& model, int index, const Step& step, const Rows& rows,
-                    int thread, int threads) {
+                    const Team& team) {
     const Layer& layer = model.layers[index];
-    const Inputs gated = gate_normed(model, index, step, rows, thread, threads);
+    const Inputs gated = gate_normed(model, index, step, rows, team);
     add_product(model, layer.mlp.down, gated, layer.mlp_post_norm, DOWN, rows, index,
-                &LoraLayer::down, thread, threads);
+                &LoraLayer::down, team);
 }
 
 // Computes attention and the MLP or experts, and adds them to the residual stream.
 inline void finish_layer(const Model& model, const Step& step, int index, const Rows& rows,
                          const std::vector<Item>& items, const BlockSums& sums, float* buffer,
-                         int thread, int threads) {
+                         const Team& team) {
     const Layer& layer = model.layers[index];
     const bool is_latent = layer.latent != nullptr;
     const float* const queries = is_latent ? rows.queries : rows.projected;
@@ -355,20 +370,19 @@ inline void finish_layer(const Model& model, const Step& step, int index, const 
     Inputs attended =
         is_latent ? attended_latents(model, step, rows)
                   : inputs_of(layer.attention_out, rows.attended, step.num_rows, rows.rounded);
-#pragma omp for schedule(dynamic)
-    for (size_t i = 0; i < items.size(); ++i) {
-        const Item& next = items[i + threads < items.size() ? i + threads : i];
+    team.each_in_turn(items.size(), [&](size_t i) {
+        const Item& next = items[i + team.threads < items.size() ? i + team.threads : i];
         attend_any(model, step, index, items[i], next, queries, width, attended, sums, buffer);
-    }
-    sums.add_heads();
-    rows.laps->end(ATTENTION, thread);
-    if (is_latent) attended = values_of_heads(model, index, step, rows, buffer, thread);
+    });
+    sums.add_heads(team);
+    rows.laps->end(ATTENTION, team.own_thread);
+    if (is_latent) attended = values_of_heads(model, index, step, rows, buffer, team);
     add_product(model, layer.attention_out, attended, layer.attention_post_norm, ATTENTION_OUT, rows,
-                index, &LoraLayer::attention_out, thread, threads);
+                index, &LoraLayer::attention_out, team);
     if (layer.experts != nullptr)
-        add_experts(model, index, step, rows, thread, threads);
+        add_experts(model, index, step, rows, team);
     else
-        add_mlp(model, index, step, rows, thread, threads);
+        add_mlp(model, index, step, rows, team);
 }
 
 // Returns the experts of the first layer that has experts; null if there is none. The experts of
@@ -388,6 +402,7 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
     size_t projected =
         std::max(rows * std::max({heads, 2 * inner, whole_steps(inner)}), latent.projected);
     size_t routed = 0, logits = 0;
+    Routing routing{};
     size_t rounded = quantized_input_floats(rows, std::max({inner, hidden, heads}));
     const Experts* const experts = experts_of(model);
     if (experts != nullptr) {
@@ -399,11 +414,11 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
         routed = input_floats(places, std::max(hidden, mlp.down.in));
         rounded = std::max(rounded, quantized_input_floats(places, std::max(hidden, mlp.down.in)));
         logits = 3 * rows * experts->num;
-        scratch.routing.chosen.resize(places);
-        scratch.routing.choices.resize(places);
-        scratch.routing.first.resize(experts->num + 1);
+        routing = {reinterpret_cast<Chosen*>(scratch.chosen.of(places * (sizeof(Chosen) / 4))),
+                   reinterpret_cast<int32_t*>(scratch.choices.of(places)),
+                   reinterpret_cast<int32_t*>(scratch.first.of(experts->num + 1))};
     }
-    rounded = std::max(rounded, scratch.expanded_floats * model.num_threads);
+    rounded = std::max(rounded, scratch.expanded_floats * model.num_threads * scratch.ranks.num);
     return {scratch.hidden.of(rows * hidden),
             scratch.input.of(
                 std::max(input_floats(rows, inner > hidden ? inner : hidden), latent.input)),
@@ -417,7 +432,7 @@ inline Rows rows_of(const Model& model, const Step& step, Scratch& scratch) {
             scratch.heads.of(latent.heads),
             scratch.queries.of(latent.queries),
             scratch.of_heads.of(latent.of_heads),
-            &scratch.routing,
+            routing,
             &scratch.laps,
             lora_of(model, step, scratch)};
 }
@@ -430,18 +445,17 @@ inline void to_last_kv(const Model& model, const Step& step, Scratch& scratch) {
 #pragma omp parallel num_threads(model.num_threads)
     {
         const TilesInUse tiles;
-        const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        float* buffer = scratch.of_thread[thread].of(attention_floats(model, step));
-#pragma omp for schedule(static)
-        for (int row = 0; row < step.num_rows; ++row)
-            embed(model, step.token_ids[row], rows.hidden + static_cast<size_t>(row) * model.hidden);
-        rows.laps->end(EMBED, thread);
+        const Team team = scratch.team(omp_get_thread_num(), omp_get_num_threads());
+        float* buffer = scratch.of_thread[team.own_thread].of(attention_floats(model, step));
+        embed_all(model, step, rows.hidden, team);
+        rows.laps->end(EMBED, team.own_thread);
         for (int index = 0; index < model.num_layers; ++index) {
-            store_kv(model, step, index, rows, thread, threads);
+            store_kv(model, step, index, rows, team);
             if (index + 1 < model.num_layers)
                 finish_layer(model, step, index, rows, items.of(model.layers[index]), sums, buffer,
-                             thread, threads);
+                             team);
         }
+        scratch.leave(team);
     }
 }
 
@@ -466,12 +480,13 @@ inline Largest largest_of(const float* logits, int first, int end) {
     return {best.logit, found < logits + end ? static_cast<int32_t>(found - logits) : first};
 }
 
-// Each thread has found the largest logit of its part of the vocabulary. Combines these results to
-// the most likely token of each row.
-inline void find_most_likely(const Step& step, const std::vector<Largest>& of_threads) {
-    for (int row = 0; row < step.num_logit_rows; ++row) {
+// Each thread has found the largest logit of its part of the vocabulary: `of_threads` [threads, logit
+// rows]. Combines these results to the most likely token of each row.
+inline void find_most_likely(const Step& step, const Largest* of_threads, size_t num_threads) {
+    const size_t num_rows = step.num_logit_rows;
+    for (size_t row = 0; row < num_rows; ++row) {
         Largest best = of_threads[row];
-        for (size_t at = row; at < of_threads.size(); at += step.num_logit_rows)
+        for (size_t at = row; at < num_threads * num_rows; at += num_rows)
             if (of_threads[at].logit > best.logit) best = of_threads[at];
         step.most_likely[row] = best.token;
     }
@@ -494,34 +509,37 @@ inline void to_logits(const Model& model, const Step& step, Scratch& scratch) {
     const Inputs last = inputs_of(
         model.output, scratch.last.of(input_floats(step.num_logit_rows, model.hidden)),
         step.num_logit_rows, rows.rounded);
-    scratch.largest.assign(static_cast<size_t>(model.num_threads) * step.num_logit_rows,
-                           {-INFINITY, 0});
+    const size_t num_threads = static_cast<size_t>(model.num_threads) * scratch.ranks.num;
+    Largest* const largest = reinterpret_cast<Largest*>(
+        scratch.largest.of(num_threads * step.num_logit_rows * (sizeof(Largest) / 4)));
     scratch.laps.start();
 #pragma omp parallel num_threads(model.num_threads)
     {
         const TilesInUse tiles;
-        const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        float* buffer = scratch.of_thread[thread].of(attention_floats(model, step));
-        finish_layer(model, step, model.num_layers - 1, rows, items, sums, buffer, thread, threads);
-#pragma omp for schedule(static)
-        for (int i = 0; i < step.num_logit_rows; ++i)
+        const Team team = scratch.team(omp_get_thread_num(), omp_get_num_threads());
+        float* buffer = scratch.of_thread[team.own_thread].of(attention_floats(model, step));
+        finish_layer(model, step, model.num_layers - 1, rows, items, sums, buffer, team);
+        team.each(step.num_logit_rows, [&](int i) {
             norm_row(rows.hidden + static_cast<size_t>(step.logit_rows[i]) * model.hidden,
                      model.final_norm, model.norm_eps, last.row(i));
-        rows.laps->end(NORM, thread);
+        });
+        rows.laps->end(NORM, team.own_thread);
         linear(model.output, last, {step.logits, static_cast<size_t>(model.vocab), Into::kSet},
-               thread, threads);
-        const auto [first, end] = share_of(model.output, thread, threads);
+               team);
+        const auto [first, end] = share_of(model.output, team);
         const int end_output = std::min(end * kPanel, model.vocab);
         for (int i = 0; i < step.num_logit_rows; ++i) {
             float* logits = step.logits + static_cast<size_t>(i) * model.vocab;
             finish_logits(model, logits, first * kPanel, end_output);
-            scratch.largest[static_cast<size_t>(thread) * step.num_logit_rows + i] =
+            largest[static_cast<size_t>(team.thread) * step.num_logit_rows + i] =
                 largest_of(logits, first * kPanel, end_output);
         }
+        scratch.leave(team);
     }
-    sums.add_queries();
-    find_most_likely(step, scratch.largest);
     rows.laps->end(OUTPUT, 0);
+    if (scratch.ranks.rank != 0) return;
+    sums.add_queries();
+    find_most_likely(step, largest, num_threads);
 }
 
 }  // namespace tandem::TANDEM_ISA

@@ -35,14 +35,13 @@ struct HeadProducts {
 
 // Multiplies the inputs of each head in `of_heads`.
 inline void multiply_heads(const HeadProducts& products, int num_heads, const Rows& rows,
-                           int num_rows, float* to, size_t head_stride, int thread) {
-#pragma omp for schedule(static)
-    for (int head = 0; head < num_heads; ++head) {
+                           int num_rows, float* to, size_t head_stride, const Team& team) {
+    team.each(num_heads, [&](int head) {
         const Inputs inputs = inputs_of_head(products.matrices, head, rows, num_rows);
         const Output out{to + head * head_stride, num_heads * head_stride, Into::kSet};
-        linear(products.matrices[head], inputs, out, 0, 1);
-        add_lora_of_head(rows.lora, products.index, products.added, head, inputs, out, thread);
-    }
+        linear(products.matrices[head], inputs, out, team.alone());
+        add_lora_of_head(rows.lora, products.index, products.added, head, inputs, out, team);
+    });
 }
 
 // Normalizes and rotates a row's KV, and stores the result in the pool.
@@ -63,7 +62,7 @@ void place_token(const Model& model, const Step& step, int index, int row, const
 
 // Computes the queries that are compared with latents, and stores the tokens' KV in the pool.
 inline void place_latent(const Model& model, const Step& step, int index, const Rows& rows,
-                         int thread, int threads) {
+                         const Team& team) {
     const Layer& layer = model.layers[index];
     const Latent& latent = *layer.latent;
     const int num_heads = model.num_heads, dim = model.head_dim, q_dim = latent.plain + latent.rope;
@@ -72,19 +71,18 @@ inline void place_latent(const Model& model, const Step& step, int index, const 
     size_t stride = width;
     if (latent.q_norm != nullptr) {
         const Inputs normed = inputs_of(latent.q_out, rows.input, step.num_rows);
-#pragma omp for schedule(static)
-        for (int row = 0; row < step.num_rows; ++row)
+        team.each(step.num_rows, [&](int row) {
             norm_row(rows.projected + row * width, latent.q_norm, latent.norm_eps, normed.row(row));
+        });
         stride = static_cast<size_t>(num_heads) * q_dim;
         const Output heads{rows.heads, stride, Into::kSet};
-        linear(latent.q_out, normed, heads, thread, threads);
-#pragma omp barrier
-        add_lora(rows.lora, index, &LoraLayer::q_out, normed, heads, thread);
+        linear(latent.q_out, normed, heads, team);
+        team.wait();
+        add_lora(rows.lora, index, &LoraLayer::q_out, normed, heads, team);
         queries = rows.heads;
-        rows.laps->end(QKV, thread);
+        rows.laps->end(QKV, team.own_thread);
     }
-#pragma omp for schedule(static)
-    for (int row = 0; row < step.num_rows; ++row) {
+    team.each(step.num_rows, [&](int row) {
         const size_t angle = layer.rope * step.table_floats +
                              static_cast<size_t>(step.positions[row]) * (latent.rope / 2);
         const float *cosines = step.cosines + angle, *sines = step.sines + angle;
@@ -99,11 +97,11 @@ inline void place_latent(const Model& model, const Step& step, int index, const 
         by_kv_kind(step, [&](auto kept) {
             place_token<decltype(kept)>(model, step, index, row, cosines, sines, token);
         });
-    }
-    rows.laps->end(PLACE, thread);
+    });
+    rows.laps->end(PLACE, team.own_thread);
     multiply_heads({latent.keys, &LoraLayer::keys, index}, num_heads, rows, step.num_rows,
-                   rows.queries, dim, thread);
-    rows.laps->end(QKV, thread);
+                   rows.queries, dim, team);
+    rows.laps->end(QKV, team.own_thread);
 }
 
 // Returns the fp32 buffer to which attention writes its output.
@@ -114,13 +112,12 @@ inline Inputs attended_latents(const Model& model, const Step& step, const Rows&
 // Multiplies the attention output by the value matrices. The result is the input of the product
 // with attention_out. `buffer` has room for one head.
 inline Inputs values_of_heads(const Model& model, int index, const Step& step, const Rows& rows,
-                              float* buffer, int thread) {
+                              float* buffer, const Team& team) {
     const Layer& layer = model.layers[index];
     const Latent& latent = *layer.latent;
     const Inputs attended = attended_latents(model, step, rows);
     const int num_heads = model.num_heads;
-#pragma omp for schedule(static)
-    for (int row = 0; row < step.num_rows; ++row) {
+    team.each(step.num_rows, [&](int row) {
         InputRow from = attended.row(row);
         from.in = latent.kv_rank;
         for (int head = 0; head < num_heads; ++head) {
@@ -128,15 +125,15 @@ inline Inputs values_of_heads(const Model& model, int index, const Step& step, c
             put_row(buffer, 1.0f, inputs_of_head(latent.values, head, rows, step.num_rows).row(row));
             from.numbers.first += model.head_dim * from.numbers.stride;
         }
-    }
+    });
     multiply_heads({latent.values, &LoraLayer::values, index}, num_heads, rows, step.num_rows,
-                   rows.heads, latent.value, thread);
+                   rows.heads, latent.value, team);
     const Inputs values =
         inputs_of(layer.attention_out, rows.attended, step.num_rows, rows.rounded);
-#pragma omp for schedule(static)
-    for (int row = 0; row < step.num_rows; ++row)
+    team.each(step.num_rows, [&](int row) {
         put_row(rows.heads + static_cast<size_t>(row) * values.in, 1.0f, values.row(row));
-    rows.laps->end(ATTENTION, thread);
+    });
+    rows.laps->end(ATTENTION, team.own_thread);
     return values;
 }
 

@@ -17,10 +17,12 @@ from ctypes import (
     c_int,
     c_int32,
     c_int64,
+    c_size_t,
+    c_uint32,
     c_void_p,
 )
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +35,7 @@ from tandem_kernels.native.kinds import Stage as Stage
 from tandem_kernels.native.kinds import packed_bytes as packed_bytes
 from tandem_kernels.native.kinds import whole_steps as whole_steps
 
+_RANK_ENDED = 2  # the status that functions of api.cpp return if another rank has ended
 _UNIT_INPUTS = 64  # quantized weights: the number of inputs is padded to a multiple of 64
 
 
@@ -45,6 +48,8 @@ class Matrix(Structure):
         ("panels", c_void_p),
         ("scales", c_void_p),
         ("bias", c_void_p),
+        ("first_panel", c_int32),
+        ("num_panels", c_int32),
         ("num_in", c_int32),
         ("num_out", c_int32),
         ("kind", c_int32),
@@ -209,6 +214,28 @@ class Measure(Structure):
     )
 
 
+class _Ranks(Structure):
+    _fields_ = (
+        ("rank", c_int32),
+        ("num", c_int32),
+        ("shared", c_void_p),
+        ("buffer_bytes", c_size_t),
+    )
+
+
+class SharedMemory(NamedTuple):
+    """The memory that the ranks of a tensor-parallel engine share, as one of them has mapped it."""
+
+    rank: int
+    num_ranks: int
+    address: int
+    buffer_bytes: int  # room for each buffer of a step
+
+
+class RankEnded(Exception):
+    """A rank of a tensor-parallel engine has ended, so the others cannot compute any more."""
+
+
 _BLOCK_ARGUMENTS = [c_void_p, c_int32, c_int64, c_int64, c_int64, c_void_p]
 
 
@@ -225,12 +252,19 @@ class Library:
                 None,
                 [c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p, c_void_p],
             ),
-            "tandem_create": (c_void_p, [POINTER(Model), c_char_p]),
+            "tandem_create": (c_void_p, [POINTER(Model), c_char_p, POINTER(_Ranks)]),
             "tandem_destroy": (None, [c_void_p]),
             "tandem_to_last_kv": (c_int, [c_void_p, POINTER(Step)]),
             "tandem_to_logits": (c_int, [c_void_p, POINTER(Step)]),
             "tandem_final_hidden": (None, [c_void_p, c_void_p, c_int32, c_void_p]),
             "tandem_measure": (None, [c_void_p, c_void_p, POINTER(Measure)]),
+            "tandem_shared_bytes": (c_int64, [c_int64]),
+            "tandem_share": (None, [c_void_p]),
+            "tandem_wait_until_taken": (c_int, [c_void_p, c_int32]),
+            "tandem_post": (None, [c_void_p]),
+            "tandem_wait_for_message": (c_int, [c_void_p, c_uint32]),
+            "tandem_take": (None, [c_void_p]),
+            "tandem_break": (None, [c_void_p]),
         }
         for name, (result, arguments) in signatures.items():
             self._function(name, result, arguments)
@@ -325,11 +359,19 @@ class Library:
         function = self._function("tandem_widen_blocks", c_int32, arguments)
         return bool(function(blocks, block_type, *shape, to))
 
-    def create(self, model: Model, instructions: str | None = None) -> int:
+    def create(
+        self, model: Model, instructions: str | None = None, share: SharedMemory | None = None
+    ) -> int:
         """Creates a decoder and returns its handle. The caller must destroy the decoder with
-        `destroy`. Raises MemoryError."""
+        `destroy`. With `share`, the decoder is one rank of a tensor-parallel engine. Raises
+        MemoryError."""
         wanted = instructions.encode() if instructions else None
-        decoder: int | None = self._library.tandem_create(byref(model), wanted)
+        ranks = (
+            _Ranks(share.rank, share.num_ranks, share.address, share.buffer_bytes)
+            if share
+            else _Ranks(0, 1)
+        )
+        decoder: int | None = self._library.tandem_create(byref(model), wanted, byref(ranks))
         if decoder is None:
             raise MemoryError("the native decoder cannot be made")
         return decoder
@@ -339,12 +381,12 @@ class Library:
 
     def to_last_kv(self, decoder: int, step: Step) -> None:
         """Computes the first part of a step, until the KV of all tokens is in the pool. Raises
-        MemoryError."""
+        MemoryError or RankEnded."""
         self._check(self._library.tandem_to_last_kv(decoder, byref(step)))
 
     def to_logits(self, decoder: int, step: Step) -> None:
         """Computes the second part of a step, after `to_last_kv`, up to the logits. Raises
-        MemoryError."""
+        MemoryError or RankEnded."""
         self._check(self._library.tandem_to_logits(decoder, byref(step)))
 
     def measure(
@@ -398,12 +440,43 @@ class Library:
         read = self._function("tandem_read_gb_per_s", c_double, [c_void_p, c_int64, c_int32])
         return float(read(data.ctypes.data, data.size, num_threads))
 
+    def shared_bytes(self, buffer_bytes: int) -> int:
+        """Returns the bytes that decoders need of the memory that ranks share, with buffers of at
+        most `buffer_bytes` bytes each."""
+        return int(self._library.tandem_shared_bytes(buffer_bytes))
+
+    def share(self, address: int) -> None:
+        """Prepares new shared memory, before any rank uses it."""
+        self._library.tandem_share(address)
+
+    def wait_until_taken(self, address: int, num_others: int) -> None:
+        """Waits until the other ranks have taken all messages. Raises RankEnded."""
+        self._check(self._library.tandem_wait_until_taken(address, num_others))
+
+    def post(self, address: int) -> None:
+        """Posts the message that the caller has written for the other ranks."""
+        self._library.tandem_post(address)
+
+    def wait_for_message(self, address: int, num_seen: int) -> None:
+        """Waits for the message after the first `num_seen` messages. Raises RankEnded."""
+        self._check(self._library.tandem_wait_for_message(address, num_seen))
+
+    def take(self, address: int) -> None:
+        """Takes a message: the first rank may overwrite it when all others have taken it."""
+        self._library.tandem_take(address)
+
+    def break_up(self, address: int) -> None:
+        """Tells all ranks that one of them has ended. None of them waits for another any more."""
+        self._library.tandem_break(address)
+
     def _function(self, name: str, result: Any, arguments: list[Any]) -> Any:
         function = getattr(self._library, name)
         function.restype, function.argtypes = result, arguments
         return function
 
     def _check(self, failed: int) -> None:
+        if failed == _RANK_ENDED:
+            raise RankEnded("a rank of the tensor-parallel engine has ended")
         if failed:
             raise MemoryError("no memory for the activations of this step")
 

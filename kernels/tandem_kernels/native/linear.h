@@ -156,7 +156,7 @@ template <class W>
 struct Share {
     const Matrix& matrix;
     const Output& out;
-    const W* weights;  // weights of the block's first panel
+    const W* weights;  // weights of the block's first stored panel
     int first_input, num_inputs;
 };
 
@@ -168,7 +168,7 @@ struct Turn {
 template <class W, int MR, int NV>
 void tile(const Share<W>& share, const float* x, int panel, int first_row, Turn turn) {
     const int panel_size = share.num_inputs * kPanel;
-    const W* w = share.weights + static_cast<size_t>(panel) * panel_size;
+    const W* w = share.weights + static_cast<size_t>(panel - share.matrix.first_panel) * panel_size;
     const W* ahead = w;
     int step = 2 * kPanel * sizeof(W);
     if (turn.tiles > 1) {
@@ -220,14 +220,13 @@ template <class W>
 void linear_of(const Matrix& matrix, const float* x, int num_rows, int first_panel, int end_panel,
                const Output& out) {
     const Tiles tiles{num_rows};
-    const int num_panels = (matrix.out + kPanel - 1) / kPanel;
     for (int block = 0; block < tiles.num(); block += kTilesAtOnce) {
         const int end = block + kTilesAtOnce < tiles.num() ? block + kTilesAtOnce : tiles.num();
         const int at_once = end - block == 1 ? end_panel - first_panel : 1;
         for (int k = 0; k < num_input_blocks(matrix.in); ++k) {
             const int first = first_input(matrix.in, k);
             const W* weights = static_cast<const W*>(matrix.panels) +
-                               static_cast<size_t>(first) * num_panels * kPanel;
+                               static_cast<size_t>(first) * matrix.num_panels * kPanel;
             const Share<W> share{matrix, out, weights, first, first_input(matrix.in, k + 1) - first};
             for (int panel = first_panel; panel < end_panel; panel += at_once)
                 for (int tile = block; tile < end; ++tile) {
@@ -281,12 +280,12 @@ inline void gate_of_fp8(const Matrix& matrix, const Inputs& inputs, int first_pa
                         const Inputs& gated, int thread);
 
 // Computes activation(gate) * up for the panels of this thread. Panels of gates and ups alternate.
-inline void gate(const Matrix& gate_up, const Inputs& inputs, const Inputs& gated, int thread,
-                 int num_threads) {
+inline void gate(const Matrix& gate_up, const Inputs& inputs, const Inputs& gated,
+                 const Team& team) {
     const int64_t num = gate_up.out / (2 * kPanel);
-    const int first = 2 * static_cast<int>(num * thread / num_threads);
-    const int end = 2 * static_cast<int>(num * (thread + 1) / num_threads);
-    if (is_fp8(gate_up.kind)) return gate_of_fp8(gate_up, inputs, first, end, gated, thread);
+    const int first = 2 * static_cast<int>(num * team.thread / team.threads);
+    const int end = 2 * static_cast<int>(num * (team.thread + 1) / team.threads);
+    if (is_fp8(gate_up.kind)) return gate_of_fp8(gate_up, inputs, first, end, gated, team.thread);
     gate_of_pairs(gate_up, inputs, first, end, gated);
 }
 #endif
@@ -296,44 +295,42 @@ inline void linear_of_fp8(const Matrix& matrix, const Inputs& inputs, int panel,
 
 inline void linear_of_quantized(const Matrix& matrix, const Inputs& inputs, int first_panel,
                                 int end_panel, const Output& out);
-inline void round_inputs(const Matrix& matrix, const Inputs& inputs, int thread, int num_threads);
+inline void round_inputs(const Matrix& matrix, const Inputs& inputs, const Team& team);
 
 struct Range {
     int first, end;
 };
 
 // The range of panels that one thread computes.
-inline Range share_of(const Matrix& matrix, int thread, int num_threads) {
-    const int num_panels = (matrix.out + kPanel - 1) / kPanel;
-    return {static_cast<int>(static_cast<int64_t>(num_panels) * thread / num_threads),
-            static_cast<int>(static_cast<int64_t>(num_panels) * (thread + 1) / num_threads)};
+inline Range share_of(const Matrix& matrix, const Team& team) {
+    const int64_t num = (matrix.out + kPanel - 1) / kPanel;
+    return {static_cast<int>(num * team.thread / team.threads),
+            static_cast<int>(num * (team.thread + 1) / team.threads)};
 }
 
 // Computes this thread's panels of a product with quantized weights. The threads first quantize the
 // inputs together, and wait for each other.
-inline void linear_by_rounding(const Matrix& matrix, const Inputs& inputs, Output out, int thread,
-                               int num_threads) {
+inline void linear_by_rounding(const Matrix& matrix, const Inputs& inputs, Output out,
+                               const Team& team) {
     for (const Matrix* part = &matrix; part != nullptr; part = part->rest) {
-        if (part != &matrix) {
-#pragma omp barrier
-        }
-        round_inputs(*part, inputs, thread, num_threads);
-#pragma omp barrier
-        const auto [first, end] = share_of(*part, thread, num_threads);
+        if (part != &matrix) team.wait();
+        round_inputs(*part, inputs, team);
+        team.wait();
+        const auto [first, end] = share_of(*part, team);
         linear_of_quantized(*part, inputs, first, end, out);
         out.rows += part->out;
     }
 }
 
 // Computes this thread's panels of a product. All threads of a step must call this function.
-inline void linear(const Matrix& matrix, const Inputs& inputs, const Output& out, int thread,
-                   int num_threads) {
+inline void linear(const Matrix& matrix, const Inputs& inputs, const Output& out,
+                   const Team& team) {
     const float* x = inputs.buffer;
     const int num_rows = inputs.num_rows;
     if (is_quantized(matrix.kind))
-        return linear_by_rounding(matrix, inputs, out, thread, num_threads);
-    const auto [first, end] = share_of(matrix, thread, num_threads);
-    if (is_fp8(matrix.kind)) return linear_of_fp8(matrix, inputs, first, end, out, thread);
+        return linear_by_rounding(matrix, inputs, out, team);
+    const auto [first, end] = share_of(matrix, team);
+    if (is_fp8(matrix.kind)) return linear_of_fp8(matrix, inputs, first, end, out, team.thread);
 #ifdef TANDEM_PAIRS
     if (matrix.kind == BF16_PAIRS) return linear_of_pairs(matrix, inputs, first, end, out);
 #endif

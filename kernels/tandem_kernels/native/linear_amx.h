@@ -175,7 +175,8 @@ template <int NT, int NP, class To>
 void tiles_of(const Matrix& matrix, const To& to, const Steps& steps, int panel,
               const TileOfRows& tile, const TileOfRows& more, Ahead ahead) {
     const size_t panel_size = static_cast<size_t>(steps.of) * kTile;
-    const Bf16* w = static_cast<const Bf16*>(matrix.panels) + panel * panel_size +
+    const Bf16* w = static_cast<const Bf16*>(matrix.panels) +
+                    (panel - matrix.first_panel) * panel_size +
                     static_cast<size_t>(steps.first) * kTile;
     begin<0, NP>(to, steps, panel, tile);
     if constexpr (NT == 2) begin<2, NP>(to, steps, panel, more);
@@ -217,7 +218,7 @@ private:
 
     const char* weights(int panel) const {
         return static_cast<const char*>(matrix_.panels) +
-               static_cast<size_t>(panel) * in_ * kPanel * sizeof(Bf16);
+               static_cast<size_t>(panel - matrix_.first_panel) * in_ * kPanel * sizeof(Bf16);
     }
 
     void one_tile(int index, int panel, int end) const {

@@ -105,7 +105,8 @@ void tile_of_pairs(const Matrix& matrix, const Bf16* x, int panel, int first_row
                    const To& to) {
     const int in = whole_steps(matrix.in);
     const size_t panel_size = static_cast<size_t>(in) * kPanel;
-    const Bf16* w = static_cast<const Bf16*>(matrix.panels) + panel * panel_size;
+    const Bf16* w =
+        static_cast<const Bf16*>(matrix.panels) + (panel - matrix.first_panel) * panel_size;
     Floats sums[NP][MR];
     if constexpr (MR <= kStreamRows) {
         for (int p = 0; p < NP; ++p) multiply_stream<MR>(x, w + p * panel_size, in, sums[p]);

@@ -24,7 +24,8 @@ inline void expand_to_floats(const Matrix& matrix, int panel, int num, float* to
     for (int block = 0; block < num_input_blocks(matrix.in); ++block) {
         const int first = first_input(matrix.in, block), end = first_input(matrix.in, block + 1);
         for (int p = panel; p < panel + num; ++p) {
-            const Fp8* from = panels + p * panel_numbers(matrix.in) + first * kPanel;
+            const Fp8* from = panels + (p - matrix.first_panel) * panel_numbers(matrix.in) +
+                              first * kPanel;
             for (int k = first, end_run; k < end; k = end_run) {  // run of inputs that share scales
                 end_run = std::min(end, k - k % matrix.scale_inputs + matrix.scale_inputs);
                 Floats scales[kVectors];
@@ -69,7 +70,8 @@ inline __attribute__((always_inline)) __m512bh to_pairs(const uint8_t* from,
 inline void expand_to_pairs(const Matrix& matrix, int panel, Bf16* to) {
     const int in = whole_steps(matrix.in);
     const auto* from =
-        static_cast<const uint8_t*>(matrix.panels) + panel * panel_numbers(matrix.in);
+        static_cast<const uint8_t*>(matrix.panels) +
+        (panel - matrix.first_panel) * panel_numbers(matrix.in);
     for (int first = 0; first < in; first += matrix.scale_inputs) {
         const int end = std::min(in, first + matrix.scale_inputs);
         const PairScales scales(scales_at(matrix, panel, first));
@@ -193,7 +195,8 @@ void multiply_fp8(const Matrix& matrix, const Bf16* x, int panel, CodeTables& ta
     static const bool knows_tables = __builtin_cpu_supports("avx512vbmi");
     const int in = whole_steps(matrix.in);
     const size_t panel_bytes = panel_numbers(matrix.in);
-    const auto* from = static_cast<const uint8_t*>(matrix.panels) + panel * panel_bytes;
+    const auto* from =
+        static_cast<const uint8_t*>(matrix.panels) + (panel - matrix.first_panel) * panel_bytes;
     for (auto& of_panel : sums)
         for (Floats& each : of_panel) each = Floats{};
     for (int first = 0, run = 0; first < in; first += matrix.scale_inputs, ++run) {
@@ -253,8 +256,9 @@ void by_expanded_pairs(const Matrix& matrix, float* buffer, int panel, int end_p
     for (; panel < end_panel; panel += at_once) {
         const int end = std::min(end_panel, panel + at_once);
         for (int p = panel; p < end; ++p) expand_to_pairs(matrix, p, pairs + (p - panel) * size);
-        const uintptr_t of_first = reinterpret_cast<uintptr_t>(pairs) - panel * size * sizeof *pairs;
-        expanded.panels = reinterpret_cast<const void*>(of_first);
+        expanded.panels = pairs;
+        expanded.first_panel = panel;
+        expanded.num_panels = end - panel;
         work(expanded, panel, end);
     }
 }
@@ -291,11 +295,13 @@ inline void linear_of_fp8(const Matrix& matrix, const Inputs& inputs, int panel,
     expanded.panels = buffer;
     expanded.kind = F32;
     expanded.scales = nullptr;
+    expanded.first_panel = 0;
     const int at_once = panels_expanded(matrix.in);
     for (; panel < end_panel; panel += at_once) {
         const int num = std::min(at_once, end_panel - panel), first_output = panel * kPanel;
         expand_to_floats(matrix, panel, num, buffer);
         expanded.out = std::min(num * kPanel, matrix.out - first_output);
+        expanded.num_panels = num;
         if (matrix.bias != nullptr) expanded.bias = matrix.bias + first_output;
         linear_of<float>(expanded, inputs.buffer, inputs.num_rows, 0, num,
                          {out.rows + first_output, out.stride, out.into});

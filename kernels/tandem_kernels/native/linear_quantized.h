@@ -161,10 +161,10 @@ void round_row(const float* x, const int32_t* order, int in, InputUnit* to, int 
 
 // Quantizes the rows of a product. All threads call this function, and must wait for each other
 // afterwards.
-inline void round_inputs(const Matrix& matrix, const Inputs& inputs, int thread, int num_threads) {
+inline void round_inputs(const Matrix& matrix, const Inputs& inputs, const Team& team) {
     const QuantizedTiles tiles{inputs.num_rows};
-    const int first = static_cast<int64_t>(inputs.num_rows) * thread / num_threads;
-    const int end = static_cast<int64_t>(inputs.num_rows) * (thread + 1) / num_threads;
+    const int first = static_cast<int64_t>(inputs.num_rows) * team.thread / team.threads;
+    const int end = static_cast<int64_t>(inputs.num_rows) * (team.thread + 1) / team.threads;
     InputUnit* units = reinterpret_cast<InputUnit*>(inputs.rounded);
     by_format(matrix.kind, [&](auto format) {
         for (int row = first; row < end; ++row) {
@@ -387,7 +387,8 @@ __attribute__((noinline)) void panels_of_units(const Matrix& matrix, const Input
     const size_t panel_bytes = static_cast<size_t>(units) * F::kUnitBytes;
     for (; panel < end_panel; ++panel) {
         Floats sums[kVectors][MR] = {};
-        const char* weights = static_cast<const char*>(matrix.panels) + panel * panel_bytes;
+        const char* weights = static_cast<const char*>(matrix.panels) +
+                              (panel - matrix.first_panel) * panel_bytes;
         multiply_units<F, MR>(x, weights, units, sums);
         put<MR, kVectors>(matrix, panel * kPanel, true, out, first_row, sums);
     }
@@ -421,7 +422,7 @@ void linear_of_units(const Matrix& matrix, const Inputs& inputs, int first_panel
                 const int row = tiles.first_row(tile), num = tiles.first_row(tile + 1) - row;
                 if (end - block > 1) {  // Each tile prefetches a part of the next panel.
                     const char* next = static_cast<const char*>(matrix.panels) +
-                                       (panel + 1) * panel_bytes;
+                                       (panel + 1 - matrix.first_panel) * panel_bytes;
                     const size_t end_line = panel_bytes * (tile + 1 - block) / (end - block);
                     for (size_t at = panel_bytes * (tile - block) / (end - block); at < end_line;
                          at += kLine)

@@ -78,36 +78,34 @@ inline void add_item(const LoraItem& item, const LoraProduct& product, const Inp
 // Adds the deltas to a product. All threads must call this function, after all of them have
 // finished the product.
 inline void add_lora(const StepLora& lora, int index, LoraProduct LoraLayer::*product,
-                     const Inputs& inputs, const Output& out, int thread) {
+                     const Inputs& inputs, const Output& out, const Team& team) {
     if (lora.items.empty()) return;
-#pragma omp for schedule(dynamic)
-    for (size_t i = 0; i < lora.items.size(); ++i) {
+    team.each_in_turn(lora.items.size(), [&](size_t i) {
         const LoraItem& item = lora.items[i];
         const LoraProduct& added = item.adapted->layers[index].*product;
-        if (added.num_parts) add_item(item, added, inputs, out, lora.buffers[thread]);
-    }
+        if (added.num_parts) add_item(item, added, inputs, out, lora.buffers[team.own_thread]);
+    });
 }
 
 // Adds the deltas to the product of one head. The thread that computes the head calls this.
 inline void add_lora_of_head(const StepLora& lora, int index,
                              const LoraProduct* LoraLayer::*products, int head,
-                             const Inputs& inputs, const Output& out, int thread) {
+                             const Inputs& inputs, const Output& out, const Team& team) {
     for (const LoraItem& item : lora.items) {
         const LoraProduct* const added = item.adapted->layers[index].*products;
-        if (added != nullptr) add_item(item, added[head], inputs, out, lora.buffers[thread]);
+        if (added != nullptr) add_item(item, added[head], inputs, out, lora.buffers[team.own_thread]);
     }
 }
 
 // Computes the deltas for gates and ups before the gate_up product, because this product applies
 // the activation immediately and never writes gates and ups to memory.
 inline AddedGates added_gates(const Model& model, const StepLora& lora, int index,
-                              const Inputs& normed, int thread) {
+                              const Inputs& normed, const Team& team) {
     if (lora.items.empty()) return {};
     const size_t width = 2 * static_cast<size_t>(model.inner);
-#pragma omp for schedule(static)
-    for (int row = 0; row < lora.num_rows; ++row)
-        std::fill_n(lora.gates + row * width, width, 0.0f);
-    add_lora(lora, index, &LoraLayer::gate_up, normed, {lora.gates, width, Into::kAdd}, thread);
+    team.each(lora.num_rows,
+              [&](int row) { std::fill_n(lora.gates + row * width, width, 0.0f); });
+    add_lora(lora, index, &LoraLayer::gate_up, normed, {lora.gates, width, Into::kAdd}, team);
     return {lora.gates, lora.num_rows, width};
 }
 

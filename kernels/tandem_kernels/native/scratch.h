@@ -1,5 +1,8 @@
 // The buffers of one decoder. Steps reuse them. A buffer never becomes smaller, so memory is
 // allocated only when a step is larger than all before.
+//
+// The ranks of a tensor-parallel engine share the buffers that one thread writes and another reads.
+// Each of these buffers then has a fixed place in the ranks' shared memory.
 
 #pragma once
 
@@ -12,6 +15,7 @@
 #include <vector>
 
 #include "stages.h"
+#include "team.h"
 
 namespace tandem {
 
@@ -22,10 +26,20 @@ public:
     Buffer() = default;
     Buffer(const Buffer&) = delete;
     Buffer& operator=(const Buffer&) = delete;
-    ~Buffer() { std::free(data_); }
+    ~Buffer() {
+        if (!is_shared_) std::free(data_);
+    }
+
+    // Uses shared memory from now on. The system allocates its pages when they are first written.
+    void share(char* memory, std::size_t bytes) {
+        data_ = reinterpret_cast<float*>(memory);
+        size_ = bytes / sizeof(float) - kAlignment;
+        is_shared_ = true;
+    }
 
     float* of(std::size_t num_floats) {
         if (num_floats > size_) {
+            if (is_shared_) throw std::bad_alloc();
             std::free(data_);
             data_ = nullptr;
             size_ = 0;
@@ -53,6 +67,7 @@ private:
 
     float* data_ = nullptr;
     std::size_t size_ = 0;
+    bool is_shared_ = false;
 };
 
 struct Largest {  // the largest logit of a part of the vocabulary, and its lowest token id
@@ -67,9 +82,9 @@ struct Chosen {
 };
 
 struct Routing {
-    std::vector<Chosen> chosen;    // [rows, top k]
-    std::vector<int32_t> choices;  // [rows * top k]: index into `chosen` for each place
-    std::vector<int32_t> first;    // [experts + 1]: first place of each expert
+    Chosen* chosen;    // [rows, top k]
+    int32_t* choices;  // [rows * top k]: index into `chosen` for each place
+    int32_t* first;    // [experts + 1]: first place of each expert
 };
 
 struct Scratch {
@@ -90,11 +105,42 @@ struct Scratch {
     Buffer heads, queries, of_heads;  // see latent.h
     Buffer block_shares;              // see block_sums.h
     std::vector<std::size_t> first_shares;
-    Routing routing;
-    std::vector<Buffer> of_thread;  // for each thread: the tiles of attention
-    std::vector<Buffer> lora;       // for each thread: see lora.h
-    std::vector<Largest> largest;   // [threads, logit rows]
+    Buffer chosen, choices, first;  // the arrays of Routing
+    Buffer largest;                 // Largest, [threads, logit rows]
+    std::vector<Buffer> of_thread;  // for each thread of this rank: the tiles of attention
+    std::vector<Buffer> lora;       // for each thread of this rank: see lora.h
     Laps laps;
+    Ranks ranks;
+    Meeting own_meeting;       // of the only rank
+    uint32_t next_ticket = 0;  // see Team::each_in_turn()
+
+    explicit Scratch(const Ranks& of_ranks) : ranks(of_ranks) {
+        if (ranks.shared == nullptr) return;
+        char* at = reinterpret_cast<char*>(ranks.shared) + kSharedHeader;
+        for (Buffer* buffer :
+             {&hidden, &input, &projected, &attended, &delta, &rounded, &last, &gates, &routed,
+              &logits, &heads, &queries, &of_heads, &block_shares, &chosen, &choices, &first,
+              &largest}) {
+            buffer->share(at, ranks.buffer_bytes);
+            at += ranks.buffer_bytes;
+        }
+    }
+
+    Meeting& meeting() { return ranks.shared != nullptr ? ranks.shared->meeting : own_meeting; }
+
+    // Returns the team for a thread of a parallel region. Must be left with leave().
+    Team team(int own_thread, int own_threads) {
+        return {ranks.rank * own_threads + own_thread, ranks.num * own_threads, own_thread,
+                own_threads, meeting(), next_ticket};
+    }
+
+    // Called by each thread at the end of a parallel region.
+    void leave(const Team& team) {
+        team.wait();
+        if (team.own_thread == 0) next_ticket = team.next_ticket;
+    }
 };
+
+constexpr int kSharedBuffers = 18;
 
 }  // namespace tandem

@@ -72,8 +72,9 @@ def launch(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def _packed(draws: Sequence[Draw]) -> torch.Tensor:
-    """Packs the sampling parameters into one int64 tensor [6, n]. The six rows are the fp64 bits of
-    temperature, top_p and min_p, then top_k, seed and position."""
+    """Packs the sampling parameters into one int64 tensor with a row for each parameter and a
+    column for each draw. `_sample` loads the rows by their numbers: first the numbers with a
+    fraction, as the bits of fp64, then the integers."""
     floats = np.array([(d.temperature, d.top_p, d.min_p) for d in draws], np.float64)
     words = [(d.top_k, _signed(d.seed), _signed(d.position)) for d in draws]
     integers = np.array(words, np.int64)

@@ -65,7 +65,7 @@ def make_app(
     calls from other routers."""
     app = FastAPI(
         title="Tandem",
-        description="OpenAI's API on prefill and decode workers apart from each other",
+        description="OpenAI's API, served by separate prefill and decode workers",
         redirect_slashes=False,
         docs_url=None,  # FastAPI's documentation pages are off: they load scripts of another site.
         redoc_url=None,

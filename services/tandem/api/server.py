@@ -308,11 +308,11 @@ class Router:
     def _log_listening(self) -> None:
         admin_host = self._config.admin.host
         ports = (admin_host, self.admin.http_port, admin_host, self.admin.grpc_port)
-        log.info("listening for operators: HTTP %s:%d, gRPC %s:%d", *ports)
+        log.info("the admin APIs listen: HTTP %s:%d, gRPC %s:%d", *ports)
 
     async def _drain(self, work: set[asyncio.Task[Any]]) -> None:
         deadline_s = self._config.drain_deadline_s
-        log.info("this router drains and shuts down within %g s", deadline_s)
+        log.info("this router is draining and shuts down within %g s", deadline_s)
         self.generator.end_reason = "this router is draining"
         named = {task.get_name(): task for task in work}
         if (front := named.pop("front", None)) is not None:
@@ -433,5 +433,5 @@ def _sampling_defaults(config: RouterConfig, file: Path) -> Mapping[str, float]:
         defaults = read_model_defaults(read_json_if_any(file))
     if defaults:
         shown = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-        log.info("requests without these fields get the model's defaults: %s", shown)
+        log.info("requests without these sampling fields get the model's defaults: %s", shown)
     return defaults

@@ -64,12 +64,12 @@ def far_hosts(bandwidths: Mapping[str, float]) -> list[str]:
 
 
 def far_reason(far: Sequence[str], bandwidths: Mapping[str, float], peers: str) -> str:
-    """Explains why hosts were not chosen, such as "host-b has 9.2 MB/s to the decode workers,
-    and the fastest host 812.0 MB/s". `peers` is the pool of the peers."""
+    """Explains why hosts were not chosen, such as "host-b has 9.2 MB/s to the decode workers;
+    the fastest host has 812.0 MB/s". `peers` is the pool of the peers."""
     named = [f"{host_id} has {_shown(bandwidths[host_id])}" for host_id in far[:_NAMED_MAX]]
-    more = [f"{len(far) - _NAMED_MAX} more are far"] if len(far) > _NAMED_MAX else []
+    more = f" ({len(far) - _NAMED_MAX} more hosts are also slow)" if len(far) > _NAMED_MAX else ""
     fastest = _shown(max(bandwidths.values()))
-    return f"{', '.join(named + more)} to the {peers} workers, and the fastest host {fastest}"
+    return f"{', '.join(named)} to the {peers} workers{more}; the fastest host has {fastest}"
 
 
 def _in_order(one: str, other: str) -> tuple[str, str]:

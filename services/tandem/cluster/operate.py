@@ -69,7 +69,10 @@ def show_status(url: str, *, as_json: bool = False) -> None:
     """Prints pools and workers, or the router's whole state as JSON. Raises OperateError."""
     state = call_with_progress(url, "GET")
     if not isinstance(state, dict) or "router" not in state:
-        raise OperateError(f"the program that answers at {url} is not a router of Tandem")
+        raise OperateError(
+            f"the program that answers at {url} is not a router of Tandem; name a router's "
+            "admin address with --url"
+        )
     if as_json:
         print(json.dumps(state, indent=2))
         return
@@ -216,8 +219,8 @@ def _show_record(record: Mapping[str, Any]) -> None:
     screen.print(table)
     if waited_ms := record["shared_wait_ms"]:
         screen.print(
-            f"{waited_ms:.1f} ms of its queue time: waited for KV blocks that other requests "
-            "computed"
+            f"{waited_ms:.1f} ms of the queue time: the request waited for KV blocks that other "
+            "requests computed"
         )
     if tokens := record.get("tokens_ahead"):
         screen.print(f"{tokens:,} prompt tokens of earlier requests were to compute before its own")
@@ -226,10 +229,12 @@ def _show_record(record: Mapping[str, Any]) -> None:
     if by_tier := usage.get("cached_tokens_by_tier"):
         cached += f" ({', '.join(f'{tier} {num}' for tier, num in by_tier.items())})"
     screen.print(f"placed: {record['placement'] or 'no worker was chosen'}; {cached}")
+    if sentence := record.get("placement_sentence"):
+        screen.print(sentence)
     if usage.get("budget_restarted"):
         screen.print(
-            "its KV budget was restarted: another worker computed its KV again, and chose again "
-            "which blocks it keeps"
+            "the KV budget was restarted: another worker computed the KV again, and chose again "
+            "which blocks to keep"
         )
     pulled = "no KV blocks"
     if record["blocks_pulled"]:
@@ -245,12 +250,15 @@ def _show_record(record: Mapping[str, Any]) -> None:
         screen.print(_kept_text(kept))
     screen.print(
         f"pulled {pulled}; moved to another worker {record['moves']} times; "
-        f"{record['workers_lost']} of its workers failed"
+        f"{record['workers_lost']} workers of this request failed"
     )
 
 
 def _kept_text(kept: Mapping[str, Any]) -> str:
-    text = f"kept: {kept['tokens']:.0f} of {kept['tokens_asked']:.0f} tokens are evicted last"
+    text = (
+        f"kept: {kept['tokens']:.0f} of {kept['tokens_asked']:.0f} requested tokens are evicted "
+        "last"
+    )
     text += f" on {kept['worker']} for {kept['seconds']:g} s"
     return f"{text}; {kept['why_not']}" if kept["why_not"] else text
 

@@ -36,7 +36,7 @@ def describe(
                     "id": m.member_id,
                     "state": m.state,
                     "pid": m.pid,
-                    "core": m.core,
+                    "core": m.cores[0] if m.cores else None,
                     "starts": m.num_starts,
                     "last_line": m.last_line,
                     "exit": m.ending,

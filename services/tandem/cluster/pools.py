@@ -55,14 +55,14 @@ _PEERS: Mapping[Pool, Pool] = {"prefill": "decode", "decode": "prefill"}
 
 
 class PoolCommand(msgspec.Struct, frozen=True):
-    """The command line of a pool's processes. `filled` replaces its placeholders: {id}, {core} and
-    {NAME} for each name in `ports`, such as {http_port}."""
+    """The command line of a pool's processes. `filled` replaces its placeholders: {id}, {cores}
+    and {NAME} for each name in `ports`, such as {http_port}."""
 
     command: list[str]
     # port name -> port number. Only the pool's first process on a host gets these ports. The system
     # chooses the ports of further processes on the host.
     ports: dict[str, int] = {}
-    pinned: bool = False  # True: each process is pinned to a core. False: it may use all cores.
+    num_cores: int = 0  # number of cores to which each process is pinned; 0: it may use all cores
     # cuda: each process needs a GPU. auto: each process uses a GPU if the host has one.
     device: Literal["cpu", "auto", "cuda"] = "cpu"
     # only with `on_nodes`: the Ray resources that one process of the pool takes, such as {"CPU": 4}
@@ -71,7 +71,7 @@ class PoolCommand(msgspec.Struct, frozen=True):
     def filled(self, member: Member) -> list[str]:
         values = {
             "{id}": member.member_id,
-            "{core}": "" if member.core is None else str(member.core),
+            "{cores}": ",".join(map(str, member.cores)),
         }
         named = member.has_ports
         values |= {f"{{{name}}}": str(p if named else 0) for name, p in self.ports.items()}
@@ -133,7 +133,7 @@ class Member(msgspec.Struct, frozen=True):
     member_id: str  # pool and number, such as decode-0; the number of a gone member is reused
     pool: Pool
     ordinal: int  # number of the member in the order of creation, never reused
-    core: int | None = None
+    cores: list[int] = []  # cores to which the process is pinned; empty: it may use all cores
     state: MemberState = "pending"
     pid: int = 0
     num_starts: int = 0  # how often the process was restarted after it had ended
@@ -453,14 +453,14 @@ def _next_member(
     taken = {m.member_id for m in members}
     number = next(n for n in range(len(taken) + 1) if f"{pool}-{n}" not in taken)
     ordinal = 1 + max((m.ordinal for m in members), default=-1)
-    core = _least_used_core(host, members) if spec.pools[pool].pinned else None
+    cores = _least_used_cores(host, members, spec.pools[pool].num_cores)
     gpus = {} if spec.pools[pool].device == "cpu" else _least_used_gpus([host], members)
     first = not any(m.has_ports for m in members if (m.pool, m.host) == (pool, host.host_id))
     return Member(
         member_id=f"{pool}-{number}",
         pool=pool,
         ordinal=ordinal,
-        core=core,
+        cores=cores,
         host=host.host_id,
         has_ports=bool(spec.pools[pool].ports) and first,
         placed_why=placed_why,
@@ -479,7 +479,11 @@ def _least_used_gpus(
     return least_used({host.host_id: host.num_gpus for host in hosts}, used)
 
 
-def _least_used_core(host: Host, members: Sequence[Member]) -> int | None:
-    """Chooses the least used core for one more member; None if the host has no cores."""
-    uses = Counter(m.core for m in members if m.host == host.host_id and not m.leaves)
-    return min(host.cores, key=lambda core: uses[core], default=None)
+def _least_used_cores(host: Host, members: Sequence[Member], num: int) -> list[int]:
+    """Chooses the least used cores for one more member. If the host has fewer than `num` cores, the
+    member may use all of them."""
+    if num > len(host.cores):
+        return []
+    current = [m for m in members if m.host == host.host_id and not m.leaves]
+    uses = Counter(core for member in current for core in member.cores)
+    return sorted(sorted(host.cores, key=lambda core: uses[core])[:num])

@@ -186,11 +186,21 @@ def parse_app(app: App, argv: Sequence[str]) -> Any:
     try:
         command, bound, _ = app.parse_args(argv, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        raise ConfigError(one_line(error)) from None
+        raise ConfigError(_explained(one_line(error))) from None
     settings = command(*bound.args, **bound.kwargs)
     if settings is None:  # the command was --help
         raise SystemExit(0)
     return settings
+
+
+def _explained(text: str) -> str:
+    """Replaces the text of an error about an option that other engines have, and Tandem lacks."""
+    if "--pipeline-parallel" in text:
+        return (
+            "pipeline parallelism is not supported: the layers of a model cannot be divided among "
+            "devices; --tensor-parallel divides each layer among the processes of a worker"
+        )
+    return text
 
 
 def extended(settings: Options, made: type[T], **more: object) -> T:

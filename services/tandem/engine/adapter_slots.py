@@ -100,7 +100,10 @@ class AdapterSlots:
         if adapter is None:
             return
         if not self._num_slots:
-            raise AdapterUnavailable("this worker serves no adapters: its --max-loras is 0")
+            raise AdapterUnavailable(
+                "this worker serves no adapters: its --max-loras is 0; start it with "
+                "--max-loras of at least 1"
+            )
         if adapter.rank > self._rank_max:
             raise AdapterUnavailable(
                 f"the adapter {adapter.name!r} has rank {adapter.rank}; this worker allows at "

@@ -211,8 +211,8 @@ class Engine:
             check_own(sequence_id, own, unsafe_blocks)
             if not is_short and not self._kv.replace(sequence.tables, unsafe_blocks):
                 raise QueueFull(
-                    "the KV pool has too few free blocks to replace those that an abandoned pull "
-                    "may still write"
+                    "the KV pool has too few free blocks to replace the blocks that an "
+                    "abandoned pull may still write; try again"
                 )
         except TandemError:
             self._drop(sequence, unsafe_blocks)
@@ -296,7 +296,10 @@ class Engine:
         for sequence in self._scheduler.returnable(sequence_ids)[:count]:
             self._fail(
                 sequence,
-                Returned("the worker returned the request: others are ahead of it in the queue"),
+                Returned(
+                    "the worker returned the request to the router, because other requests are "
+                    "ahead of it in the worker's queue"
+                ),
             )
 
     def unquarantine(self, block_ids: Iterable[int]) -> None:
@@ -503,7 +506,8 @@ class Engine:
     def _check_queue(self, num_queued: int) -> None:
         if num_queued >= self._config.queue_max:
             raise QueueFull(
-                f"{num_queued} requests wait already, which is the limit (--queue-max)",
+                f"{num_queued} requests already wait at this worker, which is the limit "
+                "(--queue-max); try again later",
                 retry_after_s=1.0,
             )
 

@@ -67,8 +67,10 @@ class KeptChains:
                 slots.pool.pin(tenant, retention.weight, seen, until)
         if is_refused:
             share = self._kv.pools[0].pins.share(tenant, retention.weight)
-            return Kept(depth, f"the tenant's share is {share} blocks")
-        return Kept(depth, "" if depth == len(block_hashes) else "the other blocks are not cached")
+            return Kept(depth, f"the tenant may protect at most {share} blocks from eviction")
+        return Kept(
+            depth, "" if depth == len(block_hashes) else ("the other blocks are no longer cached")
+        )
 
     def expire(self) -> None:
         """Ends the pins that have expired."""

@@ -21,6 +21,27 @@ def check_settings(options: EngineOptions, model: ModelConfig) -> None:
     max_context(options, model)
     if options.kv_dtype != "auto" and (why := why_not_kv_dtype(model, options.kv_dtype)):
         raise ConfigError(why)
+    if why := why_not_tensor_parallel(model, options.tensor_parallel):
+        raise ConfigError(why)
+
+
+def why_not_tensor_parallel(model: ModelConfig, num_ranks: int) -> str:
+    """Returns the reason why this number of ranks cannot share the heads of the model; "" if they
+    can. A rank has whole query heads, and whole KV heads or a copy of one."""
+    num_heads = model.num_attention_heads
+    num_kv_heads = model.num_kv_heads
+
+    def can_share(num: int) -> bool:
+        return num_heads % num == 0 and 0 in (num_kv_heads % num, num % num_kv_heads)
+
+    if can_share(num_ranks):
+        return ""
+    possible = ", ".join(str(num) for num in range(1, num_heads + 1) if can_share(num))
+    return (
+        f"tensor-parallel is {num_ranks}, but the model's {num_heads} query heads and "
+        f"{num_kv_heads} KV heads cannot be divided among {num_ranks} ranks; possible are "
+        f"{possible}"
+    )
 
 
 def max_context(options: EngineOptions, model: ModelConfig) -> int:

@@ -187,13 +187,16 @@ def _with_converted_tokenizer(path: Path, cache_dir: Path | None) -> Path | None
 def _source(path: Path, conversion: dict[str, Any]) -> Path:
     source = Path(str(conversion.get("source") or "(none named)"))
     if not source.exists():
-        raise ConfigError(f"{path} was converted from {source}, which does not exist any more")
+        raise ConfigError(
+            f"{path} was converted from {source}, which no longer exists; put the original "
+            "model back, or name another model"
+        )
     return source
 
 
 def _num_weights(path: Path, conversion: dict[str, Any]) -> int:
     if type(counted := conversion.get("num_weights")) is not int:
-        raise ConfigError(f"{path / CONVERSION_FILE} has no num_weights, an integer")
+        raise ConfigError(f"{path / CONVERSION_FILE} must have num_weights, an integer")
     return counted
 
 

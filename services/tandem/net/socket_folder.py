@@ -32,6 +32,7 @@ def make_socket_folder() -> Path:
     except OSError as error:
         most = _PATH_BYTES_MAX - _BELOW_BYTES_MAX
         raise ConfigError(
-            f"TMPDIR is {place}, which is too long for sockets; it must have at most {most} bytes, "
-            f"because {_SHORT} cannot be used instead: {error.strerror}"
+            f"TMPDIR is {place}, which is too long for the paths of Unix sockets; set it to a "
+            f"folder with a path of at most {most} bytes ({_SHORT} cannot be used instead: "
+            f"{error.strerror})"
         ) from None

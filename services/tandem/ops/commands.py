@@ -29,9 +29,12 @@ app = App(
     group_parameters=Group("Options", sort_key=1),
     default_parameter=Parameter(negative=(), allow_repeating=True),
 )
-config = App(name="config", help="Show the options in force.")
+config = App(name="config", help="Show the values of options.")
 bench = App(name="bench", help="Measure a running cluster, or parts of Tandem on this machine.")
-index = App(name="index", help="Check the prefix tree.")
+index = App(
+    name="index",
+    help="Check the prefix tree in Redis, which records the KV blocks of the workers.",
+)
 keys = App(name="keys", help="Create, list, update, rotate and revoke API keys.")
 app.command(bench)
 app.command(config)
@@ -42,13 +45,15 @@ _HERE = "Default: the cluster of `tandem up` on this machine."
 _Url = Annotated[
     str,
     Parameter(
-        help=f"Admin address of a router. {_HERE}", env_var="TANDEM_ADMIN_URL", show_default=False
+        help=f"URL of a router's admin port, such as http://127.0.0.1:8002. {_HERE}",
+        env_var="TANDEM_ADMIN_URL",
+        show_default=False,
     ),
 ]
 _AnyUrl = Annotated[
     str,
     Parameter(
-        help=f"Admin or public address of a router. {_HERE}",
+        help=f"URL of a router's admin or public port, such as http://127.0.0.1:8002. {_HERE}",
         env_var="TANDEM_ADMIN_URL",
         show_default=False,
     ),
@@ -73,13 +78,15 @@ class KeyLimits:
     max_concurrent: int | None = None
     """Requests of the tenant that may run at the same time. 0: no limit."""
     max_prompt_tokens: int | None = None
-    """Largest prompt, in tokens. 0: what the context allows."""
+    """Largest prompt, in tokens. 0: limited only by the model's context."""
     max_completion_tokens: int | None = None
-    """Largest completion, in tokens. 0: what the context allows."""
+    """Largest completion, in tokens. 0: limited only by the model's context."""
     max_kv_priority: int | None = None
-    """Highest kv_priority; higher values are lowered to it. 0: no limit."""
+    """Highest kv_priority of the tenant's requests; higher values are lowered to it. 0: no
+    limit."""
     weight: int | None = None
-    """Weight of the tenant when requests queue, 1 to 10000. Default: 100."""
+    """Share of the tenant, relative to other tenants, when requests queue: 1 to 10000. Default:
+    100."""
 
     def given(self) -> dict[str, int]:
         """Returns a dict with the limits that were given: name -> value."""
@@ -115,22 +122,32 @@ def _public(url: str) -> str:
 @app.command
 def chat(
     question: Annotated[
-        str, Parameter(help="One question. Default: a conversation.", show_default=False)
+        str,
+        Parameter(
+            help="A question to answer before the command ends. Default: start a conversation.",
+            show_default=False,
+        ),
     ] = "",
     /,
     *,
     url: Annotated[
         str,
         Parameter(
-            help=f"Address of a server with OpenAI's API. {_HERE}",
+            help=f"URL of a server with OpenAI's API, such as http://127.0.0.1:8000. {_HERE}",
             env_var="TANDEM_URL",
             show_default=False,
         ),
     ] = "",
     model: Annotated[
-        str, Parameter(help="The model. Default: the server's first.", show_default=False)
+        str,
+        Parameter(
+            help="Name of the model. Default: the first model that the server lists.",
+            show_default=False,
+        ),
     ] = "",
-    system: Annotated[str, Parameter(help="Instructions to the model.", show_default=False)] = "",
+    system: Annotated[
+        str, Parameter(help="Instructions to the model (the system message).", show_default=False)
+    ] = "",
     temperature: Annotated[
         float | None, Parameter(help="Sampling temperature. Default: the model's own.")
     ] = None,
@@ -178,7 +195,12 @@ def status(
 
 @app.command
 def scale(
-    size: Annotated[str, Parameter(name="POOL=SIZE", help="A pool and its number of workers.")],
+    size: Annotated[
+        str,
+        Parameter(
+            name="POOL=SIZE", help="A pool and its new number of workers, such as prefill=2."
+        ),
+    ],
     /,
     *sizes: Annotated[str, Parameter(show=False)],
     url: _Url = "",
@@ -198,7 +220,13 @@ def set_role(
     /,
     *,
     role: Annotated[
-        str, Parameter(help="prefill or decode. Default: the other one.", show_default=False)
+        str,
+        Parameter(
+            help=(
+                "New pool of the worker: prefill or decode. Default: the pool in which it is not."
+            ),
+            show_default=False,
+        ),
     ] = "",
     url: _Url = "",
 ) -> None:
@@ -334,10 +362,15 @@ def usage(
     window: Annotated[
         Literal["day", "minute"], Parameter(help="Whether to count by day or by minute (UTC).")
     ] = "day",
-    last: Annotated[int, Parameter(help="Number of days or minutes.")] = 7,
+    last: Annotated[int, Parameter(help="Number of days or minutes to show.")] = 7,
     tenant: Annotated[
         str | None,
-        Parameter(help="Only this tenant. Default: all tenants, or the one of a user's key."),
+        Parameter(
+            help=(
+                "Show only this tenant. Default: all tenants; with a key of the role user, the "
+                "key's own tenant."
+            )
+        ),
     ] = None,
     url: _AnyUrl = "",
 ) -> None:
@@ -352,13 +385,25 @@ def create(
     *,
     tenant: Annotated[str, Parameter(help="Tenant of the key. Tenants share no KV cache.")],
     role: Annotated[
-        Literal["user", "operator", "metrics"], Parameter(help="Which calls the key allows.")
+        Literal["user", "operator", "metrics"],
+        Parameter(
+            help=(
+                "Calls that the key allows. user: requests to the models. operator: all calls. "
+                "metrics: only metrics."
+            )
+        ),
     ] = "user",
     expires: Annotated[
         str, Parameter(help="Time until the key expires, such as 30d. 0: never.")
     ] = "0",
     file: Annotated[
-        Path | None, Parameter(help="Add the key to this file for --keys-file, and call no router.")
+        Path | None,
+        Parameter(
+            help=(
+                "Add the key to this JSON file for `--keys-file`, instead of sending it to a "
+                "router."
+            )
+        ),
     ] = None,
     limits: _Limits = _NO_LIMITS,
     url: _Url = "",
@@ -488,7 +533,7 @@ def program(module: str, *, is_service: bool = False) -> Callable[..., NoReturn]
 PROGRAMS: dict[tuple[str, ...], Callable[..., int]] = {}
 for words, start, text in (
     ("up", up, "Start a cluster on this machine; `up MODEL` names a model"),
-    ("serve", up, "Do the same as `up`"),
+    ("serve", up, "Start a cluster on this machine, as `up` does"),
     ("join", join, "Make this machine a host of a cluster; Ctrl-C makes it leave cleanly"),
     ("config show", show_config, "Show the options of `up`, and where their values come from"),
     ("controller", controller, "Run the pool controller on an existing Ray cluster"),
@@ -501,7 +546,7 @@ for words, start, text in (
     (
         "kv-size",
         program("tandem.ops.kv_size"),
-        "Compute the memory of a model's KV, and the workers that a load needs",
+        "Compute how much memory a model's KV takes, and how many workers a load needs",
     ),
     (
         "completion",

@@ -30,9 +30,9 @@ class CompletionOptions(Options):
     """`tandem completion` prints the script with which a shell completes commands and options."""
 
     shell: Annotated[Shell, Parameter(show_default=False)] = field(default="auto", kw_only=False)
-    """The shell. Default: the one that runs the command."""
+    """Shell for which the script is made. Default: the shell that runs this command."""
     install: Switch = False
-    """Install the script in the folder of this user from which the shell loads it."""
+    """Install the script for this user, in the folder from which the shell loads completions."""
 
 
 # command that parses its arguments itself -> its settings

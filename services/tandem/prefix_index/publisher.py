@@ -118,7 +118,7 @@ class Publisher:
         return len(self._held)
 
     def start(self) -> None:
-        assert self._task is None, "the publisher was started before"
+        assert self._task is None, "the publisher of KV blocks is already started"
         self._task = asyncio.create_task(self._run(), name=f"publish {self._worker_id}")
         self._task.add_done_callback(_log_failure)
 
@@ -177,8 +177,8 @@ class Publisher:
                     self._in_step = False
                     failures += 1
                     logger.warning(
-                        "the prefix tree refused a batch of epoch %s; this worker publishes all "
-                        "its blocks again",
+                        "the prefix tree refused a batch of changes from this worker's epoch "
+                        "%s; the worker publishes all its KV blocks again",
                         self.epoch,
                     )
             except (*UNREACHABLE, TandemError) as error:
@@ -207,7 +207,9 @@ class Publisher:
         self._num_in_flight = 0
         self._in_step = True
         logger.info(
-            "publishing %d blocks to the prefix tree under epoch %s", len(self._held), self.epoch
+            "publishing %d KV blocks to the prefix tree; this worker's epoch is %s",
+            len(self._held),
+            self.epoch,
         )
 
     async def _publish_batch(self) -> bool:

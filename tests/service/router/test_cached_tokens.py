@@ -7,8 +7,10 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import msgspec
 import pytest
 
+from tandem.common.cached_tokens import CachedTokens
 from tandem.net.rpc.tandem.v1 import inference_pb2
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.inference_pb2_grpc import InferenceStub
@@ -17,7 +19,7 @@ from tests.service.router.conftest import RunningRouter
 
 pytestmark = [pytest.mark.service, pytest.mark.asyncio(loop_scope="module")]
 
-BY_TIER = {"device": 16, "host": 32, "disk": 32, "store": 16, "peer": 0}
+BY_TIER = msgspec.structs.asdict(CachedTokens(device=16, host=32, disk=32, store=16))
 MESSAGES = [{"role": "user", "content": "Hello!"}]
 
 

@@ -104,20 +104,20 @@ async def test_an_answer_with_tool_calls_is_kept_while_they_run(
     router: RunningRouter, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for worker in router.workers:
-        worker.keep_reason = "the tenant's share is 0 blocks"
+        worker.keep_reason = "the tenant may protect at most 0 blocks"
     try:
         given, request_id = await ask(router, CALL, tools=[TOOL])
         assert (given.retention.returns, given.retention.pin_s) == (True, 0)
         assert (await kept(router)).retention.pin_s == 60
         told = await kept_of(router, request_id)
-        assert (told["tokens"], told["why_not"]) == (0, "the tenant's share is 0 blocks")
+        assert (told["tokens"], told["why_not"]) == (0, "the tenant may protect at most 0 blocks")
         await asyncio.to_thread(show_why, str(router.http.base_url), request_id)
         assert "kept: 0 of" in (shown := capsys.readouterr().out)
-        assert "for 60 s; the tenant's share is 0 blocks" in shown
+        assert "for 60 s; the tenant may protect at most 0 blocks" in shown
         async with grpc.aio.insecure_channel(f"127.0.0.1:{router.router.grpc_port}") as channel:
             asked = inference_pb2.GetRequestRequest(request_id=request_id)
             record = await InferenceStub(channel).GetRequest(asked, timeout=20)
-        assert record.kept.why_not == "the tenant's share is 0 blocks"
+        assert record.kept.why_not == "the tenant may protect at most 0 blocks"
     finally:
         for worker in router.workers:
             worker.keep_reason = ""

@@ -326,7 +326,7 @@ def test_the_chart_of_tiers_says_what_each_holds(page: Any) -> None:
     chart = "#charts [aria-label^='KV by tier'][aria-label*='latest']:not([aria-label*='none'])"
     told = page.wait_for_selector(chart).get_attribute("aria-label")
     parts = ("pool in use", "pool cached", "host", "disk", "store known")
-    assert re.search(", ".join(rf"{part} \d+%" for part in parts), told)
+    assert all(re.search(rf"\b{part} \d+%", told) for part in parts), told
 
 
 def test_a_drain_is_asked_about_and_its_refusal_is_told_with_the_keyboard_alone(page: Any) -> None:

@@ -341,7 +341,7 @@ NO_SCHEMA = {"format": {"type": "json_schema", "name": "x", "schema": {"uniqueIt
         ("tools", [{"type": "web_search"}, "web_search"], "tools is not valid"),
         ("tools", {"type": "web_search"}, "tools is not valid"),
         ("tool_choice", {"type": "web_search"}, "tool_choice"),
-        ("tool_choice", "required", "there are no tools"),
+        ("tool_choice", "required", "the request has no tools"),
         ("background", True, "background is not supported"),
         ("conversation", "conv_1", "conversation is not supported"),
         ("include", ["file_search_call.results"], "include"),

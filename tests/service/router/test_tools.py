@@ -157,7 +157,7 @@ def forced(name: str) -> dict[str, Any]:
     ("field", "value", "says_what"),
     [
         ("tool_choice", "always", "required, or one of the tools"),
-        ("tool_choice", forced("other"), "no tool has the name 'other'"),
+        ("tool_choice", forced("other"), "no tool with the name 'other'"),
         ("tool_choice", {"type": "function"}, "required, or one of the tools"),
         ("tools", [{"type": "web_search"}], 'must be "function"'),
         ("tools", [{"type": "function", "function": {"parameters": {}}}], "must have a name"),
@@ -183,7 +183,7 @@ async def test_each_refusal_names_the_field(
 
 async def test_a_choice_that_nothing_fits_is_refused(router: RunningRouter) -> None:
     for body, named in (
-        ({"tool_choice": "required", "tools": []}, "there are no tools"),
+        ({"tool_choice": "required", "tools": []}, "the request has no tools"),
         (
             {"tool_choice": "required", "extra_body": {"guided_json": {}}},
             "tool_choice and guided_json both set the format",
@@ -193,7 +193,7 @@ async def test_a_choice_that_nothing_fits_is_refused(router: RunningRouter) -> N
             await ask(router, **body)
         assert raised.value.param == "tool_choice"
     broken = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/$defs/x"}}}
-    with pytest.raises(openai.BadRequestError, match="cannot be followed") as raised:
+    with pytest.raises(openai.BadRequestError, match="cannot be used") as raised:
         await ask(router, tools=[broken], tool_choice="required")
     assert raised.value.param == "tools"
     assert not router.submitted

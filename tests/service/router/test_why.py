@@ -45,5 +45,9 @@ async def test_the_stages_of_a_request_sum_to_its_ttft(
     assert "time to first token" in told
     assert "100%" in told
     assert "placed: load" in told
+    assert record["placement_sentence"] in " ".join(told.split())
     assert "decoded by decode-1" in told
-    assert "7.5 ms of its queue time: waited for KV blocks that other requests computed" in told
+    assert (
+        "7.5 ms of the queue time: the request waited for KV blocks that other requests computed"
+        in told
+    )

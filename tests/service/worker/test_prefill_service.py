@@ -238,7 +238,7 @@ async def test_a_lease_whose_prefix_breaks_is_refused() -> None:
         producer.report(reserved=[Reserved("l", 0, list(range(7)))])
         producer.prefixes.num_blocks.set_exception(RuntimeError("a bug"))
         refused = (await next_event(call)).refused
-        assert refused.message == "internal_error: the lease failed: RuntimeError('a bug')"
+        assert refused.message == "internal_error: the prefill failed: RuntimeError('a bug')"
         assert (await producer.sent(Remove)).sequence_id == "l"
         assert producer.service.num_leases == 0
 

@@ -77,8 +77,8 @@ def test_only_hosts_that_are_much_slower_are_far() -> None:
 def test_the_reason_names_the_farthest_hosts() -> None:
     found = {"a": 812e6, **{name: at * 1e6 for at, name in enumerate("bcdef", 1)}}
     assert far_reason(far_hosts(found), found, "decode") == (
-        "b has 1.0 MB/s, c has 2.0 MB/s, d has 3.0 MB/s, 2 more are far to the decode workers, "
-        "and the fastest host 812.0 MB/s"
+        "b has 1.0 MB/s, c has 2.0 MB/s, d has 3.0 MB/s to the decode workers (2 more "
+        "hosts are also slow); the fastest host has 812.0 MB/s"
     )
 
 
@@ -92,7 +92,7 @@ def test_a_worker_goes_to_the_near_host_and_says_from_which_it_was_kept() -> Non
     (near,), drain = plan(make_spec(), wanted, members, hosts, measured=found)
     assert near.host == "a"
     assert (
-        near.placed_why == "b has 9.0 MB/s to the decode workers, and the fastest host 800.0 MB/s"
+        near.placed_why == "b has 9.0 MB/s to the decode workers; the fastest host has 800.0 MB/s"
     )
     assert drain == []
     prefill = describe(wanted, [near])["prefill"]

@@ -25,8 +25,8 @@ def make_spec(cores: list[int] | None = None) -> ClusterSpec:
         run_folder="/nowhere",
         pools={
             "router": PoolCommand(["router", "{id}", "--port", "{port}"], ports={"port": 8000}),
-            "prefill": PoolCommand(["worker", "{id}", "{core}"], pinned=True),
-            "decode": PoolCommand(["worker", "{id}", "{core}"], pinned=True),
+            "prefill": PoolCommand(["worker", "{id}", "{cores}"], num_cores=1),
+            "decode": PoolCommand(["worker", "{id}", "{cores}"], num_cores=1),
         },
         wanted=WANTED,
         cores=[0, 1] if cores is None else cores,
@@ -35,10 +35,10 @@ def make_spec(cores: list[int] | None = None) -> ClusterSpec:
 
 def test_an_empty_cluster_gets_every_process_and_each_engine_a_core() -> None:
     add, drain = plan(make_spec(), WANTED, [])
-    assert [(m.member_id, m.core) for m in add] == [
-        ("router-0", None),
-        ("decode-0", 0),
-        ("prefill-0", 1),
+    assert [(m.member_id, m.cores) for m in add] == [
+        ("router-0", []),
+        ("decode-0", [0]),
+        ("prefill-0", [1]),
     ]
     assert drain == []
 
@@ -57,13 +57,28 @@ def test_pools_take_turns_a_decode_worker_first() -> None:
 def test_more_engines_than_cores_share_them_evenly() -> None:
     wanted: dict[Pool, int] = {"prefill": 3, "decode": 2}
     add, _ = plan(make_spec(), wanted, [])
-    cores = [m.core for m in add]
-    assert sorted(cores) == [0, 0, 0, 1, 1] or sorted(cores) == [0, 0, 1, 1, 1]
+    cores = [m.cores for m in add]
+    assert sorted(cores) in ([[0], [0], [0], [1], [1]], [[0], [0], [1], [1], [1]])
+
+
+def test_an_engine_with_several_threads_gets_as_many_cores() -> None:
+    spec = make_spec(cores=[0, 1, 2, 3])
+    decode = msgspec.structs.replace(spec.pools["decode"], num_cores=2)
+    spec = msgspec.structs.replace(spec, pools=spec.pools | {"decode": decode})
+    add, _ = plan(spec, {"decode": 2, "prefill": 1}, [])
+    assert [(m.pool, m.cores) for m in add] == [
+        ("decode", [0, 1]),
+        ("prefill", [2]),
+        ("decode", [0, 3]),
+    ]
+    spec = msgspec.structs.replace(spec, cores=[0])
+    add, _ = plan(spec, {"decode": 1}, [])
+    assert [m.cores for m in add] == [[]]  # too few cores: the engine may use all of them
 
 
 def test_without_cores_to_pin_to_nothing_is_pinned() -> None:
     add, _ = plan(make_spec(cores=[]), WANTED, [])
-    assert {m.core for m in add} == {None}
+    assert all(m.cores == [] for m in add)
 
 
 def test_scaling_down_drains_the_newest_first() -> None:
@@ -77,9 +92,9 @@ def test_scaling_down_drains_the_newest_first() -> None:
 
 
 def test_one_that_leaves_does_not_count_and_its_name_is_not_reused() -> None:
-    members = [Member("decode-0", "decode", ordinal=0, core=0, state="draining")]
+    members = [Member("decode-0", "decode", ordinal=0, cores=[0], state="draining")]
     add, drain = plan(make_spec(), {"decode": 1}, members)
-    assert [(m.member_id, m.ordinal, m.core) for m in add] == [("decode-1", 1, 0)]
+    assert [(m.member_id, m.ordinal, m.cores) for m in add] == [("decode-1", 1, [0])]
     assert drain == []
 
 
@@ -97,7 +112,7 @@ def test_commands_are_filled_in_and_only_the_first_gets_the_public_ports() -> No
     (first, second), _ = plan(spec, {"router": 2}, [])
     assert spec.pools["router"].filled(first) == ["router", "router-0", "--port", "8000"]
     assert spec.pools["router"].filled(second) == ["router", "router-1", "--port", "0"]
-    worker = Member("decode-0", "decode", ordinal=0, core=1)
+    worker = Member("decode-0", "decode", ordinal=0, cores=[1])
     assert spec.pools["decode"].filled(worker) == ["worker", "decode-0", "1"]
 
 
@@ -108,7 +123,7 @@ def test_the_spec_travels_as_json() -> None:
 
 def test_the_description_counts_what_runs() -> None:
     members = [
-        Member("decode-0", "decode", ordinal=0, core=1, state="running", pid=5, num_starts=1),
+        Member("decode-0", "decode", ordinal=0, cores=[1], state="running", pid=5, num_starts=1),
         Member("decode-1", "decode", ordinal=1, state="draining"),
     ]
     decode = describe({"decode": 1}, members)["decode"]
@@ -152,7 +167,7 @@ def test_members_go_where_the_fewest_of_their_pool_are() -> None:
     ]
     assert [m.member_id for m in add if m.has_ports] == ["router-0", "router-1"]
     # Cores are those of each host.
-    assert [m.core for m in add if m.pool != "router"] == [0, 0, 1, 1, 0]
+    assert [m.cores for m in add if m.pool != "router"] == [[0], [0], [1], [1], [0]]
 
 
 def test_a_router_waits_for_a_host_without_one() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from tandem.common.cached_tokens import CachedTokens
 from tandem.common.config.engine import EngineOptions
 from tandem.common.kv_tiers import KV_TIERS, KvTier
 from tandem.engine.tiers.make_tiers import STORAGES
+from tandem.errors import ConfigError
 from tandem.net.rpc.tandem.v1 import inference_pb2, worker_pb2
 
 ROOT = Path(__file__).parents[3]
@@ -41,3 +42,39 @@ def test_the_page_draws_each_tier(name: str) -> None:
     charts = (ROOT / "services/tandem/api/admin/page/charts.js").read_text()
     assert f"kv_{name}_share" in charts
     assert f"cached_{name}_per_s" in charts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithSpareFolder(EngineOptions):
+    kv_spare_path: str = ""
+
+
+@pytest.mark.parametrize(
+    ("disk", "spare"),
+    [
+        ("/kv", "/kv"),
+        ("/kv", "/kv/other/../"),
+        ("~/kv", str(Path.home() / "kv")),
+        ("/kv", "/kv/0"),
+        ("/kv/0", "/kv"),
+    ],
+)
+def test_two_tiers_cannot_have_one_folder(
+    disk: str, spare: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tier takes the first free folder below its path, so the tiers could swap folders."""
+    tiers = (*KV_TIERS, KvTier("spare", "kv_spare_path", bytes_per_s=1e9, is_folder=True))
+    monkeypatch.setattr("tandem.common.config.engine.KV_TIERS", tiers)
+    both = WithSpareFolder(kv_disk_path="/kv", kv_spare_path="/kv-2")
+    assert both.tier_folders == {"kv_disk_path": Path("/kv"), "kv_spare_path": Path("/kv-2")}
+    with pytest.raises(ConfigError, match=r"kv-disk-path is .*kv.* and kv-spare-path is .*kv"):
+        replace(both, kv_disk_path=disk, kv_spare_path=spare)
+
+
+def test_the_folder_of_a_tier_may_begin_with_the_home_folder() -> None:
+    assert not EngineOptions().tier_folders
+    assert EngineOptions(kv_disk_path="~/kv").tier_folders == {"kv_disk_path": Path.home() / "kv"}
+    with pytest.raises(
+        ConfigError, match="kv-disk-path is ~nobody-has-this-name/kv; the home folder"
+    ):
+        EngineOptions(kv_disk_path="~nobody-has-this-name/kv")

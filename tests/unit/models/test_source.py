@@ -142,7 +142,7 @@ def test_the_folder_of_a_gguf_file_follows_it(tmp_path, tiny_gguf):
     folder = resolve(str(first), cache_dir=tmp_path).path
     (tmp_path / "new").mkdir()
     moved = first.rename(tmp_path / "new" / first.name)
-    with pytest.raises(ConfigError, match="does not exist any more"):
+    with pytest.raises(ConfigError, match="no longer exists"):
         resolve(str(folder))
     assert resolve(str(moved), cache_dir=tmp_path).path == folder
     assert resolve(str(folder)).weight_files == (moved,)

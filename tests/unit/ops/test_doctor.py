@@ -107,7 +107,7 @@ def test_open_files_are_what_a_router_may_raise_them_to(
         (
             8 << 20,
             RDMA | {"proc/self/status": "Name:\tpython\nCapEff:\t0000000000004000\n"},
-            "unlimited by IPC_LOCK",
+            "unlimited, because the process has the capability IPC_LOCK",
             False,
         ),
         (8 << 20, RDMA | {"proc/self/status": "CapEff:\t0000000000000400\n"}, "8.4 MB", True),

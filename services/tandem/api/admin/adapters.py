@@ -39,7 +39,9 @@ def add_adapter_routes(app: FastAPI, config: RouterConfig, control: AdapterContr
             who=caller(request.scope),
         )
         lines = [f"Success: LoRA adapter '{name}' added successfully."]
-        lines += [f"Not on {worker}: {why}" for worker, why in sorted(loaded.refused.items())]
+        lines += [
+            (f"Not loaded on {worker}: {why}") for worker, why in sorted(loaded.refused.items())
+        ]
         return PlainTextResponse("\n".join(lines))
 
     @app.post(UNLOAD_ADAPTER_PATH)

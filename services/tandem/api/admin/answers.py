@@ -179,7 +179,7 @@ def slow(
     stuck = ""
     if oldest_s > service.ttft_target_s:
         have = "has" if len(no_token) == 1 else "have"
-        stuck = f"{count(len(no_token), 'request')} {have} no token yet, the oldest for"
+        stuck = f"{count(len(no_token), 'request')} {have} no token yet; the oldest has waited"
         stuck += f" {oldest_s:.0f} s.{_most_queued(known)}"
     if not recent or first.median_ms is None or first.max_ms is None:
         return stuck or "Nothing to report: no request got a first token in the last minute."
@@ -251,7 +251,7 @@ def kv_cache(known: Sequence[KnownWorker]) -> str:
         text += f" {percent(fullest.load.kv_use)} in use."
     shares = held_shares(worker.record.tiers for worker in known)
     if tiers := [f"{name} {share:.0%}" for name, share in shares.items()]:
-        text += f" Used parts of the KV tiers below it: {', '.join(tiers)}."
+        text += f" KV tiers in use: {', '.join(tiers)}."
     return text
 
 
@@ -282,7 +282,7 @@ def last_minute(
     parts += told[:_EVENTS_MAX]
     if (more := len(told) - _EVENTS_MAX) > 0:
         parts.append(f"The list of events has {more} more.")
-    return "\n".join(parts) or "Nothing: no request ended, and no worker came or left."
+    return "\n".join(parts) or "Nothing: no request ended, and no worker joined or left."
 
 
 def _lost(
@@ -409,7 +409,7 @@ def one_more_decode(
     back = ""
     if coming:
         each = "is" if len(coming) == 1 else "are"
-        back = f"{', '.join(coming)} {each} coming back, which has the same effect."
+        back = f"{', '.join(coming)} {each} starting, which has the same effect."
     if not decode:
         return " ".join(filter(None, ["Requests would be served.", back or "None is ready now."]))
     loads = [worker.load for worker in decode]
@@ -422,7 +422,7 @@ def one_more_decode(
     if num_running or num_waiting:
         parts = [_steps(decode, num_running)]
     else:
-        parts = ["Nothing for the time between tokens: no request decodes now."]
+        parts = ["The time between tokens would not change: no request is decoding now."]
     if num_waiting:
         parts.append(
             f"{count(num_waiting, 'request')} in the queues of decode workers could start."
@@ -446,8 +446,8 @@ def _steps(decode: Sequence[KnownWorker], num_running: int) -> str:
     then_ms = _step_ms(rates, each_then)
     if now_ms - then_ms < _DIFFERENCE_MIN * now_ms:
         return (
-            f"Little for the time between tokens: a decode step, which is a part of it, would still"
-            f" take {took(then_ms)}."
+            "The time between tokens would hardly change: a decode step, which is a part of it, "
+            f"would still take {took(then_ms)}."
         )
     return (
         f"A decode step, which is a part of the time between tokens, would take {took(then_ms)}"
@@ -487,20 +487,26 @@ def _prompts(
     elif mean_s >= _QUEUE_LONG_S:
         each = {role: statistics.mean(found) if found else 0.0 for role, found in waits_s.items()}
         text = f"In the last minute, a prompt waited {each['prefill']:.1f} s for a prefill worker"
-        text += f" or {each['decode']:.1f} s for a decode worker, which computes prompts, too."
+        text += (
+            f" or {each['decode']:.1f} s for a decode worker; decode workers also compute prompts."
+        )
         is_prefill = sum(waits_s["prefill"]) >= sum(waits_s["decode"])
     elif all_s:
         return (
-            f"In the last minute, a prompt waited only {took(1000 * mean_s)} for its worker, on"
-            " average, so first tokens would come about as late as now."
+            "The time to first token would hardly change: in the last minute, a prompt waited only"
+            f" {took(1000 * mean_s)} for its worker, on average."
         )
     else:
         return ""
     if is_prefill:
-        return f"{text} The bottleneck is prefill: one more prefill worker would help more."
+        return (
+            f"{text} The bottleneck is prefill: a prefill worker would help more than a decode "
+            "worker."
+        )
     share = 1 / (len(decode) + 1)
     return (
-        f"{text} The bottleneck is decode: one more worker would take {share:.0%} of its prompts."
+        f"{text} The bottleneck is decode: one more decode worker would take over {share:.0%} "
+        "of the decode workers' prompts."
     )
 
 
@@ -529,7 +535,7 @@ def _room(known: Sequence[KnownWorker]) -> str:
         if tokens := _num_tokens(workers):
             on = count(len(workers), f"{role} worker")
             rooms.append(f"{tokens:,} tokens on {on}")
-    return f", of room for {' and '.join(rooms)}" if rooms else ""
+    return f" (total: {' and '.join(rooms)})" if rooms else ""
 
 
 def _num_tokens(workers: Sequence[KnownWorker]) -> int:

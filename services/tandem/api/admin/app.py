@@ -113,7 +113,9 @@ def make_admin_app(
                 named = VllmMetrics(metrics.registry, workers, generator.served_name)
                 text = generate_latest(named)
             case _:
-                raise BadRequest("names must be tandem or vllm", param="names")
+                raise BadRequest(
+                    "the query parameter `names` must be tandem or vllm", param="names"
+                )
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return app
@@ -124,7 +126,9 @@ def _limit(request: Request) -> int:
     is out of range."""
     limit = request.query_params.get("limit", "100")
     if not (limit.isdecimal() and 1 <= int(limit) <= ENTRIES_MAX):
-        raise BadRequest(f"limit must be a number from 1 to {ENTRIES_MAX}", param="limit")
+        raise BadRequest(
+            f"the query parameter `limit` must be a number from 1 to {ENTRIES_MAX}", param="limit"
+        )
     return int(limit)
 
 

@@ -64,11 +64,12 @@ _ALLOWED = {
     "thinking": 'an object with the type "enabled", "disabled" or "adaptive"',
     "context_management": 'an object with edits that change nothing, such as {"edits": [{"type": '
     '"clear_thinking_20251015", "keep": "all"}]}',
-    "thread": 'an object with the type "create", or "continue" and a previous_message_id',
+    "thread": 'an object with the type "create", or with the type "continue" and a '
+    "previous_message_id",
     "output_config": 'an object with effort ("low", "medium", "high", "xhigh" or "max") and '
     'format, such as {"type": "json_schema", "schema": {...}}',
-    "output_format": 'an object such as {"type": "json_schema", "schema": {...}}, and only without '
-    "output_config.format, its newer name",
+    "output_format": 'an object such as {"type": "json_schema", "schema": {...}}; it cannot be '
+    "sent together with output_config.format, its newer name",
     "cache_control": 'an object with the type "ephemeral" and a ttl of "5m" or "1h"',
 }
 _KINDS = {

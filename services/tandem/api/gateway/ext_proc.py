@@ -146,7 +146,10 @@ class ExternalProcessor:
         except TimeoutError:
             if exchange.account is not None:
                 exchange.account.check()
-            raise BodyTooLate("the rest of the request did not arrive in time") from None
+            raise BodyTooLate(
+                "the rest of the request did not arrive in time (--header-deadline, "
+                "--body-deadline)"
+            ) from None
         finally:
             exchange.reading = None
 
@@ -156,7 +159,8 @@ class ExternalProcessor:
         kind = message.WhichOneof("request")
         if (kind == "request_headers") != (exchange.request is None):
             raise BadRequest(
-                "a stream must begin with the request's headers, and have them only once"
+                "an ext_proc stream must begin with request_headers, and must not send "
+                "request_headers again"
             )
         if kind == "request_headers":
             return await self._on_headers(exchange, message)

@@ -36,14 +36,15 @@ class FrontTable:
                 found = await self._fronts.read(ids)
             except UNREACHABLE as error:
                 log.debug(
-                    "HTTP fronts cannot be read from Redis, so the last known ones are used: %r",
+                    "the routers in front of decode workers (--front-of) cannot be read from "
+                    "Redis, so the last known ones are used: %r",
                     error,
                 )
             else:
                 before = self.endpoints
                 self.endpoints = found
                 if found != before:
-                    log.info("HTTP fronts of decode workers: %s", found or "none")
+                    log.info("routers in front of decode workers (--front-of): %s", found or "none")
                     self._view.notify_change()
             await asyncio.sleep(POLL_INTERVAL_S)
 

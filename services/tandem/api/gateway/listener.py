@@ -51,7 +51,14 @@ class PickerListener:
 
     def not_ready_reason(self) -> str:
         """Returns the reason why no endpoint can be picked. Returns "" if one can be picked."""
-        return "" if self._fronts.endpoints else "no decode worker has an HTTP front"
+        return (
+            ""
+            if self._fronts.endpoints
+            else (
+                "no decode worker has a router in front of it; start a router with --front-of "
+                "WORKER_ID"
+            )
+        )
 
     def bind(self) -> None:
         """Binds the port. Raises ConfigError if the port is in use."""
@@ -63,7 +70,7 @@ class PickerListener:
 
     def serve(self, _: object) -> asyncio.Task[None]:
         """Starts the task that updates the table of fronts. Returns this task."""
-        log.info("listening: endpoint picker %s:%d", self._host, self.grpc_port)
+        log.info("the endpoint picker listens on %s:%d", self._host, self.grpc_port)
         return asyncio.create_task(self._fronts.run(), name="public")
 
     async def stop(

@@ -175,9 +175,11 @@ class EndpointPicker:
         if not usable:
             self._awaited_until = time.monotonic() + self._config.hold_deadline_s
         if not found:
-            among = "" if subset is None else " among those that the gateway names"
+            among = "" if subset is None else " among the endpoints that the gateway allows"
             raise NoWorkers(
-                f"no decode worker with an HTTP front is ready{among}", retry_after_s=RETRY_AFTER_S
+                f"no decode worker with a router in front of it (--front-of) is ready{among}; "
+                "try again",
+                retry_after_s=RETRY_AFTER_S,
             )
         return found
 
@@ -221,7 +223,8 @@ class EndpointPicker:
         placement = await self._dispatcher.place(job)
         if placement is None or placement.decode.worker_id not in endpoints:
             raise NoWorkers(
-                "the decode workers that could take the request have just left; try again",
+                "all decode workers that could take the request have just left the cluster; try "
+                "again",
                 retry_after_s=RETRY_AFTER_S,
             )
         return placement

@@ -66,7 +66,10 @@ def install_handlers(app: FastAPI) -> None:
     async def on_bug(request: Request, error: Exception) -> Response:
         # The client gets only the type of the exception. Starlette raises the exception again after
         # this response, and the server then logs the whole exception.
-        hidden = InternalError(f"an error inside the router: {type(error).__name__}")
+        hidden = InternalError(
+            f"an internal error of the router ({type(error).__name__}); the router's log shows "
+            "the cause"
+        )
         return error_response(hidden, request.scope)
 
     app.add_exception_handler(TandemError, on_tandem)

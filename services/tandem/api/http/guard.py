@@ -126,8 +126,8 @@ class RequestGuard(ABC):
             name = _host_name(host)
             if name not in self._names and not is_loopback(name):
                 raise ForeignPage(
-                    f"the Host {host[:_TEXT_MAX]!r} is not a name of this router; use localhost, "
-                    "127.0.0.1 or a name of --allowed-hosts"
+                    f"the header Host is {host[:_TEXT_MAX]!r}, which is not a name of this "
+                    "router; use localhost, 127.0.0.1 or a name in --allowed-hosts"
                 )
 
 
@@ -236,8 +236,8 @@ def _check_origin(headers: Headers) -> None:
     for origin in headers.getlist("origin"):
         if own is None or _address(origin) != own:
             raise ForeignPage(
-                f"the Origin {origin[:_TEXT_MAX]!r} is not the address of this router: web pages "
-                "of other origins may not change anything here"
+                f"the header Origin is {origin[:_TEXT_MAX]!r}, which is not the address of this "
+                "router: web pages of other origins may not make changes"
             )
 
 

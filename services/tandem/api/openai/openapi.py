@@ -16,9 +16,9 @@ _REF = "#/components/schemas/{model}"
 class ErrorDetail(BaseModel):
     message: str
     type: str
-    param: str | None = Field(description="the field at fault")
+    param: str | None = Field(description="name of the invalid field")
     code: str
-    retry_after_s: int | None = Field(None, description="there only where a retry may help")
+    retry_after_s: int | None = Field(None, description="present only if a retry may help")
 
 
 class ErrorReply(BaseModel):

@@ -49,7 +49,7 @@ _ALLOWED = {
     "logprobs": f"an integer from 0 to {COMPLETION_LOGPROBS_MAX} for a completion, and true or "
     "false for a chat",
     "top_logprobs": f"an integer from 0 to {LOGPROBS_MAX}, and only with logprobs=true",
-    "prompt_logprobs": f"{ALLOWED['prompt_logprobs']}, and only without stream=true",
+    "prompt_logprobs": f"{ALLOWED['prompt_logprobs']}; it cannot be sent with stream=true",
 }
 
 
@@ -246,7 +246,7 @@ def _by_token_id(logit_bias: dict[str, float]) -> dict[int, float]:
     try:
         return {int(token_id): bias for token_id, bias in logit_bias.items()}
     except ValueError:
-        raise refusal("logit_bias", why="one with a key that is no token id") from None
+        raise refusal("logit_bias", why="an object with a key that is not a token id") from None
 
 
 def prompt_kind(prompt: object) -> str | None:

@@ -24,7 +24,11 @@ def add_usage_route(app: FastAPI, generator: Generator) -> None:
         window = params.get("window", "day")
         last = params.get("last", "1")
         if not (last.isascii() and last.isdecimal() and len(last) < 10):
-            raise BadRequest("last must be an integer, the number of windows", param="last")
+            raise BadRequest(
+                "the query parameter `last` must be an integer: the number of days or minutes "
+                "to show",
+                param="last",
+            )
         query = UsageQuery.of(window, int(last), params.get("tenant"), request.state.key)
         rows = await generator.tenants.usage.read(query, now=time.time())
         data = [{"object": "usage", "window": window, **asdict(row)} for row in rows]

@@ -67,14 +67,20 @@ class JoinServer:
     def _join(self, environ: dict[str, Any]) -> tuple[str, bytes]:
         given = environ.get("HTTP_AUTHORIZATION", "").removeprefix("Bearer ").strip()
         if not hmac.compare_digest(given.encode(), self._token.encode()):
-            log.warning("%s was refused because it sent a wrong join token", environ["REMOTE_ADDR"])
+            log.warning(
+                "the host %s was not let into the cluster, because it sent a wrong join token",
+                environ["REMOTE_ADDR"],
+            )
             return _refusal("401 Unauthorized", "the join token is wrong")
         try:
             sent = msgspec.json.decode(environ["wsgi.input"].read(), type=JoinRequest)
         except (ValueError, msgspec.DecodeError) as error:
             return _refusal("400 Bad Request", f"the join request cannot be read: {error}")
         if sent.version != (own := version("tandem-llm")):
-            why = f"this cluster runs Tandem {own}, but the joining host runs {sent.version[:40]!r}"
+            why = (
+                f"this cluster runs Tandem {own}, but the joining host runs "
+                f"{sent.version[:40]!r}; install Tandem {own} on the joining host"
+            )
             return _refusal("409 Conflict", why)
         self._joined(sent.address)
         return "200 OK", msgspec.json.encode(self._reply)

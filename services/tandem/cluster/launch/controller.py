@@ -46,16 +46,17 @@ class ControllerOptions(Options):
     """`tandem controller` runs the pool controller on an existing Ray cluster."""
 
     pools: Text
-    """JSON file with the command of each pool's workers, and the Ray resources of one worker."""
+    """JSON file that gives, for each pool, the command that starts a worker and the Ray resources
+    of one worker."""
     num_prefill: Annotated[PoolSize, Parameter(name="--prefill")] = 1
     """Number of prefill workers of a new cluster. 2:gpu=H100 starts 2 on nodes with the label
     gpu=H100."""
     num_decode: Annotated[PoolSize, Parameter(name="--decode")] = 1
     """Number of decode workers of a new cluster."""
     ray_address: Text = "auto"
-    """Address of Ray's head. auto: that of the Ray on this machine."""
+    """Address of Ray's head. auto: the Ray cluster that runs on this machine."""
     request_nodes: Switch = False
-    """Ask Ray's autoscaler for the nodes that the wanted sizes need."""
+    """Ask Ray's autoscaler for enough nodes to run all workers of the pools."""
     drain_deadline_s: PositiveSeconds = 45.0
     """Seconds after which a draining worker is killed. It must be longer than the worker's own
     --drain-deadline."""
@@ -73,7 +74,7 @@ def run(options: ControllerOptions) -> int:
         address, host_id = _connect(options.ray_address)
         spec = make_spec(options, cluster.cluster_id, commands, host_id=host_id, number=number)
         _start_controller(spec)
-        log.info("the pool controller runs, with fencing number %d", number)
+        log.info("the pool controller has started (fencing number %d)", number)
         while _renew(lease, number, address):
             time.sleep(RENEW_INTERVAL_S)
         raise ConfigError(

@@ -60,14 +60,16 @@ class JoinOptions(Options):
     ca_sha256: Annotated[Text, Bounds(pattern="[0-9A-Fa-f:]*")]
     """SHA-256 fingerprint of the cluster's certificate authority, which `tandem up` prints."""
     own_address: Annotated[Text, Parameter(metavar="IP")] = ""
-    """IP address at which other machines reach this one. Default: the one that connects to
-    ADDRESS."""
+    """IP address at which other machines reach this one. Default: the local address from which this
+    machine connects to ADDRESS."""
     model: Text = ""
-    """The cluster's model, as named on this machine. Default: as on the first machine."""
+    """Path or name of the cluster's model on this machine. Default: the same as on the first
+    machine."""
     labels: Labels = ()
-    """Labels of this machine, such as gpu=H100, which a pool can require."""
+    """Labels of this machine, such as gpu=H100. `tandem up --prefill 2:gpu=H100` starts prefill
+    workers only on machines with this label."""
     parent_pid: Annotated[PositiveOrNone, Parameter(name="--die-with-parent", metavar="PID")] = None
-    """Stop this host when the process with this id ends. 0: off."""
+    """Stop this host's routers and workers when the process with this id ends. 0: off."""
 
     def check_together(self) -> None:
         check_listen(self.own_address, "--own-address")
@@ -175,12 +177,13 @@ class _JoinedHost:
         write_spec(self._run.folder, spec)
         self._ray.take_spec(spec)
         give_up_at = time.monotonic() + _START_DEADLINE_S
-        with self._bars(ProgressRow("ray", "this host joins the head")):
+        with self._bars(ProgressRow("ray", "this host joins Ray's head")):
             while not self._ray.is_up:
                 self._ray.tick()
                 if time.monotonic() > give_up_at:
                     raise ConfigError(
-                        f"this host did not join Ray's head in {_START_DEADLINE_S:g} s"
+                        f"this host did not join Ray's head in {_START_DEADLINE_S:g} s; the "
+                        f"logs in {self._run.logs.folder} show why"
                     )
                 time.sleep(_START_INTERVAL_S)
         self._listening.open(

@@ -442,7 +442,10 @@ def _check_port(host: str, option: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
-                raise ConfigError(f"{host} is not an address of this machine") from error
+                raise ConfigError(
+                    f"{host} is not an address of this machine, so port {port} ({option}) "
+                    "cannot be opened on it; choose another address"
+                ) from error
             owner = _listener(port)
             why = f"is used by {owner}" if owner else f"cannot be used ({error.strerror})"
             todo = f"{'stop that process, or ' * bool(owner)}choose another port with {option}"

@@ -63,8 +63,8 @@ class Leaving:
             until = give_up_at - DRAIN_S
             if lacking := self._wait_for_others(redis, records, until, tick, show):
                 say(
-                    "[yellow]other hosts lack processes of these pools, and this host leaves "
-                    f"nevertheless: {', '.join(lacking)}"
+                    "[yellow]this host leaves now, although other hosts do not yet run enough "
+                    f"processes of these pools: {', '.join(lacking)}"
                 )
             say("draining the routers and workers of this host")
             write_leaving(redis, self._cluster_id, self._host_id, "drains")
@@ -109,7 +109,8 @@ class Leaving:
                 return lacking
             show(
                 ProgressRow(
-                    "hand over", f"other hosts still lack processes of: {', '.join(lacking)}"
+                    "hand over",
+                    f"waiting for other hosts to start enough processes of: {', '.join(lacking)}",
                 )
             )
             write_leaving(redis, self._cluster_id, self._host_id, "leaves")

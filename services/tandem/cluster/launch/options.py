@@ -73,8 +73,8 @@ class LaunchOptions(Options):
     num_routers: Annotated[PoolSize, Parameter(name="--routers")] = 1
     """Number of routers. With --listen, each router needs a host of its own."""
     workers_per_gpu: PositiveOrNone = None
-    """Largest number of workers on one GPU. 0: 1 with --device cuda, no limit with --device
-    auto."""
+    """Largest number of workers on one GPU. 0: one worker with --device cuda, no limit with
+    --device auto."""
     host: str = "127.0.0.1"
     """Address on which the HTTP and gRPC APIs listen."""
     http_port: Annotated[_PublicPort, Parameter(name="--port")] = 8000
@@ -88,13 +88,15 @@ class LaunchOptions(Options):
     redis_url: Annotated[Text, Parameter(name="--redis")] = ""
     """URL of an existing Redis. Default: the cluster starts its own."""
     listen: Annotated[Text, Parameter(metavar="IP")] = ""
-    """IP address at which other machines join this cluster. Default: none can join."""
+    """IP address of this machine at which other machines join this cluster. Default: other machines
+    cannot join."""
     cluster_port: _ClusterPort = 8100
     """With --listen: the first of 220 ports for joining machines, Ray and Redis."""
     join_token_file: Text = ""
     """File with the token that joining machines need. Default: a new token."""
     labels: Labels = ()
-    """Labels of this machine, such as gpu=H100, which a pool can require."""
+    """Labels of this machine, such as gpu=H100. --prefill 2:gpu=H100 starts prefill workers only on
+    machines with this label."""
     no_cluster_tls: Annotated[Switch, Parameter(group=MEASUREMENT)] = False
     """Do not encrypt calls between routers and workers. Only for measurements."""
     parent_pid: Annotated[PositiveOrNone, Parameter(name="--die-with-parent", metavar="PID")] = None
@@ -116,14 +118,15 @@ class LaunchOptions(Options):
         named: dict[int, str] = {}
         for option, (_, port) in self.ports.items():
             if not port:
-                raise ConfigError(f"{option} is 0; from 1 to 65535 is allowed")
+                raise ConfigError(f"{option} is 0; it must be from 1 to 65535")
             if named.setdefault(port, option) != option:
                 raise ConfigError(f"{named[port]} and {option} are both {port}; they must differ")
         check_listen(self.listen)
         sizes = (self.num_routers, self.num_prefill, self.num_decode)
         if not self.listen and any(labels_of(size) for size in sizes):
             raise ConfigError(
-                "labels in --prefill, --decode or --routers choose hosts, so they need --listen"
+                "--prefill, --decode or --routers has a label, which chooses hosts, so --listen "
+                "is needed, too; set --listen, or remove the label"
             )
         if self.listen and self.no_cluster_tls:
             raise ConfigError(
@@ -200,8 +203,8 @@ def check_listen(address: str, option: str = "--listen") -> None:
     try:
         if ipaddress.ip_address(address).is_unspecified:
             raise ConfigError(
-                f"{option} is {address}; it must be one address at which other machines reach this "
-                "one"
+                f"{option} is {address}; it must be a single address at which other machines "
+                "reach this one"
             )
     except ValueError:
         raise ConfigError(f"{option} is {address[:80]!r}; it must be an IP address") from None
@@ -336,9 +339,10 @@ def _router(
 
 def _worker(role: Pool, options: LaunchOptions, model: Path, run_folder: Path) -> PoolCommand:
     command = [sys.executable, "-m", "tandem.worker", "--role", role, "--worker-id", "{id}"]
-    command += ["--model", str(model), "--cores", "{core}"]
+    command += ["--model", str(model), "--cores", "{cores}"]
     if options.listen:
         command += ["--host", options.listen]
     command += _tls(options, run_folder, "worker")
     command += [*to_argv(options.transfer), *to_argv(options.engine)]
-    return PoolCommand(command, pinned=True, device=options.engine.device)
+    num_cores = options.engine.num_threads * options.engine.tensor_parallel
+    return PoolCommand(command, num_cores=num_cores, device=options.engine.device)

@@ -68,12 +68,12 @@ class EmbeddedRedis:
 
     @property
     def port(self) -> int:
-        assert self._port is not None, "the server was never started"
+        assert self._port is not None, "the embedded Redis was never started"
         return self._port
 
     @property
     def pid(self) -> int:
-        assert self._process is not None, "the server is not started"
+        assert self._process is not None, "the embedded Redis is not started"
         return self._process.pid
 
     @property
@@ -100,7 +100,7 @@ class EmbeddedRedis:
     def start(self, deadline_s: float = 10.0) -> None:
         """Starts the server and waits until it answers. If it does not answer, raises ConfigError
         with the end of its log."""
-        assert not self.is_running, "the server runs already"
+        assert not self.is_running, "the embedded Redis already runs"
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._port is not None:
             self._start_on(self._port, deadline_s)

@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 CONTROLLER_NAME = "pool-controller"
 _CHECK_INTERVAL_S = 2.0
-_STOPPED = {True: "is suspended, as by SIGSTOP", False: "runs again"}
+_STOPPED = {True: "is suspended, for example by SIGSTOP", False: "runs again"}
 # if a process ran for this many seconds, its restarts begin again with the shortest pause
 HEALTHY_AFTER_S = 60.0
 

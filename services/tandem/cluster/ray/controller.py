@@ -265,7 +265,8 @@ class PoolController:
             self.report(*ray.get(agent.status.remote(), timeout=30))
         except ray.exceptions.RayError as error:
             log.warning(
-                "the agent of a process does not answer; it will report its state once it runs: %s",
+                "a Ray actor that watches a process does not answer; the actor will report the "
+                "state of the process once it runs: %s",
                 error,
             )
 

@@ -20,8 +20,9 @@ class AdminOptions(Options):
     """The ports of operators and Prometheus. A router's public ports answer none of their calls."""
 
     host: str = "127.0.0.1"
-    """Address of both admin ports. Outside 127.0.0.1 and ::1, calls need an API key."""
+    """Address on which both admin ports listen. At addresses other than 127.0.0.1 and ::1, calls
+    need an API key."""
     port: Port = 8002
-    """Port of the live page, metrics, and operators' HTTP calls."""
+    """Port of the admin page, the metrics and the HTTP API for operators."""
     grpc_port: Port = 8003
-    """Port of operators' gRPC calls."""
+    """Port of the gRPC API for operators."""

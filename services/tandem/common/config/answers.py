@@ -35,11 +35,13 @@ class AnswerConfig(Options):
     conversations with tool calls."""
 
     generation_config: Literal["auto", "none"] = "auto"
-    """Sampling defaults. auto: from the model's generation_config.json. none: those of OpenAI."""
+    """Default sampling parameters. auto: from the model's generation_config.json. none: OpenAI's
+    defaults."""
 
     tool_parser: ToolParser = "auto"
     """Format in which the model writes tool calls. auto: found from its chat template."""
     reasoning_parser: ReasoningParser = "auto"
     """Tags that mark the model's reasoning. auto: found from its chat template."""
     tool_pin_s: Seconds = 60.0
-    """After tool calls, the conversation stays cached for this many seconds. 0: off."""
+    """Seconds for which the KV of a conversation is protected from eviction after a tool call of
+    the model. 0: off."""

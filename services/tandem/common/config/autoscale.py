@@ -37,23 +37,23 @@ class AutoscaleConfig(Options):
 
     mode: AutoscaleMode = "off"
     prefill_min: Count = 1
-    """Smallest number of prefill workers."""
+    """Smallest number of prefill workers that the autoscaler keeps."""
     prefill_max: Count = 8
-    """Largest number of prefill workers."""
+    """Largest number of prefill workers that the autoscaler starts."""
     decode_min: Count = 1
-    """Smallest number of decode workers."""
+    """Smallest number of decode workers that the autoscaler keeps."""
     decode_max: Count = 8
-    """Largest number of decode workers."""
+    """Largest number of decode workers that the autoscaler starts."""
     ttft_s: PositiveSeconds = 2.0
-    """Target for the time to the first token, in seconds."""
+    """Target of the autoscaler for the time to the first token, in seconds."""
     ttft_token_s: Seconds = 0.0
-    """Seconds that each prompt token adds to the target for the first token."""
+    """Seconds that each prompt token adds to --autoscale-ttft."""
     itl_s: PositiveSeconds = 0.1
-    """Target for the time between two tokens, in seconds."""
+    """Target of the autoscaler for the time between two tokens, in seconds."""
     cold_start_s: Seconds = 90.0
     """Seconds from the decision to add a worker until the worker takes its first request."""
     interval_s: PositiveSeconds = 10.0
-    """Seconds between two decisions."""
+    """Seconds between two decisions of the autoscaler."""
     idle_s: Seconds = 40.0
     """Pools shrink to their smallest size after this many seconds without a request. 0: off."""
     history_s: Constant[float] = 600.0  # forecasts use the loads of the last `history_s` seconds

@@ -40,7 +40,7 @@ class ClusterConfig:
     """Settings that every process of one cluster shares."""
 
     cluster_id: Annotated[str, Parameter(env_var=CLUSTER_ID_VARIABLE)]
-    """Name of the cluster. It is part of the names of its keys in Redis."""
+    """Name of the cluster. All of the cluster's keys in Redis contain this name."""
     redis_url: Annotated[str, Parameter(env_var=REDIS_URL_VARIABLE)] = field(repr=False)
     """URL of Redis, with its password."""
     token: Annotated[str, Parameter(env_var=TOKEN_VARIABLE)] = field(repr=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -79,21 +80,24 @@ class EngineOptions(Options):
     device: Device = "auto"
     """Device that computes the model. auto: the GPU if there is one, else the CPU."""
     dtype: Dtype = "auto"
-    """Data type of the computation. auto: bfloat16 where the hardware has it, else float32;
-    quantized weights stay quantized. bfloat16 and float32 convert quantized weights, except fp8
-    weights on native kernels."""
+    """Data type of the computation. auto: bfloat16 if the hardware supports it, else float32, and
+    quantized weights stay quantized. With bfloat16 or float32, quantized weights are converted to
+    this type at load, except fp8 weights on native kernels."""
     kv_dtype: KvDtype = "auto"
-    """Data type of the KV pool. auto: that of the computation. Compared with bfloat16, int8 and
+    """Data type of the KV pool. auto: the same as the computation. Compared with bfloat16, int8 and
     fp8_e4m3 take about half of the memory, k8v4 (keys of 8 bits, values of 4 bits) 40%, and int4
-    28%. k8v4 and int4 need native or torch kernels. int4 calibrates the model at its first start.
-    Of the quantized types, DeepSeek's latent KV allows only int8."""
+    28%. k8v4 and int4 need native or torch kernels. int4 runs a calibration when the model starts
+    for the first time. For models with DeepSeek's latent attention, int8 is the only quantized
+    type."""
     numerics: Numerics = "fast"
-    """invariant: compute in float32, so that results do not depend on the other requests. fast:
-    faster, without this guarantee."""
+    """invariant: compute in float32, so that an answer does not depend on other requests in the
+    batch. fast: faster, without this guarantee."""
     kernels: Kernels = "auto"
-    """Code that computes: native (C++, CPUs), triton (GPUs) or torch. auto: the fastest one."""
+    """Kernels that compute the model: native (C++, for CPUs), triton (for GPUs) or torch (slowest,
+    for both). auto: the fastest kernels that work here."""
     weights: WeightFormat = "auto"
-    """Format of weights in memory. auto: as --dtype. int8: less memory; native kernels only."""
+    """Format of the weights in memory. auto: as --dtype says. int8: takes less memory and needs
+    native kernels."""
     block_size: Positive = 16
     """Number of tokens in a KV block."""
     kv_bytes_max: Annotated[PositiveSize, Parameter(name="--kv-memory")] = 1 << 30
@@ -101,29 +105,32 @@ class EngineOptions(Options):
     num_blocks: PositiveOrNone = None
     """Number of blocks in the KV pool. 0: as many as --kv-memory holds."""
     kv_host_bytes: Annotated[Size, Parameter(name="--kv-host-memory")] = 0
-    """Main memory for copies of evicted KV blocks, such as 8GiB. 0: no copies."""
+    """Host memory of each worker for copies of evicted KV blocks, such as 8GiB. 0: no copies in
+    host memory."""
     kv_disk_path: Text = ""
     """Folder for copies of evicted KV blocks on disk. Default: no copies on disk."""
     kv_disk_bytes: Annotated[PositiveSize, Parameter(name="--kv-disk-size")] = 16 << 30
-    """Largest size of each worker's copies on disk."""
+    """Disk space in --kv-disk-path for each worker's copies of evicted KV blocks, such as 16GiB."""
     kv_store_url: Text = ""
-    """Object store for copies of KV blocks, s3://BUCKET/PREFIX, which all workers of a model share.
-    Default: none."""
+    """URL of an object store, s3://BUCKET/PREFIX, for copies of KV blocks, which all workers of a
+    model share. Default: none."""
     kv_store_endpoint: Text = ""
     """URL of the object store's server. Default: AWS's server for the region."""
     kv_store_region: Text = ""
     """Region of the object store. Default: the variable AWS_REGION, else us-east-1."""
     kv_store_credentials: Text = ""
-    """File with the object store's credentials, in the format of AWS. Default: AWS_ACCESS_KEY_ID
-    and related variables, else the credentials of the machine."""
+    """File with the object store's credentials, in the format of ~/.aws/credentials, section
+    [default]. Default: AWS_ACCESS_KEY_ID and related variables, else the credentials of the
+    machine."""
     kv_key_file: Text = ""
-    """File with keys that encrypt copies on disk and in the object store. Each line has 64
-    hexadecimal digits. New copies use the first key. Default: no encryption."""
+    """File with keys that encrypt copies outside main memory. Each line has 64 hexadecimal digits.
+    New copies use the first key. Default: no encryption."""
     kv_tier_policy: KvTierPolicy = "value"
-    """Which evicted blocks are copied, and which copies are dropped first. value: copies blocks
-    that were used twice or are likely to be reused, and drops rarely used, cheap ones. The others
-    copy all blocks. lru: drops the least recently used. prefix: shortens the longest prefix.
-    priority: drops the lowest kv_priority."""
+    """Which evicted KV blocks are copied to memory, disk and object store, and which copies are
+    dropped first. value: copies blocks that were used twice or are likely to be reused, and first
+    drops copies that are rarely used and cheap to recompute. The other policies copy all evicted
+    blocks. lru first drops the least recently used copy. prefix first drops the end of the longest
+    prefix. priority first drops the copy with the lowest kv_priority."""
     kv_pin_share: PinShare = 0.5
     """Largest share of the KV pool, and of each tier, that requests may protect from eviction: 0
     to 1."""
@@ -135,9 +142,11 @@ class EngineOptions(Options):
     """Largest number of tokens that one step computes. 0: 512 on CPUs; on GPUs about 16 for each
     multiprocessor, which gives 2048 on an H100."""
     itl_target_s: Seconds = 0.1
-    """Target for the seconds between two tokens, met by splitting long prompts. 0: off."""
+    """Target for the time between two tokens of a request, in seconds. Workers compute long prompts
+    in parts to meet it. 0: off."""
     itl_limit_s: Seconds = 0.0
-    """Limit for the seconds between two tokens; a request that would exceed it waits. 0: off."""
+    """Limit for the time between two tokens of a request, in seconds. A request waits if starting
+    it would exceed the limit. 0: off."""
     shared_wait_s: Seconds = 10.0
     """Longest wait, in seconds, for KV blocks that another request is already computing. 0: no
     wait."""
@@ -150,7 +159,10 @@ class EngineOptions(Options):
     queue_max: Positive = 256
     """Largest number of requests that wait at a worker. The worker refuses further requests."""
     num_threads: Annotated[Positive, Parameter(name="--threads")] = 1
-    """Number of threads of a worker's engine."""
+    """Number of CPU threads with which a worker computes. With --tensor-parallel: each rank."""
+    tensor_parallel: Positive = 1
+    """Number of processes (ranks) that compute each step of a worker together, on CPUs with native
+    kernels. Each rank has its share of the model's weights."""
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -162,18 +174,40 @@ class EngineOptions(Options):
         """True if a tier keeps blocks evicted from the pool."""
         return bool(self.tiers)
 
+    @property
+    def tier_folders(self) -> dict[str, Path]:
+        """Folders of the tiers that are switched on and keep files, by the name of their field.
+        Raises ConfigError for a path that begins with the home folder of an unknown user."""
+        given = {tier.option: getattr(self, tier.option) for tier in KV_TIERS if tier.is_folder}
+        return {name: _expanded(name, path) for name, path in given.items() if path}
+
     def check_together(self) -> None:
         if self.numerics == "invariant" and "bfloat16" in (self.dtype, self.kv_dtype):
             raise ConfigError(
                 "numerics is invariant, which computes in float32, so neither dtype nor kv-dtype "
                 "can be bfloat16; set them to auto or float32"
             )
+        if self.tensor_parallel > 1 and (
+            self.device == "cuda" or self.kernels in ("torch", "triton")
+        ):
+            raise ConfigError(
+                f"tensor-parallel is {self.tensor_parallel}, with device {self.device} and kernels "
+                f"{self.kernels}; several ranks compute only with native kernels on CPUs; set "
+                "device to cpu and kernels to auto or native, or tensor-parallel to 1"
+            )
         sealed = [tier.option for tier in KV_TIERS if tier.is_sealed]
         if self.kv_key_file and not any(getattr(self, option) for option in sealed):
             names = " and ".join(map(option_name, sealed))
             raise ConfigError(
-                f"kv-key-file is set without {names}, so there are no KV blocks to encrypt"
+                f"kv-key-file is set without {names}, so there are no KV blocks to encrypt; set "
+                "one of these options, or remove kv-key-file"
             )
+        for (one, first), (other, second) in combinations(self.tier_folders.items(), 2):
+            if _overlap(first, second):
+                raise ConfigError(
+                    f"{option_name(one)} is {first} and {option_name(other)} is {second}; each KV "
+                    "tier needs a folder of its own, outside the other tiers' folders"
+                )
         for name in ("kv_store_endpoint", "kv_store_region", "kv_store_credentials"):
             if getattr(self, name) and not self.kv_store_url:
                 raise ConfigError(
@@ -183,6 +217,22 @@ class EngineOptions(Options):
             raise ConfigError(
                 "lora lists adapters, but max-loras is 0; set max-loras to at least 1"
             )
+
+
+def _expanded(name: str, path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{option_name(name)} is {path}; the home folder of this user is not known, so the "
+            "path must not begin with ~"
+        ) from error
+
+
+def _overlap(one: Path, other: Path) -> bool:
+    """Returns True if the folders are the same, or if one of them is inside the other."""
+    one, other = one.resolve(), other.resolve()
+    return one.is_relative_to(other) or other.is_relative_to(one)
 
 
 @Parameter(name="*", group=ENGINE)

@@ -38,19 +38,22 @@ class GatewayOptions(Options):
     takes a gateway's requests for this worker. By default, it is neither."""
 
     endpoint_picker: Text = ""
-    """HOST:PORT at which this process is an endpoint picker for gateways. It then opens no public
-    ports."""
+    """HOST:PORT at which this process chooses workers for a Kubernetes gateway (an endpoint picker
+    of the Gateway API Inference Extension). The process then serves no public API. Default: off."""
     picker_fallbacks: Count = 2
-    """Number of alternative endpoints that the picker names for retries."""
+    """Number of further endpoints that the endpoint picker names, to which the gateway can retry a
+    request."""
     picker_stays: Switch = False
-    """Pass answers through the picker, too, so that it knows when a request ends."""
+    """Let the gateway send answers through the endpoint picker, too, so that the picker knows when
+    a request ends."""
     objectives: Annotated[Mapping[str, int], by_comma("NAME=PRIORITY,...", parse_objectives)] = (
         field(default_factory=dict)
     )
     """Priority of each InferenceObjective, such as batch=-1. Requests with a priority below 0 are
     refused (429) when workers are busy."""
     front_of: Text = ""
-    """Id of the decode worker for which this router takes requests from a gateway."""
+    """Id of one decode worker. A gateway sends the requests for this worker to this router.
+    Default: none."""
 
     @property
     def is_router(self) -> bool:

@@ -14,7 +14,7 @@ class RedisFrontOptions(Options):
     cluster_id: str
     """Id of the cluster whose routers and workers may connect."""
     socket: str
-    """Path of the server's Unix socket."""
+    """Path of the Redis server's Unix socket."""
     tls_dir: str
     """Folder with ca.crt, tls.crt and tls.key."""
     host: str = "127.0.0.1"

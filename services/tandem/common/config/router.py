@@ -65,7 +65,7 @@ class AddressConfig(Options):
     """Largest number of unanswered requests of one client address. 0: half of --connections-max."""
 
     unparsed_bytes_per_address: Size = 0
-    """Number of bytes of --unparsed-bytes-max that one client address may use. 0: half of them."""
+    """Part of --unparsed-bytes-max that one client address may use, in bytes. 0: half."""
 
     def check_together(self) -> None:
         for proxy in self.trusted_proxies:
@@ -118,7 +118,8 @@ class AdmissionOptions(Options):
     ttft_limit_token_s: Seconds = 0.0
     """Seconds that each prompt token adds to --ttft-limit."""
     strict_fields: Switch = False
-    """Refuse requests with unknown fields. Otherwise the header `warning` names the fields."""
+    """Refuse requests with unknown fields. Without this option, unknown fields are ignored, and the
+    response header `warning` names them."""
     responses_kept: Count = 0
     """Number of answers of /v1/responses that a router keeps in memory. 0: none."""
     kv_budgets: Literal["allow", "refuse"] = "allow"
@@ -128,13 +129,15 @@ class AdmissionOptions(Options):
     cors_origins: Annotated[tuple[str, ...], _Http, by_comma("ORIGIN,...", _parse_origins)] = ()
     """Web origins that may call the API from browsers, such as https://app.example. *: all."""
     trust_tenant_header: Switch = False
-    """Trust the header x-tandem-tenant. Use it only behind a gateway that sets this header."""
+    """Take the tenant of a request from its header x-tandem-tenant. Use this option only behind a
+    gateway that sets this header."""
     allow_anonymous: Annotated[Switch, Own] = False
     """Serve everybody without an API key, also on addresses that other machines reach."""
     keys_file: Annotated[Text, Own] = ""
     """JSON file with API keys, such as a mounted Secret, in addition to the keys in Redis."""
     grpc_memory: PositiveSize = 1 << 30
-    """A gRPC replica or endpoint picker restarts when its memory has grown by this many bytes."""
+    """With --api grpc or --endpoint-picker, the process drains and ends when its memory has grown
+    by this many bytes, so that it is started again."""
     keys_max_age_s: Seconds = 0.0
     """Refuse requests with API keys if the router could not read the keys from Redis for this many
     seconds. 0: never."""
@@ -151,7 +154,7 @@ class RouterOptions(AdmissionOptions):
     host: Annotated[str, Own] = "127.0.0.1"
     """Address on which the HTTP and gRPC APIs listen."""
     api: Annotated[Literal["both", "http", "grpc"], Own] = "both"
-    """Public APIs of this process. With grpc, --grpc-memory limits its memory."""
+    """Public APIs of this process. With grpc, --grpc-memory limits the memory of the process."""
     http_port: Annotated[Port, Own] = 8000
     """Port of the HTTP API. With --api grpc, only for probes and other routers."""
     grpc_port: Annotated[Port, Own] = 8001
@@ -195,8 +198,8 @@ class RouterOptions(AdmissionOptions):
     unparsed_bytes_max: Annotated[PositiveSize, _Http] = 256 << 20
     """Largest total size of request bodies that wait to be parsed, in bytes."""
     allowed_hosts: Annotated[tuple[str, ...], _Http, by_comma("NAME,...", _parse_hosts)] = ()
-    """Further host names that a router on 127.0.0.1 accepts in requests, such as that of a
-    proxy."""
+    """Further names that a router on 127.0.0.1 accepts in the header Host, such as the host name of
+    a proxy."""
     addresses: AddressConfig = field(default_factory=AddressConfig)
     admin: AdminOptions = field(default_factory=AdminOptions)
     answers: AnswerConfig = field(default_factory=AnswerConfig)

@@ -17,7 +17,12 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 TlsDir = Annotated[
     Text,
-    Parameter(help="Folder with ca.crt, tls.crt and tls.key. Default: no TLS in the cluster."),
+    Parameter(
+        help=(
+            "Folder with ca.crt, tls.crt and tls.key, for TLS between the cluster's processes. "
+            "Default: no TLS."
+        )
+    ),
     Own,
 ]
 

@@ -33,14 +33,16 @@ class TransferConfig(Options):
     transport: Transport = "auto"
     """Transport of KV blocks. auto: the fastest one that works between two workers."""
     nixl_tcp: NixlTcp = "off"
-    """insecure: NIXL may use TCP. Then anyone who reaches its port can write to the worker's
-    memory."""
+    """off: NIXL uses only shared memory and RDMA. insecure: NIXL may use TCP, and anyone who
+    reaches NIXL's port can then write to the worker's memory."""
     prefill_at: PrefillAt = "auto"
-    """Pool that computes long prompts. auto: the pool that is predicted to finish first."""
+    """Where long prompts are computed. remote: by prefill workers. local: by decode workers. auto:
+    where the prompt is predicted to finish first."""
     local_prefill_max_tokens: Count = 64
     """Prompts with at most this many uncached tokens are computed by the decode worker itself."""
     verify_blocks: VerifyBlocks = "off"
-    """Which KV blocks from other workers are verified by checksums."""
+    """Which KV blocks from other workers are compared with checksums of the sender: none, a sample
+    or all."""
     delay_s: Annotated[Seconds, Parameter(group=MEASUREMENT, name="--transfer-delay")] = 0.0
     """Seconds that are added to each pull, for tests."""
     bytes_per_s: Annotated[
@@ -48,7 +50,8 @@ class TransferConfig(Options):
     ] = 0.0
     """Limits all transfers together to this many bytes per second, for tests. 0: no limit."""
     overlap: Annotated[bool, Parameter(group=MEASUREMENT)] = True
-    """Transfer KV blocks while the next ones are computed, instead of afterwards."""
+    """Transfer the KV blocks of a prompt while its next blocks are computed, instead of after the
+    whole prompt."""
     heartbeat_timeout_s: PositiveSeconds = 30.0
     """A worker that sends KV blocks counts as hung if its engine computes no step for this many
     seconds."""

@@ -75,7 +75,7 @@ class WorkerOptions(Options):
     worker_id: Annotated[Text, Own] = ""
     """Name of the worker. Default: the role and a random number."""
     host: Annotated[str, Own] = "127.0.0.1"
-    """Address at which routers and peers reach the worker."""
+    """Address at which routers and other workers reach the worker."""
     port: Annotated[Port, Own] = 0
     """Port of gRPC. 0: any free port."""
     metrics_port: Annotated[Port, Own] = 0
@@ -88,8 +88,8 @@ class WorkerOptions(Options):
     engine_hang_timeout_s: PositiveSeconds = 60.0
     """The worker ends if its engine has requests but computes nothing for this many seconds."""
     generation: Name = ""
-    """Name of the KV format's generation. For an upgrade that changes the KV format, set a name
-    that the old workers do not have."""
+    """Any name. Workers with the same name must have the same KV format. For an upgrade that
+    changes the KV format, give the new workers a new name."""
     drain_deadline_s: Seconds = 30.0
     """Seconds that running requests have to move or finish when the worker stops."""
     engine: EngineConfig

@@ -36,8 +36,10 @@ _ERROR_KEEP = 0.9
 _ERROR_MIN = 0.02  # lower bound of the expected relative error, for a quiet machine
 _LATENCY_MIN_S = 1e-5
 _BYTE_MIN_S = 1e-12
+# A measurement beyond these limits is implausible. The limits also keep all sums of the fit finite.
 _SECONDS_MIN = 1e-9
 SECONDS_MAX = 1e5
+_FEATURE_MAX = 1e18
 
 
 class LinearMeter:
@@ -52,10 +54,12 @@ class LinearMeter:
         self._b: list[float]
         self._start(1.0)
 
-    def observe(self, features: Sequence[float], seconds: float) -> None:
-        """Adds one measurement. Implausible durations are ignored."""
+    def observe(self, features: Sequence[float], seconds: float) -> bool:
+        """Adds one measurement. Returns False if it is implausible, and then ignores it."""
         if not _SECONDS_MIN <= seconds <= SECONDS_MAX:
-            return
+            return False
+        if not all(0 <= feature <= _FEATURE_MAX for feature in features):
+            return False
         ratio = seconds / max(_SECONDS_MIN, _dot(self._guess, features))
         if not self.num_observations:
             self._start(ratio)
@@ -68,6 +72,7 @@ class LinearMeter:
         self.num_observations += 1
         if self.num_observations < _SOLVED_ALWAYS or self.num_observations % _SOLVED_EVERY == 0:
             self.coefficients = self._solve()
+        return True
 
     def stretch(self, times: float) -> None:
         """Multiplies all coefficients by `times`: from now on, everything is expected to take
@@ -150,10 +155,8 @@ class PairMeter:
         self._bytes_per_s_max = 0.0  # largest observed number of bytes per second of a whole pull
 
     def observe(self, num_bytes: int, seconds: float) -> None:
-        if num_bytes > 0:
-            self._fit.observe((1.0, num_bytes), seconds)
-            if seconds > 0:
-                self._bytes_per_s_max = max(self._bytes_per_s_max, num_bytes / seconds)
+        if num_bytes > 0 and self._fit.observe((1.0, num_bytes), seconds):
+            self._bytes_per_s_max = max(self._bytes_per_s_max, num_bytes / seconds)
 
     @property
     def num_observations(self) -> int:

@@ -68,8 +68,8 @@ class HeavyHitters:
         num_blocks = self.num_blocks(num_computed)
         if len(sums) != num_blocks:
             raise InternalError(
-                f"the peer sent {len(sums)} attention sums for {num_blocks} blocks of KV; each "
-                "block needs one"
+                f"the peer sent {len(sums)} attention sums for {num_blocks} KV blocks; each "
+                "block needs one sum"
             )
         self._sums = np.array(sums, np.float32)
         self.num_evicted_tokens = self._evicted_at(num_computed) * self._size

@@ -55,7 +55,9 @@ def choose_kernels(config: EngineConfig, device: torch.device, model: ModelConfi
 
 def _why_not(chosen: Choice, config: EngineConfig, device: torch.device, model: ModelConfig) -> str:
     if chosen == "native":
-        return f"the device is {device.type}" if device.type != "cpu" else why_not_native(model)
+        if device.type != "cpu":
+            return f"the native kernels compute on CPUs only, and the device is {device.type}"
+        return why_not_native(model)
     if chosen != "triton":
         return ""
     if model.latent is not None and config.kv_dtype == "int8":

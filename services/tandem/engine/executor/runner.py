@@ -7,9 +7,10 @@ weights and owns the pools. It does no scheduling. It does not check the block t
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,10 +23,14 @@ from tandem.engine.cache.layout.kv_groups import (
     KvLayout,
     model_layout,
 )
-from tandem.engine.cache.layout.pool_memory import own_pages, size_shared
+from tandem.engine.cache.layout.pool_memory import create_shared, own_pages, size_shared
 from tandem.engine.executor.kernel_choice import choose_kernels
-from tandem.engine.executor.native.decoder import NativeDecoder
+from tandem.engine.executor.native.decoder import NativeDecoder, SentStep
 from tandem.engine.executor.native.lora import PackedLora
+from tandem.engine.executor.native.rank_memory import RankMemory
+from tandem.engine.executor.ranks import messages
+from tandem.engine.executor.ranks.cores import pin_to_share
+from tandem.engine.executor.ranks.members import Members
 from tandem.engine.executor.torch.steps import TorchSteps
 from tandem.engine.executor.weights.kv_scales import fixed_scales
 from tandem.engine.executor.weights.load import OnProgress, ignore_progress, load_weights
@@ -61,6 +66,10 @@ _NATIVE_TOKENS_MAX = 16
 _FP32_AS = {"amx": "avx512", "avx512_bf16": "avx512"}
 
 
+def _ignore(_: str) -> None:
+    pass
+
+
 class LoadedAdapter(NamedTuple):
     """A LoRA adapter in the form of each decoder that the runner may use."""
 
@@ -83,10 +92,16 @@ class ModelRunner:
         *,
         pool_fd: int | None = None,
         on_progress: OnProgress = ignore_progress,
+        on_rank_end: Callable[[str], object] = _ignore,
+        member_of: RankMemory | None = None,
     ) -> None:
         """Loads the weights, and calls `on_progress` during the load. If the device is a CPU, the
         pools are allocated in the memfd with the file descriptor `pool_fd`, so that another process
         can map the pools, too.
+
+        With `config.tensor_parallel` more than 1, this is rank 0 and starts the other ranks. If one
+        of them ends early, `on_rank_end` is called in a thread, and each further step raises
+        RankEnded. `member_of` is given in the other ranks: the memory that they share with rank 0.
 
         Raises ConfigError for settings that this machine or model does not support, and
         UnsupportedModel for a checkpoint that does not match its config.
@@ -104,6 +119,12 @@ class ModelRunner:
         self._lora_rank_max = config.max_lora_rank
         self._pool_fd = pool_fd
         kernels = choose_kernels(config, self.device, model)
+        if config.tensor_parallel > 1 and kernels != "native":
+            raise ConfigError(
+                f"tensor-parallel is {config.tensor_parallel}, but this machine would compute with "
+                f"{kernels} kernels on {self.device.type}; several ranks compute only with native "
+                "kernels on CPUs; set device to cpu and kernels to native, or tensor-parallel to 1"
+            )
         int8 = config.weights == "int8"
         keeps = keeps_quantized(config, folder, kernels)
         # Kernels that dequantize weights before a product all compute the same bits. The native
@@ -118,14 +139,27 @@ class ModelRunner:
         self.numerics_name: str = config.numerics
         self.tokens_per_step = _tokens_per_step(self.device)
         self.why_no_budgets = (
-            "the Triton kernels have no KV budgets; the native and torch kernels do"
+            "the Triton kernels do not support KV budgets; the native and torch kernels do"
             if kernels == "triton"
             else ""
         )
-        _check_memory(config, folder, self.device, dtype=dtype_name, kernels=kernels)
+        if member_of is None:  # rank 0 checks for all ranks, before any of them loads weights
+            _check_memory(config, folder, self.device, dtype=dtype_name, kernels=kernels)
         self._static_kv = _static_kv(folder, self._kv_dtype)
         if self._static_kv is not None:
             self.kv_dtype_name = f"{self._kv_dtype}-{self._static_kv.digest}"
+        self._is_rank = config.tensor_parallel > 1
+        self._members: Members | None = None
+        memory = member_of
+        if config.tensor_parallel > 1 and member_of is None:
+            self._pool_fd = fd = create_shared() if pool_fd is None else pool_fd
+            if fd is None:
+                raise ConfigError(
+                    "tensor-parallel: this system has no memfd, so ranks cannot share memory"
+                )
+            self._members = Members(folder, config, fd, on_rank_end)
+            pin_to_share(config, 0)
+            memory = self._members.memory
         weights = load_weights(
             folder.weight_files,
             model,
@@ -151,7 +185,7 @@ class ModelRunner:
             )
         elif kernels == "native":
             self._small = self._large = native = NativeDecoder(
-                model, weights, num_threads=config.num_threads, int8=int8
+                model, weights, num_threads=config.num_threads, int8=int8, memory=memory
             )
             self.kernels_name = f"native ({native.instructions or 'plain'})"
             # With invariant numerics, the bits still depend on the instruction set.
@@ -159,10 +193,17 @@ class ModelRunner:
                 name = native.instructions or ""
                 self.numerics_name = f"invariant-{_FP32_AS.get(name, name)}"
             widens = dtype_name == "bfloat16" and not native.multiplies_bf16
-            if widens and has_bfloat16(self.device) and not int8 and not keeps:
+            if widens and has_bfloat16(self.device) and not int8 and not keeps and not memory:
                 self._large = TorchSteps(model, weights, config.numerics)
         else:
             self._small = self._large = TorchSteps(model, weights, config.numerics)
+        if self._members is not None:
+            self._members.wait_until_loaded()
+
+    def close(self) -> None:
+        """Ends the other ranks, if there are any. The runner cannot be used any more."""
+        if self._members is not None:
+            self._members.close()
 
     @property
     def native(self) -> NativeDecoder | None:
@@ -189,8 +230,7 @@ class ModelRunner:
         """
         layout = self.layout(*num_blocks)
         if self.device.type == "cpu":
-            pages = own_pages if self._pool_fd is None else partial(size_shared, self._pool_fd)
-            self.kv = torch.frombuffer(pages(layout.pool_bytes), dtype=torch.uint8)
+            self.kv = torch.frombuffer(self._pages(layout.pool_bytes), dtype=torch.uint8)
         else:
             self.kv = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=self.device)
         parts = torch.split(self.kv, [group.layout.pool_bytes for group in layout.groups])
@@ -200,6 +240,14 @@ class ModelRunner:
         ]
         if self._triton is not None:
             self._triton.prepare(self.pools)
+        if self._members is not None:
+            self._members.memory.post(messages.Allocate(num_blocks))
+
+    def _pages(self, num_bytes: int) -> mmap.mmap:
+        if self._pool_fd is None:
+            return own_pages(num_bytes)
+        # A rank keeps the descriptor, because it may allocate the pool again.
+        return size_shared(os.dup(self._pool_fd) if self._is_rank else self._pool_fd, num_bytes)
 
     def _static_of(self, group: KvGroup) -> StaticKv | None:
         if self._static_kv is None:
@@ -230,10 +278,14 @@ class ModelRunner:
         )
         native = self.native
         packed = native.pack_adapter(weights) if native is not None else None
+        if self._members is not None:
+            self._members.load_adapter(adapter)
         return LoadedAdapter(weights, packed)
 
     def add_adapter(self, loaded: LoadedAdapter) -> None:
         """Makes an adapter available to the slices of batches. Must not be called during a step."""
+        if self._members is not None:
+            self._members.memory.post(messages.AddAdapter(loaded.weights.digest))
         if isinstance(self._small, NativeDecoder):
             assert loaded.packed is not None
             self._small.adapters.add(loaded.packed)
@@ -245,6 +297,8 @@ class ModelRunner:
 
     def drop_adapter(self, digest: str) -> None:
         """Frees an adapter that no slice uses any more. Must not be called during a step."""
+        if self._members is not None:
+            self._members.memory.post(messages.DropAdapter(digest))
         for steps in (self._small, self._large):
             if isinstance(steps, NativeDecoder):
                 steps.adapters.drop(digest)
@@ -258,6 +312,11 @@ class ModelRunner:
         step."""
         self._last = self._small if batch.num_tokens <= _NATIVE_TOKENS_MAX else self._large
         return self._last.forward(batch, self.pools, on_kv_written)
+
+    def compute_share(self, sent: SentStep, numbers_address: int) -> None:
+        """Computes this rank's share of a step that rank 0 has sent."""
+        assert self.native is not None
+        self.native.compute_share(sent, numbers_address, self.pools)
 
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
@@ -300,7 +359,10 @@ def _static_kv(folder: ModelFolder, kv_dtype: str) -> StaticKv | None:
 
 def _choose_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda: torch finds no CUDA device; use device=cpu")
+        raise ConfigError(
+            "device=cuda: torch finds no CUDA device; use device=cpu, or run `tandem doctor` to "
+            "check the driver"
+        )
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(wanted)

@@ -49,8 +49,8 @@ def check_spec(
         # A prompt of text can have unknown ids too, if the tokenizer has tokens for which the model
         # has no embedding.
         raise BadRequest(
-            f"token ids are from {min(spec.token_ids)} to {max(spec.token_ids)}; those of the "
-            f"model are from 0 to {vocab_size - 1}",
+            f"the token ids of the prompt are from {min(spec.token_ids)} to "
+            f"{max(spec.token_ids)}; the model's token ids are from 0 to {vocab_size - 1}",
             param="prompt",
         )
     max_tokens = spec.sampling.max_tokens
@@ -99,15 +99,15 @@ def _check_edits(spec: SequenceSpec, vocab_size: int) -> None:
     for name, token_ids in named.items():
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             raise BadRequest(
-                f"{name} has token ids from {min(token_ids)} to {max(token_ids)}; the model has "
-                f"those from 0 to {vocab_size - 1}",
+                f"{name} has token ids from {min(token_ids)} to {max(token_ids)}; the model's "
+                f"token ids are from 0 to {vocab_size - 1}",
                 param=name,
             )
 
 
 def _check_budget(budget: KvBudget, layout: KvLayout, why_no_budgets: str) -> None:
     if all(group.window is not None for group in layout.groups):
-        why_no_budgets = "all layers of the model have a sliding window already"
+        why_no_budgets = "all layers of the model already have a sliding window"
     if why_no_budgets:
         raise BadRequest(f"kv_budget is not supported here: {why_no_budgets}", param="kv_budget")
     check_budget(budget)

@@ -80,6 +80,7 @@ class Deadlines:
 
 def _overloaded(late_s: float) -> Overloaded:
     return Overloaded(
-        f"this worker would send the first token of the request {late_s:.1f} s too late",
+        f"this worker would send the first token of the request {late_s:.1f} s after the limit "
+        "(--ttft-limit)",
         retry_after_s=late_s,
     )

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from tandem.common.config.engine import EngineConfig
-from tandem.common.kv_tiers import DISK, HOST, STORE
+from tandem.common.kv_tiers import DISK, HOST, KV_TIERS, STORE
+from tandem.common.options import option_name
 from tandem.engine.cache.kv_cache import KvCache
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.tiers.device.blocks import BlocksInPlace, DeviceBlocks
@@ -87,23 +87,32 @@ def _host_storages(inputs: TierInputs) -> list[Storage]:
 
 
 def _disk_storages(inputs: TierInputs) -> list[Storage]:
-    config, layout = inputs.config, inputs.layout
+    return _storages_in_files(DISK, "kv-disk-size", inputs.config.kv_disk_bytes, inputs)
+
+
+def _storages_in_files(
+    name: str, size_option: str, num_bytes: int, inputs: TierInputs
+) -> list[Storage]:
+    """Returns the storages of a tier in files: `num_bytes` in the folder that the tier's option
+    names. Errors name `size_option` if this is not enough."""
+    layout = inputs.layout
+    option = next(tier.option for tier in KV_TIERS if tier.name == name)
     sizes = [group.layout.block_bytes for group in layout.groups]
     slots = [RECORD_BYTES + inputs.seals[0].num_extra_bytes + size for size in sizes]
-    parts = _divide(
-        "kv-disk-size", config.kv_disk_bytes, layout, slots, HEADER_BYTES * len(layout.groups)
-    )
+    parts = _divide(size_option, num_bytes, layout, slots, HEADER_BYTES * len(layout.groups))
     storages: list[DiskStorage] = []
     for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
         storages.append(
             DiskStorage(
-                Path(config.kv_disk_path).expanduser(),
+                inputs.config.tier_folders[option],
                 bytes_max=HEADER_BYTES + part,
                 block_bytes=size,
                 identity=inputs.identities[number],
                 seal=inputs.seals[number],
                 group=number,
                 folder=storages[0].folder if storages else None,
+                name=name,
+                option=option_name(option),
             )
         )
     return list(storages)

@@ -225,7 +225,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
     if not isinstance(named, list) or not isinstance(first, str) or first not in FAMILIES:
         raise UnsupportedModel(
             f"architecture {first!s:.80} is not supported; supported are {', '.join(FAMILIES)}, "
-            "and text parts of multimodal models of these"
+            "and the text parts of multimodal models of these architectures"
         )
     architecture = first
     kind = config.get("model_type")

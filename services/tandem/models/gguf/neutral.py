@@ -69,7 +69,8 @@ _READ: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
 
 
 def check_neutral(metadata: GgufMetadata) -> None:
-    """Raises UnsupportedModel naming a key that would change results and is not read."""
+    """Raises UnsupportedModel if a key that Tandem does not read has a value that would change the
+    model's results. The error names the key."""
     of_all = {**_NEUTRAL, **_READ.get(metadata.architecture, {})}
     for key, allowed in of_all.items():
         if allowed is None or (value := metadata.of_model(key, None)) is None:

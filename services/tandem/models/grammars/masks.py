@@ -146,7 +146,7 @@ class GrammarMatcher:
             self._counted_until = now + SKIP_S
         if self.num_skipped <= SKIPS_MAX:
             return ""
-        return f"the form of its next token took more than {SKIPS_MAX} steps to compute"
+        return f"computing which tokens are allowed next took longer than {SKIPS_MAX} steps"
 
     def find_forced(self) -> int | None:
         """Returns the next token if the grammar forces one. Returns None if the grammar allows

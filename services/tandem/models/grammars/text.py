@@ -99,7 +99,7 @@ def _form_text(wanted: StructuredOutput) -> str:
 def refused(field: str, why: str) -> BadRequest:
     """Makes the error for a response format that cannot be used; `why` is shortened to one line."""
     reason = next((line for line in why.splitlines() if line.strip()), "it is too deeply nested")
-    return BadRequest(f"{field} cannot be followed: {reason[:300]}", param=field)
+    return BadRequest(f"{field} cannot be used: {reason[:300]}", param=field)
 
 
 def embedded_schema(schema: object, *, is_lenient: bool) -> str:
@@ -200,8 +200,9 @@ def _check_divisors(divisors: list[int]) -> None:
     work = max(sum(d for d in divisors if d > 1), reduce(_lcm, divisors, 1))
     if work > DIVISORS_MAX:
         raise ValueError(
-            "its values of multipleOf are too large: without decimal point and trailing zeros, "
-            f"their sum and their least common multiple must be at most {DIVISORS_MAX}"
+            "its numbers in multipleOf are too large: as integers, without decimal point and "
+            "trailing zeros, both their sum and their least common multiple must be at most "
+            f"{DIVISORS_MAX}"
         )
 
 

@@ -85,8 +85,8 @@ class BodyBudget:
             silent = held.longest_silent(now)
             if silent is None or silent is body:
                 raise TooManyRequests(
-                    f"request bodies of your address have {held.num_bytes} bytes that are not "
-                    f"parsed yet; at most {self._of_address_max} are accepted",
+                    f"request bodies from your address have {held.num_bytes} bytes that are not "
+                    f"parsed yet; at most {self._of_address_max} are accepted; try again later",
                     retry_after_s=_RETRY_AFTER_S,
                 )
             self._revoke(silent)

@@ -105,7 +105,7 @@ class KeyService:
                 await self._registry.remove(self._router_id)
             except UNREACHABLE:
                 log.info(
-                    "Redis does not answer, so the record of this router stays there for an hour"
+                    "Redis does not answer, so the record of this router stays in Redis for an hour"
                 )
 
     async def refresh(self, own_url: str) -> None:
@@ -180,7 +180,10 @@ class KeyService:
             redis = ""
         except UNREACHABLE as error:
             self._is_behind = True
-            redis = f"Redis does not answer; it is written when it answers again: {error!r}"
+            redis = (
+                "Redis does not answer; this router writes the revocation when Redis answers "
+                f"again: {error!r}"
+            )
         routers = dict(zip(self._others, await sending, strict=True))
         return Revocation(key_id, redis, {self._router_id: "", **routers})
 

@@ -283,7 +283,8 @@ class Registry:
         found = await self._redis.get(key)
         if found is not None and (differences := _differences(compatibility, _bytes(found))):
             raise Incompatible(
-                "this worker cannot join the cluster: its " + "; its ".join(differences)
+                f"this worker cannot join the cluster: its {'; its '.join(differences)}. All "
+                "workers of a cluster need the same model and the same KV options"
             )
 
     async def write(self, record: WorkerRecord, loan: str = "") -> None:
@@ -413,7 +414,12 @@ class Registry:
     def _leave_out(self, worker_id: str, problems: list[str]) -> None:
         if worker_id not in self._left_out:
             self._left_out.add(worker_id)
-            logger.warning("worker %s is ignored: its %s", worker_id, "; its ".join(problems))
+            logger.warning(
+                "worker %s is ignored, because it cannot exchange KV blocks with the cluster's "
+                "workers: its %s",
+                worker_id,
+                "; its ".join(problems),
+            )
 
     async def _drop(self, worker_ids: list[str]) -> None:
         keys = [self._workers_key, self._compatibility_key, *map(self._record_key, worker_ids)]
@@ -436,8 +442,8 @@ def _differences(mine: KvCompatibility, cluster: bytes) -> list[str]:
         return mine.differences(msgspec.msgpack.decode(cluster, type=KvCompatibility))
     except UNREADABLE as error:
         return [
-            "version of Tandem is not the cluster's: the KV compatibility of the cluster has other "
-            f"fields: {error}"
+            "version of Tandem is not the cluster's (the cluster's record of the KV format has "
+            f"other fields: {error})"
         ]
 
 

@@ -85,7 +85,7 @@ def memlock(host: HostFiles) -> Finding:
     if limit == resource.RLIM_INFINITY:
         return Finding("memlock", "unlimited")
     if host.has_capability(_CAP_IPC_LOCK):
-        return Finding("memlock", "unlimited by IPC_LOCK")
+        return Finding("memlock", "unlimited, because the process has the capability IPC_LOCK")
     found = f"{limit / 1e6:.1f} MB"
     has_rdma = host_identity(root=host.root, environment=host.environment).rdma
     if not has_rdma or limit >= read_memory().total_bytes:

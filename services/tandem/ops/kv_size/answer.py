@@ -106,7 +106,8 @@ def _workers(
     ]
     if blocks == [0]:
         raise BadRequest(
-            f"--memory {options.memory:g}: the weights and --reserve leave no room for a KV block"
+            f"--memory {options.memory:g}: the weights and --reserve leave no room for a KV "
+            "block; raise --memory or --tensor-parallel, or lower --reserve"
         )
     load = SteadyLoad(
         requests_per_s=options.rate,

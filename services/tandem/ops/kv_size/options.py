@@ -51,19 +51,20 @@ class KvSizeOptions(Options):
     kv_dtype: str = "bfloat16"
     """Data type of the KV pool, for the tables that do not compare data types."""
     dtype: Computed = "bfloat16"
-    """Data type of the computation. The rotated keys of latent attention have it even in int8
-    KV."""
+    """Data type of the computation. With int8 KV, the rotary keys of latent attention are still
+    stored in this type."""
     tensor_parallel: Annotated[tuple[int, ...], by_comma("N,...", _parse_ranks)] = (1,)
-    """Numbers of tensor-parallel ranks to compare. The needed workers are computed for the
-    first."""
+    """Tensor-parallel degrees to compare, such as 1,2,4. The number of workers for --rate is
+    computed for the first degree."""
     memory: NotNegative = 0.0
-    """Memory of one device in GiB, with one device for each rank. 0: not computed."""
+    """Memory of one device in GiB, to compute how many tokens fit. Each tensor-parallel rank has
+    one device. 0: not computed."""
     weights: Weights = "bfloat16"
-    """Data type of the weights in --memory."""
+    """Data type of the weights, which take a part of --memory."""
     reserve: NotNegative = 1.0
     """GiB of --memory that activations and libraries need."""
     rate: NotNegative = 0.0
-    """Requests per second, for which the needed workers are computed. 0: not computed."""
+    """Load in requests per second, to compute how many workers it needs. 0: not computed."""
     prompt: Positive = 1024
     """Number of prompt tokens in each request of --rate."""
     completion: Positive = 256

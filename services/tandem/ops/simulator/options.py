@@ -49,9 +49,9 @@ class SimulateOptions(Options):
     kv_host_memory: Count = 0
     """Host memory of each worker for copies of KV blocks, in bytes. 0: none."""
     kv_disk_size: Count = 0
-    """Disk of each worker for copies of KV blocks, in bytes. 0: none."""
+    """Disk space of each worker for copies of KV blocks, in bytes. 0: none."""
     kv_store: Switch = False
-    """All workers share an object store for copies of KV blocks."""
+    """Simulate an object store for copies of KV blocks, which all workers share."""
     kv_tier_policy: KvTierPolicy = "value"
     """Which evicted blocks are copied, and which copies are dropped first, as for `tandem
     worker`."""
@@ -70,23 +70,23 @@ class SimulateOptions(Options):
     """Loads in percent of what the workers can serve, separated by commas. trace: the recorded
     load."""
     requests: Count = 0
-    """Number of requests. The trace is cut, or copies with other prefixes are added. 0: as
-    recorded."""
+    """Number of requests. A longer trace is cut; a shorter one is extended by copies with other
+    prefixes. 0: as recorded."""
     seeds: Positive = 1
     """Number of runs of each policy and load, each with other random numbers."""
     rates: Text = ""
     """JSON file with the measured speeds of a worker. Default: a guess."""
     rate_error: NotNegative = 0.3
-    """Largest relative error of the worker speeds that policies know."""
+    """Largest relative error of the worker speeds that the policies assume, such as 0.3 for 30%."""
     cores: NotNegative = 0.0
     """Number of cores of one machine that all workers share. 0: each worker has its own."""
     report_age: NotNegative = 500.0
-    """Age of the workers' load reports that policies use, in ms."""
+    """Age, in ms, of the load reports that the policies use."""
     shift_s: Seconds = 0.0
-    """Start this many seconds into the trace."""
+    """Start the replay this many seconds into the trace; the skipped requests come at its end."""
     rename: Text = ""
-    """Any text: prefixes of the trace get other hashes, made with this text, so that none matches
-    the original trace. Empty: they keep their hashes."""
+    """Text that changes the hashes of all prefixes, so that no prefix matches the original trace.
+    Empty: the hashes stay the same."""
     fault: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
     """Fault as SECONDS:WORKER:down or up, such as 60:decode-0:down; may be given several times."""
     slo_ttft: NotNegative = 2000.0
@@ -100,7 +100,7 @@ class SimulateOptions(Options):
     admission: bool = True
     """Refuse requests whose predicted time to the first token exceeds --slo-ttft."""
     day: Count = 0
-    """Number of requests that are spread over one day with a typical daily load. 0: off."""
+    """Simulate one day with this many requests and a typical daily load. 0: off."""
     autoscale: Switch = False
     """The pool sizes follow the load, from 1 worker to --prefill and --decode workers."""
     cold_start_s: Seconds = 90.0
@@ -114,7 +114,7 @@ class SimulateOptions(Options):
         names = POLICIES if self.policies == "all" else tuple(self.policies.split(","))
         if unknown := set(names) - set(POLICIES):
             raise UsageError(
-                f"--policies names unknown policies: {', '.join(sorted(unknown))}; allowed are "
+                f"--policies has unknown names: {', '.join(sorted(unknown))}; allowed are "
                 f"{', '.join(POLICIES)}"
             )
         return names

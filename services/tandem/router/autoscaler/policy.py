@@ -256,12 +256,12 @@ class Autoscaler:
         horizon_s = config.cold_start_s + config.interval_s
         line = (
             f"{role} {pool.wanted} -> {to} because of {why}: {wanted} wanted, {least} to {most} "
-            f"allowed{', held back: ' + held if held else ''}; load {load.now:.2f}, in "
-            f"{horizon_s:.0f} s {load.ahead:.2f}, p{config.load_quantile * 100:.0f} "
-            f"{load.bound:.2f}, at most {config.utilization:g} per worker; ttft "
-            f"p{config.slo_quantile * 100:.0f} "
+            f"allowed{', held back: ' + held if held else ''}; load now {load.now:.2f} workers, "
+            f"predicted in {horizon_s:.0f} s {load.ahead:.2f}, "
+            f"p{config.load_quantile * 100:.0f} of the prediction {load.bound:.2f}, target "
+            f"{config.utilization:g} per worker; ttft p{config.slo_quantile * 100:.0f} "
             f"{quantile(recent.ttft, config.slo_quantile):g} and itl "
-            f"{quantile(recent.itl, config.slo_quantile):g} of their limits; {pool.num_ready} "
+            f"{quantile(recent.itl, config.slo_quantile):g} of their targets; {pool.num_ready} "
             f"ready, {pool.queued_s:.1f} s queued, {pool.num_waiting} waiting, KV "
             f"{pool.kv_use:.0%} full"
         )

@@ -21,26 +21,31 @@ class IndexMetrics(MetricSet, Collector):
 
     lookups = counter(
         "tandem_prefix_lookups",
-        "Look-ups in the prefix tree: hit (some worker has a part), miss, failed",
+        "Look-ups in the prefix tree: hit (a worker has some of the blocks), miss or failed",
         "outcome",
     )
     lookup_s = histogram(
-        "tandem_prefix_lookup_seconds", "Of a look-up that was answered", _LOOKUP_S
+        "tandem_prefix_lookup_seconds",
+        "Duration of the look-ups in the prefix tree that were answered, in seconds",
+        _LOOKUP_S,
     )
     predicted = counter(
         "tandem_prefix_tokens_predicted",
-        "Tokens predicted to be cached at the workers that were used",
+        "Tokens that the prefix tree predicted to be cached at the chosen workers",
     )
-    found = counter("tandem_prefix_tokens_found", "Of those, the ones that were")
+    found = counter(
+        "tandem_prefix_tokens_found",
+        "Predicted tokens that really were cached at the chosen workers",
+    )
     alarms = counter(
         "tandem_prefix_index_alarms",
-        "Workers whose entries were not believed any more: hits, audit or silent",
+        "Alarms about a worker's entries in the prefix tree: hits, audit or silent",
         "worker",
         "kind",
     )
     audited = counter(
         "tandem_prefix_index_audited_entries",
-        "Entries compared with what workers hold: same, missing in the tree, stale in it",
+        "Audited entries of the prefix tree: same, missing in the tree, or stale in the tree",
         "outcome",
     )
 
@@ -58,25 +63,30 @@ class IndexMetrics(MetricSet, Collector):
         if stats is None:
             return
         for name, text, value in (
-            ("entries", "Blocks in the tree", stats.num_entries),
-            ("bytes", "Memory of Redis that they take, by a sample", stats.num_bytes),
+            ("entries", "Blocks in the prefix tree", stats.num_entries),
+            (
+                "bytes",
+                "Memory of Redis that the prefix tree's blocks take, in bytes, estimated from a "
+                "sample",
+                stats.num_bytes,
+            ),
         ):
             yield GaugeMetricFamily(f"tandem_prefix_index_{name}", text, value=value)
         yield CounterMetricFamily(
             "tandem_prefix_index_swept",
-            "Entries that lost the bit of a worker that was dropped",
+            "Entries of the prefix tree that were cleared because their worker was dropped",
             value=stats.num_swept,
         )
         workers = sorted(stats.workers.items())
         yield gauges(
             "tandem_prefix_index_worker_blocks",
-            "A worker's blocks in the tree",
+            "Blocks of each worker in the prefix tree",
             ["worker"],
             [((name,), worker.num_blocks) for name, worker in workers],
         )
         yield gauges(
             "tandem_prefix_index_worker_silent_seconds",
-            "Since a worker's log last moved; a healthy one moves each second",
+            "Seconds since the worker last published; a healthy worker publishes every second",
             ["worker"],
             [((name,), worker.silent_s) for name, worker in workers],
         )

@@ -277,8 +277,8 @@ class Limiter:
         was_emptied = tenant.was_written and not reply.was_known
         if self._is_away or (was_emptied and not self._is_alone):
             log.warning(
-                "Redis answers again or was emptied: the routers enforce the limits of API keys "
-                "together again in %g s",
+                "Redis was away or was emptied. For %g s more, each router enforces its share of "
+                "the limits of API keys alone; after that, all routers enforce them together",
                 RETURN_S,
             )
             self._is_away = False

@@ -11,16 +11,18 @@ OTHER = "other"
 class TenantMetrics(MetricSet):
     """Counters of tenants' served requests, of their tokens, and of requests refused by limits."""
 
-    requests = counter("tandem_tenant_requests", "Requests that were served", "tenant")
+    requests = counter(
+        "tandem_tenant_requests", "Requests of the tenant that were served", "tenant"
+    )
     tokens = counter(
         "tandem_tenant_tokens",
-        "Tokens of these requests: prompt, cached (part of prompt), completion",
+        "Tokens of the tenant's served requests: prompt, cached (part of prompt) and completion",
         "tenant",
         "kind",
     )
     refusals = counter(
         "tandem_tenant_limit_refusals",
-        "Requests refused by a limit: requests, tokens or concurrent",
+        "Requests of the tenant that a limit refused: requests, tokens or concurrent",
         "tenant",
         "limit",
     )

@@ -65,19 +65,19 @@ class GenAiMetrics:
         self._duration_s = meter.create_histogram(
             "gen_ai.server.request.duration",
             "s",
-            "From the checked request to its end",
+            "Time from the checked request to its end",
             explicit_bucket_boundaries_advisory=_DURATION_S,
         )
         self._ttft_s = meter.create_histogram(
             "gen_ai.server.time_to_first_token",
             "s",
-            "From the checked request to its first token",
+            "Time from the checked request to its first token",
             explicit_bucket_boundaries_advisory=_TTFT_S,
         )
         self._tpot_s = meter.create_histogram(
             "gen_ai.server.time_per_output_token",
             "s",
-            "Mean time between a request's tokens after its first",
+            "Mean time between the tokens of a request after its first token",
             explicit_bucket_boundaries_advisory=_TPOT_S,
         )
 

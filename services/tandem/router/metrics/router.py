@@ -39,10 +39,22 @@ if TYPE_CHECKING:
 _TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 _HTTP_S = (0.1, 0.5, 1, 10, 60)
 _OF_WORKERS: tuple[tuple[str, str, Callable[[WorkerSnapshot], float]], ...] = (
-    ("worker_up", "1 when it may be placed on", lambda w: w.usable),
-    ("worker_num_requests_running", "Sequences in its batch", lambda w: w.load.num_running),
-    ("worker_num_requests_waiting", "Sequences in its queue", lambda w: w.load.num_waiting),
-    ("worker_kv_cache_usage_perc", "KV blocks in use, 0 to 1", lambda w: w.load.kv_use),
+    ("worker_up", "1 if the worker is usable for this router, otherwise 0", lambda w: w.usable),
+    (
+        "worker_num_requests_running",
+        "Sequences in the worker's batch",
+        lambda w: w.load.num_running,
+    ),
+    (
+        "worker_num_requests_waiting",
+        "Sequences in the worker's queue",
+        lambda w: w.load.num_waiting,
+    ),
+    (
+        "worker_kv_cache_usage_perc",
+        "Share of the worker's KV pool that sequences use, from 0 to 1",
+        lambda w: w.load.kv_use,
+    ),
 )
 
 
@@ -50,28 +62,32 @@ class Metrics(MetricSet):
     """Counters and histograms that the request path updates."""
 
     ttft_s = histogram(
-        "tandem_time_to_first_token_seconds", "From the checked request to its first token", TTFT_S
+        "tandem_time_to_first_token_seconds",
+        "Seconds from the checked request to its first token",
+        TTFT_S,
     )
-    itl_s = histogram("tandem_inter_token_latency_seconds", "Between tokens of one request", ITL_S)
+    itl_s = histogram(
+        "tandem_inter_token_latency_seconds", "Seconds between two tokens of a request", ITL_S
+    )
     e2e_s = histogram(
-        "tandem_e2e_request_latency_seconds", "From the checked request to its end", E2E_S
+        "tandem_e2e_request_latency_seconds", "Seconds from the checked request to its end", E2E_S
     )
     prepare_s = histogram(
         "tandem_request_prepare_seconds",
-        "Rendering, tokenizing and hashing, off the event loop",
+        "Seconds in which the router renders, tokenizes and hashes the prompt",
         ITL_S,
     )
     tpot_s = histogram(
         "tandem_request_time_per_output_token_seconds",
-        "Mean time between a request's tokens after its first",
+        "Mean seconds between the tokens of a request after its first token",
         ITL_S,
     )
     decode_s = histogram(
-        "tandem_request_decode_seconds", "From a request's first token to its last", E2E_S
+        "tandem_request_decode_seconds", "Seconds from a request's first token to its last", E2E_S
     )
     stage_s = histogram(
         "tandem_request_stage_seconds",
-        "Where the time of requests that ended well went (docs/operations.md)",
+        "Seconds in each stage of requests that ended well (docs/operations.md)",
         TTFT_S,
         "stage",
     )
@@ -79,18 +95,24 @@ class Metrics(MetricSet):
         "tandem_request_prompt_tokens", "Prompt tokens of requests that ended well", _TOKENS
     )
     request_generation_tokens = histogram(
-        "tandem_request_generation_tokens", "Tokens made for requests that ended well", _TOKENS
+        "tandem_request_generation_tokens", "Output tokens of requests that ended well", _TOKENS
     )
-    prompt_tokens = counter("tandem_prompt_tokens", "Prompt tokens of ended requests")
-    generation_tokens = counter("tandem_generation_tokens", "Tokens made and sent")
-    cached_tokens = counter("tandem_prompt_tokens_cached", "Prompt tokens whose KV was reused")
+    prompt_tokens = counter("tandem_prompt_tokens", "Prompt tokens of requests that ended well")
+    generation_tokens = counter(
+        "tandem_generation_tokens", "Output tokens that were sent to clients"
+    )
+    cached_tokens = counter(
+        "tandem_prompt_tokens_cached",
+        "Prompt tokens, of requests that ended well, whose KV was reused",
+    )
     cached_by_tier = counter(
         "tandem_prompt_tokens_cached_by_tier",
-        "Of those, the ones at workers with KV tiers, by where the KV was",
+        "Prompt tokens whose KV was reused at workers with KV tiers, by where the KV was",
         "tier",
     )
     pulled_bytes = counter(
-        "tandem_kv_pulled_bytes", "KV that decode workers pulled for requests that ended well"
+        "tandem_kv_pulled_bytes",
+        "Bytes of KV that decode workers pulled for requests that ended well",
     )
     requests = counter(
         "tandem_requests",
@@ -107,15 +129,16 @@ class Metrics(MetricSet):
     )
     http_request_duration_s = histogram(
         "tandem_http_request_duration_seconds",
-        "From the head of a call to the last byte of its answer",
+        "Seconds from the header of a call to the last byte of its answer",
         _HTTP_S,
         "method",
         "handler",
     )
-    requests_running = gauge("tandem_num_requests_running", "Requests inside this router")
+    requests_running = gauge("tandem_num_requests_running", "Requests that are open in this router")
     requests_pending = gauge(
         "tandem_num_requests_waiting",
-        "Requests that this router holds: a pool is empty, or tenants take turns",
+        "Requests that wait in this router, because no decode worker is usable or no worker has "
+        "capacity",
     )
     serving = gauge(
         "tandem_router_serving",
@@ -123,25 +146,31 @@ class Metrics(MetricSet):
     )
     lookups_failed = counter(
         "tandem_prefix_lookups_failed",
-        "Placements without the prefix tree: its deadline passed, or Redis is lost",
+        "Placements without the prefix tree, because the look-up was late or Redis is lost",
     )
     placements = counter(
-        "tandem_placements", "Submissions to workers, by why they went there", "reason"
+        "tandem_placements", "Submissions to workers by the reason of their placement", "reason"
     )
     picks = counter(
         "tandem_endpoint_picks",
-        "Requests at an endpoint picker, by why they went there, or the code of a refusal",
+        "Requests at an endpoint picker, by the reason of their placement or the code of the error",
         "reason",
     )
     hints = counter(
         "tandem_placement_hints",
-        "Requests with a picker's hint at a front: followed, other_worker or invalid",
+        "Requests with an endpoint picker's hint, at a router with --front-of: followed, "
+        "other_worker or invalid",
         "outcome",
     )
-    refusals = counter("tandem_worker_refusals", "Submissions that a worker did not take", "code")
+    refusals = counter(
+        "tandem_worker_refusals",
+        "Submissions that a worker refused, by the code of its error",
+        "code",
+    )
     migrations = counter(
         "tandem_request_migrations",
-        "Requests moved off a worker that was lost (crash) or leaves (drain)",
+        "Requests that moved to another worker, because their worker was lost (crash) or leaves "
+        "(drain)",
         "reason",
     )
 
@@ -220,25 +249,34 @@ class WorkerGauges(Collector):
             yield gauges(f"tandem_{name}", text, ["worker", "role"], rows)
         usable = Counted(w.role for w in workers if w.usable)
         roles = [((role,), usable[role]) for role in get_args(Role)]  # 0 for a role without workers
-        yield gauges("tandem_workers_usable", "Workers that may be placed on", ["role"], roles)
+        yield gauges("tandem_workers_usable", "Usable workers of each pool", ["role"], roles)
         pools = self._view.pool_watch
         sizes = [((name,), float(size)) for name, size in pools.sizes.items()]
-        text = "Processes of the pool that the owner of its size wants"
+        text = "Wanted number of processes of the pool, as set by the owner of its size"
         yield gauges("tandem_pool_size", text, ["pool"], sizes)
         ready = [((name,), float(number)) for name, number in pools.ready.items()]
-        text = "Workers of the pool that are ready, also those that are lent to the other pool"
+        text = "Ready workers of the pool, including workers that are lent to the other pool"
         yield gauges("tandem_pool_workers_ready", text, ["pool"], ready)
         problems = self._view.problems
         ill = [((r.worker_id, r.pool, r.problem), 1.0) for r in problems.rows if r.problem]
         labels = ["worker", "pool", "problem"]
-        yield gauges("tandem_worker_problem", "1 for what is wrong with a worker", labels, ill)
+        yield gauges(
+            "tandem_worker_problem",
+            "1 for each worker with a problem, which the label `problem` names",
+            labels,
+            ill,
+        )
         starts = [((name,), float(num)) for name, num in problems.num_starts.items()]
-        text = "Starts of its process by its agent after it had ended"
+        text = "Number of times that the worker's process was started again after it had ended"
         yield gauges("tandem_worker_starts", text, ["worker"], starts)
         control = self._view.control
         parts = (("head", control.head_is_gone), ("controller", control.controller_silent_s > 0))
         up = [((part,), float(not is_gone)) for part, is_gone in parts if control.is_kept]
-        text = "1 when Ray's head and the pool controller show signs of life"
+        text = (
+            "1 if Ray's head or the pool controller (label `part`) shows signs of life, otherwise 0"
+        )
         yield gauges("tandem_control_up", text, ["part"], up)
         redis_up = float(self._view.redis_state == "ok")
-        yield gauges("tandem_redis_up", "1 when Redis answers this router", (), [((), redis_up)])
+        yield gauges(
+            "tandem_redis_up", "1 if Redis answers this router, otherwise 0", (), [((), redis_up)]
+        )

@@ -27,34 +27,44 @@ _LABELS = ("model_name", "engine")
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineCounts], float]], ...] = (
     ("num_preemptions", "Sequences that were preempted", lambda c: c.num_preemptions),
     ("prefix_cache_queries", "Prompt tokens", lambda c: c.prompt_tokens),
-    ("prefix_cache_hits", "Those whose KV was in the pool", lambda c: c.cached_here),
+    (
+        "prefix_cache_hits",
+        "Prompt tokens whose KV was in the worker's KV pool",
+        lambda c: c.cached_here,
+    ),
     (
         "external_prefix_cache_queries",
-        "Those whose KV was not in the pool",
+        "Prompt tokens whose KV was not in the worker's KV pool",
         lambda c: c.prompt_tokens - c.cached_here,
     ),
     (
         "external_prefix_cache_hits",
-        "Those whose KV a tier or another worker had",
+        "Prompt tokens whose KV came from a KV tier or another worker",
         lambda c: c.cached_elsewhere,
     ),
     ("nixl_num_failed_transfers", "Pulls over NIXL that failed", lambda c: c.nixl.num_failed),
     (
         "nixl_num_failed_notifications",
-        "Leases whose release was not confirmed",
+        "Leases whose release the producer did not confirm",
         lambda c: c.nixl.num_unconfirmed,
     ),
     (
         "nixl_num_kv_expired_reqs",
-        "Leases of this worker's KV that ended without a release, also because a client left",
+        "Leases of this worker's KV that ended before the consumer released it, including "
+        "clients that left",
         lambda c: c.nixl.num_expired,
     ),
 )
 _NIXL: tuple[tuple[str, str, Sequence[float], Callable[[NixlCounts], Observed]], ...] = (
-    ("xfer_time_seconds", "Of whole pulls", PULL_S, lambda n: n.seconds),
-    ("post_time_seconds", "In which NIXL took a pull's reads", POST_S, lambda n: n.post_s),
-    ("bytes_transferred", "Bytes of a pull", PULL_BYTES, lambda n: n.num_bytes),
-    ("num_descriptors", "Blocks of a pull", PULL_BLOCKS, lambda n: n.num_blocks),
+    ("xfer_time_seconds", "Duration of whole pulls, in seconds", PULL_S, lambda n: n.seconds),
+    (
+        "post_time_seconds",
+        "Seconds in which NIXL took the reads of a pull",
+        POST_S,
+        lambda n: n.post_s,
+    ),
+    ("bytes_transferred", "Bytes of each pull", PULL_BYTES, lambda n: n.num_bytes),
+    ("num_descriptors", "KV blocks of each pull", PULL_BLOCKS, lambda n: n.num_blocks),
 )
 # vLLM's names for the sources of a prompt token's KV. KV that a prefill worker computed for this
 # request counts as `local_compute` although the decode worker pulls it.
@@ -76,7 +86,7 @@ def engine_metrics(workers: Sequence[WorkerRecord], model_name: str) -> Iterator
     yield _by_source(engines)
     yield _waiting(workers, model_name)
     steps = [(engine, Observed(c.step_tokens, c.steps)) for engine, c in engines]
-    yield _histogram("iteration_tokens_total", "Tokens of a step", STEP_TOKENS, steps)
+    yield _histogram("iteration_tokens_total", "Tokens of each engine step", STEP_TOKENS, steps)
     for name, text, bounds, read in _NIXL:
         observed = [(engine, read(counts.nixl)) for engine, counts in engines]
         yield _histogram(f"nixl_{name}", text, bounds, observed)
@@ -120,7 +130,7 @@ def _waiting(workers: Sequence[WorkerRecord], model_name: str) -> Metric:
     """
     gauge = GaugeMetricFamily(
         "vllm:num_requests_waiting_by_reason",
-        "Sequences that wait, by what for",
+        "Sequences that wait, by reason: capacity or deferred (for KV of another worker)",
         labels=(*_LABELS, "reason"),
     )
     for worker in workers:

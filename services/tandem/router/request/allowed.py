@@ -25,17 +25,21 @@ ALLOWED = {
     'and a content that is a string or a list of {"type": "text", "text": ...} parts',
     "tools": f'a list of at most {TOOLS_MAX} tools such as {{"type": "function", "function": '
     '{"name": ..., "parameters": ...}}',
-    "tool_choice": "auto or none; with tools also required, or one of the tools, such as "
-    '{"type": "function", "function": {"name": ...}}',
+    "tool_choice": "auto or none; if the request has tools, also required, or one of the tools, "
+    'such as {"type": "function", "function": {"name": ...}}',
     "function": "the name of one of the tools, and only with tool_choice=required",
     "parallel_tool_calls": "true or false",
     "reasoning_effort": f"one of {', '.join(REASONING_EFFORTS)}",
     "chat_template_kwargs": "an object with variables of the model's chat template",
-    "best_of": f"an integer from n to {CHOICES_MAX}, at most {CHOICES_MAX} for all prompts "
-    "together, and equal to n with stream=true, with use_beam_search and for a chat",
-    "use_beam_search": "true or false, and not true with stream=true",
-    "length_penalty": f"a number from {-LENGTH_PENALTY_MAX:g} to {LENGTH_PENALTY_MAX:g}, and 1 "
-    "without use_beam_search",
+    "best_of": (
+        f"an integer from n to {CHOICES_MAX}, and at most {CHOICES_MAX} for all prompts "
+        "together; it must equal n with stream=true, with use_beam_search and in a chat"
+    ),
+    "use_beam_search": "true or false; it cannot be true with stream=true",
+    "length_penalty": (
+        f"a number from {-LENGTH_PENALTY_MAX:g} to {LENGTH_PENALTY_MAX:g}, and without "
+        "use_beam_search only 1"
+    ),
     "kv_budget": 'an object such as {"policy": "sinks_window", "tokens": 1024, "sinks": 4}, with '
     f"the policy sinks_window or heavy_hitters, tokens from 1 to {BUDGET_TOKENS_MAX} and sinks "
     f"from 0 to tokens - 1 (by default {SINKS_DEFAULT})",
@@ -49,7 +53,7 @@ ALLOWED = {
     "stream_options": 'an object such as {"include_usage": true}, and only with stream=true',
     "return_token_ids": "true or false",
     "add_special_tokens": "true or false",
-    "add_generation_prompt": "true or false, and not true with continue_final_message",
+    "add_generation_prompt": "true or false; it cannot be true with continue_final_message=true",
     "continue_final_message": "true or false",
     "return_token_strs": "true or false",
     "tokens": "a list of token ids of the vocabulary, at most as many as the context has",

@@ -104,12 +104,13 @@ class Conversation:
             raise refusal("tools", why=f"a list of {len(self.tools)} tools")
         if self.tool_choice == "required" and not self.tools:
             raise BadRequest(
-                f"{refusal('tool_choice').message}; it is required, but there are no tools",
+                f"{refusal('tool_choice').message}; it is required, but the request has no tools",
                 param="tool_choice",
             )
         if self.only_tool and not self.callable_tools:
             raise BadRequest(
-                f"{refusal('tool_choice').message}; no tool has the name {shorten(self.only_tool)}",
+                f"{refusal('tool_choice').message}; the request has no tool with the name "
+                f"{shorten(self.only_tool)}",
                 param="tool_choice",
             )
         if self.reasoning_effort not in (None, *REASONING_EFFORTS):

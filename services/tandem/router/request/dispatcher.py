@@ -172,7 +172,7 @@ class Dispatcher:
                     if job.parent is not None and not job.progress.num_lost:
                         raise
                     raise lost_for_good(
-                        job, f"no other worker accepted it; {error.message}"
+                        job, f"no other worker accepted the request; {error.message}"
                     ) from error
                 await asyncio.sleep(min(error.retry_after_s or math.inf, RETRY_AFTER_DEFAULT_S))
                 routing.clear_refusals()

@@ -269,7 +269,10 @@ class Generator:
                 request.request_id,
                 extra=about,
             )
-            hidden = InternalError(f"an error inside the router: {type(error).__name__}")
+            hidden = InternalError(
+                f"an internal error of the router ({type(error).__name__}); the router's log "
+                "shows the cause"
+            )
             record.fail(hidden)
             raise hidden from error
         finally:

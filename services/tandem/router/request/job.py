@@ -296,8 +296,8 @@ class Routing:
     promise: Promise | None = None
     # Latest useful time of the first token. Workers may refuse a job that would miss this time.
     first_token_by: float = math.inf
-    # Time since which an accepted job has had no worker. None: a worker has the job, or no worker
-    # has accepted the job yet.
+    # When an admitted job began to wait for a worker. None: a worker has the job, or the job is not
+    # admitted yet. An admitted job waits where a new one would be refused.
     unassigned_since: float | None = None
     leaves: str = ""  # id of the worker from which the job migrates now; "": no migration runs
     # After a failed migration: the earliest time of the next attempt to migrate.

@@ -164,6 +164,6 @@ def raise_if_refused(job: Job, adapter: Adapter | None, can_decode: Callable[[],
         raise routing.cannot_take
     if adapter is not None and can_decode():
         raise AdapterUnavailable(
-            f"no decode worker can load the adapter {adapter.name!r} now",
+            f"no decode worker can load the adapter {adapter.name!r} now; try again later",
             retry_after_s=RETRY_AFTER_DEFAULT_S,
         )

@@ -241,13 +241,13 @@ class AutoscaleGauges(Collector):
         decisions = self._view.decisions
         yield gauges(
             "tandem_desired_workers",
-            "Size that the pool should have now",
+            "Size that the autoscaler wants for the pool now",
             ["role"],
             [((d.role,), d.to) for d in decisions],
         )
         yield gauges(
             "tandem_wanted_workers",
-            "Size that its signals ask for, before it is kept steady",
+            "Size that the autoscaler's signals ask for, before it is stabilized",
             ["role", "reason"],
             [((d.role, d.why), d.wanted) for d in decisions],
         )

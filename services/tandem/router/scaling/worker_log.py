@@ -25,7 +25,7 @@ async def read_worker_log(
     except WorkerNotFound:
         if (gone := control.view.gone.get(worker_id)) is None:
             raise
-        message = f"{worker_id} has no process that could send its log; {_place_of(gone.record)}"
+        message = f"{worker_id} has ended, so it cannot send its log; {_place_of(gone.record)}"
         raise WorkerNotFound(message) from None
     try:
         reply = await control.call(record, "ReadLog", pb.ReadLogRequest(after=str(after)))

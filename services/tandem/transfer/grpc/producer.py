@@ -70,7 +70,8 @@ class BlockServer:
         if request.num_bytes > PROBE_BYTES_MAX:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"a probe has at most {PROBE_BYTES_MAX} bytes, not {request.num_bytes}",
+                f"a measurement may request at most {PROBE_BYTES_MAX} bytes, not "
+                f"{request.num_bytes}",
             )
         zeros = bytes(min(request.num_bytes, MESSAGE_BYTES))
         whole = encode([zeros])

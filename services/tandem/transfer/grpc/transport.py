@@ -86,9 +86,14 @@ class GrpcTransport:
             async for message in call:
                 received += len(decode(message))
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, ValueError) as error:
-            raise LeaseLost(f"a probe failed: {_describe(error)}") from None
+            raise LeaseLost(
+                f"a measurement of the gRPC connection failed: {_describe(error)}"
+            ) from None
         if received != num_bytes:
-            raise LeaseLost(f"a probe returned {received} bytes instead of {num_bytes}")
+            raise LeaseLost(
+                f"a measurement of the gRPC connection returned {received} bytes instead of "
+                f"{num_bytes}"
+            )
         return time.monotonic() - started
 
     async def pull(self, pull: BlockPull) -> float:
@@ -142,15 +147,21 @@ class GrpcTransport:
                     data = decode(message)
                     num_blocks = pool.spans.count(blocks.block_ids[first : part.stop], len(data))
                     if not num_blocks:
-                        raise LeaseLost(f"{self._worker_id} sent bytes that are not whole blocks")
+                        raise LeaseLost(
+                            f"{self._worker_id} sent bytes that are not a whole number of KV blocks"
+                        )
                     pool.write(blocks, first, data)
                     first += num_blocks
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, ValueError) as error:
-            raise LeaseLost(f"fetching blocks from {self._worker_id}: {_describe(error)}") from None
+            raise LeaseLost(
+                f"KV blocks could not be fetched from {self._worker_id}: {_describe(error)}"
+            ) from None
         finally:
             call.cancel()
         if first != part.stop:
-            raise LeaseLost(f"{self._worker_id} did not send {part.stop - first} of the blocks")
+            raise LeaseLost(
+                f"{self._worker_id} did not send {part.stop - first} of the requested KV blocks"
+            )
 
     def _call(self, stream: int, method: str, request: Any, deadline_s: float) -> Any:
         channel = self._channels.get(stream)

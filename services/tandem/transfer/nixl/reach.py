@@ -41,8 +41,8 @@ class Reach(Enum):
     RDMA = "both have an active RDMA port"
     TCP = "plain TCP: anyone who reaches a worker's UCX port can write to the engine's memory"
     NOTHING = (
-        "no common path but plain TCP: the two do not share a machine, PID namespace, IPC"
-        " namespace and user, and do not both have an RDMA port"
+        "no common path but plain TCP: the two workers do not share a machine, PID namespace, "
+        "IPC namespace and user, and do not both have an RDMA port"
     )
 
 

@@ -173,7 +173,8 @@ class PromptPrefill:
         late_s = self._planner.late_if_local_s(sequence.spec, reserved.num_cached_tokens)
         if late_s > 0:
             message = (
-                f"this worker would send the first token of the request {late_s:.1f} s too late"
+                f"this worker would send the first token of the request {late_s:.1f} s after "
+                "the limit (--ttft-limit)"
             )
             self._sequences.abort(sequence, Overloaded.code, message, retry_after_s=late_s)
             return
@@ -273,7 +274,8 @@ class PromptPrefill:
                     )
         except TimeoutError as error:
             raise LeaseLost(
-                "the lease is given up because this worker leaves the decode pool"
+                "the lease on the prefill worker's KV is given up, because this worker leaves "
+                "the decode pool"
             ) from error
         finally:
             sequence.remote_prefill = None

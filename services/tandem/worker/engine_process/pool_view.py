@@ -49,6 +49,8 @@ def targets(
     block_ids = into.block_ids[first:]
     num_blocks = spans.count(block_ids, len(data))
     if num_blocks is None:
-        raise LeaseLost(f"{len(data)} bytes are not whole blocks of {len(block_ids)}")
+        raise LeaseLost(
+            f"{len(data)} bytes are not a whole number of KV blocks, of at most {len(block_ids)}"
+        )
     into.check(first, num_blocks)
     return block_ids[:num_blocks]

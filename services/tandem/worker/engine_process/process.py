@@ -110,7 +110,11 @@ class EngineProcess:
         started = time.perf_counter()
         with _telling(settings.transfers_address) as tell:
             runner = ModelRunner(
-                folder, settings.engine, pool_fd=settings.pool_fd, on_progress=tell
+                folder,
+                settings.engine,
+                pool_fd=settings.pool_fd,
+                on_progress=tell,
+                on_rank_end=partial(_end_with_rank, settings.transfers_address),
             )
         load_ms["weights"] = _ms_since(started)
         started = time.perf_counter()
@@ -269,13 +273,15 @@ class EngineProcess:
     def _check_held(self, sequence_id: str, block_ids: list[int]) -> None:
         """Raises InternalError if the sequence does not hold all of these blocks."""
         if not set(self._engine.block_ids(sequence_id)).issuperset(block_ids):
-            raise InternalError(f"sequence {sequence_id} does not have all blocks of the pull")
+            raise InternalError(
+                f"sequence {sequence_id} does not hold all KV blocks into which the pull writes"
+            )
 
     def _integrity(self) -> str:
         try:
             self._engine.check_integrity()
         except AssertionError as error:
-            return str(error) or "a check without a message failed"
+            return str(error) or "an integrity check failed without a message"
         return ""
 
     def _on_transfer_event(self, event: transfer.TransferEvent) -> None:
@@ -410,6 +416,13 @@ def _report_fatal(address: str, fatal: messages.Fatal) -> None:
     socket.connect(address)
     socket.send(msgspec.msgpack.encode(fatal))
     socket.close(linger=1000)
+
+
+def _end_with_rank(transfers_address: str, why: str) -> None:
+    """Ends this process at once because another rank has ended. The step in progress would never
+    finish, and its KV is wrong."""
+    _report_fatal(transfers_address, messages.Fatal(why))
+    os._exit(1)
 
 
 if __name__ == "__main__":

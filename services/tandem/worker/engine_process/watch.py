@@ -60,7 +60,8 @@ class EngineWatch:
         self._stuck_s = self._stuck_s + TURN_S if stuck else 0.0
         if self._stuck_s > self._timeout_s:
             self._give_up(
-                f"for {self._stuck_s:.0f} s, more KV blocks than allowed have been in quarantine"
+                f"for {self._stuck_s:.0f} s, more than {self._quarantine_blocks_max} KV blocks "
+                "have been in quarantine, because abandoned reads may still write them"
             )
         num_reports = self._num_reports
         self._num_reports = self._link.num_reports

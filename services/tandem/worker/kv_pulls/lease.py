@@ -248,8 +248,8 @@ class ConsumerLease:
     def _take(self, run: pb.BlockRun) -> None:
         if run.first_block != self._next_block:
             raise LeaseLost(
-                f"{self.peer.worker_id} announced blocks from {run.first_block} on instead of "
-                f"{self._next_block}"
+                f"{self.peer.worker_id} announced KV blocks from number {run.first_block} on "
+                f"instead of number {self._next_block}"
             )
         self._next_block += len(run.block_ids)
         self.pulled_anything = True
@@ -262,7 +262,7 @@ class ConsumerLease:
         targets = self._targets[index : index + len(run.block_ids)]
         if len(targets) != len(run.block_ids):
             raise LeaseLost(
-                f"{self.peer.worker_id} announced {self._next_block} blocks, more than requested"
+                f"{self.peer.worker_id} announced {self._next_block} KV blocks, more than requested"
             )
         num_bytes = await self._puller.pull(
             self.peer,

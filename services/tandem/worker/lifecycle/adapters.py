@@ -107,7 +107,10 @@ class NamedAdapters:
     def _describe(self, path: str) -> tuple[str, int]:
         config = self._config
         if not config.max_loras:
-            raise ConfigError("this worker serves no adapters: its --max-loras is 0")
+            raise ConfigError(
+                "this worker serves no adapters: its --max-loras is 0; start it with "
+                "--max-loras of at least 1"
+            )
         if self._model is None:
             self._model = resolve(config.model, revision=config.model_revision).config
         with hang_limit(READ_DEADLINE_S):

@@ -23,7 +23,7 @@ class HostState:
     """The current state of the host. Disk figures are at most `_LOOK_S` old."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self._folders = written_folders(config.engine.kv_disk_path)
+        self._folders = written_folders(*config.engine.tier_folders.values())
         self._disk = (0, 0)
         if self._folders:
             threading.Thread(target=self._look_for_ever, name="disks", daemon=True).start()
@@ -48,13 +48,10 @@ class HostState:
             time.sleep(_LOOK_S)
 
 
-def written_folders(kv_disk_path: str) -> list[Path]:
-    """Returns the folders that a worker writes to: those of its log and of its disk tier."""
+def written_folders(*kv_paths: Path) -> list[Path]:
+    """Returns the folders that a worker writes to: that of its log and those of its tiers."""
     log = os.environ.get(FILE_VARIABLE, "")
-    return [
-        *([Path(log).parent] if log else []),
-        *([Path(kv_disk_path).expanduser()] if kv_disk_path else []),
-    ]
+    return [*([Path(log).parent] if log else []), *kv_paths]
 
 
 def fullest_disk(folders: Sequence[Path]) -> tuple[int, int]:

@@ -128,9 +128,10 @@ class Servicer(WorkerServicer):
         compatibility = self._worker.compatibility
         theirs = to_struct(KvCompatibility, request.compatibility)
         if differences := compatibility.differences(theirs):
+            own_id = self._worker.config.worker_id
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"{request.worker_id} cannot read blocks of {self._worker.config.worker_id}: there "
+                f"{request.worker_id} cannot read KV blocks of {own_id}: on {own_id}, "
                 + "; ".join(differences),
             )
         transfer = self._worker.config.transfer

@@ -15,7 +15,10 @@ def adapter_metrics(
     """Yields the gauge. The labels name the adapters, and the value is the time of the scrape."""
     names = [*labels, "running_lora_adapters", "waiting_lora_adapters", "max_lora"]
     found = [",".join(adapters.running), ",".join(adapters.waiting), str(max_loras)]
-    text = "Adapters of running and of waiting sequences; the value is the time of the scrape"
+    text = (
+        "LoRA adapters of running and of waiting sequences, in the labels; the value is the "
+        "time of the scrape"
+    )
     yield gauges(
         "tandem_lora_requests_info", text, names, [([*labels.values(), *found], time.time())]
     )

@@ -48,37 +48,48 @@ class RequestMetrics(MetricSet):
 
     _ttft = histogram(
         "tandem_engine_time_to_first_token_seconds",
-        "From its submission here to its first token",
+        "Seconds from the submission to this worker to the first token",
         TTFT_S,
     )
     _queue = histogram(
-        "tandem_request_queue_time_seconds", "Until the engine had blocks for it", TTFT_S
+        "tandem_request_queue_time_seconds",
+        "Seconds until the engine had KV blocks for the request",
+        TTFT_S,
     )
     _shared_wait = histogram(
         "tandem_request_shared_wait_seconds",
-        "Part of the queue time of requests that waited for blocks that others computed",
+        "Part of the queue time, in seconds, for which a request waited for KV blocks that "
+        "other requests computed",
         TTFT_S,
     )
     _prefill = histogram(
-        "tandem_request_prefill_time_seconds", "From the queue to the first token", TTFT_S
+        "tandem_request_prefill_time_seconds",
+        "Seconds from the end of the queue to the first token",
+        TTFT_S,
     )
     _decode = histogram(
-        "tandem_request_decode_time_seconds", "From the first token to the last", E2E_S
+        "tandem_request_decode_time_seconds", "Seconds from the first token to the last", E2E_S
     )
     _e2e = histogram(
-        "tandem_engine_e2e_request_latency_seconds", "From its submission here to its end", E2E_S
+        "tandem_engine_e2e_request_latency_seconds",
+        "Seconds from the submission to this worker to the end of the request",
+        E2E_S,
     )
     _tpot = histogram(
         "tandem_engine_request_time_per_output_token_seconds",
-        "Mean time between a request's tokens after its first",
+        "Mean seconds between the tokens of a request after its first token",
         ITL_S,
     )
-    _lease = histogram("tandem_lease_seconds", "Of a Prefill stream, opened to ended", E2E_S)
+    _lease = histogram(
+        "tandem_lease_seconds", "Duration of the leases that this worker served, in seconds", E2E_S
+    )
     _queries = counter(
-        "tandem_prefix_cache_queries", "Prompt tokens of requests that had their first token here"
+        "tandem_prefix_cache_queries",
+        "Prompt tokens of the requests that had their first token on this worker",
     )
     _hits = counter(
-        "tandem_prefix_cache_hits", "Of those, the ones whose KV was cached here or at a peer"
+        "tandem_prefix_cache_hits",
+        "Prompt tokens of these requests whose KV was cached on this or another worker",
     )
 
     def __init__(

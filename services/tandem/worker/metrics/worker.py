@@ -34,33 +34,45 @@ from tandem.worker.peers.peer import Peer
 _HELP = {
     "num_running": "Sequences in the batch",
     "num_waiting": "Sequences in the queue",
-    "queue_max": "Sequences that the queue holds",
-    "queued_tokens": "Tokens that wait to be prefilled here",
-    "blocks_total": "Blocks of the KV pool, or of all KV groups' pools",
-    "blocks_used": "Blocks that a live sequence references",
-    "blocks_cached": "Blocks that nobody references and that can be reused",
-    "blocks_quarantined": "Blocks that a read may still write",
-    "num_leases": "Prefill streams served here",
-    "num_pulls": "Requests that are pulling blocks",
-    "num_running_slots": "Sequences that may run or pull at once",
-    "chunk_tokens": "Tokens of prefill that a step takes beside those who decode",
-    "step": "Turns of the engine's loop",
-    "tokens_wasted": "Slots that live sequences hold and do not fill",
+    "queue_max": "Largest number of sequences in the queue",
+    "queued_tokens": "Prompt tokens that wait to be prefilled on this worker",
+    "blocks_total": "Blocks of the KV pool, or of the pools of all KV groups",
+    "blocks_used": "Blocks of the KV pool that a live sequence references",
+    "blocks_cached": "Blocks with valid KV that no sequence references",
+    "blocks_quarantined": "Blocks that no sequence needs but that a read may still write",
+    "num_leases": "Open leases, each a prefill that this worker serves to a decode worker",
+    "num_pulls": "Requests that are pulling KV blocks now",
+    "num_running_slots": "Largest number of sequences that may decode or pull at once",
+    "chunk_tokens": "Prompt tokens that the engine adds to a step with decoding sequences",
+    "step": "Turns of the engine's loop since the start of the engine",
+    "tokens_wasted": "Token positions that are not filled, in blocks of live sequences",
 }
 _PAIRS: tuple[tuple[str, str, Callable[[PairRate], float]], ...] = (
-    ("transport", "1 for the transport that blocks of `peer` come over", lambda rate: 1),
-    ("bytes_per_second", "How fast blocks of `peer` come, as measured", lambda r: r.bytes_per_s),
-    ("latency_seconds", "Of the smallest pull from `peer`, as measured", lambda r: r.latency_s),
+    ("transport", "1 for the transport over which KV blocks of `peer` are pulled", lambda rate: 1),
+    (
+        "bytes_per_second",
+        "Measured speed of pulls from `peer`, in bytes per second",
+        lambda r: r.bytes_per_s,
+    ),
+    (
+        "latency_seconds",
+        "Measured duration of the smallest pull from `peer`, in seconds",
+        lambda r: r.latency_s,
+    ),
 )
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _TIER_GAUGES: tuple[tuple[str, str, Callable[[TierStats], int]], ...] = (
-    ("blocks", "Blocks that the tier can hold", lambda tier: tier.blocks_total),
-    ("blocks_held", "Blocks that the tier holds", lambda tier: tier.blocks_held),
+    ("blocks", "Largest number of KV blocks in the tier", lambda tier: tier.blocks_total),
+    ("blocks_held", "KV blocks in the tier", lambda tier: tier.blocks_held),
 )
 _TIER_COUNTERS: tuple[tuple[str, str, Callable[[TierStats], int]], ...] = (
     ("blocks_written", "Blocks written to the tier", lambda tier: tier.blocks_written),
     ("blocks_loaded", "Blocks loaded from the tier", lambda tier: tier.blocks_loaded),
-    ("blocks_bad", "Blocks that the tier lost, or could not give back", lambda t: t.blocks_bad),
+    (
+        "blocks_bad",
+        "KV blocks that the tier lost or that could not be read",
+        lambda t: t.blocks_bad,
+    ),
     ("write_failures", "Writes to the tier that failed", lambda tier: tier.write_failures),
 )
 DAMAGE_S = 600.0  # seconds for which operators see that blocks of a tier could not be read
@@ -73,66 +85,84 @@ class WorkerMetrics(MetricSet):
 
     _memory = gauge(
         "tandem_memory_free_bytes",
-        "Memory that is free on the worker's machine or in its container",
+        "Free memory of the worker's machine or container, in bytes",
     )
-    steps = counter("tandem_engine_steps", "Steps of the engine that computed something")
-    step_s = histogram("tandem_engine_step_seconds", "Of such a step", _SECONDS)
+    steps = counter("tandem_engine_steps", "Engine steps that computed at least one token")
+    step_s = histogram(
+        "tandem_engine_step_seconds",
+        "Duration of engine steps that computed at least one token, in seconds",
+        _SECONDS,
+    )
     prefill_tokens = counter("tandem_prefill_tokens", "Tokens computed in prefill")
     decode_tokens = counter("tandem_decode_tokens", "Tokens computed in decode")
-    _preemptions = counter("tandem_preemptions", "Sequences preempted by recomputation")
+    _preemptions = counter(
+        "tandem_preemptions", "Sequences that were preempted; their KV is computed again"
+    )
     local_prefills = counter(
-        "tandem_local_prefills", "Prompts prefilled here though blocks were reserved to be pulled"
+        "tandem_local_prefills",
+        "Prompts prefilled on this worker although it had reserved blocks for a pull",
     )
     _prefill_choices = counter(
         "tandem_prefill_choices",
-        "Where a reserved prompt was to be prefilled, at first and after a failure",
+        "Choices of where to prefill a prompt (remote or local): first choices, and choices "
+        "again after a failure",
         "choice",
         "turn",
     )
     prefill_failures = counter(
-        "tandem_remote_prefill_failures", "Leases that ended before they were released whole"
+        "tandem_remote_prefill_failures",
+        "Remote prefills that failed at this decode worker",
     )
     kv_bytes_served = counter(
-        "tandem_kv_bytes_served", "Bytes of blocks sent to consumers over gRPC"
+        "tandem_kv_bytes_served",
+        "Bytes of KV blocks that this worker sent to other workers over gRPC",
     )
-    _kv_bytes = counter("tandem_kv_bytes_pulled", "Bytes of blocks pulled", "transport")
+    _kv_bytes = counter(
+        "tandem_kv_bytes_pulled", "Bytes of KV blocks that this worker pulled", "transport"
+    )
     _kv_blocks = counter("tandem_kv_blocks_pulled", "Blocks pulled", "transport")
     _pull_failures = counter(
-        "tandem_pull_failures", "Pulls over NIXL that did not end DONE", "reason"
+        "tandem_pull_failures", "Pulls over NIXL that failed or were given up", "reason"
     )
     _blocks_fenced = counter(
-        "tandem_blocks_fenced", "Blocks that a pull left while a read could still write them"
+        "tandem_blocks_fenced",
+        "Blocks that became fenced, because a pull ended while its read could still write them",
     )
     _renewals = counter(
-        "tandem_consumer_renewals", "How often the NIXL consumer was made anew to end such reads"
+        "tandem_consumer_renewals",
+        "Times that the worker replaced its NIXL agent to end abandoned reads",
     )
     _kv_blocks_skipped = counter(
-        "tandem_kv_blocks_skipped", "Blocks of prompts prefilled elsewhere that were here already"
+        "tandem_kv_blocks_skipped",
+        "Blocks of prompts prefilled by another worker that this worker already had",
     )
     block_mismatches = counter(
-        "tandem_block_mismatches", "Pulled blocks whose checksum is not their producer's"
+        "tandem_block_mismatches", "Pulled blocks whose checksum differs from the producer's"
     )
     _prefix_blocks = counter(
-        "tandem_prefix_blocks_pulled", "Blocks pulled by hash from who had them", "transport"
+        "tandem_prefix_blocks_pulled",
+        "Blocks of cached prefixes that this worker pulled before it prefilled a prompt",
+        "transport",
     )
     blocks_warmed = counter(
-        "tandem_blocks_warmed", "Blocks adopted from peers when the worker was new"
+        "tandem_blocks_warmed",
+        "KV blocks that this worker copied from other workers when it was new",
     )
     _transfer = histogram(
         "tandem_transfer_seconds",
-        "Of a prompt's pulls, hidden behind compute or not",
+        "Duration of all pulls of a prompt, in seconds",
         _SECONDS,
         "transport",
     )
     _exposed = histogram(
         "tandem_transfer_exposed_seconds",
-        "From the first token of a remote prefill to its release",
+        "Seconds from the first token of a remote prefill to the end of its lease",
         _SECONDS,
         "transport",
     )
     _second_token = histogram(
         "tandem_second_token_seconds",
-        "From the first token to the second, by how the prompt's blocks came",
+        "Seconds from the first token to the second, by how the prompt's KV blocks came",
         _SECONDS,
         "transport",
     )
@@ -256,7 +286,7 @@ class WorkerMetrics(MetricSet):
         values = list(self._labels.values())
         for name, text in _HELP.items():
             yield gauges(f"tandem_{name}", text, names, [(values, getattr(load, name))])
-        text = "Share of the KV pool that live sequences hold, 0 to 1"
+        text = "Share of the KV pool that live sequences use, from 0 to 1"
         yield gauges("tandem_kv_cache_usage_perc", text, names, [(values, load.kv_use)])
         for name, text, value in _PAIRS:
             rows = [([*values, peer, rate.transport], value(rate)) for peer, rate in pairs.items()]
@@ -297,13 +327,25 @@ def index_metrics(labels: Mapping[str, str], publisher: Publisher) -> Iterator[M
     names = list(labels)
     values = list(labels.values())
     for name, text, number in (
-        ("blocks", "Blocks that it holds, as the tree should have them", publisher.num_held),
-        ("lag_blocks", "Changes that the prefix tree does not have yet", publisher.lag),
+        ("blocks", "Blocks of this worker that the prefix tree should have", publisher.num_held),
+        (
+            "lag_blocks",
+            "Changes of this worker's blocks that the prefix tree does not have yet",
+            publisher.lag,
+        ),
     ):
         yield gauges(f"tandem_index_{name}", text, names, [(values, number)])
     for name, text, number in (
-        ("published_blocks", "Changes that the prefix tree took", publisher.num_published),
-        ("logs", "How often everything was published anew, the first time too", publisher.num_logs),
+        (
+            "published_blocks",
+            "Changes of this worker's blocks that the prefix tree has accepted",
+            publisher.num_published,
+        ),
+        (
+            "logs",
+            "Complete publications of the worker's blocks, including the first one",
+            publisher.num_logs,
+        ),
     ):
         family = CounterMetricFamily(f"tandem_index_{name}", text, labels=names)
         family.add_metric(values, number)
@@ -348,14 +390,19 @@ def tier_metrics(labels: Mapping[str, str], stats: EngineStats) -> Iterator[Metr
         for tier in stats.tiers:
             family.add_metric([*labels.values(), tier.name], value(tier))
         yield family
-    text = "Cached blocks evicted without a copy in a tier, also if its policy does not copy them"
+    text = (
+        "Cached blocks that the pool evicted and no tier has, also blocks that the policy does "
+        "not copy"
+    )
     dropped = CounterMetricFamily("tandem_kv_blocks_dropped", text, labels=list(labels))
     dropped.add_metric(list(labels.values()), stats.blocks_dropped)
     yield dropped
     names = [*labels, "place"]
     rows = [([*labels.values(), pin.place], pin.blocks) for pin in stats.pins]
-    yield gauges("tandem_kv_pinned_blocks", "Blocks that are evicted last", names, rows)
-    text = "Blocks by what became of their pins, and of the wishes for one"
+    yield gauges(
+        "tandem_kv_pinned_blocks", "Blocks that are pinned and so evicted last", names, rows
+    )
+    text = "Blocks by the fate of their pins: pinned, expired, trimmed, evicted or refused"
     fates = CounterMetricFamily("tandem_kv_pins", text, labels=[*names, "fate"])
     for pin in stats.pins:
         for fate, num_blocks in pin.fates.items():

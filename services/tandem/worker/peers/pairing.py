@@ -101,7 +101,7 @@ class Pairing:
         by_grpc = await self._measure(peer, "grpc", response) if wanted != "nixl" else Way()
         by_nixl = Way()
         if "nixl" not in offered:
-            by_nixl = Way(error="the producer does not offer it")
+            by_nixl = Way(error="the producer does not offer NIXL")
         elif how is Reach.NOTHING:
             by_nixl = Way(error=how.value)
         elif wanted != "grpc":
@@ -174,7 +174,7 @@ class Pairing:
             )
         theirs = to_struct(KvCompatibility, response.compatibility)
         if differences := self._compatibility.differences(theirs):
-            raise Incompatible("; ".join(differences))
+            raise Incompatible(f"this worker's {'; its '.join(differences)}")
         return response
 
     async def _measure(self, peer: Peer, transport: str, offer: pb.ConnectResponse) -> Way:

@@ -317,12 +317,12 @@ def _fail_if_broken(lease: Lease, task: asyncio.Task[None]) -> None:
     if task.cancelled() or (error := task.exception()) is None:
         return
     log.error(
-        "lease %s failed unexpectedly",
+        "the prefill under lease %s failed unexpectedly",
         lease.lease_id,
         exc_info=error,
         extra=about(lease.lease_id),
     )
-    message = f"the lease failed: {error!r}"
+    message = f"the prefill failed: {error!r}"
     lease.events.put_nowait(Failed(lease.lease_id, InternalError.code, message))
 
 

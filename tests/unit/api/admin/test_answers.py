@@ -101,9 +101,9 @@ def test_quick_first_tokens_do_not_stand_out() -> None:
 
 def test_requests_that_wait_are_slow_before_they_have_a_token() -> None:
     assert slow([request(None, 8.0), request(None, 3.0)], NOTHING, NOW) == (
-        "2 requests have no token yet, the oldest for 8 s."
+        "2 requests have no token yet; the oldest has waited 8 s."
     )
-    assert "1 request has no token yet, the oldest for 8 s." in slow(
+    assert "1 request has no token yet; the oldest has waited 8 s." in slow(
         [request(None, 8.0), request(80.0)], QUICK, NOW
     )
 
@@ -122,8 +122,8 @@ def test_requests_without_a_token_say_where_the_prompts_are() -> None:
     known = [worker("decode-0"), worker("prefill-0", queued_tokens=9200)]
     told = slow([request(None, 8.0)], NOTHING, NOW, known=known)
     assert told == (
-        "1 request has no token yet, the oldest for 8 s. prefill-0 has the most prompt tokens to"
-        " compute: 9,200."
+        "1 request has no token yet; the oldest has waited 8 s. prefill-0 has the most prompt"
+        " tokens to compute: 9,200."
     )
 
 
@@ -141,9 +141,8 @@ def test_the_kv_cache_has_shares_its_size_and_its_fullest_worker() -> None:
     ]
     assert kv_cache(known) == (
         "20% is in use by running requests, 30% holds prefixes that later requests can reuse, and"
-        " 50% is free, of room for 1,600 tokens on 1 prefill worker and 1,600 tokens on 1 decode"
-        " worker. The fullest worker is decode-0 with 30% in use. Used parts of the KV tiers below"
-        " it: host 25%."
+        " 50% is free (total: 1,600 tokens on 1 prefill worker and 1,600 tokens on 1 decode"
+        " worker). The fullest worker is decode-0 with 30% in use. KV tiers in use: host 25%."
     )
     assert kv_cache([]) == "Not known: no worker is ready."
 
@@ -213,7 +212,7 @@ def test_the_last_minute_has_requests_and_events() -> None:
     both = [ClusterEvent(NOW - 1, "well", name, "it is ready") for name in ("a", "b")]
     assert last_minute([], both, NOW) == "1 s ago: a, b are well again."
     assert last_minute([ended(5)], [], NOW) == "1 request ended, and none failed."
-    assert last_minute([], [], NOW) == "Nothing: no request ended, and no worker came or left."
+    assert last_minute([], [], NOW) == "Nothing: no request ended, and no worker joined or left."
 
 
 def test_a_kill_is_told_first_with_what_became_of_its_requests() -> None:
@@ -284,12 +283,14 @@ def test_one_more_decode_worker_shortens_steps_of_full_workers() -> None:
 def test_the_bottleneck_is_named() -> None:
     known = [worker("decode-0", num_running=1), worker("prefill-0")]
     told = one_more_decode(known, queued_s={"prefill": 3.5, "decode": 0.0})
-    assert told.startswith("Little for the time between tokens: a decode step, which is a part")
+    assert told.startswith("The time between tokens would hardly change: a decode step, which")
     assert "queued prompts took 3.5 s at each prefill worker and 0.0 s at each decode" in told
-    assert "The bottleneck is prefill: one more prefill worker would help more." in told
+    assert (
+        "The bottleneck is prefill: a prefill worker would help more than a decode worker." in told
+    )
     told = one_more_decode(known, queued_s={"prefill": 0.0, "decode": 2.8})
     assert "0.0 s at each prefill worker and 2.8 s at each decode worker, on average." in told
-    assert "The bottleneck is decode: one more worker would take 50% of its prompts." in told
+    assert "The bottleneck is decode: one more decode worker would take over 50% of the" in told
 
 
 def test_prompts_that_waited_for_decode_workers_count() -> None:
@@ -297,8 +298,8 @@ def test_prompts_that_waited_for_decode_workers_count() -> None:
     waited = request(4000.0, prefill_worker="", stages_ms={"queue": 2800.0, "prefill": 1200.0})
     told = one_more_decode(known, [waited], now=NOW)
     assert "waited 0.0 s for a prefill worker or 2.8 s for a decode worker" in told
-    assert "The bottleneck is decode: one more worker would take 50%" in told
-    assert "a prompt waited only 20 ms for its worker, on average, so" in one_more_decode(
+    assert "The bottleneck is decode: one more decode worker would take over 50%" in told
+    assert "a prompt waited only 20 ms for its worker, on average." in one_more_decode(
         known, [request(80.0)], now=NOW
     )
 
@@ -318,7 +319,7 @@ def test_the_stages_of_all_requests_of_the_last_minute_count() -> None:
 
 def test_a_decode_worker_that_comes_back_has_the_same_effect() -> None:
     rows = [WorkerRow("decode-1", "decode", "loading"), WorkerRow("decode-0", "decode", "ready")]
-    back = "decode-1 is coming back, which has the same effect."
+    back = "decode-1 is starting, which has the same effect."
     assert one_more_decode([worker("decode-0")], (), rows).startswith(back)
     assert one_more_decode([], (), rows) == f"Requests would be served. {back}"
 
@@ -328,7 +329,10 @@ def test_a_decode_worker_that_comes_back_has_the_same_effect() -> None:
     [
         ([], "Requests would be served. None is ready now."),
         ([worker("prefill-0")], "Requests would be served. None is ready now."),
-        ([worker("decode-0")], "Nothing for the time between tokens: no request decodes now."),
+        (
+            [worker("decode-0")],
+            "The time between tokens would not change: no request is decoding now.",
+        ),
         (
             [worker("decode-0", rates=WorkerRates(), num_running=3)],
             "The effect on speed is not known yet: no decode worker has measured its steps.",

@@ -202,7 +202,7 @@ async def test_viewers_are_bounded_and_leave_their_place(fed: SimulatedRouter) -
     places = [fed.feed.viewing() for _ in range(page_feed.VIEWERS_MAX)]
     for place in places:
         place.__enter__()
-    with pytest.raises(QueueFull, match="pages of this router are open already"):
+    with pytest.raises(QueueFull, match="is already open"):
         page_feed.LiveStream(fed.feed)
     places[0].__exit__(None, None, None)
     page_feed.LiveStream(fed.feed)

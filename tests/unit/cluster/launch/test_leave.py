@@ -68,8 +68,8 @@ def test_a_member_that_no_other_host_takes_is_not_waited_for(
 
     said, redis = left(monkeypatch, pools)
     assert said == [
-        "[yellow]other hosts lack processes of these pools, and this host leaves nevertheless: "
-        "router",
+        "[yellow]this host leaves now, although other hosts do not yet run enough processes of "
+        "these pools: router",
         "draining the routers and workers of this host",
     ]
     assert not redis.words
@@ -111,7 +111,9 @@ def test_what_starts_elsewhere_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     shown = list[ProgressRow]()
     said, _ = left(monkeypatch, pools, shown)
     assert said == ["draining the routers and workers of this host"]
-    assert set(shown) == {ProgressRow("hand over", "other hosts still lack processes of: router")}
+    assert set(shown) == {
+        ProgressRow("hand over", "waiting for other hosts to start enough processes of: router")
+    }
     assert time.monotonic() - started > 1.0
 
 

@@ -17,7 +17,7 @@ def command(options: LaunchOptions, pool: Pool) -> list[str]:
     spec = make_spec(options, cluster_id="c", run_folder=Path("/run"), model=Path("m"))
     words = spec.pools[pool].command
     ports = {f"{{{name}}}": str(number) for number, name in enumerate(spec.pools[pool].ports, 1)}
-    filled = [{"{core}": "0", **ports}.get(w, w) for w in words]
+    filled = [{"{cores}": "0", **ports}.get(w, w) for w in words]
     return ["tandem", filled[2].removeprefix("tandem."), *filled[3:]]
 
 
@@ -151,7 +151,7 @@ def test_more_workers_than_the_gpus_take_are_refused_where_no_machine_can_join()
         (["--decode", "1:gpu"], "the label 'gpu' must be NAME=VALUE"),
         (["--decode", "x:gpu=a"], "is not a whole number"),
         (["--decode", "99"], "at most 64"),
-        (["--decode", "1:gpu=a"], "so they need --listen"),
+        (["--decode", "1:gpu=a"], "so --listen is needed"),
     ],
 )
 def test_a_pool_whose_size_or_labels_are_wrong_is_refused(words: list[str], why: str) -> None:

@@ -31,8 +31,8 @@ def decode_worker(kernels: str) -> WorkerRecord:
 
 
 MEMBERS = [
-    Member("prefill-0", "prefill", ordinal=0, core=0),
-    Member("decode-0", "decode", ordinal=1, core=1),
+    Member("prefill-0", "prefill", ordinal=0, cores=[0]),
+    Member("decode-0", "decode", ordinal=1, cores=[1]),
 ]
 
 

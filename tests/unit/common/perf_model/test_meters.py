@@ -5,7 +5,7 @@ from random import Random
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tandem.common.perf_model.meters import LinearMeter, PairMeter
@@ -88,12 +88,13 @@ def test_one_step_that_was_put_aside_changes_little() -> None:
     st.lists(
         st.tuples(
             st.integers(0, 4096),
-            st.integers(0, 1 << 40),
-            st.floats(allow_nan=True, allow_infinity=True),
+            st.integers(0, 1 << 40) | st.integers(0, 1 << 2000),
+            st.floats(allow_nan=True, allow_infinity=True) | st.floats(1e-9, 1e5),
         ),
         max_size=40,
     )
 )
+@example([(0, 0, 2.0), (0, 1, 2.2250738585e-313), (0, 1, 1.0)])
 def test_whatever_comes_no_coefficient_is_negative_or_without_end(
     observations: list[tuple[int, int, float]],
 ) -> None:

@@ -176,7 +176,7 @@ def test_prefilled_on_another_engine(tiny: Tiny, expected: dict[str, list[int]])
 
 
 def test_sums_that_are_of_other_blocks_are_not_taken() -> None:
-    with pytest.raises(InternalError, match="3 attention sums for 11 blocks"):
+    with pytest.raises(InternalError, match="3 attention sums for 11 KV blocks"):
         HeavyHitters(BUDGET, BLOCK).set_sums(400, [1.0] * 3)
 
 

@@ -40,7 +40,7 @@ def test_the_longest_prompt_leaves_room_for_one_token() -> None:
 def test_an_id_that_the_model_has_no_embedding_of_is_refused() -> None:
     check([0, 99])
     for wrong in (100, -1, 1 << 31):
-        with pytest.raises(BadRequest, match="those of the model are from 0 to 99") as caught:
+        with pytest.raises(BadRequest, match="the model's token ids are from 0 to 99") as caught:
             check([0, wrong])
         assert caught.value.param == "prompt"
 

@@ -82,11 +82,16 @@ def tier(engine: Engine, number: int = 0) -> TierStats:
     return engine.stats().tiers[number]
 
 
-@pytest.mark.parametrize("place", ["host", "disk"])
+# Tier -> its settings. "PATH" is an empty folder.
+PLACES: dict[str, dict[str, Any]] = {
+    "host": {"kv_host_bytes": 1 << 15},
+    "disk": {"kv_disk_path": "PATH", "kv_disk_bytes": 1 << 15},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_blocks_that_left_the_pool_come_back(place: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"kv_host_bytes": 1 << 15}
-    if place == "disk":
-        settings = {"kv_disk_path": str(tmp_path), "kv_disk_bytes": 1 << 15}
+    settings = {k: str(tmp_path) if v == "PATH" else v for k, v in PLACES[place].items()}
     engine, _ = make_engine(num_blocks=16, **settings)
     outcome = run(engine, *map(prompt, range(6)), prompt(0))
     for number in range(6):

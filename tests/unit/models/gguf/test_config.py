@@ -239,7 +239,7 @@ def test_defaults_of_sampling(tmp_path, tiny_gguf):
 def test_another_table_is_refused(tmp_path, tiny_gguf):
     table = {"rope_freqs.weight": np.linspace(1, 9, 8, dtype=np.float32)}
     with pytest.raises(
-        UnsupportedModel, match=r"rope_freqs\.weight does not have a rope scaling of Llama 3"
+        UnsupportedModel, match=r"rope_freqs\.weight is not a rope scaling of Llama 3"
     ):
         convert(tmp_path, tiny_gguf, NORM | table)
 

@@ -226,7 +226,7 @@ def test_a_decision_explains_itself_in_one_line() -> None:
 
     assert "\n" not in prefill.line
     assert prefill.line.startswith(
-        "prefill 4 -> 4 because of load: 4 wanted, 1 to 8 allowed; load 3.00"
+        "prefill 4 -> 4 because of load: 4 wanted, 1 to 8 allowed; load now 3.00"
     )
     assert "ttft p95 0.2" in prefill.line
 

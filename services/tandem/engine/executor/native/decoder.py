@@ -21,6 +21,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import Array, addressof, pointer
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +29,14 @@ import torch
 from tandem.engine.cache.heavy_hitters import Sums
 from tandem.engine.cache.layout.kv_groups import LayerPlace, layer_places
 from tandem.engine.cache.layout.pool_memory import own_pages
-from tandem.engine.executor.native.lora import NativeAdapters, PackedLora, by_adapter
-from tandem.engine.executor.native.packing import KINDS, Packer
+from tandem.engine.executor.native.lora import (
+    NativeAdapters,
+    PackedLora,
+    by_adapter,
+    rows_by_adapter,
+)
+from tandem.engine.executor.native.packing import KINDS, WHOLE, Packer, Share
+from tandem.engine.executor.native.rank_memory import RankMemory
 from tandem.engine.executor.torch.decoder import embedding_multiplier, rope_tables
 from tandem.engine.executor.weights.decoder_weights import (
     ExpertWeights,
@@ -69,6 +76,7 @@ _ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
 # The fields num_first and num_last of a Span (decoder.h) for a sequence without a KV budget.
 # num_last = 0 means that a query attends to all keys.
 _ALL_KEYS = (0, 0)
+_INT32_BYTES = 4
 _INPUTS = ("token_ids", "positions", "spans", "logit_rows")
 _KV_KINDS = {
     "float32": Kind.F32,
@@ -103,17 +111,27 @@ class NativeDecoder:
         num_threads: int,
         int8: bool = False,
         instructions: str | None = None,
+        memory: RankMemory | None = None,
     ) -> None:
         """Packs the weights into the order in which the kernels read them. The decoder keeps the
-        packed copies. Of the tensors in `weights`, it keeps at most the embedding."""
+        packed copies. Of the tensors in `weights`, it keeps at most the embedding.
+
+        With `memory`, this decoder is one rank of a tensor-parallel engine: it keeps its share of
+        the packed weights, and computes each step together with the other ranks.
+        """
         library = load()
         assert library is not None
         self._library: Library = library
         self._config = config
         self._instructions = instructions
-        self._packer = Packer(library, weights.pages, int8=int8, instructions=instructions)
+        self._memory = memory
+        share = WHOLE if memory is None else Share(memory.rank, memory.num_ranks)
+        self._packer = Packer(
+            library, weights.pages, share=share, int8=int8, instructions=instructions
+        )
         self._angles = _AngleTable(config)
-        self._results = _Results(0, config.vocab_size)
+        room = None if memory is None else memory.logits()
+        self._results = _Results(0, config.vocab_size, room)
         # Item i is the index of the token in the last step from which row i of the logits was
         # computed.
         self._logit_rows: list[int] = []
@@ -148,7 +166,8 @@ class NativeDecoder:
             logit_cap=config.logit_cap or 0.0,
             attention_cap=config.attention_cap or 0.0,
         )
-        self._decoder = library.create(self._model, instructions)
+        shared = None if memory is None else memory.share
+        self._decoder = library.create(self._model, instructions, shared)
         self.instructions = library.instructions(instructions)
 
     @property
@@ -177,39 +196,53 @@ class NativeDecoder:
         if self._pools is not pools:
             self._groups = _kv_groups_of(pools)
             self._pools = pools
-        layout = pools[0].layout
-        slices = batch.slices
-        lora = {}
-        if batch.has_adapters:
-            slices = by_adapter(slices)
-            lora = self.adapters.fields(slices)
-        inputs = _Inputs(slices, batch.slices, layout.block_size)
-        for group, (slots, tables) in zip(self._groups, inputs.of_groups, strict=True):
-            group.slots = slots
-            group.block_tables = tables
-        self._angles.reach(inputs.positions_end)
-        results = self._results = self._results.of(inputs.num_logit_rows)
-        step = Step(
-            **inputs.addresses,
-            **self._angles.fields,
-            groups=addressof(self._groups),
-            block_size=layout.block_size,
-            kv_kind=_kv_kind_of(pools[0]),
-            **lora,
-            logits=results.logits_address,
-            most_likely=results.most_likely.buffer_info()[0],
-            block_sums=inputs.block_sums.address(),
-            num_rows=inputs.num_rows,
-            num_spans=len(batch.slices),
-            num_logit_rows=inputs.num_logit_rows,
-        )
+        slices = by_adapter(batch.slices) if batch.has_adapters else batch.slices
+        inputs = _Inputs(slices, batch.slices, pools[0].layout.block_size)
+        if self._memory is not None:
+            self._memory.post(inputs.sent, inputs.numbers)
+        step = self._step(inputs.sent, inputs.numbers.buffer_info()[0], pools)
+        step.block_sums = inputs.block_sums.address()
         self._library.to_last_kv(self._decoder, step)
         if on_kv_written is not None:
             on_kv_written()
         self._library.to_logits(self._decoder, step)
         inputs.block_sums.write_back()
         self._logit_rows = inputs.logit_rows
-        return results.logits
+        return self._results.logits
+
+    def compute_share(self, sent: SentStep, numbers_address: int, pools: Sequence[KvPool]) -> None:
+        """Computes this rank's share of a step of rank 0, which has sent the step's inputs."""
+        step = self._step(sent, numbers_address, pools)
+        self._library.to_last_kv(self._decoder, step)
+        self._library.to_logits(self._decoder, step)
+
+    def _step(self, sent: SentStep, numbers_address: int, pools: Sequence[KvPool]) -> Step:
+        # Reading a tensor's address is slow. The pools are normally the same in every step, so the
+        # addresses of their tensors are read only once.
+        if self._pools is not pools:
+            self._groups = _kv_groups_of(pools)
+            self._pools = pools
+        at = [numbers_address + first * _INT32_BYTES for first in sent.firsts]
+        num_inputs = len(_INPUTS)
+        for number, group in enumerate(self._groups):
+            group.slots, group.block_tables = at[num_inputs + 2 * number :][:2]
+        self._angles.reach(sent.positions_end)
+        results = self._results = self._results.of(sent.num_logit_rows)
+        return Step(
+            **dict(zip(_INPUTS, at, strict=False)),
+            **self._angles.fields,
+            groups=addressof(self._groups),
+            block_size=pools[0].layout.block_size,
+            kv_kind=_kv_kind_of(pools[0]),
+            **self.adapters.fields(sent.rows_by_adapter),
+            logits=results.logits_address,
+            most_likely=results.most_likely.buffer_info()[0],
+            # Only rank 0 adds to the sums. The others need to know whether there are any.
+            block_sums=numbers_address if sent.has_block_sums else None,
+            num_rows=sent.num_rows,
+            num_spans=sent.num_spans,
+            num_logit_rows=sent.num_logit_rows,
+        )
 
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
@@ -312,6 +345,18 @@ def _gating(config: ModelConfig) -> Gating:
     return Gating(_ACTIVATIONS[config.activation], 0.0, 0.0)
 
 
+class SentStep(NamedTuple):
+    """The inputs of a step, except an array of int32 numbers that has all of the step's arrays."""
+
+    firsts: tuple[int, ...]  # index in the array of the first number of each input
+    num_rows: int
+    num_spans: int
+    num_logit_rows: int
+    positions_end: int  # all positions are less
+    has_block_sums: bool
+    rows_by_adapter: dict[str, int]  # number of rows of each adapter, in their order
+
+
 class _Inputs:
     """The inputs of a step as int32 arrays for the C++ kernels. The step's tokens are numbered
     sequence after sequence, and the number of a token is called its row.
@@ -349,20 +394,21 @@ class _Inputs:
             tables += table[: -(-context_len // block_size)]
             rows[id(piece)] = range(len(token_ids) - piece.num_logits, len(token_ids))
         groups = [(slots, tables), *_other_groups(slices, block_size)]
-        logit_rows = list(chain.from_iterable([rows[id(piece)] for piece in wanted]))
-        self.num_rows = len(token_ids)
-        self.logit_rows = logit_rows
-        self.num_logit_rows = len(logit_rows)
-        self.positions_end = max(piece.context_len + piece.num_evicted for piece in slices)
-        self._numbers = array("i")  # int32; a number that does not fit raises OverflowError
-        first = []
-        for part in (token_ids, positions, spans, logit_rows, *chain.from_iterable(groups)):
-            first.append(len(self._numbers))
-            self._numbers.extend(part)
-        start = self._numbers.buffer_info()[0]
-        at = [start + offset * self._numbers.itemsize for offset in first]
-        self.addresses = dict(zip(_INPUTS, at[: len(_INPUTS)], strict=True))
-        self.of_groups = [(at[i], at[i + 1]) for i in range(len(_INPUTS), len(at), 2)]
+        self.logit_rows = list(chain.from_iterable([rows[id(piece)] for piece in wanted]))
+        self.numbers = array("i")  # int32; a number that does not fit raises OverflowError
+        firsts = []
+        for part in (token_ids, positions, spans, self.logit_rows, *chain.from_iterable(groups)):
+            firsts.append(len(self.numbers))
+            self.numbers.extend(part)
+        self.sent = SentStep(
+            firsts=tuple(firsts),
+            num_rows=len(token_ids),
+            num_spans=len(slices),
+            num_logit_rows=len(self.logit_rows),
+            positions_end=max(piece.context_len + piece.num_evicted for piece in slices),
+            has_block_sums=self.block_sums.has_any,
+            rows_by_adapter=rows_by_adapter(slices),
+        )
 
 
 def _other_groups(
@@ -439,6 +485,10 @@ class _BlockSums:
         self._size += len(sums)
         self._of_sequences.append(sums)
         return first
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._of_sequences)
 
     def address(self) -> int | None:
         """Returns the address of the joined array, or None if no sequence has block sums."""

@@ -3,7 +3,7 @@ then gets the addresses of the packed matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import pointer
 from itertools import accumulate
 from typing import Any
@@ -15,7 +15,7 @@ from tandem.engine.executor.weights.lora import LoraWeights, Parts
 from tandem.engine.scheduler.batch import SequenceSlice
 from tandem_kernels.lora import LoraHeads
 from tandem_kernels.native import library
-from tandem_kernels.native.library import Library, Matrix, address, packed_bytes
+from tandem_kernels.native.library import PANEL, Library, Matrix, address, packed_bytes
 
 _PRODUCTS = ("qkv", "attention_out", "gate_up", "down", "q_out")
 _HEADS = ("latent_keys", "latent_values")
@@ -90,7 +90,13 @@ class PackedLora:
         kind = KINDS[weight.dtype]
         panels = self._huge_pages.zeros(packed_bytes((num_out, num_in), kind))
         self._library.pack(weight.data_ptr(), kind, (num_out, num_in), kind, panels)
-        return Matrix(panels=address(panels), num_in=num_in, num_out=num_out, kind=kind)
+        return Matrix(
+            panels=address(panels),
+            num_panels=-(-num_out // PANEL),
+            num_in=num_in,
+            num_out=num_out,
+            kind=kind,
+        )
 
 
 class NativeAdapters:
@@ -106,13 +112,11 @@ class NativeAdapters:
     def drop(self, digest: str) -> None:
         self._packed.pop(digest, None)
 
-    def fields(self, slices: Sequence[SequenceSlice]) -> dict[str, Any]:
-        """Returns the fields of the struct `Step` that say which rows use which adapter. `slices`
-        must be in the order that `by_adapter` returns."""
-        counts: dict[str, int] = {}
-        for piece in slices:
-            if piece.adapter:
-                counts[piece.adapter] = counts.get(piece.adapter, 0) + piece.num_tokens
+    def fields(self, counts: Mapping[str, int]) -> dict[str, Any]:
+        """Returns the fields of the struct `Step` that say which rows use which adapter. `counts`
+        has the number of rows of each adapter, as `rows_by_adapter` returns them."""
+        if not counts:
+            return {}
         packed = [self._packed[digest] for digest in counts]
         firsts = accumulate(counts.values(), initial=0)
         self._rows = (library.LoraRows * len(packed))(
@@ -128,3 +132,13 @@ class NativeAdapters:
 def by_adapter(slices: Sequence[SequenceSlice]) -> list[SequenceSlice]:
     """Returns the slices grouped by adapter. Slices without an adapter come last."""
     return sorted(slices, key=lambda piece: (not piece.adapter, piece.adapter))
+
+
+def rows_by_adapter(slices: Sequence[SequenceSlice]) -> dict[str, int]:
+    """Returns the number of rows of each adapter. `slices` must be in the order that `by_adapter`
+    returns."""
+    counts: dict[str, int] = {}
+    for piece in slices:
+        if piece.adapter:
+            counts[piece.adapter] = counts.get(piece.adapter, 0) + piece.num_tokens
+    return counts

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import addressof
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,37 @@ _MAPPED_AT_ONCE = 64 << 20
 _LINE = 64  # bytes of a cache line
 
 
+class Panels(NamedTuple):
+    """Consecutive panels of a packed matrix. A panel has 16 outputs."""
+
+    first: int
+    num: int
+
+    def rows(self, num_out: int) -> slice:
+        """Returns the outputs of these panels in a matrix with `num_out` outputs. The last panel
+        may have fewer than 16."""
+        return slice(*(min(at * PANEL, num_out) for at in (self.first, self.first + self.num)))
+
+
+class Share(NamedTuple):
+    """What one rank of a tensor-parallel engine stores of each matrix: the panels that its own
+    threads multiply (native/team.h)."""
+
+    rank: int
+    num_ranks: int
+
+    def of(self, num: int) -> range:
+        """Returns this rank's part of the numbers from 0 to before `num`."""
+        return range(num * self.rank // self.num_ranks, num * (self.rank + 1) // self.num_ranks)
+
+    def panels(self, num_out: int) -> Panels:
+        own = self.of(-(-num_out // PANEL))
+        return Panels(own.start, len(own))
+
+
+WHOLE = Share(0, 1)
+
+
 class HugePages:
     """Memory in huge pages for packed matrices, one matrix after the other. Deleting this object
     frees the memory."""
@@ -68,6 +99,7 @@ class Packer:
         library: Library,
         pages: FilePages,
         *,
+        share: Share = WHOLE,
         int8: bool = False,
         instructions: str | None = None,
     ) -> None:
@@ -75,6 +107,7 @@ class Packer:
         is packed, the mapped pages that have the weight are dropped from memory."""
         self._library = library
         self._pages = pages
+        self._share = share
         self._int8 = int8
         self._instructions = instructions
         self._kept: list[Any] = []  # objects to which C++ has pointers
@@ -93,25 +126,15 @@ class Packer:
         if isinstance(parts[0].blocks, Fp8):
             return self._fp8(parts)
         if parts[0].blocks:
-            return self._quantized(parts)
-        weight = parts[0].weight if len(parts) == 1 else torch.cat([p.weight for p in parts])
-        weight = weight.contiguous()
-        num_out, num_in = weight.shape
-        kind = self._kind(weight, keeps_kind=keeps_kind)
-        panels = self._huge_pages.zeros(packed_bytes((num_out, num_in), kind))
-        scales = self._library.pack(
-            weight.data_ptr(), KINDS[weight.dtype], (num_out, num_in), kind, panels
-        )
-        self._kept.append(scales)
+            return self._quantized(parts, self._share)
+        num_out = sum(len(part.weight) for part in parts)
+        panels = self._share.panels(num_out)
+        rows = _rows([part.weight for part in parts], panels.rows(num_out))
+        kind = self._kind(rows, keeps_kind=keeps_kind)
+        matrix = self._dense(rows, panels, kind, num_out=num_out)
+        matrix.bias = self._bias(parts)
         self._drop(parts)
-        return Matrix(
-            panels=address(panels),
-            scales=address(scales),
-            bias=self._bias(parts),
-            num_in=num_in,
-            num_out=num_out,
-            kind=kind,
-        )
+        return matrix
 
     def gate_up(self, parts: Sequence[Linear]) -> Matrix:
         """Packs the gate and up matrices. `parts` has two matrices, or one matrix with the rows of
@@ -123,18 +146,28 @@ class Packer:
         kind = None if isinstance(parts[0].blocks, GgufBlocks) else self._kind_of(parts[0])
         if kind not in (Kind.BF16_PAIRS, Kind.F8_PAIRS):
             return self.matrix(parts)
-        biases = [part.bias for part in parts if part.bias is not None]
-        bias = _interleave(biases) if biases else None
+        num_inner = sum(len(part.weight) for part in parts) // 2
+        num_pairs = -(-num_inner // PANEL)
+        pairs = self._share.panels(num_inner)
+        panels = Panels(2 * pairs.first, 2 * pairs.num)
+        num_out = 2 * num_pairs * PANEL
         blocks = [part.blocks for part in parts if isinstance(part.blocks, Fp8)]
         if blocks:
-            data = _interleave([each.data.view(torch.uint8) for each in blocks])
-            fp8 = Fp8(
-                data.view(blocks[0].data.dtype), _interleave([each.scales for each in blocks])
+            codes = [each.data.view(torch.uint8) for each in blocks]
+            scales = _interleave(_gate_and_up([each.scales for each in blocks]))
+            packed = self._fp8_rows(
+                _interleaved_rows(codes, pairs.rows(num_inner)),
+                panels,
+                scales,
+                kind,
+                scale_inputs=blocks[0].scale_inputs,
+                stored=blocks,
             )
-            weight = torch.empty(data.shape, dtype=parts[0].weight.dtype, device="meta")
-            packed = self._fp8((Linear(weight, bias, fp8),), stored=blocks)
         else:
-            packed = self.matrix((Linear(_interleave([part.weight for part in parts]), bias),))
+            rows = _interleaved_rows([part.weight for part in parts], pairs.rows(num_inner))
+            packed = self._dense(rows, panels, kind, num_out=num_out)
+        biases = [part.bias for part in parts if part.bias is not None]
+        packed.bias = self.floats(_interleave(_gate_and_up(biases)) if biases else None)
         self._drop(parts)
         return packed
 
@@ -148,8 +181,9 @@ class Packer:
         if tied and weights.embedding is weights.output and not self._int8:
             return {"embedding": None, "embedding_kind": output.kind}
         if weights.embedding_blocks is not None:
+            # Each rank has the whole embedding, because any token may come next.
             linear = Linear(weights.embedding, None, weights.embedding_blocks)
-            panels = self._quantized([linear])
+            panels = self._quantized([linear], WHOLE)
             return {"embedding": panels.panels, "embedding_kind": panels.kind}
         embedding = weights.embedding.contiguous()
         self._kept.append(embedding)
@@ -183,72 +217,140 @@ class Packer:
         return floats.data_ptr()
 
     def _of_heads(self, weights: torch.Tensor) -> object:
-        """Packs matrices [heads, out, in], one per head. The matrices are not converted to int8,
-        because a single thread multiplies each matrix."""
-        matrices = [self.matrix((Linear(each, None),), keeps_kind=True) for each in weights]
+        """Packs matrices [heads, out, in], one per head. A rank stores only the matrices of its own
+        heads. The matrices are not converted to int8, because a single thread multiplies each
+        matrix."""
+        own = self._share.of(len(weights))
+        num_out = weights.shape[1]
+        matrices = []
+        for head, each in enumerate(weights):
+            panels = WHOLE.panels(num_out) if head in own else Panels(0, 0)
+            kind = self._kind(each, keeps_kind=True)
+            matrices.append(self._dense(each[panels.rows(num_out)], panels, kind, num_out=num_out))
         packed = (Matrix * len(matrices))(*matrices)
         self.keep(packed)
         return packed
 
-    def _fp8(self, parts: Sequence[Linear], stored: Sequence[Fp8] = ()) -> Matrix:
-        """Packs several fp8 matrices as one matrix. If the caller interleaved rows to make `parts`,
-        `stored` has the checkpoint's own matrices. The error for a NaN weight then names the
-        checkpoint's tensor."""
-        blocks = [part.blocks for part in parts if isinstance(part.blocks, Fp8)]
-        data = [each.data.view(torch.uint8) for each in blocks]
-        codes = (data[0] if len(data) == 1 else torch.cat(data)).contiguous()
-        num_out, num_in = codes.shape
-        kind = self._kind_of(parts[0])
-        panels = self._huge_pages.zeros(packed_bytes((num_out, num_in), kind))
-        if not self._library.pack_fp8(codes.data_ptr(), (num_out, num_in), kind, panels):
-            for each in stored or blocks:
-                each.check_numbers()
-            raise AssertionError("the native kernels found a NaN in fp8 weights that have none")
-        scales = pad(torch.cat([each.scales for each in blocks]), (0, 0, 0, -num_out % PANEL))
-        scales = scales.view(-1, PANEL, scales.shape[1]).transpose(1, 2).contiguous()
+    def _dense(self, rows: torch.Tensor, panels: Panels, kind: Kind, *, num_out: int) -> Matrix:
+        """Packs the rows of `panels` of a matrix with `num_out` rows, without a bias."""
+        rows = rows.contiguous()
+        num_rows, num_in = rows.shape
+        memory = self._huge_pages.zeros(packed_bytes((num_rows, num_in), kind))
+        scales = None
+        if num_rows:
+            found = self._library.pack(
+                rows.data_ptr(), KINDS[rows.dtype], (num_rows, num_in), kind, memory
+            )
+            if found is not None:  # the kernels find scales by the number of the output
+                scales = np.zeros(num_out, np.float32)
+                scales[panels.first * PANEL :][:num_rows] = found
         self._kept.append(scales)
-        self._drop(parts)
         return Matrix(
-            panels=address(panels),
-            scales=scales.data_ptr(),
-            bias=self._bias(parts),
+            panels=address(memory),
+            scales=address(scales),
+            first_panel=panels.first,
+            num_panels=panels.num,
             num_in=num_in,
             num_out=num_out,
             kind=kind,
-            scale_inputs=whole_steps(blocks[0].scale_inputs),
         )
 
-    def _quantized(self, parts: Sequence[Linear]) -> Matrix:
+    def _fp8(self, parts: Sequence[Linear]) -> Matrix:
+        """Packs several fp8 matrices as one matrix."""
+        blocks = [part.blocks for part in parts if isinstance(part.blocks, Fp8)]
+        num_out = sum(len(each.data) for each in blocks)
+        panels = self._share.panels(num_out)
+        packed = self._fp8_rows(
+            _rows([each.data.view(torch.uint8) for each in blocks], panels.rows(num_out)),
+            panels,
+            torch.cat([each.scales for each in blocks]),
+            self._kind_of(parts[0]),
+            scale_inputs=blocks[0].scale_inputs,
+            stored=blocks,
+        )
+        packed.bias = self._bias(parts)
+        self._drop(parts)
+        return packed
+
+    def _fp8_rows(
+        self,
+        codes: torch.Tensor,
+        panels: Panels,
+        scales: torch.Tensor,
+        kind: Kind,
+        *,
+        scale_inputs: int,
+        stored: Sequence[Fp8],
+    ) -> Matrix:
+        """Packs fp8 codes, uint8 [rows, in], which are the rows of `panels`, without a bias.
+        `scales` are those of all rows of the matrix, [out, runs]. `stored` has the checkpoint's
+        matrices, so that an error about a weight that is NaN can name the checkpoint's tensor."""
+        codes = codes.contiguous()
+        memory = self._huge_pages.zeros(packed_bytes((len(codes), codes.shape[1]), kind))
+        size = (len(codes), codes.shape[1])
+        if len(codes) and not self._library.pack_fp8(codes.data_ptr(), size, kind, memory):
+            for each in stored:
+                each.check_numbers()
+            raise AssertionError(
+                "the native kernels reported a NaN in fp8 weights, but all weights are numbers"
+            )
+        num_out = len(scales)
+        scales = pad(scales, (0, 0, 0, -num_out % PANEL))
+        scales = scales.view(-1, PANEL, scales.shape[1]).transpose(1, 2).contiguous()
+        self._kept.append(scales)
+        return Matrix(
+            panels=address(memory),
+            scales=scales.data_ptr(),
+            first_panel=panels.first,
+            num_panels=panels.num,
+            num_in=codes.shape[1],
+            num_out=num_out,
+            kind=kind,
+            scale_inputs=whole_steps(scale_inputs),
+        )
+
+    def _quantized(self, parts: Sequence[Linear], share: Share) -> Matrix:
         """Packs several quantized matrices. Consecutive matrices with the same format and the same
         order of inputs become one packed matrix. For example, if q and k are Q4_K and v is Q6_K,
         the result is a packed matrix of q and k, whose field `rest` points to a packed matrix of
-        v."""
+        v. A rank stores the panels of its `share` of each packed matrix."""
         matrix = None
         alike = [list(run) for _, run in groupby(parts, self._form_of_blocks)]
         for run in reversed(alike):
-            matrix = self._of_one_kind(run, rest=matrix)
+            matrix = self._of_one_kind(run, share, rest=matrix)
         assert matrix is not None
         return matrix
 
-    def _of_one_kind(self, parts: Sequence[Linear], *, rest: Matrix | None) -> Matrix:
+    def _of_one_kind(self, parts: Sequence[Linear], share: Share, *, rest: Matrix | None) -> Matrix:
         num_out = sum(len(part.weight) for part in parts)
         num_in = parts[0].weight.shape[1]
         kind, _ = self._form_of_blocks(parts[0])
-        panels = self._huge_pages.zeros(self._library.quantized_bytes((num_out, num_in), kind))
-        first_output = 0
+        panels = share.panels(num_out)
+        own = panels.rows(num_out)
+        size = (panels.num * PANEL, num_in)
+        memory = self._huge_pages.zeros(self._library.quantized_bytes(size, kind))
+        first_output = 0  # of this part
         for part in parts:
             assert isinstance(part.blocks, GgufBlocks)
             rows = part.blocks.rows()
-            self._library.pack_blocks(
-                rows.data_ptr(), part.blocks.type, (len(rows), num_in), first_output, panels
-            )
+            first, end = (min(max(at - first_output, 0), len(rows)) for at in (own.start, own.stop))
+            if first < end:
+                self._library.pack_blocks(
+                    rows[first:end].data_ptr(),
+                    part.blocks.type,
+                    (end - first, num_in),
+                    first_output + first - own.start,
+                    memory,
+                )
             first_output += len(rows)
         self._drop(parts)
         order = parts[0].blocks.order if isinstance(parts[0].blocks, GgufBlocks) else None
         self._kept += [rest, order]
         return Matrix(
-            panels=address(panels),
+            panels=address(memory),
             bias=self._bias(parts),
+            first_panel=panels.first,
+            num_panels=panels.num,
             num_in=num_in,
             num_out=num_out,
             kind=kind,
@@ -291,11 +393,32 @@ class Packer:
         release_freed_memory()
 
 
-def _interleave(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _rows(parts: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
+    """Returns some rows of a matrix of which `parts` has all rows, one part after the other. Copies
+    only rows of several parts."""
+    found: list[torch.Tensor] = []
+    first = 0  # the first row of the part
+    for part in parts:
+        found.append(part[max(rows.start - first, 0) : max(rows.stop - first, 0)])
+        first += len(part)
+    found = [each for each in found if len(each)] or found[:1]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _gate_and_up(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Returns the gates and the ups. `parts` has these two, or one tensor with the rows of both."""
+    return parts if len(parts) == 2 else parts[0].chunk(2)
+
+
+def _interleaved_rows(parts: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
+    """Interleaves some rows of the gates with the same rows of the ups. `parts` is as for
+    `_gate_and_up`."""
+    return _interleave([each[rows] for each in _gate_and_up(parts)])
+
+
+def _interleave(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the rows of gates and ups in alternating panels: 16 rows of gates, 16 rows of ups,
-    and so on. `parts` has two tensors, or one tensor with the rows of both. The last panels are
-    padded with zeros."""
-    tensors = parts if len(parts) == 2 else parts[0].chunk(2)
+    and so on. The last panels are padded with zeros."""
     rest = -len(tensors[0]) % PANEL
     if rest:
         tensors = [torch.cat([each, each.new_zeros(rest, *each.shape[1:])]) for each in tensors]

@@ -1,4 +1,4 @@
-"""Claims a folder below --kv-disk-path for a worker. No other process uses it at the same time.
+"""Claims a folder below a tier's path for a worker. No other process uses it at the same time.
 
     PATH/lock                        locked while a worker chooses a folder
     PATH/0/lock,manifest,blocks      the folder of one worker
@@ -53,9 +53,10 @@ class DiskFolder:
         os.close(self._folder)
 
 
-def claim(parent: Path, is_own: Callable[[Path], bool]) -> DiskFolder:
+def claim(parent: Path, is_own: Callable[[Path], bool], option: str) -> DiskFolder:
     """Locks a free folder below `parent` and returns it. Prefers a folder for which `is_own` is
-    True, and creates one if none is free. Raises ConfigError."""
+    True, and creates one if none is free. Raises ConfigError, which names the `option` that set
+    `parent`."""
     try:
         with ExitStack() as opened:
             shared = own_files.open_parent(parent)
@@ -65,7 +66,7 @@ def claim(parent: Path, is_own: Callable[[Path], bool]) -> DiskFolder:
             fcntl.flock(choosing, fcntl.LOCK_EX)
             return _choose(parent, shared, is_own)
     except OSError as error:
-        raise ConfigError(f"kv-disk-path {parent} cannot be used: {error}") from error
+        raise ConfigError(f"{option} {parent} cannot be used: {error}") from error
 
 
 def _choose(parent: Path, shared: int, is_own: Callable[[Path], bool]) -> DiskFolder:

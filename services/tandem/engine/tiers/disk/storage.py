@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 
 
 class DiskStorage(Storage):
-    name = DISK
-
     def __init__(
         self,
         path: Path,
@@ -48,21 +46,25 @@ class DiskStorage(Storage):
         seal: Seal,
         group: int = 0,
         folder: DiskFolder | None = None,
+        name: str = DISK,
+        option: str = "kv-disk-path",
     ) -> None:
         """`identity` names everything on which the KV depends. `folder` is the folder that the
         storage of the first KV group uses. Without `folder`, the storage claims one below `path`.
+        `name` is the tier's name, and `option` the option that set `path`, which errors name.
         Raises ConfigError."""
+        self.name = name
         self._seal = seal
         block_bytes += seal.num_extra_bytes
         self.num_slots = (bytes_max - HEADER_BYTES) // (block_bytes + RECORD_BYTES)
         assert self.num_slots > 0, "no block fits"
         self._block_bytes = block_bytes
         own = header(f"{identity} {seal.name}", block_bytes)
-        blocks, manifest = (f"{name}-{group}" if group else name for name in ("blocks", "manifest"))
+        blocks, manifest = (f"{file}-{group}" if group else file for file in ("blocks", "manifest"))
         if folder is not None:
             self.folder = folder.duplicate()
         else:
-            self.folder = claim(path, lambda each: has_header(each / manifest, own))
+            self.folder = claim(path, lambda each: has_header(each / manifest, own), option)
         try:
             self._file = self.folder.open(blocks)
             if not has_header(self.folder.path / manifest, own):
@@ -81,14 +83,15 @@ class DiskStorage(Storage):
                     self.num_torn += 1
             found = [each for each in found if each[0] < num_whole]
         except OSError as error:
-            raise ConfigError(f"kv-disk-path {self.folder.path} cannot be used: {error}") from error
+            raise ConfigError(f"{option} {self.folder.path} cannot be used: {error}") from error
         self._lost: SimpleQueue[int] = SimpleQueue()
         self._checksums = np.zeros(self.num_slots, np.uint64)
         for slot, _, checksum in found:
             self._checksums[slot] = checksum
         self._entries = [(slot, entry) for slot, entry, _ in found]
         log.info(
-            "KV cache tier on disk %s: %d blocks can be used, %d damaged blocks are dropped",
+            "KV tier %s in %s: %d blocks can be used, %d damaged blocks are dropped",
+            name,
             self.folder.path,
             len(found),
             self.num_torn,

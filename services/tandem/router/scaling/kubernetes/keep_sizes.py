@@ -100,11 +100,8 @@ def read_objects(words: Sequence[str]) -> dict[str, int | None]:
 
 
 def without_patches(managers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a RayCluster's `managedFields` without the patched worker groups.
-
-    Managers that have patched the worker groups are removed from the field's owners. Managers that
-    have applied the worker groups still own the field.
-    """
+    """Returns a RayCluster's `managedFields`, in which managers that have patched the worker groups
+    no longer own them. Managers that have applied the worker groups still own them."""
     kept = []
     for entry in deepcopy([dict(entry) for entry in managers]):
         spec = entry.get("fieldsV1", {}).get("f:spec", {})
@@ -149,7 +146,8 @@ def free_groups(client: Client, owner: str) -> None:
         with _unless(409, owner):
             client.patch(resource, name, patch, patch_type=PatchType.MERGE)
             log.info(
-                "%s: no other program owns its worker groups now, so the upgrade can change them",
+                "%s: other field managers no longer own the worker groups, so the upgrade can "
+                "change them",
                 owner,
             )
             return

@@ -46,8 +46,8 @@ class KubernetesScale:
         """
         if foreign := [pool for pool in sizes if pool not in self._objects]:
             raise NotNow(
-                f"this router cannot set the size of {' and '.join(foreign)} (but that of "
-                f"{', '.join(self._objects)}): its HPA, KEDA or RayCluster owns it",
+                f"this router cannot set the size of {' and '.join(foreign)}, because an HPA, "
+                f"KEDA or a RayCluster sets it; this router can set: {', '.join(self._objects)}",
                 param=foreign[0],
             )
         async with open_client(AsyncClient, self._account) as client:
@@ -135,7 +135,8 @@ def _refusal(error: httpx2.HTTPStatusError, pool: str, owner: str, done: str) ->
     message = f"the size of {pool} was not {done}: {answer_of(error, owner)}"
     if status in (401, 403):
         return ScaleRefused(
-            f"{message} (the router's service account needs the right to patch its scale)"
+            f"{message} (the router's service account needs the right to patch the scale of "
+            f"{owner})"
         )
     if status == 429 or status >= 500:
         return ScaleAway(message)

@@ -150,12 +150,14 @@ def test_the_engine_says_what_it_keeps_and_why_not() -> None:
     settle(engine)
     keep = engine.kept.keep
     assert keep(A, Retention(pin_s=9.0), hashes[:4]) == Kept(4)
-    assert keep(A, Retention(pin_s=9.0), hashes) == Kept(4, "the tenant's share is 4 blocks")
+    assert keep(A, Retention(pin_s=9.0), hashes) == Kept(
+        4, "the tenant may protect at most 4 blocks from eviction"
+    )
     assert keep(A, Retention(), hashes) == Kept(0)
     assert keep(A, Retention(pin_s=9.0, num_tokens=11), hashes) == Kept(2)  # in full blocks of 4
     assert keep(A, Retention(pin_s=9.0, num_tokens=3), hashes) == Kept(0)
     assert keep(A, Retention(pin_s=9.0), [*hashes[:2], b"x" * 16]) == Kept(
-        2, "the other blocks are not cached"
+        2, "the other blocks are no longer cached"
     )
 
 

@@ -18,10 +18,12 @@ from tandem.engine.tiers.disk.storage import DiskStorage
 from tandem.engine.tiers.seal import make_seal
 from tandem.errors import ConfigError
 
+OPTION = "kv-disk-path"
+
 
 def test_workers_that_start_together_take_the_folders_that_are_there(tmp_path: Path) -> None:
     """One looks into all free folders while the other one starts: it locks them for that."""
-    before = [claim(tmp_path, lambda path: False) for _ in range(2)]
+    before = [claim(tmp_path, lambda path: False, OPTION) for _ in range(2)]
     for folder in before:
         folder.close()
     looks, has_other = threading.Event(), threading.Event()
@@ -32,9 +34,9 @@ def test_workers_that_start_together_take_the_folders_that_are_there(tmp_path: P
         return True
 
     with ThreadPoolExecutor(1) as threads:
-        one = threads.submit(claim, tmp_path, is_own)
+        one = threads.submit(claim, tmp_path, is_own, OPTION)
         assert looks.wait(60)
-        two = claim(tmp_path, lambda path: True)
+        two = claim(tmp_path, lambda path: True, OPTION)
         has_other.set()
         assert [one.result().path.name, two.path.name] == ["0", "1"]
     one.result().close()

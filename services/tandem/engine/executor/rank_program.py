@@ -1,0 +1,90 @@
+"""The program of ranks 1 and up. It computes the steps that rank 0 posts."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tandem.engine.executor.native.decoder import SentStep
+from tandem.engine.executor.native.rank_memory import RankMemory
+from tandem.engine.executor.ranks import messages
+from tandem.engine.executor.ranks.cores import pin_to_share
+from tandem.engine.executor.runner import LoadedAdapter, ModelRunner
+from tandem.errors import TandemError
+from tandem_kernels.native.library import RankEnded
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Member:
+    """One rank: its share of the model, and the adapters that are loaded but not yet added."""
+
+    def __init__(self, pipe: Connection[Any, Any]) -> None:
+        self._pipe = pipe
+        settings: messages.Settings = pipe.recv()
+        pin_to_share(settings.config, settings.rank)
+        self._memory = RankMemory(
+            settings.memory_fd, rank=settings.rank, num_ranks=settings.config.tensor_parallel
+        )
+        self._runner = ModelRunner(
+            settings.folder, settings.config, pool_fd=settings.pool_fd, member_of=self._memory
+        )
+        self._loaded: dict[str, LoadedAdapter] = {}
+
+    def run(self) -> None:
+        """Computes steps until rank 0 ends. Raises RankEnded."""
+        threading.Thread(target=self._load_adapters, name="adapters", daemon=True).start()
+        self._pipe.send(messages.Loaded())
+        for message in self._memory.messages():
+            match message.content:
+                case SentStep() as step:
+                    self._runner.compute_share(step, message.numbers_address)
+                case messages.Allocate(num_blocks):
+                    self._runner.allocate(*num_blocks)
+                case messages.AddAdapter(digest):
+                    self._runner.add_adapter(self._loaded.pop(digest))
+                case messages.DropAdapter(digest):
+                    self._runner.drop_adapter(digest)
+
+    def _load_adapters(self) -> None:
+        """Loads adapters while steps run. Ends the process when rank 0 has ended."""
+        while True:
+            try:
+                message: messages.LoadAdapter = self._pipe.recv()
+            except (EOFError, OSError):
+                os._exit(0)
+            try:
+                loaded = self._runner.load_adapter(message.adapter)
+                self._loaded[loaded.weights.digest] = loaded
+                self._pipe.send(messages.Loaded())
+            except TandemError as error:
+                self._pipe.send(messages.Loaded(str(error)))
+
+
+def main() -> int:
+    # Ctrl-C reaches all processes of a terminal. A rank ends with rank 0: the system kills it, also
+    # if it is stopped, and `_load_adapters` notices if rank 0 ended before the next line.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.ERROR)  # rank 0 logs what all ranks would say
+    pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    try:
+        member = Member(pipe)
+    except TandemError as error:
+        pipe.send(messages.Loaded(str(error)))
+        return 1
+    try:
+        member.run()
+    except RankEnded:
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

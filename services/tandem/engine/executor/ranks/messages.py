@@ -1,0 +1,47 @@
+"""What rank 0 sends to the other ranks of its engine.
+
+`Settings`, and adapters to load, go through a pipe to each rank, which answers `Loaded`. All other
+messages are posted in the shared memory, so that all ranks apply them in one order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tandem.common.adapter import Adapter
+from tandem.common.config.engine import EngineConfig
+from tandem.models.folder import ModelFolder
+
+
+class Settings(NamedTuple):
+    """The first message to a rank."""
+
+    folder: ModelFolder
+    config: EngineConfig
+    rank: int
+    memory_fd: int  # memfd of the shared memory
+    pool_fd: int  # memfd of the KV pool
+
+
+class Loaded(NamedTuple):
+    """A rank's answer when it has loaded the model or an adapter."""
+
+    error: str = ""
+
+
+class LoadAdapter(NamedTuple):
+    adapter: Adapter
+
+
+class Allocate(NamedTuple):
+    """Map the KV pool, whose memfd has its size now."""
+
+    num_blocks: tuple[int, ...]
+
+
+class AddAdapter(NamedTuple):
+    digest: str
+
+
+class DropAdapter(NamedTuple):
+    digest: str

@@ -1,0 +1,164 @@
+"""Workers of several ranks are exact for every degree, also when a rank ends or is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tandem.cluster.processes.embedded_redis import EmbeddedRedis
+from tandem.common.sampling_params import SamplingParams
+from tandem.llm import LLM
+from tests.harness.client import metric, migrations, open_client, stream_completion, tokens_of
+from tests.harness.cluster import LocalCluster, WorkerProcess, wait_for
+from tests.tiny_models import make_random_speaker
+
+NUM_TOKENS = 60
+BEGUN = 4  # tokens of each stream when a rank ends
+RANK_MODULE = "tandem.engine.executor.rank_program"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with 8 query heads and 4 KV heads."""
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}
+    return str(make_random_speaker(folder, **sizes).path)
+
+
+PROMPTS = [random.Random(size).choices(range(100, 40_000), k=size) for size in (300, 170, 95, 33)]
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> list[list[int]]:
+    """What one process with one thread answers: greedily, and drawn by a seed."""
+    with LLM(model, device="cpu", numerics="invariant", num_threads=1) as llm:
+        params = [SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **p) for p in SAMPLED]
+        prompts: Any = [{"prompt_token_ids": prompt} for prompt in PROMPTS for _ in SAMPLED]
+        outputs = llm.generate(prompts, params * len(PROMPTS))
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+SAMPLED: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 11}]
+
+
+@contextmanager
+def workers(
+    redis: EmbeddedRedis,
+    folder: Path,
+    model: str,
+    degrees: dict[str, int],
+    *options: str,
+) -> Iterator[LocalCluster]:
+    """A cluster with these workers, such as decode-0, each of so many ranks."""
+    cluster = LocalCluster(redis, folder, model)
+    cluster.options = [*cluster.options, "--prefill-at", "remote", *options]
+    try:
+        cluster.start_router()
+        for worker_id, degree in degrees.items():
+            role = worker_id.partition("-")[0]
+            cluster.start_worker(worker_id, role, "--tensor-parallel", str(degree))
+        cluster.wait_ready()
+        yield cluster
+    finally:
+        cluster.close()
+
+
+async def answers(
+    client: httpx.AsyncClient, begun: Callable[[], object] | None = None
+) -> list[list[int]]:
+    """The tokens of all prompts, asked at once. `begun` is called when all have a few tokens."""
+    events = [asyncio.Event() for _ in range(len(PROMPTS) * len(SAMPLED))]
+
+    async def one(prompt: list[int], sampled: dict[str, Any], has_begun: asyncio.Event) -> Any:
+        found: list[dict[str, Any]] = []
+        more = {"max_tokens": NUM_TOKENS, "ignore_eos": True, **sampled}
+        async for event in stream_completion(client, prompt, **more):
+            found.append(event)
+            if len(tokens_of(found)) >= BEGUN:
+                has_begun.set()
+        return tokens_of(found)
+
+    pairs = [(prompt, sampled) for prompt in PROMPTS for sampled in SAMPLED]
+    streams = [
+        asyncio.create_task(one(prompt, sampled, event))
+        for (prompt, sampled), event in zip(pairs, events, strict=True)
+    ]
+    if begun is not None:
+        await asyncio.gather(*(event.wait() for event in events))
+        await asyncio.to_thread(begun)
+    return await asyncio.gather(*streams)
+
+
+def ranks_of(worker: WorkerProcess) -> list[int]:
+    """The pids of the worker's ranks but the first."""
+    processes = psutil.Process(worker.process.pid).children(recursive=True)
+    return [p.pid for p in processes if RANK_MODULE in p.cmdline()]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "transport"),
+    [
+        (2, 1, "nixl"),
+        (1, 2, "grpc"),
+        *(
+            pytest.param(*degrees, transport, marks=pytest.mark.slow)
+            for degrees in ((2, 1), (1, 2), (2, 4), (4, 2), (1, 4))
+            for transport in ("nixl", "grpc")
+        ),
+    ],
+)
+async def test_tokens_do_not_depend_on_the_degree(
+    prefill: int,
+    decode: int,
+    transport: str,
+    model: str,
+    expected: list[list[int]],
+    redis_server: EmbeddedRedis,
+    tmp_path: Path,
+) -> None:
+    degrees = {"prefill-0": prefill, "decode-0": decode}
+    options = ("--transport", transport, "--verify-blocks", "all", "--local-prefill-max-tokens")
+    with workers(redis_server, tmp_path, model, degrees, *options, "0") as cluster:
+        for worker in cluster.workers.values():
+            assert len(ranks_of(worker)) == degrees[worker.worker_id] - 1
+        async with open_client(cluster) as client:
+            assert await answers(client) == expected
+            assert await answers(client) == expected  # with warm caches
+        await asyncio.to_thread(cluster.wait_idle)
+        pulled = metric(cluster, "decode-0", "tandem_kv_blocks_pulled_total", transport=transport)
+        assert pulled >= sum(len(prompt) // 16 for prompt in PROMPTS)
+        assert metric(cluster, "decode-0", "tandem_block_mismatches_total") == 0
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+async def test_a_rank_that_ends_ends_its_worker_and_no_stream(
+    how: str, model: str, expected: list[list[int]], redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    degrees = {"prefill-0": 1, "decode-0": 2, "decode-1": 1}
+    with workers(redis_server, tmp_path, model, degrees, "--engine-hang-timeout", "4") as cluster:
+        worker = cluster.workers["decode-0"]
+        (pid,) = ranks_of(worker)
+
+        def end() -> None:
+            os.kill(pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+            assert worker.process.wait(20) == 1
+            wait_for(lambda: not psutil.pid_exists(pid), deadline_s=5, what="the end of the rank")
+
+        async with open_client(cluster) as client:
+            assert await answers(client, end) == expected
+        assert migrations(cluster, "crash") > 0
+        if how == "killed":
+            text = worker.log.read_text()
+            assert "rank 1 of the engine ended with status -9" in text
+        del cluster.workers["decode-0"]
+        await asyncio.to_thread(cluster.wait_idle)

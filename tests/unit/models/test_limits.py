@@ -1,0 +1,41 @@
+"""Settings that a model's shape refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tandem.common.config.engine import EngineConfig
+from tandem.errors import ConfigError
+from tandem.models.limits import check_settings, why_not_tensor_parallel
+from tandem.models.source import resolve
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "possible"),
+    [
+        (9, 3, [1, 3, 9]),  # SmolLM2
+        (8, 4, [1, 2, 4, 8]),
+        (8, 1, [1, 2, 4, 8]),
+        (64, 8, [1, 2, 4, 8, 16, 32, 64]),  # Llama 3 70B
+        (6, 2, [1, 2, 6]),
+    ],
+)
+def test_ranks_share_whole_heads(heads: int, kv_heads: int, possible: list[int]) -> None:
+    model = replace(resolve("smollm2").config, num_attention_heads=heads, num_kv_heads=kv_heads)
+    assert [n for n in range(1, heads + 1) if not why_not_tensor_parallel(model, n)] == possible
+
+
+def test_heads_that_cannot_be_divided_are_named() -> None:
+    model = resolve("smollm2").config
+    with pytest.raises(
+        ConfigError, match=r"9 query heads and 3 KV heads cannot be divided among 2"
+    ):
+        check_settings(EngineConfig(model="", tensor_parallel=2), model)
+
+
+@pytest.mark.parametrize("more", [{"device": "cuda"}, {"kernels": "torch"}, {"kernels": "triton"}])
+def test_only_native_kernels_have_several_ranks(more: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="several ranks compute only with native kernels on CPUs"):
+        EngineConfig(model="", tensor_parallel=2, **more)  # type: ignore[arg-type]
