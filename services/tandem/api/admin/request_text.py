@@ -140,7 +140,7 @@ def _in_words(name: str, request: Request, others: Iterable[Request]) -> str:
         case "wire":
             return f"sending messages between the router and {decode}"
         case "retry":
-            return "until it started again, because a worker was lost or full"
+            return "at a worker that was lost or refused the request"
         case "transfer_exposed":
             blocks = count(request["blocks_pulled"], "KV block")
             return (
@@ -169,7 +169,7 @@ def _waiting(request: Request, others: Iterable[Request], worker: str) -> str:
     if not (at := waited_at(request)):
         return "waiting in the router, for a turn or for a decode worker that is ready"
     if at != worker:
-        return f"waiting in the queue of {at}, before its prompt was sent on"
+        return f"waiting in the queue of {at}, before a prefill worker got its prompt"
     ahead = ""
     if tokens := request["tokens_ahead"]:
         ahead = f" behind {count(tokens, 'prompt token')}"

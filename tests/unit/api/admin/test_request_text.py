@@ -99,7 +99,7 @@ def test_computing_says_how_much_where_and_beside_what() -> None:
         ("tokenize", "tokenizing the prompt of 100 tokens"),
         ("route", "choosing workers in the router"),
         ("wire", "sending messages between the router and decode-1"),
-        ("retry", "until it started again, because a worker was lost or full"),
+        ("retry", "at a worker that was lost or refused the request"),
         ("transfer_exposed", "waiting for 6 KV blocks from prefill-0 over nixl"),
         ("first_decode", "computing the second token on decode-1"),
         ("move", "without a token, while the request moved to decode-1"),
@@ -129,7 +129,7 @@ def test_a_wait_says_behind_how_many_tokens() -> None:
     [
         (1900.0, 1800.0, "for prefill-0"),
         (1900.0, 0.0, "for prefill-0"),  # an older worker does not tell the part
-        (1900.0, 3.0, "in the queue of decode-1, before its prompt was sent on"),
+        (1900.0, 3.0, "in the queue of decode-1, before a prefill worker got its prompt"),
         (5.0, 3.0, "in the router, for a turn or for a decode worker that is ready"),
     ],
 )
