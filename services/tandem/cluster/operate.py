@@ -222,6 +222,8 @@ def _show_record(record: Mapping[str, Any]) -> None:
             f"{waited_ms:.1f} ms of the queue time: the request waited for KV blocks that other "
             "requests computed"
         )
+    if tokens := record.get("tokens_ahead"):
+        screen.print(f"{tokens:,} prompt tokens of earlier requests were to compute before its own")
     usage = record["usage"]
     cached = f"{usage['cached_tokens']} of {usage['prompt_tokens']} prompt tokens were cached"
     if by_tier := usage.get("cached_tokens_by_tier"):

@@ -138,6 +138,7 @@ class Engine:
         self._check_queue(len(self._scheduler.waiting))
         sequence = self._new_sequences.make(spec)
         self._scheduler.check_deadline(sequence)
+        sequence.tokens_ahead = sum(s.missing_span[0] for s in self._sequences.values())
         self._enter(sequence)
 
     def start_local_prefill(self, sequence_id: str) -> None:
@@ -164,6 +165,7 @@ class Engine:
         new = self._new_sequences.make(spec, old.arrival)
         new.cached = old.cached
         new.shared_wait_s = old.shared_wait_s
+        new.tokens_ahead = old.tokens_ahead
         new.num_preemptions = old.num_preemptions
         self._enter(new)
 

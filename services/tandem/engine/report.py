@@ -42,7 +42,12 @@ class PendingReport:
 
     def admitted(self, sequence: Sequence) -> None:
         self._report.admitted.append(
-            Admitted(sequence.sequence_id, time.monotonic(), sequence.shared_wait_s)
+            Admitted(
+                sequence.sequence_id,
+                time.monotonic(),
+                sequence.shared_wait_s,
+                sequence.tokens_ahead,
+            )
         )
         awaits = sequence.status is Status.WAITING_FOR_KV
         if awaits:

@@ -165,6 +165,8 @@ class Sequence:
     shared_since: float = 0.0
     # Total seconds of earlier waits for such blocks, without the current wait.
     shared_wait_s: float = 0.0
+    # Number of prompt tokens of other sequences that were missing when this sequence arrived.
+    tokens_ahead: int = 0
     is_forked: bool = False  # True: admitted as a fork, so only the last token is missing
     # PREFILL_ONLY: predicted time in seconds from the end of the last chunk until the consumer has
     # pulled all KV computed so far.

@@ -105,6 +105,7 @@ class Admitted(msgspec.Struct, frozen=True):
     at: float  # time of the admission by time.monotonic(), which all processes of a machine share
     # seconds for which the sequence waited for blocks that another sequence computed or pulled
     shared_wait_s: float = 0.0
+    tokens_ahead: int = 0  # number of prompt tokens that were still missing when it arrived
 
 
 class Reserved(msgspec.Struct, frozen=True):

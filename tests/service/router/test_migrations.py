@@ -27,15 +27,23 @@ def answer(router: RunningRouter) -> list[int]:
     return (ids * 4)[:NUM_TOKENS]
 
 
-def going_on(ids: list[int], upto: int = NUM_TOKENS, *, cached_tokens: int = 0) -> Script:
-    """Says the answer's tokens after those that came along, up to a place where it falls silent."""
+def going_on(
+    ids: list[int],
+    upto: int = NUM_TOKENS,
+    *,
+    cached_tokens: int = 0,
+    timings: pb.SequenceTimings | None = None,
+) -> Script:
+    """Says the answer's tokens after those that came along, up to a place where it falls silent.
+    The first and the last token have the timings."""
 
     async def script(submit: pb.SubmitSequence, say: Say) -> None:
         begun = len(submit.input.token_ids) - submit.input.num_prompt_tokens
         for place in range(begun, upto):
             last = "length" if place + 1 == NUM_TOKENS else ""
             cached = cached_tokens if place == begun else 0
-            say(update(submit, [ids[place]], last, cached_tokens=cached))
+            more = {} if timings is None or (place > begun and not last) else {"timings": timings}
+            say(update(submit, [ids[place]], last, cached_tokens=cached, **more))
             await asyncio.sleep(0)
 
     return script
@@ -127,6 +135,29 @@ async def test_a_stream_goes_on_where_its_worker_was_lost(
     for name in ("num_prompt_tokens", "sampling", "max_tokens", "stop_token_ids", "cache_salt"):
         assert getattr(after.input, name) == getattr(before.input, name), name
     assert migrations() == {"crash": 1, "drain": 0}
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["timings", "no timings"])
+async def test_the_record_of_a_stream_that_moved_tells_of_its_first_token(
+    router: RunningRouter, migrations: Any, is_old: bool
+) -> None:
+    ids = answer(router)
+    of_first = pb.SequenceTimings(queue_ms=90, prefill_worker_id="prefill-0", tokens_ahead=700)
+    router.script(going_on(ids, 5, timings=None if is_old else of_first))
+    reading = Reading(router)
+    await reading.has(5)
+    first, second = split(router)
+    second.script = going_on(ids, timings=pb.SequenceTimings(prefill_worker_id="prefill-1"))
+    first.break_streams()
+    await reading.task
+    request_id = reading.events[0].id
+    record = (await router.http.get(f"/v1/requests/{request_id}")).json()
+    assert (record["first_decode_worker"], record["decode_worker"]) == (
+        first.worker_id,
+        second.worker_id,
+    )
+    told = (record["prefill_worker"], record["worker_queue_ms"], record["tokens_ahead"])
+    assert told == (("", 0, 0) if is_old else ("prefill-0", 90, 700))
 
 
 async def test_stop_strings_are_found_across_a_move(router: RunningRouter, migrations: Any) -> None:

@@ -179,6 +179,25 @@ def test_pools_and_tiles_tell_the_snapshots_truth(page: Any) -> None:
     assert notes == ["in the last minute", "no data yet"]
 
 
+# Shows 15 minutes of samples with one slow first token, and a slower one since the last sample;
+# returns the times of the chart's last two points, its largest values, and the end of its lines.
+POINTS = """async () => {
+  const {take} = await import("./page/feed.js"), {columns} = await import("./page/charts.js");
+  const names = ["ttft_p50_ms", "ttft_max_ms"];
+  const samples = Array.from({length: 180}, (_, n) => [1000 + 5 * n, 300, n === 90 ? 11800 : 400]);
+  const step = {ttft_p50_ms: 500, ttft_max_ms: 12000};
+  const full = {workers: {}, worker_columns: [], step_s: 5, now: 1898, samples, step};
+  take("full", {...full, sample_columns: ["at", ...names]});
+  const [at, medians, slowest] = columns({lines: names.map(name => [name]), isHealth: true});
+  return [at.slice(-2), Math.max(...slowest.slice(0, -1)), medians.at(-1), slowest.at(-1)];
+}"""
+
+
+def test_no_value_of_a_tile_is_missing_in_its_chart(page: Any) -> None:
+    page.route("**/v1/cluster/live", lambda route: route.abort())
+    assert page.evaluate(POINTS) == [[1895, 1898], 11800, 500, 12000]
+
+
 def test_a_banner_is_amber_while_requests_are_served(page: Any) -> None:
     page.wait_for_selector("#headline.good")
     page.wait_for_selector("#headline.wait", timeout=60_000)  # one worker is lost now and then

@@ -287,7 +287,7 @@ async def test_a_producer_that_leaves_hands_back_what_its_engine_has_not_begun()
             await opened(producer, start("begun")),
             await opened(producer, start("waits")),
         )
-        producer.report(admitted=[Admitted("begun", time.monotonic())])
+        producer.report(admitted=[Admitted("begun", time.monotonic(), tokens_ahead=700)])
         producer.service.leave(lambda: False)
         refused = (await next_event(waits)).refused
         assert ("draining" in refused.message, refused.wait_estimate_s) == (True, 0.0)
@@ -297,7 +297,7 @@ async def test_a_producer_that_leaves_hands_back_what_its_engine_has_not_begun()
         )
         await begun.write(RELEASE)
         assert list((await next_event(begun)).run.block_ids) == [3]
-        assert (await next_event(begun)).HasField("prefilled")
+        assert (await next_event(begun)).prefilled.tokens_ahead == 700
         assert (await next_event(begun)).released.whole
 
 

@@ -24,6 +24,20 @@ from tests.toy_runner import ToyRunner, continuation, kv_of
 PROMPT = [3, 1, 4, 1, 5, 9]  # one full block of 4 and half of the next
 
 
+def test_a_sequence_knows_how_many_prompt_tokens_are_computed_before_it() -> None:
+    engine, _ = make_engine()
+    for name in ("a", "b", "c"):
+        engine.add(make_spec(name, [ord(name) % 50, *PROMPT], max_tokens=2))
+    admitted = engine.step().admitted
+    assert [(one.sequence_id, one.tokens_ahead) for one in admitted] == [
+        ("a", 0),
+        ("b", 7),
+        ("c", 14),
+    ]
+    engine.add(make_spec("d", PROMPT, max_tokens=2))
+    assert [one.tokens_ahead for one in engine.step().admitted] == [0], "the others decode"
+
+
 def test_a_sequence_is_prefilled_decoded_and_frees_its_blocks() -> None:
     engine, _ = make_engine()
     engine.add(make_spec("a", PROMPT, max_tokens=5))

@@ -32,7 +32,7 @@ def test_a_sample_has_rates_since_the_one_before() -> None:
     assert told["at"] == NOW + STEP_S
     assert (told["requests_per_s"], told["errors_per_s"], told["cancelled_per_s"]) == (5, 1, 2)
     assert (told["tokens_per_s"], told["pulled_mb_per_s"], told["moves_per_s"]) == (200, 10, 1)
-    assert (told["running"], told["waiting"]) == (7, 6)
+    assert (told["running"], told["waiting"]) == (7, 3), "those in queues, each once"
     assert (told["num_pulls"], told["num_leases"]) == (3, 4)
 
 
@@ -75,6 +75,17 @@ def test_what_tiers_hold_is_told_by_tier_and_of_none_where_no_worker_has_it() ->
     told = last(history)
     shares = [told[f"kv_{tier}_share"] for tier in ("host", "disk", "store")]
     assert shares == [1.0, 0.1235, None]
+
+
+def test_the_queues_of_the_last_minute_are_a_mean() -> None:
+    history = History(Metrics())
+    assert history.queued_s() == {}
+    history.take(NOW, WorkerSums(queued_s={"prefill": 100.0}))
+    for n in range(11):
+        history.take(NOW + n, WorkerSums(queued_s={"prefill": 2.0 * (n % 2), "decode": 1.2}))
+    assert history.queued_s() == pytest.approx({"prefill": 110 / 12, "decode": 1.1})
+    history.take(NOW + 20, WorkerSums(queued_s={"prefill": 2.0, "decode": 1.2}))
+    assert history.queued_s() == pytest.approx({"prefill": 1.0, "decode": 1.2})
 
 
 def test_no_more_than_15_minutes_are_kept() -> None:

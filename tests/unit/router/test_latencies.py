@@ -28,8 +28,11 @@ def test_few_values_have_no_percentile() -> None:
 def test_a_minute_of_steps_is_kept() -> None:
     latencies = Latencies()
     latencies.add(9.0)
+    assert latencies.open_step().max_ms == 9000
     assert latencies.next_step().max_ms == 9000
+    assert latencies.open_step() == Latency()
     latencies.add(1.0)
+    assert latencies.open_step().max_ms == 1000
     assert latencies.last_minute().number == 2
     for _ in range(STEPS_KEPT - 2):
         latencies.next_step()

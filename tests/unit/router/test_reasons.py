@@ -76,13 +76,13 @@ def test_the_sentence_names_the_prefill_worker_that_has_the_prefix() -> None:
     )
 
 
-def test_the_delay_at_a_decode_worker_has_no_computing_of_a_prefill_worker() -> None:
+def test_the_delay_at_a_decode_worker_has_no_time_at_a_prefill_worker() -> None:
     work = Work(1000)
     workers = [worker("d0"), worker("d1"), worker("p", "prefill")]
     placement = choose(work, workers, {}, Random(0))
     assert placement is not None
     told = sentence_of(reason_of(work, placement, {}), placement)
-    assert "'s predicted delay, without computing the prompt, was " in told
+    assert "'s predicted delay, without the time at a prefill worker, was " in told
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("yes", True), ("0", False)])

@@ -64,7 +64,12 @@ def test_a_remote_prefills_queue_is_queue_and_its_transfer_is_a_stage() -> None:
     made.admitted_at = 11.0
     made.shared_wait_s = 0.25
     made.pulled = PullStats(
-        queue_s=0.5, shared_wait_s=0.125, began_at=12.0, prefilled_at=14.0, released_at=15.0
+        queue_s=0.5,
+        shared_wait_s=0.125,
+        tokens_ahead=700,
+        began_at=12.0,
+        prefilled_at=14.0,
+        released_at=15.0,
     )
     made.cached = CachedTokens(device=1, disk=1)
     made.note_first_token(14.0)
@@ -72,6 +77,7 @@ def test_a_remote_prefills_queue_is_queue_and_its_transfer_is_a_stage() -> None:
     metrics.requests.on_first_token(made)
     assert made.timings.queue_ms == 1500
     assert made.timings.shared_wait_ms == 375
+    assert (made.timings.prefill_queue_ms, made.timings.tokens_ahead) == (500, 700)
     assert made.timings.prefill_ms == 2500
     made.note_second_token(17.0)
     made.num_sent = 3

@@ -115,6 +115,14 @@ def test_an_idle_cluster_disaggregates_and_a_slow_network_does_not() -> None:
     plan = plan_prefill(prompt(2048), LocalWorker(CORE), [candidate(pair=WAN)])
     assert plan.candidates == ()
     assert "2048 tokens missing" in plan.reason
+    assert 0 < plan.local_s == plan.seconds < plan.remote_s
+
+
+def test_the_plan_has_the_costs_that_were_compared() -> None:
+    plan = plan_prefill(prompt(2048), LocalWorker(CORE, num_running=3), [candidate()])
+    assert 0 < plan.remote_s == plan.seconds < plan.local_s
+    plan = plan_prefill(prompt(2048), LocalWorker(CORE), [])
+    assert (plan.local_s, plan.remote_s) == (0, 0), "nothing was compared"
 
 
 def test_those_who_decode_here_count() -> None:

@@ -19,16 +19,19 @@ from tandem.api.admin.request_text import (
     Request,
     count,
     longest_name,
+    longest_of,
     longest_stage,
     percent,
+    percents,
     prefilled_at,
     took,
+    waited_at,
 )
 from tandem.common.perf_model.rates import DEFAULT_DECODE, DecodeRate
 from tandem.common.worker_load import WorkerLoad, held_shares
 from tandem.net.store.cluster_event import ClusterEvent
 from tandem.router.metrics.latencies import Latency
-from tandem.router.metrics.timeline import TTFT_STAGES
+from tandem.router.metrics.timeline import TTFT_STAGES, TtftStage
 from tandem.router.request.log import RUNNING, RequestRecord
 from tandem.router.workers.known_worker import KnownWorker
 from tandem.router.workers.rows import WorkerRow
@@ -41,6 +44,8 @@ _EVENTS_MAX = 3  # largest number of events in an answer
 # queued prompts, or if recent prompts waited longer than this on average.
 _QUEUE_LONG_S = 0.5
 _DIFFERENCE_MIN = 0.05  # a step that gets faster by a smaller fraction counts as equally fast
+# A worker is named if at least this fraction of all requests' waits or computations was there.
+_MOSTLY_MIN = 0.5
 _USE_TOLD_MIN = 0.05  # the fullest worker is named if at least this fraction of its KV pool is used
 _WELL = ("stop", "length", "cancelled")
 _NAMES = "\0"  # placeholder for the names of workers in a sentence about an event
@@ -80,41 +85,45 @@ def answers_of(
     known: Sequence[KnownWorker],
     rows: Sequence[WorkerRow],
     requests: Sequence[Request],
-    records: Collection[RequestRecord],
+    records: Sequence[RequestRecord],
     events: Iterable[ClusterEvent],
     service: Service,
     moved: Mapping[str, int],
+    queued_s: Mapping[str, float],
     now: float,
 ) -> dict[str, str]:
     """Answers all questions.
 
-    `known` are the workers that are ready, and `rows` are the rows of all workers. `requests` are
-    the latest requests, and `records` are the records of all requests that the router remembers.
-    `moved` has the number of requests that moved off a worker in the last minute.
+    `known` are the workers that are ready or drain, and `rows` are the rows of all workers.
+    `requests` are the latest requests and the slowest one of the last minute, and `records` are the
+    records of all requests that the router remembers. `moved` has the number of requests that moved
+    off a worker in the last minute. `queued_s` is described at `one_more_decode`.
     """
+    told = {request["id"] for request in requests}
+    older = [
+        record.as_brief_dict()
+        for record in records
+        if (ttft_s := record.timeline.ttft_s) is not None
+        and record.created + ttft_s > now - RECENT_S
+        and record.request_id not in told
+    ]
     return {
-        "slow": slow(requests, service, now),
+        "slow": slow(requests, service, now, older, known),
         "kv": kv_cache(known),
         "minute": last_minute(records, events, now, moved, rows),
-        "more_decode": one_more_decode(known, requests, rows, now),
+        "more_decode": one_more_decode(known, [*requests, *older], rows, queued_s, now),
     }
 
 
 def verdict(rows: Iterable[WorkerRow], service: Service, *, is_well: bool) -> str:
-    """Returns a sentence about slow first tokens (if `is_well`) or about workers that are not
-    ready. Returns "" if there is neither.
+    """Returns a sentence about workers that are not ready, and one about slow first tokens. Returns
+    "" if there is neither.
 
-    The page shows the sentence before the problems, or in place of "All is well".
+    The page shows the sentences before the problems, or in place of "All is well".
     """
+    late = _late(service) if service.is_slow else ""
     if is_well:
-        if not service.is_slow:
-            return ""
-        first = service.first
-        return (
-            f"All workers are ready, but first tokens are slow: {first.num_late} of {first.number}"
-            f" in the last minute took longer than the target of {service.ttft_target_s:g} s"
-            f" (median {took(first.median_ms or 0.0)}, slowest {took(first.max_ms or 0.0)})."
-        )
+        return f"All workers are ready, but {late}" if late else ""
     pools: dict[str, list[WorkerRow]] = {}
     for row in rows:
         if row.state != "stopped":
@@ -124,39 +133,63 @@ def verdict(rows: Iterable[WorkerRow], service: Service, *, is_well: bool) -> st
         for pool, found in pools.items()
         if any(row.state not in ("ready", "draining") for row in found)
     ]
-    return f"Degraded: {' and '.join(short)}." if short else ""
+    degraded = f"Degraded: {' and '.join(short)}." if short else ""
+    return f"{degraded} {late[:1].upper()}{late[1:]}".strip()
+
+
+def _late(service: Service) -> str:
+    """Says how many first tokens were later than the target."""
+    first = service.first
+    return (
+        f"first tokens are slow: {first.num_late} of {first.number} in the last minute took longer"
+        f" than the target of {service.ttft_target_s:g} s (median {took(first.median_ms or 0.0)},"
+        f" slowest {took(first.max_ms or 0.0)})."
+    )
 
 
 def slowest_of(records: Iterable[RequestRecord], now: float) -> RequestRecord | None:
     """Returns the request with the longest TTFT among those whose first token came in the last
-    minute."""
+    minute. Of equal ones, the first request is returned, so that a later one does not replace it.
+    """
     found = [
-        (ttft_s, record)
+        (-ttft_s, record.created, record.request_id, record)
         for record in records
         if (ttft_s := record.timeline.ttft_s) is not None
         and record.created + ttft_s > now - RECENT_S
     ]
-    return max(found, key=lambda each: each[0])[1] if found else None
+    return min(found, key=lambda each: each[:3])[3] if found else None
 
 
-def slow(requests: Sequence[Request], service: Service, now: float) -> str:
-    """Says how long first tokens took in the last minute, and what took longest."""
+def slow(
+    requests: Sequence[Request],
+    service: Service,
+    now: float,
+    older: Iterable[Request] = (),
+    known: Iterable[KnownWorker] = (),
+) -> str:
+    """Says how long first tokens took in the last minute, and what took longest.
+
+    `older` are further requests of the last minute, in the form of `RequestRecord.as_brief_dict`.
+    `known` are the workers that have requests.
+    """
     first = service.first
     recent = [r for r in requests if _is_recent(r, now)]
-    waiting = [r for r in requests if r["ttft_ms"] is None and r["outcome"] == RUNNING]
-    oldest_s = max((now - r["created"] for r in waiting), default=0.0)
+    no_token = [r for r in requests if r["ttft_ms"] is None and r["outcome"] == RUNNING]
+    oldest_s = max((now - r["created"] for r in no_token), default=0.0)
     stuck = ""
     if oldest_s > service.ttft_target_s:
-        have = "has" if len(waiting) == 1 else "have"
-        stuck = f"{count(len(waiting), 'request')} {have} no token yet; the oldest has waited"
-        stuck += f" {oldest_s:.0f} s."
+        have = "has" if len(no_token) == 1 else "have"
+        stuck = f"{count(len(no_token), 'request')} {have} no token yet; the oldest has waited"
+        stuck += f" {oldest_s:.0f} s.{_most_queued(known)}"
     if not recent or first.median_ms is None or first.max_ms is None:
         return stuck or "Nothing to report: no request got a first token in the last minute."
-    slowest = max(recent, key=lambda r: r["ttft_ms"])
+    slowest = min(recent, key=lambda r: (-r["ttft_ms"], r["created"], r["id"]))
     itl_ms = service.following.median_ms
     is_slow = service.is_slow or bool(stuck)
     is_slow_itl = itl_ms is not None and itl_ms > 1000 * service.itl_target_s
-    sums = {name: sum(r["stages_ms"].get(name, 0.0) for r in recent) for name in TTFT_STAGES}
+    sums = {
+        name: sum(r["stages_ms"].get(name, 0.0) for r in (*recent, *older)) for name in TTFT_STAGES
+    }
     share = max(sums.values()) / (sum(sums.values()) or 1.0)
     came = "are slow:" if is_slow else "came after"
     at_most = f", {took(first.max_ms)} at most" if first.number > 1 else ""
@@ -164,7 +197,7 @@ def slow(requests: Sequence[Request], service: Service, now: float) -> str:
         "" if is_slow or is_slow_itl else "Nothing stands out.",
         f"First tokens {came} {took(first.median_ms)} at the median of the last minute's"
         f" {count(first.number, 'request')}{at_most} (target: {service.ttft_target_s:g} s)."
-        f" {share:.0%} of that is {longest_name(sums)}.",
+        f" {share:.0%} of that is {longest_name(sums)}{_where(sums, (*recent, *older))}.",
         f"The slowest spent {longest_stage(slowest, requests)}." if is_slow else "",
         stuck,
     ]
@@ -174,6 +207,29 @@ def slow(requests: Sequence[Request], service: Service, now: float) -> str:
     return " ".join(filter(None, parts))
 
 
+def _where(stages_ms: Mapping[TtftStage, float], requests: Iterable[Request]) -> str:
+    """Names the worker at which most of the longest stage took place, if there is one. Returns ""
+    if all requests were there, or if the stage is neither a wait nor a computation."""
+    name = longest_of(stages_ms)
+    if name not in ("queue", "prefill"):
+        return ""
+    place = waited_at if name == "queue" else prefilled_at
+    times_ms: Counter[str] = Counter()
+    for request in requests:
+        times_ms[place(request)] += request["stages_ms"].get(name, 0.0)
+    found, longest_ms = min(times_ms.items(), key=lambda item: (-item[1], item[0]))
+    if len(times_ms) == 1 or longest_ms < _MOSTLY_MIN * sum(times_ms.values()):
+        return ""
+    return f", mostly at {found or 'the router'}"
+
+
+def _most_queued(known: Iterable[KnownWorker]) -> str:
+    """Names the worker with the most prompt tokens to compute. Returns "" if there are none."""
+    queued = [(-worker.load.queued_tokens, worker.record.worker_id) for worker in known]
+    tokens, worker_id = min(queued, default=(0, ""))
+    return f" {worker_id} has the most prompt tokens to compute: {-tokens:,}." if tokens else ""
+
+
 def kv_cache(known: Sequence[KnownWorker]) -> str:
     """Says which fractions of the KV pools are in use, cached and free, and how full the KV tiers
     are."""
@@ -181,13 +237,14 @@ def kv_cache(known: Sequence[KnownWorker]) -> str:
     total = sum(load.blocks_total for load in loads)
     if not total:
         return "Not known: no worker is ready."
-    used = sum(load.blocks_used for load in loads) / total
-    cached = sum(load.blocks_cached for load in loads) / total
-    fullest = max(known, key=lambda worker: worker.load.kv_use)
-    room = _room(known)
+    used = sum(load.blocks_used for load in loads)
+    cached = sum(load.blocks_cached for load in loads)
+    free = max(0, total - used - cached)
+    fullest = min(known, key=lambda worker: (-worker.load.kv_use, worker.record.worker_id))
+    texts = percents([number / total for number in (used, cached, free)])
     text = (
-        f"{percent(used)} is in use by running requests, {percent(cached)} holds prefixes that"
-        f" later requests can reuse, and {percent(max(0.0, 1 - used - cached))} is free{room}."
+        f"{texts[0]} is in use by running requests, {texts[1]} holds prefixes that later requests"
+        f" can reuse, and {texts[2]} is free{_room(known)}."
     )
     if len(known) > 1 and fullest.load.kv_use >= _USE_TOLD_MIN:
         text += f" The fullest worker is {fullest.record.worker_id} with"
@@ -338,10 +395,15 @@ def one_more_decode(
     known: Sequence[KnownWorker],
     requests: Sequence[Request] = (),
     rows: Iterable[WorkerRow] = (),
+    queued_s: Mapping[str, float] | None = None,
     now: float = 0.0,
 ) -> str:
     """Predicts the effect of another decode worker, from the workers' measured decode rates and
-    from the time for which prompts waited at workers in the last minute."""
+    from the time for which prompts waited at workers in the last minute.
+
+    `queued_s` has, for each role, the seconds that the queued prompts of a worker took in the last
+    minute, on average (`History.queued_s`).
+    """
     decode = _ready(known, "decode")
     coming = [r.worker_id for r in rows if r.pool == "decode" and r.state in _COMING]
     back = ""
@@ -353,15 +415,20 @@ def one_more_decode(
     loads = [worker.load for worker in decode]
     num_running = sum(load.num_running for load in loads)
     num_waiting = sum(load.num_waiting for load in loads)
-    room = f"Room for KV of running requests would grow by {1 / len(decode):.0%}."
+    room = f"Room for KV in the decode pool would grow by {1 / len(decode):.0%}"
+    if tokens := _num_tokens(decode):
+        grown = tokens + tokens // len(decode)
+        room += f", from {tokens:,} to about {grown:,} tokens"
     if num_running or num_waiting:
         parts = [_steps(decode, num_running)]
     else:
         parts = ["The time between tokens would not change: no request is decoding now."]
     if num_waiting:
-        parts.append(f"{count(num_waiting, 'request')} waiting at decode workers could start.")
-    parts.append(_prompts(decode, _ready(known, "prefill"), requests, now))
-    return " ".join(filter(None, [back, *parts, room]))
+        parts.append(
+            f"{count(num_waiting, 'request')} in the queues of decode workers could start."
+        )
+    parts.append(_prompts(decode, _ready(known, "prefill"), requests, queued_s or {}, now))
+    return " ".join(filter(None, [back, *parts, f"{room}."]))
 
 
 def _steps(decode: Sequence[KnownWorker], num_running: int) -> str:
@@ -397,32 +464,40 @@ def _prompts(
     decode: Sequence[KnownWorker],
     prefill: Sequence[KnownWorker],
     requests: Sequence[Request],
+    queued_s: Mapping[str, float],
     now: float,
 ) -> str:
-    """Says where prompts wait, and whether a decode worker or a prefill worker would help more.
+    """Says where prompts waited, and whether a decode worker or a prefill worker would help more.
 
-    Decode workers compute prompts, too, if that is faster than to wait for a prefill worker.
+    Decode workers compute prompts, too, if that is faster than to wait for a prefill worker. All
+    figures are of the last minute: queues grow and shrink within seconds, and so would the answer.
     """
-    of_prefill, of_decode = _queued_s(prefill), _queued_s(decode)
-    waited = {"prefill": 0.0, "decode": 0.0}
+    waits_s: dict[str, list[float]] = {"prefill": [], "decode": []}
     roles = {worker.record.worker_id: worker.record.role for worker in (*prefill, *decode)}
-    recent = [r for r in requests if _is_recent(r, now)]
-    for request in recent:
-        if role := roles.get(prefilled_at(request)):
-            waited[role] += request["stages_ms"].get("queue", 0.0) / 1000
-    is_long = sum(waited.values()) > _QUEUE_LONG_S * max(1, len(recent))
-    if max(of_prefill, of_decode) < _QUEUE_LONG_S and not is_long:
-        if not recent:
-            return ""
-        return "The time to first token would not change: prompts hardly wait for a worker."
+    for request in requests:
+        if _is_recent(request, now) and (role := roles.get(waited_at(request))):
+            waits_s[role].append(request["stages_ms"].get("queue", 0.0) / 1000)
+    of_prefill, of_decode = (queued_s.get(role, 0.0) for role in ("prefill", "decode"))
+    all_s = [*waits_s["prefill"], *waits_s["decode"]]
+    mean_s = statistics.mean(all_s) if all_s else 0.0
     if max(of_prefill, of_decode) >= _QUEUE_LONG_S:
-        text = f"The prompts queued now take {of_prefill:.1f} s at each prefill worker and"
-        text += f" {of_decode:.1f} s at each decode worker."
+        text = f"In the last minute, the queued prompts took {of_prefill:.1f} s at each prefill"
+        text += f" worker and {of_decode:.1f} s at each decode worker, on average."
         is_prefill = of_prefill >= of_decode
+    elif mean_s >= _QUEUE_LONG_S:
+        each = {role: statistics.mean(found) if found else 0.0 for role, found in waits_s.items()}
+        text = f"In the last minute, a prompt waited {each['prefill']:.1f} s for a prefill worker"
+        text += (
+            f" or {each['decode']:.1f} s for a decode worker; decode workers also compute prompts."
+        )
+        is_prefill = sum(waits_s["prefill"]) >= sum(waits_s["decode"])
+    elif all_s:
+        return (
+            "The time to first token would hardly change: in the last minute, a prompt waited only"
+            f" {took(1000 * mean_s)} for its worker, on average."
+        )
     else:
-        text = f"In the last minute, prompts waited {waited['prefill']:.1f} s for prefill workers"
-        text += f" and {waited['decode']:.1f} s for decode workers, which also compute prompts."
-        is_prefill = waited["prefill"] >= waited["decode"]
+        return ""
     if is_prefill:
         return (
             f"{text} The bottleneck is prefill: a prefill worker would help more than a decode "
@@ -433,11 +508,6 @@ def _prompts(
         f"{text} The bottleneck is decode: one more decode worker would take over {share:.0%} "
         "of the decode workers' prompts."
     )
-
-
-def _queued_s(workers: Sequence[KnownWorker]) -> float:
-    """Returns the mean time that the workers' queued prompts take, in seconds."""
-    return statistics.mean(w.load.queue_s(w.record.rates) for w in workers) if workers else 0.0
 
 
 def _is_recent(request: Request, now: float) -> bool:
@@ -457,10 +527,21 @@ def _ready(known: Iterable[KnownWorker], role: str) -> list[KnownWorker]:
 
 
 def _room(known: Sequence[KnownWorker]) -> str:
-    """Says how many tokens the KV pools of all workers can hold together. Returns "" for models
+    """Says how many tokens the KV pools of the workers of each role can hold together. Returns ""
+    if that is not known."""
+    rooms = []
+    for role in ("prefill", "decode"):
+        workers = [worker for worker in known if worker.record.role == role]
+        if tokens := _num_tokens(workers):
+            on = count(len(workers), f"{role} worker")
+            rooms.append(f"{tokens:,} tokens on {on}")
+    return f" (total: {' and '.join(rooms)})" if rooms else ""
+
+
+def _num_tokens(workers: Sequence[KnownWorker]) -> int:
+    """Returns how many tokens the KV pools of the workers can hold together. Returns 0 for models
     whose layers have separate pools (sliding-window attention)."""
-    loads: list[WorkerLoad] = [worker.load for worker in known]
+    loads: list[WorkerLoad] = [worker.load for worker in workers]
     if any(load.groups for load in loads):
-        return ""
-    tokens = sum(w.load.blocks_total * w.record.compatibility.block_size for w in known)
-    return f" (total: {tokens:,} tokens on {count(len(known), 'ready worker')})"
+        return 0
+    return sum(w.load.blocks_total * w.record.compatibility.block_size for w in workers)

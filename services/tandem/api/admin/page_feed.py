@@ -23,7 +23,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -36,6 +36,7 @@ from tandem.api.admin.snapshot import (
     WORKER_COLUMNS,
     Snapshot,
     delta,
+    serving_of,
     take_snapshot,
 )
 from tandem.api.http.stream import until_disconnect
@@ -51,6 +52,7 @@ from tandem.router.metrics.history import COLUMNS, STEP_S, History, sums_of
 from tandem.router.metrics.router import Metrics
 from tandem.router.request.generator import Generator
 from tandem.router.scaling.control import ClusterControl
+from tandem.router.workers.rows import worker_rows
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +129,7 @@ class PageFeed:
         self._has_viewers = asyncio.Event()
         self._started_at = time.time()
         self._snapshot = Snapshot()
+        self._pools: Mapping[str, Mapping[str, Any]] = {}  # state of the pools at the last look
         self._num_sampled = 0  # number of history samples that were sent to viewers
         self._full = b""  # the last snapshot as a `full` event; empty until a viewer needs one
         # time of the last snapshot, in seconds since the epoch; 0 while no page is open
@@ -182,7 +185,7 @@ class PageFeed:
     async def look(self, now: float) -> None:
         """Takes a snapshot at `now` (seconds since the epoch), and queues the changes since the
         previous snapshot for all viewers."""
-        pools = await self._control.sizes.pools()
+        self._pools = pools = await self._control.sizes.pools()
         before = self._snapshot
         self._snapshot = take_snapshot(
             self.config,
@@ -191,6 +194,7 @@ class PageFeed:
             pools,
             self._events,
             self._metrics,
+            self._history.queued_s(),
             needs_key=self._public.needs_key,
             started_at=self._started_at,
             now=now,
@@ -234,6 +238,7 @@ class PageFeed:
                 "events": snapshot.events,
                 "answers": snapshot.answers,
                 "figures": snapshot.figures,
+                "step": snapshot.step,
                 # Samples taken after the last snapshot are left out: the next `delta` event
                 # contains these.
                 "samples": seen[: len(seen) - unseen],
@@ -243,9 +248,9 @@ class PageFeed:
 
     def sample(self, now: float) -> None:
         """Adds a sample of the cluster's load at `now` (seconds since the epoch) to the history."""
-        # A decode worker that was killed or is disconnected still has a record for a few seconds.
-        ready = [w for w in self._view.known() if w.record.role != "decode" or w.is_up]
-        self._history.take(now, sums_of(ready))
+        view = self._view
+        rows = worker_rows(view.seen(), view.gone, self._pools, now, view.loading)
+        self._history.take(now, sums_of(serving_of(rows, view.known())))
         if not self._viewers:
             self._metrics.flows.take()  # No page shows the collected flows, so they are discarded.
 

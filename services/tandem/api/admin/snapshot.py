@@ -1,6 +1,6 @@
 """Snapshots of the cluster for the operators' page, and the changes from one snapshot to the next.
 
-A snapshot has six fields. `delta` compares two snapshots and lists the changes of each field:
+A snapshot has seven fields. `delta` compares two snapshots and lists the changes of each field:
 
   field     content of a snapshot                                  content of a delta
   head      one object: the router, the pools, the problems        the whole object, if changed
@@ -11,6 +11,8 @@ A snapshot has six fields. `delta` compares two snapshots and lists the changes 
   answers   an operator's questions, answered in words             all answers, if one changed
   figures   current load and latencies: the numbers beside the     all figures, if one changed
             charts, in place of the last sample's values
+  step      the values since the last sample, which are the last   all values, if one changed
+            points of the charts
 
 A delta also has the field `gone`: the ids of workers that left between the two snapshots.
 
@@ -24,10 +26,11 @@ from importlib import metadata
 from typing import Any
 
 from tandem.api.admin.answers import Service, answers_of, slowest_of, verdict
-from tandem.api.admin.request_text import Request, longest_stage
+from tandem.api.admin.request_text import Request, longest_stage, prefill_choice
 from tandem.common.config.router import RouterConfig
 from tandem.net.store.cluster_event import ClusterEvent
 from tandem.router.metrics.history import num_waiting, sums_of
+from tandem.router.metrics.latencies import Latency
 from tandem.router.metrics.router import Metrics
 from tandem.router.request.generator import Generator
 from tandem.router.request.log import REQUESTS_MAX as REMEMBERED_MAX
@@ -47,7 +50,10 @@ WORKER_COLUMNS = (
     # for each KV cache tier: its name, the number of blocks held, the number of blocks in total
     "tiers",
 )
-_REQUEST_FIELDS = ("id", "kind", "created", "outcome", "error", "decode_worker", "stages_ms")
+_REQUEST_FIELDS = (
+    *("id", "kind", "created", "outcome", "error", "decode_worker", "first_decode_worker"),
+    "stages_ms",
+)
 _OUTCOME_FIELDS = ("prefill_worker", "transport", "blocks_pulled", "moves", "ttft_ms", "e2e_ms")
 
 
@@ -59,6 +65,7 @@ class Snapshot:
     events: list[ClusterEvent] = field(default_factory=list)
     answers: dict[str, str] = field(default_factory=dict)
     figures: dict[str, float | None] = field(default_factory=dict)
+    step: dict[str, float | None] = field(default_factory=dict)
 
 
 def take_snapshot(
@@ -68,6 +75,7 @@ def take_snapshot(
     pools: Mapping[str, Mapping[str, Any]],
     events: list[ClusterEvent],
     metrics: Metrics,
+    queued_s: Mapping[str, float],
     *,
     needs_key: bool,
     started_at: float,
@@ -75,7 +83,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Collects the cluster's state at `now`. `started_at` is the time when this router started.
     Both times are in seconds since the epoch. `needs_key` is True if the public listener serves
-    only calls with an API key."""
+    only calls with an API key. `queued_s` is `History.queued_s`."""
     rows = worker_rows(view.seen(), view.gone, pools, now, view.loading)
     reason = generator.not_ready_reason()
     wrong = view.cluster_problems().values()
@@ -114,8 +122,8 @@ def take_snapshot(
         },
     }
     known = {worker.record.worker_id: worker for worker in view.known()}
-    # The record of a worker that was killed remains for a few seconds.
-    ready = [known[r.worker_id] for r in rows if r.state == "ready" and r.worker_id in known]
+    serving = serving_of(rows, known.values())
+    load = _load(serving, metrics)
     records = generator.requests.latest(REMEMBERED_MAX)
     requests = [record.as_dict() for record in records[:REQUESTS_MAX]]
     older = slowest_of(records[REQUESTS_MAX:], now)
@@ -128,9 +136,30 @@ def take_snapshot(
         },
         {request["id"]: _request(request, requests) for request in requests},
         events,
-        answers_of(ready, rows, told, records, events, service, view.events.moved_off(), now),
-        _figures(ready, service, metrics),
+        answers_of(
+            serving,
+            rows,
+            told,
+            records,
+            events,
+            service,
+            view.events.moved_off(),
+            queued_s,
+            now,
+        ),
+        load | _latencies(first, following),
+        load | _latencies(metrics.first_tokens.open_step(), metrics.next_tokens.open_step()),
     )
+
+
+def serving_of(rows: Iterable[WorkerRow], known: Iterable[KnownWorker]) -> list[KnownWorker]:
+    """Returns the workers that have requests: those that are ready or drain.
+
+    The page sums over these workers. The record of a worker that was killed remains for a few
+    seconds, but its row says that it does not serve.
+    """
+    serving = {row.worker_id for row in rows if row.state in ("ready", "draining")}
+    return [worker for worker in known if worker.record.worker_id in serving]
 
 
 def delta(before: Snapshot, after: Snapshot) -> dict[str, Any]:
@@ -144,7 +173,7 @@ def delta(before: Snapshot, after: Snapshot) -> dict[str, Any]:
         changed["gone"] = sorted(gone)
     if requests := _changed(before.requests, after.requests):
         changed["requests"] = list(requests.values())
-    for name in ("events", "answers", "figures"):
+    for name in ("events", "answers", "figures", "step"):
         if getattr(before, name) != (value := getattr(after, name)):
             changed[name] = value
     return changed
@@ -166,23 +195,23 @@ def _pool(name: str, state: Mapping[str, Any], rows: Iterable[WorkerRow]) -> dic
     }
 
 
-def _figures(
-    ready: Sequence[KnownWorker], service: Service, metrics: Metrics
-) -> dict[str, float | None]:
-    """Returns the numbers that the page shows beside its charts: latencies of the last minute, and
-    the load now."""
-    sums = sums_of(ready)
+def _load(serving: Sequence[KnownWorker], metrics: Metrics) -> dict[str, float | None]:
+    sums = sums_of(serving)
     total = sums.blocks_total
-    first, following = service.first, service.following
     return {
         "running": sums.num_running,
         "waiting": num_waiting(metrics, sums),
+        "kv_used_share": round(sums.blocks_used / total, 4) if total else None,
+        "kv_cached_share": round(sums.blocks_cached / total, 4) if total else None,
+    }
+
+
+def _latencies(first: Latency, following: Latency) -> dict[str, float | None]:
+    return {
         "ttft_p50_ms": first.median_ms,
         "ttft_max_ms": first.max_ms,
         "itl_p50_ms": following.median_ms,
         "itl_p95_ms": following.p95_ms,
-        "kv_used_share": round(sums.blocks_used / total, 4) if total else None,
-        "kv_cached_share": round(sums.blocks_cached / total, 4) if total else None,
     }
 
 
@@ -218,5 +247,5 @@ def _request(request: Request, latest: list[dict[str, Any]]) -> dict[str, Any]:
         "cached_tokens": usage["cached_tokens"],
         "completion_tokens": usage["completion_tokens"],
         "longest": longest_stage(request, latest),
-        "why": request["placement_sentence"],
+        "why": f"{request['placement_sentence']} {prefill_choice(request)}".strip(),
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter
@@ -17,6 +18,7 @@ from prometheus_client import Counter
 from tandem.common.kv_tiers import KV_TIERS
 from tandem.common.worker_load import held_shares
 from tandem.net.store.traffic import Traffic
+from tandem.router.metrics.latencies import STEPS_KEPT
 
 if TYPE_CHECKING:
     from tandem.router.workers.known_worker import KnownWorker
@@ -32,8 +34,7 @@ _TIERS = (*_KV_TIERS, "peer")
 COLUMNS = (
     "at",  # time of the sample, in seconds since 1970
     *("requests_per_s", "errors_per_s", "cancelled_per_s"),
-    # Sequences that the workers compute, and requests that wait: for a worker, in a worker's queue,
-    # or for the KV of their prompt.
+    # Running sequences, and waiting requests (`num_waiting`)
     *("running", "waiting"),
     *("ttft_p50_ms", "ttft_max_ms", "itl_p50_ms", "itl_p95_ms", "tokens_per_s"),
     *("cached_share", "cached_device_per_s", *(f"cached_{tier}_per_s" for tier in _TIERS)),
@@ -56,12 +57,17 @@ class WorkerSums:
     num_leases: int = 0
     # name of a KV tier -> used fraction of the tier's capacity, 0 to 1
     held_shares: Mapping[str, float] = field(default_factory=dict)
+    # role -> seconds that the queued prompts of a worker take, on average
+    queued_s: Mapping[str, float] = field(default_factory=dict)
 
 
 def sums_of(workers: Iterable[KnownWorker]) -> WorkerSums:
     """Adds up the loads of the workers."""
     workers = list(workers)
     loads = [worker.load for worker in workers]
+    queued_s: dict[str, list[float]] = {}
+    for worker, load in zip(workers, loads, strict=True):
+        queued_s.setdefault(worker.record.role, []).append(load.queue_s(worker.record.rates))
     return WorkerSums(
         blocks_total=sum(load.blocks_total for load in loads),
         blocks_used=sum(load.blocks_used for load in loads),
@@ -71,13 +77,17 @@ def sums_of(workers: Iterable[KnownWorker]) -> WorkerSums:
         num_pulls=sum(load.num_pulls for load in loads),
         num_leases=sum(load.num_leases for load in loads),
         held_shares=held_shares(worker.record.tiers for worker in workers),
+        queued_s={role: fmean(found) for role, found in queued_s.items()},
     )
 
 
 def num_waiting(metrics: Any, sums: WorkerSums) -> float:
-    """Returns how many requests wait at the router or at workers, or await the KV of their
-    prompt."""
-    return _total(metrics.requests_pending) + sums.num_waiting + sums.num_pulls
+    """Returns how many requests wait: the router holds them, or they are in a worker's queue.
+
+    A sequence that awaits the KV of its prompt at a decode worker does not count: while its prompt
+    is in the queue of a prefill worker, it would count twice, and later its prompt is computed.
+    """
+    return _total(metrics.requests_pending) + sums.num_waiting
 
 
 class History:
@@ -86,6 +96,7 @@ class History:
     def __init__(self, metrics: Any) -> None:
         self._metrics = metrics
         self._samples: deque[Sample] = deque(maxlen=SAMPLES_MAX)
+        self._queued_s: deque[Mapping[str, float]] = deque(maxlen=STEPS_KEPT)
         self._before = self._read()
         self._before_at: float | None = None
         self.num_taken = 0
@@ -95,6 +106,7 @@ class History:
         read = self._read()
         elapsed_s = STEP_S if self._before_at is None else max(0.001, now - self._before_at)
         self._samples.append(self._sample(now, elapsed_s, self._before, read, sums))
+        self._queued_s.append(sums.queued_s)
         self._before = read
         self._before_at = now
         self.num_taken += 1
@@ -111,6 +123,12 @@ class History:
             num_running=round(_total(self._metrics.requests_running)),
             num_waiting=round(_total(self._metrics.requests_pending)),
         )
+
+    def queued_s(self) -> dict[str, float]:
+        """Returns role -> seconds that the queued prompts of a worker took, as the mean of the last
+        minute's samples."""
+        roles = {role for sample in self._queued_s for role in sample}
+        return {role: fmean(s.get(role, 0.0) for s in self._queued_s) for role in roles}
 
     def since(self, num_taken: int) -> list[Sample]:
         """Returns the samples that were taken after the first `num_taken` samples.

@@ -61,6 +61,10 @@ class Latencies:
         self._steps.append(_Step())
         return ended
 
+    def open_step(self) -> Latency:
+        """Returns the summary of the step that has not ended yet."""
+        return _summary([self._steps[-1]])
+
     def last_minute(self) -> Latency:
         return _summary(list(self._steps))
 

@@ -46,8 +46,9 @@ def sentence_of(kind: Reason, placement: Placement) -> str:
     load = decode.load
     requests = "request" if load.num_running == 1 else "requests"
     busy = f"{load.num_running} {requests} running and {load.num_waiting} waiting"
-    # If there are prefill workers, a decode worker's cost excludes the prompt's computation.
-    apart = ", without computing the prompt," if placement.prefill_candidates else ""
+    # The cost has the pull or the computation of the prompt, whichever is sooner. If a prefill
+    # worker computes it, the time there comes on top.
+    apart = ", without the time at a prefill worker," if placement.prefill_candidates else ""
     delay = f"predicted delay{apart} was {placement.priced.cost_s * 1000:.0f} ms, with {busy}"
     whose = "Its" if kind == "prefix" and holder is decode else f"{decode.worker_id}'s"
     rest = f"{decode.worker_id} was the only decode worker to choose from."

@@ -219,6 +219,11 @@ class Progress:
     # has no tiers besides the KV pool.
     cached_by_tier: CachedTokens | None = None
     timings: pb.SequenceTimings = field(default_factory=pb.SequenceTimings)
+    # The decode worker that sent the first token, the number of its submission (None: no token yet)
+    # and its timings. A later worker's timings are about the tokens after a migration.
+    first_worker_id: str = ""
+    first_attempt: int | None = None
+    first_timings: pb.SequenceTimings = field(default_factory=pb.SequenceTimings)
     # Numbers of the submissions to workers that have generated output tokens.
     attempts: set[int] = field(default_factory=set)
     num_migrations: int = 0
@@ -233,6 +238,15 @@ class Progress:
         if not (self.attempts or self.output_token_ids):
             self._take_cached(update)
         self.attempts.add(update.attempt)
+
+    def take_timings(self, update: pb.SequenceUpdate, worker_id: str) -> None:
+        """Records the timings of an update by the decode worker `worker_id`, if it is the worker
+        that sent the first token."""
+        if update.token_ids and self.first_attempt is None:
+            self.first_worker_id = worker_id
+            self.first_attempt = update.attempt
+        if update.HasField("timings") and update.attempt == self.first_attempt:
+            self.first_timings = update.timings
 
     def _take_cached(self, update: pb.SequenceUpdate) -> None:
         self.cached_tokens = update.cached_tokens

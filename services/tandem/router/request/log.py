@@ -91,16 +91,33 @@ class RequestRecord:
             "kept": self.kept or None,
         }
 
+    def as_brief_dict(self) -> dict[str, Any]:
+        """Returns the part of `as_dict` that sums over many requests need: times and workers."""
+        facts = self.facts or self._facts()
+        return {
+            "id": self.request_id,
+            "created": self.created,
+            "outcome": self.outcome,
+            "decode_worker": facts["decode_worker"],
+            "first_decode_worker": facts["first_decode_worker"],
+            "prefill_worker": facts["prefill_worker"],
+            "worker_queue_ms": facts["worker_queue_ms"],
+            "prefill_queue_ms": facts["prefill_queue_ms"],
+            "ttft_ms": _ms(self.timeline.ttft_s),
+            "stages_ms": {name: 1000 * s for name, s in self.timeline.stages_s.items()},
+        }
+
     def _facts(self) -> dict[str, Any]:
         """Collects the facts about the request from `jobs`.
 
         Pulled blocks and bytes, migrations and lost workers are sums over all jobs. The other facts
-        are those of the first job.
+        are those of the first job. If this job moved, `decode_worker` is its last decode worker,
+        and the other facts are those of the workers that made the first token, as the stages are.
         """
         job = self.jobs[0] if self.jobs else None
         progress = job.progress if job else None
         routed = job.routing.routed if job else None
-        timings = progress.timings if progress else pb.SequenceTimings()
+        timings = progress.first_timings if progress else pb.SequenceTimings()
         usage = Usage(
             len(job.request.token_ids) if job else 0,
             self.num_sent,
@@ -112,9 +129,15 @@ class RequestRecord:
             "placement": routed.reason if routed else "",
             "placement_sentence": routed.sentence if routed else "",
             "decode_worker": routed.placement.decode.worker_id if routed else "",
+            "first_decode_worker": progress.first_worker_id if progress else "",
             "prefill_worker": timings.prefill_worker_id,
             "transport": timings.transport,
-            "shared_wait_ms": _ms(timings.shared_wait_ms / 1000),
+            "worker_queue_ms": round(timings.queue_ms, 3),
+            "prefill_queue_ms": round(timings.prefill_queue_ms, 3),
+            "shared_wait_ms": round(timings.shared_wait_ms, 3),
+            "tokens_ahead": timings.tokens_ahead,
+            "local_prefill_ms": round(timings.local_prefill_ms, 3),
+            "remote_prefill_ms": round(timings.remote_prefill_ms, 3),
             "blocks_pulled": sum(job.progress.timings.blocks_pulled for job in self.jobs),
             "bytes_pulled": sum(job.progress.timings.bytes_pulled for job in self.jobs),
             "usage": {

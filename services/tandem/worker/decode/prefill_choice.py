@@ -78,12 +78,16 @@ class Candidate(PrefillOption):
 class PrefillPlan:
     """The candidates to try, in order. If there are none, the decode worker prefills the prompt.
 
-    `seconds` is the time predicted for the first candidate, or for local prefill.
+    `seconds` is the time predicted for the first candidate, or for local prefill. `local_s` is the
+    cost of local prefill, and `remote_s` is that of the first candidate or, if there is none, of
+    the cheapest one; 0: not compared.
     """
 
     candidates: tuple[str, ...]
     seconds: float
     reason: str
+    local_s: float = 0.0
+    remote_s: float = 0.0
 
 
 def plan_prefill(
@@ -105,9 +109,10 @@ def plan_prefill(
     costs_text = ", ".join(f"{w} {costs[w] * 1000:.0f} ms" for w in order)
     reason = f"this worker {local_s * 1000:.0f} ms, {costs_text}; {num_missing} tokens missing"
     if is_local_faster(local_s, best_s):
-        return PrefillPlan((), local_s, reason)
+        return PrefillPlan((), local_s, reason, local_s, best_s)
     worthwhile = [w for w in order if not is_local_faster(local_s, costs[w])]
-    return PrefillPlan(tuple(worthwhile), costs[worthwhile[0]], reason)
+    first_s = costs[worthwhile[0]]
+    return PrefillPlan(tuple(worthwhile), first_s, reason, local_s, first_s)
 
 
 def local_seconds(prompt: PrefillPrompt, local: LocalWorker) -> float:

@@ -105,6 +105,7 @@ class PromptPrefill:
         left = self._planner.alive(sequence.submission.candidates)
         num_attempts: dict[str, int] = {}
         waits_s: dict[str, float] = {}
+        plan: PrefillPlan | None = None
         while left and sequence.may_prefill_remotely:
             plan = self._plan(sequence, reserved, left, waits_s)
             if not plan.candidates:
@@ -167,6 +168,8 @@ class PromptPrefill:
             self._link.send(messages.Commit(sequence.sequence_id, first_token_id, sums))
             self._sequences.send_committed(sequence)
             return
+        if plan is None or plan.candidates:  # The prompt is not computed here because of the plan.
+            sequence.timings.local_prefill_ms = sequence.timings.remote_prefill_ms = 0.0
         late_s = self._planner.late_if_local_s(sequence.spec, reserved.num_cached_tokens)
         if late_s > 0:
             message = (
@@ -230,6 +233,9 @@ class PromptPrefill:
             num_tokens=len(sequence.spec.token_ids),
             cached_tokens=reserved.num_cached_tokens,
         )
+        if not sequence.num_sent:
+            sequence.timings.local_prefill_ms = plan.local_s * 1000
+            sequence.timings.remote_prefill_ms = plan.remote_s * 1000
         choice = "remote" if plan.candidates else "local"
         again = "first" if left == sequence.submission.candidates else "again"
         self._metrics.on_choice(choice, again)

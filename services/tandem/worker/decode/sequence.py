@@ -104,6 +104,7 @@ class DecodeSequence:
     # part of the time before admission in which the sequence waited for blocks that other requests
     # computed or pulled, in seconds
     shared_wait_s: float = 0.0
+    tokens_ahead: int = 0  # number of prompt tokens that this worker had to compute at its arrival
     first_token_at: float = 0.0
     second_token_at: float = 0.0
     pulled: PullStats | None = None  # statistics of the lease that delivered the prompt's KV
@@ -154,8 +155,11 @@ class DecodeSequence:
         if self.pulled is not None:
             queue_s += self.pulled.queue_s
             self.shared_wait_s += self.pulled.shared_wait_s
+            self.tokens_ahead = self.pulled.tokens_ahead
+            self.timings.prefill_queue_ms = self.pulled.queue_s * 1000
         self.timings.queue_ms = queue_s * 1000
         self.timings.shared_wait_ms = self.shared_wait_s * 1000
+        self.timings.tokens_ahead = self.tokens_ahead
         self.timings.prefill_ms = max(0.0, now - self.submitted_at - queue_s) * 1000
 
     def note_second_token(self, now: float) -> None:

@@ -124,6 +124,7 @@ class DecodeService:
             if (sequence := self._sequences.get(admitted.sequence_id)) is not None:
                 sequence.admitted_at = sequence.admitted_at or admitted.at
                 sequence.shared_wait_s = admitted.shared_wait_s
+                sequence.tokens_ahead = admitted.tokens_ahead
         for reserved in step.reserved:
             self._on_reserved(reserved)
         for new_tokens in step.new_tokens:

@@ -51,6 +51,8 @@ class PullStats:
     queue_s: float = 0.0  # seconds that the sequence waited in the producer's queue
     # the part of `queue_s` in which the sequence waited for blocks that other sequences computed
     shared_wait_s: float = 0.0
+    # number of prompt tokens that the producer had to compute when the sequence arrived there
+    tokens_ahead: int = 0
     pull_s: float = 0.0  # sum of the durations of all pulls, which may overlap
     began_at: float = 0.0  # start of the first pull
     prefilled_at: float = 0.0  # arrival of the first token
@@ -146,6 +148,7 @@ class ConsumerLease:
             self.stats.cached = cached_of(event.prefilled)
             self.stats.queue_s = event.prefilled.queue_ms / 1000
             self.stats.shared_wait_s = event.prefilled.shared_wait_ms / 1000
+            self.stats.tokens_ahead = event.prefilled.tokens_ahead
             self.block_sums = list(event.prefilled.block_sums)
             first_token_id = int(event.prefilled.first_token_id)
             on_first_token(event.prefilled, self.stats)

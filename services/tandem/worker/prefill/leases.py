@@ -38,6 +38,8 @@ class Lease:
     # part of the time before admission in which the sequence waited for blocks that other sequences
     # computed, in seconds
     shared_wait_s: float = 0.0
+    # number of prompt tokens that the engine had to compute when the sequence arrived
+    tokens_ahead: int = 0
     prefilled_at: float = 0.0
     # The engine's events for this lease, and the consumer's release. The queue has no maximum size,
     # because a prompt causes at most a few events per block.

@@ -113,6 +113,7 @@ class PrefillService:
             if (lease := self._leases.get(admitted.sequence_id)) is not None:
                 lease.admitted_at = lease.admitted_at or admitted.at
                 lease.shared_wait_s = admitted.shared_wait_s
+                lease.tokens_ahead = admitted.tokens_ahead
         for reserved in step.reserved:
             lease = self._leases.get(reserved.sequence_id)
             if lease is not None and lease.plan is not None:
@@ -268,6 +269,7 @@ class PrefillService:
                         cached_tokens=event.num_cached_tokens,
                         queue_ms=lease.queue_s * 1000,
                         shared_wait_ms=lease.shared_wait_s * 1000,
+                        tokens_ahead=lease.tokens_ahead,
                         prompt_logprobs=(
                             to_message(pb.LogprobEntry, one) for one in event.prompt_logprobs
                         ),

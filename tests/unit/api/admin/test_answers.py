@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import msgspec
 import pytest
 
 from tandem.api.admin.answers import (
@@ -67,6 +69,10 @@ def request(ttft_ms: float | None, ago_s: float = 10.0, **facts: Any) -> dict[st
         "e2e_ms": None if ttft_ms is None else ttft_ms + 700,
         "prefill_worker": "prefill-0",
         "decode_worker": "decode-0",
+        "first_decode_worker": "decode-0",
+        "worker_queue_ms": facts.get("stages_ms", {}).get("queue", (ttft_ms or 0.0) / 4),
+        "prefill_queue_ms": 0.0,
+        "tokens_ahead": 0,
         "transport": "nixl",
         "blocks_pulled": 0,
         "shared_wait_ms": 0.0,
@@ -102,6 +108,25 @@ def test_requests_that_wait_are_slow_before_they_have_a_token() -> None:
     )
 
 
+def test_the_worker_with_most_of_the_time_is_named() -> None:
+    waits = {"stages_ms": {"queue": 3000.0, "prefill": 100.0}, "worker_queue_ms": 3000.0}
+    told = [request(3100.0, n, prefill_worker=f"prefill-{n // 4}", **waits) for n in range(1, 6)]
+    assert " 97% of that is waiting in queues, mostly at prefill-0." in slow(told, SLOW, NOW)
+    for each in told:
+        each["worker_queue_ms"] = 4.0
+    told.append(request(100.0, 9))
+    assert "waiting in queues, mostly at the router." in slow(told, SLOW, NOW)
+
+
+def test_requests_without_a_token_say_where_the_prompts_are() -> None:
+    known = [worker("decode-0"), worker("prefill-0", queued_tokens=9200)]
+    told = slow([request(None, 8.0)], NOTHING, NOW, known=known)
+    assert told == (
+        "1 request has no token yet; the oldest has waited 8 s. prefill-0 has the most prompt"
+        " tokens to compute: 9,200."
+    )
+
+
 def test_old_requests_say_nothing_of_now() -> None:
     told = "Nothing to report: no request got a first token in the last minute."
     assert slow([request(4000.0, 90.0)], NOTHING, NOW) == told
@@ -116,10 +141,28 @@ def test_the_kv_cache_has_shares_its_size_and_its_fullest_worker() -> None:
     ]
     assert kv_cache(known) == (
         "20% is in use by running requests, 30% holds prefixes that later requests can reuse, and"
-        " 50% is free (total: 3,200 tokens on 2 ready workers). The fullest worker is decode-0"
-        " with 30% in use. KV tiers in use: host 25%."
+        " 50% is free (total: 1,600 tokens on 1 prefill worker and 1,600 tokens on 1 decode"
+        " worker). The fullest worker is decode-0 with 30% in use. KV tiers in use: host 25%."
     )
     assert kv_cache([]) == "Not known: no worker is ready."
+
+
+@pytest.mark.parametrize(
+    ("used", "cached", "told"),
+    [
+        (334, 333, ["33%", "33%", "34%"]),
+        (335, 335, ["34%", "34%", "32%"]),
+        (495, 505, ["50%", "50%", "0%"]),
+        (4, 996, ["<1%", ">99%", "0%"]),
+        (1000, 0, ["100%", "0%", "0%"]),
+        (996, 0, [">99%", "0%", "<1%"]),
+    ],
+)
+def test_the_shares_of_the_kv_cache_add_up(used: int, cached: int, told: list[str]) -> None:
+    full = worker("decode-0", blocks_used=used, blocks_cached=cached)
+    load = msgspec.structs.replace(full.record.load, blocks_total=1000)
+    known = KnownWorker(msgspec.structs.replace(full.record, load=load), full.client)
+    assert re.findall(r"[<>]?\d+%", kv_cache([known]))[:3] == told
 
 
 def ended(ago_s: float, error: QueueFull | None = None) -> RequestRecord:
@@ -143,6 +186,10 @@ def test_the_slowest_request_of_the_last_minute_is_found() -> None:
         record.timeline.ttft_s = ttft_s
     assert slowest_of(records, NOW) is records[2]
     assert slowest_of(records[:1], NOW) is None
+    records[1].timeline.ttft_s = 3.0
+    records[1].created -= 2
+    assert slowest_of(records, NOW) is records[1], "of equal ones, the first"
+    assert slowest_of(records[::-1], NOW) is records[1]
 
 
 def test_the_last_minute_has_requests_and_events() -> None:
@@ -210,9 +257,16 @@ def test_the_verdict_names_pools_that_lack_workers_and_slow_first_tokens() -> No
         "All workers are ready, but first tokens are slow: 1 of 3 in the last minute took longer"
         " than the target of 2 s (median 200 ms, slowest 4.0 s)."
     )
-    assert verdict(rows, SLOW, is_well=False) == "", "the problem is not one of a worker"
+    slow = (
+        "First tokens are slow: 1 of 3 in the last minute took longer than the target of 2 s"
+        " (median 200 ms, slowest 4.0 s)."
+    )
+    assert verdict(rows, SLOW, is_well=False) == slow, "the problem is not one of a worker"
+    assert verdict(rows, QUICK, is_well=False) == ""
     rows[1] = WorkerRow("decode-1", "decode", "loading")
-    assert verdict(rows, SLOW, is_well=False) == "Degraded: 2 of 3 decode workers are ready."
+    degraded = "Degraded: 2 of 3 decode workers are ready."
+    assert verdict(rows, QUICK, is_well=False) == degraded
+    assert verdict(rows, SLOW, is_well=False) == f"{degraded} {slow}", "both are true"
 
 
 def test_one_more_decode_worker_shortens_steps_of_full_workers() -> None:
@@ -221,21 +275,21 @@ def test_one_more_decode_worker_shortens_steps_of_full_workers() -> None:
         "A decode step, which is a part of the time between tokens, would take 30 ms instead of"
         " 40 ms, because each worker would run 4.0 requests instead of 6.0, if the new worker has"
         " processor cores or a GPU of its own."
-        " 2 requests waiting at decode workers could start. Room for KV of running requests would"
-        " grow by 50%."
+        " 2 requests in the queues of decode workers could start. Room for KV in the decode pool"
+        " would grow by 50%, from 3,200 to about 4,800 tokens."
     )
 
 
 def test_the_bottleneck_is_named() -> None:
-    decode = worker("decode-0", num_running=1)
-    told = one_more_decode([decode, worker("prefill-0", queued_s=3.5)])
+    known = [worker("decode-0", num_running=1), worker("prefill-0")]
+    told = one_more_decode(known, queued_s={"prefill": 3.5, "decode": 0.0})
     assert told.startswith("The time between tokens would hardly change: a decode step, which")
-    assert "The prompts queued now take 3.5 s at each prefill worker and 0.0 s at each dec" in told
+    assert "queued prompts took 3.5 s at each prefill worker and 0.0 s at each decode" in told
     assert (
         "The bottleneck is prefill: a prefill worker would help more than a decode worker." in told
     )
-    told = one_more_decode([worker("decode-0", queued_s=2.8), worker("prefill-0")])
-    assert "0.0 s at each prefill worker and 2.8 s at each decode worker" in told
+    told = one_more_decode(known, queued_s={"prefill": 0.0, "decode": 2.8})
+    assert "0.0 s at each prefill worker and 2.8 s at each decode worker, on average." in told
     assert "The bottleneck is decode: one more decode worker would take over 50% of the" in told
 
 
@@ -243,9 +297,24 @@ def test_prompts_that_waited_for_decode_workers_count() -> None:
     known = [worker("decode-0"), worker("prefill-0")]
     waited = request(4000.0, prefill_worker="", stages_ms={"queue": 2800.0, "prefill": 1200.0})
     told = one_more_decode(known, [waited], now=NOW)
-    assert "waited 0.0 s for prefill workers and 2.8 s for decode workers" in told
+    assert "waited 0.0 s for a prefill worker or 2.8 s for a decode worker" in told
     assert "The bottleneck is decode: one more decode worker would take over 50%" in told
-    assert "prompts hardly wait for a worker." in one_more_decode(known, [request(80.0)], now=NOW)
+    assert "a prompt waited only 20 ms for its worker, on average." in one_more_decode(
+        known, [request(80.0)], now=NOW
+    )
+
+
+def test_a_queue_of_a_moment_does_not_change_the_answer() -> None:
+    quiet = [worker("decode-0"), worker("prefill-0")]
+    burst = [worker("decode-0"), worker("prefill-0", queued_tokens=9000, queued_s=0.6)]
+    told = [one_more_decode(known, [request(80.0)], now=NOW) for known in (quiet, burst)]
+    assert told[0] == told[1]
+
+
+def test_the_stages_of_all_requests_of_the_last_minute_count() -> None:
+    older = [request(400.0, 40.0, stages_ms={"queue": 400.0})] * 9
+    assert "is computing prompts" in slow([request(80.0)], QUICK, NOW)
+    assert "98% of that is waiting in queues" in slow([request(80.0)], QUICK, NOW, older)
 
 
 def test_a_decode_worker_that_comes_back_has_the_same_effect() -> None:

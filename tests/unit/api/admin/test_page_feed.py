@@ -100,6 +100,53 @@ async def test_what_a_worker_keeps_below_its_pool_is_in_its_row_and_in_the_sampl
         assert changed["prefill-0"][WORKER_COLUMNS.index("tiers")][0] == ["host", 51, 100]
 
 
+async def test_the_charts_end_with_the_step_that_has_not_ended(fed: SimulatedRouter) -> None:
+    """Otherwise a tile has a value that its chart shows up to 5 s later, or never."""
+    fed.put("decode-0", num_running=2)
+    fed.metrics.on_first_token(3.0, 2.0)
+    fed.feed.sample(NOW)
+    fed.metrics.on_first_token(11.8, 2.0)
+    fed.put("decode-0", num_running=5, num_waiting=1, num_pulls=2)
+    with fed.feed.viewing() as viewer:
+        await fed.feed.look(NOW + 1)
+        full = (await next_of(viewer))[1]
+        names = ("running", "waiting", "ttft_p50_ms", "ttft_max_ms")
+        assert [full["step"][name] for name in names] == [5, 1, 11_800, 11_800]
+        assert [full["figures"][name] for name in names] == [5, 1, 3000, 11_800]
+        assert set(full["step"]) <= set(full["sample_columns"])
+        fed.feed.sample(NOW + 2)
+        await fed.feed.look(NOW + 2)
+        changed = (await next_of(viewer))[1]
+        assert changed["step"]["ttft_max_ms"] is None
+        assert "figures" not in changed
+
+
+async def test_tiles_and_charts_sum_over_the_same_workers(fed: SimulatedRouter) -> None:
+    """One that drains still has requests; the record of a killed one remains for some seconds."""
+    for name in ("decode-0", "decode-1", "prefill-0"):
+        fed.put(name, num_running=1)
+    _change(fed, "decode-0", state="draining")
+    agent = {"id": "prefill-0", "state": "restarting", "since": NOW - 1}
+    owned = {"prefill": {"wanted": 1, "running": 0, "agents": [agent]}}
+
+    async def pools() -> dict[str, Any]:
+        return owned
+
+    fed.control.sizes.pools = pools  # type: ignore[method-assign]
+    with fed.feed.viewing() as viewer:
+        await fed.feed.look(NOW)
+        fed.feed.sample(NOW + 1)
+        await fed.feed.look(NOW + 1)
+        full = (await next_of(viewer))[1]
+        sample = dict(zip(full["sample_columns"], full["samples"][-1], strict=True))
+        assert sample["running"] == full["figures"]["running"] == 2
+
+
+def _change(fed: SimulatedRouter, worker_id: str, **changes: Any) -> None:
+    worker = fed.view._workers[worker_id]
+    worker.record = msgspec.structs.replace(worker.record, **changes)
+
+
 async def test_a_request_is_told_again_when_it_has_changed(fed: SimulatedRouter) -> None:
     record = RequestRecord("r1", "chat", Timeline(), tenant="secret-tenant", client_id="mine")
     fed.generator.requests.open(record)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.api.admin.request_text import longest_stage
+from tandem.api.admin.request_text import longest_stage, prefill_choice
 
 CREATED = 1_000_000.0
 
@@ -19,7 +19,15 @@ def request(name: str = "r", at_s: float = 0.0, tokens: int = 100, **facts: Any)
         "decode_worker": "decode-1",
         "transport": "nixl",
         "blocks_pulled": 6,
+        "first_decode_worker": "decode-1",
+        "worker_queue_ms": 1900.0,
+        "prefill_queue_ms": 0.0,
         "shared_wait_ms": 0.0,
+        "tokens_ahead": 0,
+        "local_prefill_ms": 0.0,
+        "remote_prefill_ms": 0.0,
+        "moves": 0,
+        "workers_lost": 0,
         "usage": {"prompt_tokens": tokens, "cached_tokens": 0, "completion_tokens": 8},
         "stages_ms": {},
         **facts,
@@ -58,7 +66,7 @@ def test_a_wait_names_what_the_worker_computed_meanwhile(
 
 def test_prompts_of_another_worker_explain_no_wait() -> None:
     elsewhere = computed("a", 0.0, 200, prefill_worker="prefill-1")
-    here = computed("b", 0.0, 200, prefill_worker="", decode_worker="prefill-0")
+    here = computed("b", 0.0, 200, prefill_worker="", first_decode_worker="prefill-0")
     assert longest_stage(waiting(), [elsewhere]) == "1.9 s waiting for prefill-0"
     assert "1 longer prompt" in longest_stage(waiting(), [elsewhere, here])
 
@@ -91,7 +99,7 @@ def test_computing_says_how_much_where_and_beside_what() -> None:
         ("tokenize", "tokenizing the prompt of 100 tokens"),
         ("route", "choosing workers in the router"),
         ("wire", "sending messages between the router and decode-1"),
-        ("retry", "until it started again, because a worker was lost or full"),
+        ("retry", "at a worker that was lost or refused the request"),
         ("transfer_exposed", "waiting for 6 KV blocks from prefill-0 over nixl"),
         ("first_decode", "computing the second token on decode-1"),
         ("move", "without a token, while the request moved to decode-1"),
@@ -103,3 +111,56 @@ def test_each_stage_has_words(stage: str, told: str) -> None:
 
 def test_a_request_without_a_stage_has_no_longest_one() -> None:
     assert longest_stage(request(), []) == ""
+
+
+def test_a_wait_says_behind_how_many_tokens() -> None:
+    mine = waiting(tokens_ahead=9200)
+    assert longest_stage(mine, []) == "1.9 s waiting for prefill-0 behind 9,200 prompt tokens"
+    assert longest_stage(mine, [computed("a", 0.0, 200)]) == (
+        "1.9 s waiting for prefill-0 behind 9,200 prompt tokens, which computed 1 longer prompt"
+    )
+    mine = request(tokens_ahead=1, stages_ms={"prefill": 950.0})
+    told = "950 ms computing 100 prompt tokens on prefill-0, and after 1 token of earlier prompts"
+    assert longest_stage(mine, []) == told
+
+
+@pytest.mark.parametrize(
+    ("worker_queue_ms", "prefill_queue_ms", "told"),
+    [
+        (1900.0, 1800.0, "for prefill-0"),
+        (1900.0, 0.0, "for prefill-0"),  # an older worker does not tell the part
+        (1900.0, 3.0, "in the queue of decode-1, before a prefill worker got its prompt"),
+        (5.0, 3.0, "in the router, for a turn or for a decode worker that is ready"),
+    ],
+)
+def test_a_wait_names_the_queue(worker_queue_ms: float, prefill_queue_ms: float, told: str) -> None:
+    mine = waiting(worker_queue_ms=worker_queue_ms, prefill_queue_ms=prefill_queue_ms)
+    assert longest_stage(mine, []) == f"1.9 s waiting {told}"
+
+
+def test_the_choice_of_the_computing_worker_has_both_predictions() -> None:
+    assert prefill_choice(request()) == "", "an older worker tells none"
+    predicted = {"local_prefill_ms": 300.0, "remote_prefill_ms": 140.0}
+    assert prefill_choice(request(**predicted)) == (
+        "prefill-0 computed the prompt: the prediction was 140 ms at prefill-0 with the pull of its"
+        " KV, and 300 ms at decode-1 with the delay of its running requests."
+    )
+    predicted = {"local_prefill_ms": 300.0, "remote_prefill_ms": 900.0}
+    assert prefill_choice(request(prefill_worker="", **predicted)) == (
+        "decode-1 computed the prompt: the prediction was 300 ms at decode-1 with the delay of its"
+        " running requests, and 900 ms at the best prefill worker with the pull of its KV."
+    )
+
+
+def test_stages_before_a_move_name_the_workers_before_it() -> None:
+    moved = {"decode_worker": "decode-2", "prefill_worker": "", "moves": 1, "workers_lost": 1}
+    told = longest_stage(request(stages_ms={"prefill": 950.0}, **moved), [])
+    assert told == "950 ms computing 100 prompt tokens on decode-1"
+    assert longest_stage(request(stages_ms={"move": 950.0}, **moved), []) == (
+        "950 ms without a token, while the request moved from decode-1 to decode-2, because 1"
+        " worker was lost"
+    )
+    moved |= {"moves": 2, "workers_lost": 0}
+    assert longest_stage(request(stages_ms={"move": 950.0}, **moved), []) == (
+        "950 ms without a token, while the request moved 2 times, from decode-1 to decode-2"
+    )

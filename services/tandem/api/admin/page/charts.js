@@ -7,13 +7,16 @@ const SPAN_MIN_S = 60, SPAN_MAX_S = 900; // of the time axis, which begins with 
 const POINTS_MAX = 60; // more samples are drawn as means
 const FRESH = 12; // samples: a value that is not measured all the time is shown for a minute
 const number = digits => value => (value ? value.toFixed(digits) : "0");
-const percent = value => (value > 0 && value < .01 ? "<1%" : `${(100 * value).toFixed(0)}%`);
+const percent = value => {
+  if (value > 0 && value < .01) return "<1%";
+  return value >= .995 && value < 1 ? ">99%" : `${Math.floor(100 * value + .5)}%`; // as the answers in words
+};
 const DASH = [6, 3], DOT = [2, 2], DASH_DOT = [8, 3, 2, 3], LONG = [12, 4];
 // Title, formatter of values, lines (column, name, color, dashes), and the time that the numbers are
 // of. The colors are page.css's.
 const HEALTH = [
   ["Tokens/s", number(0), [["tokens_per_s", "generated", "text"]], "in the last 5 s"],
-  ["Requests", number(0), [["running", "running", "text"], ["waiting", "waiting", "queue", DOT]], "now"],
+  ["Requests", number(0), [["running", "running", "text"], ["waiting", "in queues", "queue", DOT]], "now"],
   ["Time to first token", milliseconds, [["ttft_p50_ms", "median", "text"], ["ttft_max_ms", "slowest", "text", DASH]], "in the last minute"],
   ["Time between tokens", milliseconds, [["itl_p50_ms", "median", "text"], ["itl_p95_ms", "95%", "text", DASH]], "in the last minute"],
   ["Errors a second", number(1), [["errors_per_s", "failed", "bad"]], "in the last 5 s"],
@@ -33,7 +36,7 @@ const MORE = [
 ];
 const HEIGHT_REM = 6.5;
 const charts = []; // {plot, width, box, values, format, lines, title}
-let pending = 0;
+const queue = new Map(); // chart -> what is to be done with it, in a frame of its own
 
 const rem = () => parseFloat(getComputedStyle(document.documentElement).fontSize);
 
@@ -55,7 +58,7 @@ function draw(chart) {
     }))],
   };
   chart.plot?.destroy();
-  chart.plot = new uPlot(options, columns(chart.lines), chart.box);
+  chart.plot = new uPlot(options, columns(chart), chart.box);
 }
 
 function compact(value, format) {
@@ -65,11 +68,20 @@ function compact(value, format) {
   return Number.isInteger(value) ? String(value) : value.toFixed(value < 1 ? 2 : 1);
 }
 
-function columns(lines) {
+// The number of samples that one point of a chart stands for.
+const group = () => Math.max(1, Math.ceil(Math.min(state.samples.length, SPAN_MAX_S / state.stepS) / POINTS_MAX));
+
+// The times and the values of a chart's points. The last point is the step that has not ended: otherwise
+// a tile would have values that its chart lacks.
+export function columns({lines, isHealth}) {
   const indexes = ["at", ...lines.map(([column]) => column)].map(name => state.sampleColumns.indexOf(name));
   const found = indexes.map(index => state.samples.map(sample => sample[index]));
   const last = found[0].at(-1) ?? Date.now() / 1000, first = found[0][0] ?? last;
-  const means = aggregated(found, Math.ceil(Math.min(found[0].length, SPAN_MAX_S / state.stepS) / POINTS_MAX));
+  const means = aggregated(found, group(), lines.map(([column]) => column));
+  if (isHealth && lines.every(([column]) => column in state.step) && state.now > last) { // the step that has not ended
+    means[0] = [...means[0], state.now];
+    lines.forEach(([column], i) => { means[i + 1] = [...means[i + 1], state.step[column]]; });
+  }
   if (last - first < SPAN_MIN_S) {
     means[0].unshift(last - SPAN_MIN_S);
     for (const values of means.slice(1)) values.unshift(null);
@@ -77,19 +89,20 @@ function columns(lines) {
   return means;
 }
 
-// The means of `size` samples each, at the time of the last of them. The newest samples are always
-// in a whole group.
-function aggregated(found, size) {
+// The means of `size` samples each, at the time of the last of them; for a largest value, the largest
+// one. The newest samples are always in a whole group.
+function aggregated(found, size, names) {
   if (size < 2) return found;
   const length = found[0].length, ends = [];
   for (let end = length; end > 0; end -= size) ends.unshift(end);
-  const mean = values => {
+  const summary = (values, name) => {
     const known = values.filter(value => value !== null && value !== undefined);
-    return known.length ? known.reduce((total, value) => total + value, 0) / known.length : null;
+    if (!known.length) return null;
+    return name.includes("_max_") ? Math.max(...known) : known.reduce((total, value) => total + value, 0) / known.length;
   };
   return found.map((values, i) => ends.map(end => {
-    const group = values.slice(Math.max(0, end - size), end);
-    return i ? mean(group) : group.at(-1);
+    const part = values.slice(Math.max(0, end - size), end);
+    return i ? summary(part, names[i - 1]) : part.at(-1);
   }));
 }
 
@@ -102,8 +115,10 @@ function show(chart) {
   const hasData = tell(chart);
   chart.empty.hidden = hasData;
   chart.box.classList.toggle("empty", !hasData);
+  const isWindow = chart.when === "in the last minute" && hasData; // longer than what a point stands for
+  setText(chart.note, isWindow ? `${chart.when}; a point of the line: ${group() * state.stepS} s` : chart.when);
   if (!chart.width) return;
-  if (chart.plot) chart.plot.setData(columns(chart.lines));
+  if (chart.plot) chart.plot.setData(columns(chart));
   else draw(chart);
 }
 
@@ -125,18 +140,21 @@ function tell(chart) {
 
 export const showFigures = () => charts.filter(chart => chart.isHealth).forEach(tell);
 
-function each(work) { // in frames of their own: no task is long
-  const mine = ++pending;
-  let next = 0;
+function each(work, some = charts) { // in frames of their own: no task is long
+  const isIdle = !queue.size;
+  for (const chart of some) queue.set(chart, (queue.get(chart) ?? new Set()).add(work));
   const step = () => {
-    if (mine !== pending || next >= charts.length) return;
-    work(charts[next++]);
-    requestAnimationFrame(step);
+    const [chart, works] = queue.entries().next().value ?? [];
+    if (!chart) return;
+    queue.delete(chart);
+    if (queue.size) requestAnimationFrame(step);
+    for (const part of works) part(chart);
   };
-  requestAnimationFrame(step);
+  if (isIdle && queue.size) requestAnimationFrame(step);
 }
 
 export const showCharts = () => each(show);
+export const showHealth = () => each(show, charts.filter(chart => chart.isHealth));
 
 function sample(name, dash) { // of a line, beside its name
   const svg = byId("line-sample").content.firstElementChild.cloneNode(true), line = svg.firstElementChild;
@@ -156,8 +174,9 @@ function makeChart(isHealth, title, format, lines, when = "in the last 5 s") {
   box.setAttribute("role", "img");
   box.setAttribute("aria-label", `${title}: no data yet`);
   const empty = make("p", "no data yet", "none");
-  figure.append(make("figcaption", title), make("p", when, "none"), values, empty, box);
-  charts.push({isHealth, title, format, lines, values: numbers, empty, box, plot: null, width: 0});
+  const note = make("p", when, "none");
+  figure.append(make("figcaption", title), note, values, empty, box);
+  charts.push({isHealth, title, format, lines, when, note, values: numbers, empty, box, plot: null, width: 0});
   return figure;
 }
 

@@ -9,7 +9,7 @@ const SAMPLES_MAX = 180;
 
 // The state of the page. `came` is when the last event arrived, by this machine's clock.
 export const state = {
-  head: null, workers: new Map(), requests: new Map(), events: [], answers: {}, figures: {},
+  head: null, workers: new Map(), requests: new Map(), events: [], answers: {}, figures: {}, step: {},
   samples: [], sampleColumns: [], workerColumns: [], stepS: 5, now: 0, came: 0, error: "",
 };
 
@@ -56,7 +56,7 @@ export function take(kind, data) {
     state.samples = [];
     for (const part of ["workers", "requests", "samples"]) changed.add(part);
   }
-  for (const part of ["head", "events", "answers", "figures"]) if (data[part]) { state[part] = data[part]; changed.add(part); }
+  for (const part of ["head", "events", "answers", "figures", "step"]) if (data[part]) { state[part] = data[part]; changed.add(part); }
   for (const [id, values] of Object.entries(data.workers ?? {})) {
     put(id, object(state.workerColumns, values));
     changed.add("workers");

@@ -1,6 +1,6 @@
 // The operators' page: one feed, and the parts that show it.
 
-import {makeCharts, showCharts, showFigures} from "./charts.js";
+import {makeCharts, showCharts, showFigures, showHealth} from "./charts.js";
 import {makeChat, showCurl} from "./chat.js";
 import {ago, byId, count, setText} from "./dom.js";
 import {follow, state} from "./feed.js";
@@ -59,6 +59,7 @@ const PARTS = {
   answers: showAnswers,
   samples: showCharts,
   figures: showFigures,
+  step: showHealth,
   workers: () => { parts.set("table", showWorkers); return showPicture(); },
   requests: showRequests,
   events: showEvents,

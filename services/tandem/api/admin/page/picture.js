@@ -74,7 +74,9 @@ function told(worker) {
   if (worker.state !== "ready") return worker.state;
   const prompts = worker.queued_tokens ? `, ${count(worker.queued_tokens)} prompt tokens to compute` : "";
   const ofPrefill = prompts ? prompts.slice(2) : worker.leases ? `KV of ${count(worker.leases)} held for a pull` : "idle";
-  return worker.role === "prefill" ? ofPrefill : `${worker.running} running, ${worker.waiting + worker.pulls} waiting`;
+  if (worker.role === "prefill") return ofPrefill;
+  const parts = [[worker.running, "running"], [worker.waiting, "waiting"], [worker.pulls, "awaiting KV"]];
+  return parts.filter(([number]) => number).map(([number, what]) => `${number} ${what}`).join(", ") || "idle";
 }
 
 function drawWorker(id, worker, at) {

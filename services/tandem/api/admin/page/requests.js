@@ -52,11 +52,12 @@ function progress(request) {
 }
 
 function way(request) {
-  const {prefill_worker: prefill, decode_worker: decode, blocks_pulled: blocks, moves} = request;
+  const {prefill_worker: prefill, decode_worker: last, blocks_pulled: blocks, moves} = request;
+  const decode = request.first_decode_worker || last;
   if (!decode) return "";
   const pulled = blocks ? `, which pulled ${count(blocks)} KV blocks over ${request.transport}` : "";
-  const moved = moves ? `; moved ${count(moves)} ${moves === 1 ? "time" : "times"}` : "";
-  if (request.ttft_ms === null) return `Sent to ${decode}.`;
+  const moved = moves ? `; moved ${count(moves)} ${moves === 1 ? "time" : "times"}, to ${last}` : "";
+  if (request.ttft_ms === null) return `Sent to ${last}.`;
   return prefill ? `Prompt on ${prefill}, tokens on ${decode}${pulled}${moved}.` : `Prompt and tokens on ${decode}${moved}.`;
 }
 

@@ -308,7 +308,7 @@ class GetRequestRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class RequestRecord(_message.Message):
-    __slots__ = ("request_id", "kind", "created", "outcome", "error", "placement", "decode_worker", "prefill_worker", "transport", "blocks_pulled", "bytes_pulled", "usage", "moves", "ttft_ms", "e2e_ms", "stages_ms", "trace_id", "workers_lost", "client_request_id", "kept", "shared_wait_ms", "placement_sentence")
+    __slots__ = ("request_id", "kind", "created", "outcome", "error", "placement", "decode_worker", "prefill_worker", "transport", "blocks_pulled", "bytes_pulled", "usage", "moves", "ttft_ms", "e2e_ms", "stages_ms", "trace_id", "workers_lost", "client_request_id", "kept", "shared_wait_ms", "placement_sentence", "first_decode_worker", "worker_queue_ms", "prefill_queue_ms", "tokens_ahead", "local_prefill_ms", "remote_prefill_ms")
     class StagesMsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -338,6 +338,12 @@ class RequestRecord(_message.Message):
     KEPT_FIELD_NUMBER: _ClassVar[int]
     SHARED_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_SENTENCE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    WORKER_QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     kind: str
     created: float
@@ -360,7 +366,13 @@ class RequestRecord(_message.Message):
     kept: KeptKv
     shared_wait_ms: float
     placement_sentence: str
-    def __init__(self, request_id: _Optional[str] = ..., kind: _Optional[str] = ..., created: _Optional[float] = ..., outcome: _Optional[str] = ..., error: _Optional[str] = ..., placement: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., moves: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., stages_ms: _Optional[_Mapping[str, float]] = ..., trace_id: _Optional[str] = ..., workers_lost: _Optional[int] = ..., client_request_id: _Optional[str] = ..., kept: _Optional[_Union[KeptKv, _Mapping]] = ..., shared_wait_ms: _Optional[float] = ..., placement_sentence: _Optional[str] = ...) -> None: ...
+    first_decode_worker: str
+    worker_queue_ms: float
+    prefill_queue_ms: float
+    tokens_ahead: int
+    local_prefill_ms: float
+    remote_prefill_ms: float
+    def __init__(self, request_id: _Optional[str] = ..., kind: _Optional[str] = ..., created: _Optional[float] = ..., outcome: _Optional[str] = ..., error: _Optional[str] = ..., placement: _Optional[str] = ..., decode_worker: _Optional[str] = ..., prefill_worker: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., moves: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., e2e_ms: _Optional[float] = ..., stages_ms: _Optional[_Mapping[str, float]] = ..., trace_id: _Optional[str] = ..., workers_lost: _Optional[int] = ..., client_request_id: _Optional[str] = ..., kept: _Optional[_Union[KeptKv, _Mapping]] = ..., shared_wait_ms: _Optional[float] = ..., placement_sentence: _Optional[str] = ..., first_decode_worker: _Optional[str] = ..., worker_queue_ms: _Optional[float] = ..., prefill_queue_ms: _Optional[float] = ..., tokens_ahead: _Optional[int] = ..., local_prefill_ms: _Optional[float] = ..., remote_prefill_ms: _Optional[float] = ...) -> None: ...
 
 class KeptKv(_message.Message):
     __slots__ = ("worker", "seconds", "tokens", "tokens_asked", "why_not")

@@ -198,7 +198,7 @@ class DecodeCommand(_message.Message):
     def __init__(self, submit: _Optional[_Union[SubmitSequence, _Mapping]] = ..., cancel: _Optional[_Union[CancelSequence, _Mapping]] = ..., return_waiting: _Optional[_Union[ReturnWaiting, _Mapping]] = ...) -> None: ...
 
 class SequenceTimings(_message.Message):
-    __slots__ = ("queue_ms", "prefill_ms", "transfer_exposed_ms", "blocks_pulled", "bytes_pulled", "prefill_worker_id", "transport", "blocks_skipped", "transfer_ms", "second_token_ms", "shared_wait_ms")
+    __slots__ = ("queue_ms", "prefill_ms", "transfer_exposed_ms", "blocks_pulled", "bytes_pulled", "prefill_worker_id", "transport", "blocks_skipped", "transfer_ms", "second_token_ms", "shared_wait_ms", "prefill_queue_ms", "tokens_ahead", "local_prefill_ms", "remote_prefill_ms")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_EXPOSED_MS_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +210,10 @@ class SequenceTimings(_message.Message):
     TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
     SECOND_TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
     SHARED_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     prefill_ms: float
     transfer_exposed_ms: float
@@ -221,7 +225,11 @@ class SequenceTimings(_message.Message):
     transfer_ms: float
     second_token_ms: float
     shared_wait_ms: float
-    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., prefill_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_skipped: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., second_token_ms: _Optional[float] = ..., shared_wait_ms: _Optional[float] = ...) -> None: ...
+    prefill_queue_ms: float
+    tokens_ahead: int
+    local_prefill_ms: float
+    remote_prefill_ms: float
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_exposed_ms: _Optional[float] = ..., blocks_pulled: _Optional[int] = ..., bytes_pulled: _Optional[int] = ..., prefill_worker_id: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_skipped: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., second_token_ms: _Optional[float] = ..., shared_wait_ms: _Optional[float] = ..., prefill_queue_ms: _Optional[float] = ..., tokens_ahead: _Optional[int] = ..., local_prefill_ms: _Optional[float] = ..., remote_prefill_ms: _Optional[float] = ...) -> None: ...
 
 class CachedTokens(_message.Message):
     __slots__ = ("device", "host", "disk", "peer", "store")
@@ -450,7 +458,7 @@ class BlockChecksum(_message.Message):
     def __init__(self, index: _Optional[int] = ..., xxh3: _Optional[int] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("first_token_id", "cached_tokens", "queue_ms", "logprobs", "prompt_logprobs", "embedding", "cached_by_tier", "shared_wait_ms", "block_sums")
+    __slots__ = ("first_token_id", "cached_tokens", "queue_ms", "logprobs", "prompt_logprobs", "embedding", "cached_by_tier", "shared_wait_ms", "block_sums", "tokens_ahead")
     FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -460,6 +468,7 @@ class Prefilled(_message.Message):
     CACHED_BY_TIER_FIELD_NUMBER: _ClassVar[int]
     SHARED_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SUMS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_AHEAD_FIELD_NUMBER: _ClassVar[int]
     first_token_id: int
     cached_tokens: int
     queue_ms: float
@@ -469,7 +478,8 @@ class Prefilled(_message.Message):
     cached_by_tier: CachedTokens
     shared_wait_ms: float
     block_sums: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, first_token_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., logprobs: _Optional[_Union[LogprobEntry, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LogprobEntry, _Mapping]]] = ..., embedding: _Optional[_Iterable[float]] = ..., cached_by_tier: _Optional[_Union[CachedTokens, _Mapping]] = ..., shared_wait_ms: _Optional[float] = ..., block_sums: _Optional[_Iterable[float]] = ...) -> None: ...
+    tokens_ahead: int
+    def __init__(self, first_token_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., queue_ms: _Optional[float] = ..., logprobs: _Optional[_Union[LogprobEntry, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[LogprobEntry, _Mapping]]] = ..., embedding: _Optional[_Iterable[float]] = ..., cached_by_tier: _Optional[_Union[CachedTokens, _Mapping]] = ..., shared_wait_ms: _Optional[float] = ..., block_sums: _Optional[_Iterable[float]] = ..., tokens_ahead: _Optional[int] = ...) -> None: ...
 
 class Held(_message.Message):
     __slots__ = ("num_blocks",)
