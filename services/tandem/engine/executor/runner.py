@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +25,9 @@ from tandem.engine.cache.layout.kv_groups import (
     model_layout,
 )
 from tandem.engine.cache.layout.pool_memory import create_shared, own_pages, size_shared
+from tandem.engine.executor.gpu_memory import GpuMemory
 from tandem.engine.executor.kernel_choice import choose_kernels
+from tandem.engine.executor.largest_step import largest_step
 from tandem.engine.executor.native.decoder import NativeDecoder, SentStep
 from tandem.engine.executor.native.lora import PackedLora
 from tandem.engine.executor.native.rank_memory import RankMemory
@@ -40,7 +43,6 @@ from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
 from tandem.models.limits import check_settings, max_context
 from tandem.models.memory import (
-    Memory,
     Need,
     keeps_quantized,
     read_memory,
@@ -143,7 +145,11 @@ class ModelRunner:
             if kernels == "triton"
             else ""
         )
-        _check_memory(config, folder, self.device, dtype=dtype_name, kernels=kernels)
+        self._num_seqs_max = config.max_num_seqs
+        self._gpu = GpuMemory(self.device, config) if self.device.type == "cuda" else None
+        self._given_pool_bytes = _check_memory(
+            config, folder, self._gpu, dtype=dtype_name, kernels=kernels
+        )
         self._static_kv = _static_kv(folder, self._kv_dtype)
         if self._static_kv is not None:
             self.kv_dtype_name = f"{self._kv_dtype}-{self._static_kv.digest}"
@@ -159,45 +165,51 @@ class ModelRunner:
             self._members = Members(folder, config, fd, on_rank_end)
             pin_to_share(config, 0)
             memory = self._members.memory
-        weights = load_weights(
-            folder.weight_files,
-            model,
-            dtype=_DTYPES[dtype_name],
-            device=self.device,
-            kept_for=kernels if keeps else "",
-            on_progress=on_progress,
-        )
         self._small: NativeDecoder | TorchSteps | TritonSteps
         self._large: NativeDecoder | TorchSteps | TritonSteps
         # Name of the kernels, with the instruction set of native kernels, as in "native (avx512)".
         self.kernels_name: str = kernels
         self._triton: TritonSteps | None = None
-        if kernels == "triton":
-            # Imported here because Triton is not installed on every machine.
-            from tandem.engine.executor.triton.steps import TritonSteps
-
-            self._small = self._large = self._triton = TritonSteps(
+        with self._explains("the weights were loaded"):
+            weights = load_weights(
+                folder.weight_files,
                 model,
-                weights,
-                max_num_seqs=config.max_num_seqs,
-                max_model_len=self.max_model_len,
+                dtype=_DTYPES[dtype_name],
+                device=self.device,
+                kept_for=kernels if keeps else "",
+                on_progress=on_progress,
             )
-        elif kernels == "native":
-            self._small = self._large = native = NativeDecoder(
-                model, weights, num_threads=config.num_threads, int8=int8, memory=memory
-            )
-            self.kernels_name = f"native ({native.instructions or 'plain'})"
-            # With invariant numerics, the bits still depend on the instruction set.
-            if config.numerics == "invariant":
-                name = native.instructions or ""
-                self.numerics_name = f"invariant-{_FP32_AS.get(name, name)}"
-            widens = dtype_name == "bfloat16" and not native.multiplies_bf16
-            if widens and has_bfloat16(self.device) and not int8 and not keeps and not memory:
-                self._large = TorchSteps(model, weights, config.numerics)
-        else:
-            self._small = self._large = TorchSteps(model, weights, config.numerics)
+            if kernels == "triton":
+                # Imported here because Triton is not installed on every machine.
+                from tandem.engine.executor.triton.steps import TritonSteps
+
+                self._small = self._large = self._triton = TritonSteps(
+                    model,
+                    weights,
+                    max_num_seqs=config.max_num_seqs,
+                    max_model_len=self.max_model_len,
+                )
+            elif kernels == "native":
+                self._small = self._large = native = NativeDecoder(
+                    model, weights, num_threads=config.num_threads, int8=int8, memory=memory
+                )
+                self.kernels_name = f"native ({native.instructions or 'plain'})"
+                # With invariant numerics, the bits still depend on the instruction set.
+                if config.numerics == "invariant":
+                    name = native.instructions or ""
+                    self.numerics_name = f"invariant-{_FP32_AS.get(name, name)}"
+                widens = dtype_name == "bfloat16" and not native.multiplies_bf16
+                if widens and has_bfloat16(self.device) and not int8 and not keeps and not memory:
+                    self._large = TorchSteps(model, weights, config.numerics)
+            else:
+                self._small = self._large = TorchSteps(model, weights, config.numerics)
+        if self._gpu is not None:
+            self._gpu.weights_loaded()
         if self._members is not None:
             self._members.wait_until_loaded()
+
+    def _explains(self, doing: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._gpu is None else self._gpu.explains(doing)
 
     def close(self) -> None:
         """Ends the other ranks, if there are any. The runner cannot be used any more."""
@@ -218,6 +230,46 @@ class ModelRunner:
             computed_dtype=str(self._dtype).removeprefix("torch."),
         )
 
+    def with_pool_size(self, config: EngineConfig, step_tokens: int) -> EngineConfig:
+        """Returns the settings with the size of the KV pool for steps of at most `step_tokens`
+        tokens.
+
+        On a CPU, the settings do not change. On a GPU, the largest step and the graphs are measured
+        (gpu_memory.py). If the settings do not give the size, the pool gets the memory that is
+        left. Raises ConfigError if there is not enough memory.
+        """
+        gpu = self._gpu
+        if gpu is None:
+            return config
+        with gpu.explains("a step was measured"):
+            self._measure(gpu, step_tokens)
+            return gpu.with_pool_size(config, self._given_pool_bytes)
+
+    def _measure(self, gpu: GpuMemory, step_tokens: int) -> None:
+        """Measures the largest step and the graphs on a scratch pool, and frees the pool."""
+        batch, num_blocks = largest_step(
+            step_tokens,
+            self._num_seqs_max,
+            max_model_len=self.max_model_len,
+            block_size=self._block_size,
+            blocks_max=gpu.scratch_bytes // self.layout().block_bytes,
+            num_groups=len(self.layout().groups),
+        )
+        draws = [Draw(1.0, 10, 0.9, 0.1, seed=0, position=0)] * len(batch.slices)
+        pools = self._make_pools(self.layout(*[num_blocks] * len(self.layout().groups)))[1]
+        triton = self._triton
+        if triton is None:
+            gpu.measure(
+                lambda: None,
+                lambda: self._large.sample(self._large.forward(batch, pools), draws),
+            )
+            return
+        gpu.measure(
+            lambda: triton.prepare(pools),
+            lambda: triton.sample(triton.forward(batch, pools), draws),
+        )
+        triton.drop_graphs()
+
     def allocate(self, *num_blocks: int) -> None:
         """Allocates the pools and fills them with zeros. `num_blocks` has the number of blocks of
         each KV group's pool.
@@ -227,20 +279,27 @@ class ModelRunner:
 
         Raises ConfigError if there is not enough memory.
         """
-        layout = self.layout(*num_blocks)
+        with self._explains("the KV pool was allocated"):
+            self.kv, self.pools = self._make_pools(self.layout(*num_blocks))
+        if self._triton is not None:
+            with self._explains("the CUDA graphs were recorded"):
+                self._triton.prepare(self.pools)
+        if self._gpu is not None:
+            self._gpu.end()
+        if self._members is not None:
+            self._members.memory.post(messages.Allocate(num_blocks))
+
+    def _make_pools(self, layout: KvLayout) -> tuple[torch.Tensor, list[KvPool]]:
+        """Returns the memory of all pools, and the pools."""
         if self.device.type == "cpu":
-            self.kv = torch.frombuffer(self._pages(layout.pool_bytes), dtype=torch.uint8)
+            memory = torch.frombuffer(self._pages(layout.pool_bytes), dtype=torch.uint8)
         else:
-            self.kv = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=self.device)
-        parts = torch.split(self.kv, [group.layout.pool_bytes for group in layout.groups])
-        self.pools = [
+            memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=self.device)
+        parts = torch.split(memory, [group.layout.pool_bytes for group in layout.groups])
+        return memory, [
             make_pool(part.view(group.layout.num_blocks, -1), group.layout, self._static_of(group))
             for part, group in zip(parts, layout.groups, strict=True)
         ]
-        if self._triton is not None:
-            self._triton.prepare(self.pools)
-        if self._members is not None:
-            self._members.memory.post(messages.Allocate(num_blocks))
 
     def _pages(self, num_bytes: int) -> mmap.mmap:
         if self._pool_fd is None:
@@ -389,20 +448,23 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def _check_memory(
-    config: EngineConfig, folder: ModelFolder, device: torch.device, *, dtype: str, kernels: str
-) -> None:
+    config: EngineConfig, folder: ModelFolder, gpu: GpuMemory | None, *, dtype: str, kernels: str
+) -> int:
     """Raises ConfigError if these settings need more memory than is free on the machine or the
-    GPU."""
-    needs = []
-    memory = read_memory()
+    GPU. Returns the bytes of a GPU's KV pool; 0 if the pool gets the memory that is left."""
+    if gpu is None:
+        _check_host(worker_need(config, folder, dtype=dtype, kernels=kernels))
+        return 0
     # On a GPU, --kv-host-memory must fit into the free host memory, and everything else into the
-    # free memory of the GPU.
-    if device.type == "cuda":
-        copies_bytes = config.kv_host_bytes
-        needs = [(Need(f"--kv-host-memory {copies_bytes}", copies_bytes, 0), memory)]
-        config = replace(config, kv_host_bytes=0)
-        memory = Memory("the GPU", *torch.cuda.mem_get_info(device))
-    needs.append((worker_need(config, folder, dtype=dtype, kernels=kernels), memory))
-    for need, free in needs:
-        if too_much := why_too_much(need, 1, free):
-            raise ConfigError(too_much)
+    # memory of the GPU.
+    copies_bytes = config.kv_host_bytes
+    _check_host(Need(f"--kv-host-memory {copies_bytes}", copies_bytes, 0))
+    need = worker_need(replace(config, kv_host_bytes=0), folder, dtype=dtype, kernels=kernels)
+    pool_bytes = 0 if config.has_default_pool else need.pool_bytes
+    gpu.begin(need.weights_bytes, pool_bytes)
+    return pool_bytes
+
+
+def _check_host(need: Need) -> None:
+    if too_much := why_too_much(need, 1, read_memory()):
+        raise ConfigError(too_much)
