@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tandem.cluster import gpu_check
 from tandem.ops.doctor import clocks, command, devices, system
 from tandem.ops.doctor.command import CHECKS, redis
 from tandem.ops.doctor.host import HostFiles
@@ -203,7 +204,7 @@ def test_the_fullest_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         ("2.13.0+cu128", ""),
         ("2.13.0+cu130", "PyTorch is built for CUDA 13, which needs driver 580: no GPU is used"),
-        ("2.13.0+cpu", "PyTorch is built for CPUs, so workers do not use the GPU"),
+        ("2.13.0+cpu", "PyTorch is built for CPUs: no GPU is used"),
         ("2.13.0", ""),
         ("", ""),
     ],
@@ -212,7 +213,7 @@ def test_gpus_are_counted_and_pytorch_can_use_them(
     torch: str, cost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = {"torch": torch}
-    monkeypatch.setattr(devices, "installed_version", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(gpu_check, "installed_version", lambda name: versions.get(name, ""))
     finding = devices.gpus(host(tmp_path, CARD))
     assert finding.found == "1 x NVIDIA H100 80GB HBM3, driver 570.86.15"
     assert (finding.cost, bool(finding.remedy)) == (cost, bool(cost))

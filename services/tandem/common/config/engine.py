@@ -110,9 +110,9 @@ class EngineOptions(Options):
     num_blocks: PositiveOrNone = None
     """Number of blocks in the KV pool. 0: as many as --kv-memory holds."""
     gpu_memory_utilization: GpuShare = 0.9
-    """Share of a GPU's total memory that a worker may use for its weights, steps, CUDA graphs and
-    KV pool: above 0, up to 1. `tandem up` divides the share among the workers on one GPU. With
-    --kv-memory or --num-blocks, the pool has that size instead."""
+    """Share of a GPU's total memory for a worker's weights, steps, CUDA graphs and KV pool, above 0
+    and up to 1. `tandem up` divides it among the workers on one GPU. If --kv-memory or --num-blocks
+    is given, the pool has that size, whatever the share is."""
     kv_host_bytes: Annotated[Size, Parameter(name="--kv-host-memory")] = 0
     """Host memory of each worker for copies of evicted KV blocks, such as 8GiB. 0: no copies in
     host memory."""

@@ -1,9 +1,10 @@
 """Checks GPUs and the transports for KV blocks: NIXL, shared memory and RDMA."""
 
 import re
-from importlib import metadata
 from importlib.util import find_spec
 
+from tandem.cluster.gpu_check import installed_version, read_driver
+from tandem.cluster.gpu_check import why_unusable as why_gpus_unusable
 from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.transfer.nixl.agent import PACKAGES
 from tandem.transfer.nixl.reach import host_identity
@@ -11,28 +12,24 @@ from tandem_kernels.native.library import load, why_unusable
 
 _NIXL_MIN = (1, 5)  # oldest NIXL version that `pip install tandem-llm[nixl]` accepts
 _UCX_PACKAGES = ("libucx-cu13", "libucx-cu12", "libucx")
-_DRIVER = re.compile(r"Kernel Module.*?\s(\d+)\.(\d[\d.]*)")
-# CUDA major version -> oldest driver version that supports it:
-# https://docs.nvidia.com/deploy/cuda-compatibility/
-_DRIVER_MIN = {"12": 525, "13": 580}
 
 
 def gpus(host: HostFiles) -> Finding:
     """Checks the GPUs visible to this process, their driver, and whether PyTorch can use them."""
     number = len(list((host.root / "dev").glob("nvidia[0-9]*")))
-    driver = _DRIVER.search(host.text("proc/driver/nvidia/version"))
+    driver = read_driver(host.root)
     if not number and driver:
         cost = "this container has no GPU, so workers compute on the CPU"
         remedy = "use `docker run --gpus all`, or set `worker.gpu.count` in the chart"
-        return Finding("GPU", f"none, driver {driver[1]}.{driver[2]}", cost, remedy)
+        return Finding("GPU", f"none, driver {driver}", cost, remedy)
     if not number:
         cost = "workers compute on the CPU"
         return Finding("GPU", "none", cost, "use a host with a GPU if CPUs are too slow")
     models = sorted({name for name in map(_model, _cards(host)) if name})
-    version = f"{driver[1]}.{driver[2]}" if driver else "unknown"
-    found = f"{number} x {' and '.join(models) or 'NVIDIA'}, driver {version}"
-    cost, remedy = _unusable(int(driver[1]) if driver else None)
-    return Finding("GPU", found, cost, remedy)
+    found = f"{number} x {' and '.join(models) or 'NVIDIA'}, driver {driver or 'unknown'}"
+    if unusable := why_gpus_unusable(driver):
+        return Finding("GPU", found, f"{unusable.why}: no GPU is used", unusable.remedy)
+    return Finding("GPU", found)
 
 
 def kernels(host: HostFiles) -> Finding:
@@ -56,42 +53,6 @@ def _cards(host: HostFiles) -> list[str]:
 def _model(card: str) -> str:
     match = re.search(r"^Model:\s*(.+)$", card, re.MULTILINE)
     return match[1].strip() if match else ""
-
-
-def _unusable(driver: int | None) -> tuple[str, str]:
-    """Returns why the installed PyTorch cannot use a GPU with this driver, and a remedy. Returns
-    ("", "") if it can."""
-    if (cuda := _cuda_of_torch()) == "cpu":
-        return (
-            "PyTorch is built for CPUs, so workers do not use the GPU",
-            "install PyTorch's CUDA build",
-        )
-    oldest = _DRIVER_MIN.get(cuda, 0)
-    if driver is not None and driver < oldest:
-        cost = f"PyTorch is built for CUDA {cuda}, which needs driver {oldest}: no GPU is used"
-        return cost, "update the driver, or install PyTorch's build for an older CUDA"
-    return "", ""
-
-
-def _cuda_of_torch() -> str:
-    """Returns the major version of CUDA for which PyTorch is built, such as "12". Returns "cpu" for
-    a build without CUDA, and "" if the version is unknown."""
-    build = installed_version("torch").partition("+")[2]
-    # The version of PyPI's build of PyTorch has no suffix such as +cu126. So the version of the
-    # installed CUDA package is used.
-    if not build:
-        for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
-            if version := installed_version(package):
-                return version.partition(".")[0]
-    return build[2:4] if build.startswith("cu") else build
-
-
-def installed_version(package: str) -> str:
-    """Returns the version of a Python package, or "" if the package is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def nixl(host: HostFiles) -> Finding:
