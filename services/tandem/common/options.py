@@ -134,7 +134,7 @@ PositiveOrNone = Annotated[
 SizeOrNone = Annotated[
     int | None,
     Bounds(least=1),
-    with_unit("SIZE", lambda text: parse_size(text) or None, lambda _: "0"),
+    with_unit("SIZE", lambda text: parse_size(text) or None, lambda size: format_size(size or 0)),
 ]
 Switch = Annotated[bool, Parameter(negative=())]
 ConfigFile = Annotated[
