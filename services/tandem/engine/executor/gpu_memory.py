@@ -153,6 +153,8 @@ class GpuMemory:
     def release(self) -> None:
         """Lets the next worker start on this GPU."""
         if self._lock is not None:
+            # The lock ends even if a forked process still has the file open.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
             self._lock.close()
             self._lock = None
 

@@ -274,6 +274,15 @@ class TestTurns:
         assert f"waiting until process {os.getpid()} has started on this GPU" in caplog.text
         assert "550,000,000 bytes are still free" in caplog.text
 
+    def test_a_forked_process_does_not_keep_the_lock(self, card: Card, tmp_path: Path) -> None:
+        first = gpu(tmp_path)
+        first.begin(0, 0)
+        assert first._lock is not None
+        copy = os.dup(first._lock.fileno())  # as in a forked process
+        first.end()
+        gpu(tmp_path).begin(0, 0)
+        os.close(copy)
+
     def test_a_killed_worker_holds_up_nobody(self, card: Card, tmp_path: Path) -> None:
         path = tmp_path / f"tandem-{os.getuid()}-gpu-0a1b.lock"
         code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print(); input()"
@@ -439,3 +448,46 @@ class TestRunner:
         monkeypatch.setattr(runner, "_make_pools", raise_it)
         with pytest.raises(ConfigError, match=r"the KV pool was allocated: weights 200,000,000"):
             runner.allocate(4, 4)
+
+
+def test_graphs_are_recorded_once_to_be_measured_and_once_over_the_pool(
+    card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Triton kernels run in the interpreter."""
+    pytest.importorskip("triton")
+    folder, _ = make_tiny_model("llama", tmp_path / "model")
+    config = EngineConfig(
+        model=str(folder.path), device="cpu", kernels="triton", dtype="float32", max_num_seqs=2
+    )
+    runner = ModelRunner(folder, config)
+    runner._gpu = plan = gpu(tmp_path)
+    plan.begin(0, 0)
+    plan.weights_loaded()
+    triton = runner._triton
+    assert triton is not None
+    prepare, run, drop = triton.prepare, triton._run_mixed, triton.drop_graphs
+
+    def record(pools: Any) -> None:
+        card.take(30 * MB, f"record over {pools[0].layout.num_blocks} blocks")
+        prepare(pools)
+
+    def run_step(batch: Any, *rest: Any, **named: Any) -> Any:
+        card.pass_through(50 * MB, f"step of {batch.num_tokens} tokens")
+        return run(batch, *rest, **named)
+
+    def drop_graphs() -> None:
+        card.used -= 30 * MB
+        card.calls.append("drop")
+        drop()
+
+    monkeypatch.setattr(triton, "prepare", record)
+    monkeypatch.setattr(triton, "_run_mixed", run_step)
+    monkeypatch.setattr(triton, "drop_graphs", drop_graphs)
+    monkeypatch.setattr(GpuMemory, "scratch_bytes", 0)
+    planned = runner.with_pool_size(config, 20)
+    assert planned.kv_bytes_max == (900 - 30 - 50) * MB
+    assert card.used == 0
+    runner.allocate(9)
+    step = "step of 20 tokens"
+    assert card.calls == ["record over 3 blocks", step, step, "drop", "record over 9 blocks"]
+    assert not runner.pools[0].memory.any()
