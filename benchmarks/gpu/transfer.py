@@ -26,6 +26,7 @@ from typing import Annotated
 import msgspec
 import torch
 from cyclopts import Parameter
+from msgspec.structs import replace
 
 from tandem.common.config.transfer import TransferConfig
 from tandem.transfer.nixl.messages import (
@@ -49,16 +50,19 @@ DEADLINE_S = 60.0
 
 def open_pool(
     name: str, with_context: bool
-) -> tuple[torch.Tensor, TransferThread, SimpleQueue[TransferEvent]]:
+) -> tuple[list[torch.Tensor], TransferThread, SimpleQueue[TransferEvent]]:
     layout = layout_of(MODEL, NUM_BLOCKS)
     memory = torch.zeros(NUM_BLOCKS, layout.block_bytes, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     pool = LocalPool(memory.data_ptr(), memory.numel(), 0, "VRAM", layout)
+    scratch = torch.empty(pool.scratch_bytes, dtype=torch.uint8, device="cuda")
+    pool = replace(pool, device_scratch=scratch.data_ptr())
     events: SimpleQueue[TransferEvent] = SimpleQueue()
     use = partial(torch.cuda.set_device, 0) if with_context else None
-    thread = TransferThread(pool, TransferConfig(), name, events.put, use)
+    finish = torch.cuda.synchronize
+    thread = TransferThread(pool, TransferConfig(), name, events.put, use, finish)
     thread.start()
-    return memory, thread, events
+    return [memory, scratch], thread, events
 
 
 def content(num_blocks: int, block_bytes: int) -> torch.Tensor:
@@ -69,7 +73,7 @@ def content(num_blocks: int, block_bytes: int) -> torch.Tensor:
 
 
 def produce(with_context: bool) -> None:
-    memory, thread, events = open_pool("bench-source", with_context)
+    (memory, _scratch), thread, events = open_pool("bench-source", with_context)
     memory[:] = content(NUM_BLOCKS, 1)
     memory[:, :4096] = content(NUM_BLOCKS, 4096)
     torch.cuda.synchronize()
@@ -84,7 +88,7 @@ def produce(with_context: bool) -> None:
 
 
 def consume(line: bytes, repeats: int, with_context: bool) -> list[dict[str, float]]:
-    memory, thread, events = open_pool("bench-reader", with_context)
+    (memory, _scratch), thread, events = open_pool("bench-reader", with_context)
     metadata, remote = msgspec.msgpack.decode(base64.b64decode(line), type=tuple[bytes, RemotePool])
     thread.connect("source", metadata, remote)
     connected = events.get(timeout=DEADLINE_S)

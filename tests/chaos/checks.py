@@ -10,8 +10,9 @@ import grpc
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from tandem.cluster.processes.guardian import cluster_processes
 from tandem.router.request.migration_budget import MIGRATION_REASONS
-from tests.chaos.faults import Happened
+from tests.chaos.faults import Happened, is_rank, other_ranks
 from tests.chaos.load import Outcome
 from tests.harness.client import metric, migrations
 from tests.harness.cluster import LocalCluster, wait_for
@@ -20,6 +21,8 @@ from tests.harness.kept_cluster import KeptCluster
 AnyCluster = LocalCluster | KeptCluster
 
 _STARTS_OF_RECORDS = re.compile(r"^(?=\d{4}-\d\d-\d\d )", re.M)
+# Parts of the errors that are logged if an engine or a rank was made to hang or was killed.
+_EXPECTED = ("UCX", "the engine made no progress", "of the engine ended with status -9")
 _HELD = ("num_running", "num_waiting", "num_leases", "num_pulls", "blocks_used")
 
 
@@ -74,6 +77,28 @@ def wait_nothing_held(cluster: AnyCluster, deadline_s: float) -> None:
         raise AssertionError(f"still held after {deadline_s:g} s: {held(cluster)}") from error
 
 
+def check_ranks(cluster: LocalCluster, tensor_parallel: int) -> None:
+    """Checks that each worker has all its ranks, and that no rank of an ended worker is left."""
+
+    def is_complete() -> bool:
+        ranks = [other_ranks(worker) for worker in cluster.workers.values()]
+        return {len(each) for each in ranks} == {tensor_parallel - 1} and sum(
+            map(len, ranks)
+        ) == sum(map(is_rank, cluster_processes(cluster.cluster_id)))
+
+    wait_for(is_complete, deadline_s=5, what="ranks that all belong to a running worker")
+
+
+def wait_all_ended(cluster: LocalCluster) -> None:
+    """Waits, after `close`, until no process of the cluster is left. Engines and ranks end a moment
+    after their worker."""
+    wait_for(
+        lambda: not cluster_processes(cluster.cluster_id),
+        deadline_s=5,
+        what="the end of all processes",
+    )
+
+
 def total(cluster: AnyCluster, name: str, role: str = "", **labels: str) -> float:
     """Sums a counter over workers of this role. A restarted worker started again at 0."""
     return sum(
@@ -85,14 +110,13 @@ def total(cluster: AnyCluster, name: str, role: str = "", **labels: str) -> floa
 
 def errors_logged(cluster: AnyCluster) -> list[str]:
     """Errors in the logs of Tandem's processes, with tracebacks, except those of engines that were
-    made to hang."""
+    made to hang and of ranks that were killed."""
     return [
         f"{log.name}: {record}"
         for log in sorted(cluster.logs)
         for record in _STARTS_OF_RECORDS.split(log.read_text(errors="replace"))
         if (" ERROR " in record.partition("\n")[0] or "\nTraceback" in f"\n{record}")
-        and "UCX" not in record
-        and "the engine made no progress" not in record
+        and not any(text in record for text in _EXPECTED)
     ]
 
 

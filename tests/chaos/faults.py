@@ -7,6 +7,11 @@ stop  SIGSTOP of both its processes, later SIGCONT
 hang  SIGSTOP of the engine alone: the I/O process answers pings and sends heartbeats
 cut   its network drops all packets in both directions
 
+Workers of several ranks (--tensor-parallel) get two more faults:
+
+kill rank  kill -9 of one rank other than rank 0; its worker ends, and the keeper restarts it
+stop rank  SIGSTOP of one rank other than rank 0, later SIGCONT; the engine waits for the rank
+
 A worker may also end by itself (if its engine hangs, for example); the keeper restarts it, too. If
 Ray's agents keep the workers, pool_faults.py injects faults into them, and outages.py into other
 processes.
@@ -15,9 +20,10 @@ processes.
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
@@ -30,13 +36,14 @@ from tests.harness.cluster import LocalCluster, Served, WorkerProcess, wait_for
 from tests.harness.network import Network, Place
 
 Kind = Literal[
-    *("kill", "drain", "flip", "scale", "stop", "hang", "cut"),
+    *("kill", "drain", "flip", "scale", "stop", "hang", "cut", "kill rank", "stop rank"),
     *("kill redis", "stop redis", "kill router", "kill controller", "kill head"),
 ]
 
 _POLL_S = 0.05
 _BUSY_WITHIN_S = 10.0  # a worker that is idle for this time gets its fault anyway
 _BACK_WITHIN_S = 120.0
+_RANK_MODULE = "tandem.engine.executor.rank_program"
 
 
 @dataclass(frozen=True)
@@ -47,13 +54,18 @@ class Fault:
     @property
     def is_hang_for_ever(self) -> bool:
         """True if it lasts longer than a worker waits for its engine, so that the worker ends."""
-        return self.kind == "hang" and self.duration_s >= 30
+        return self.kind in ("hang", "stop rank") and self.duration_s >= 30
+
+    @property
+    def is_end(self) -> bool:
+        """True if a busy worker ends by itself because of this fault."""
+        return self.is_hang_for_ever or self.kind == "kill rank"
 
     def __str__(self) -> str:
         return f"{self.kind} {self.duration_s:g} s" if self.duration_s else self.kind
 
 
-@dataclass(frozen=True)
+@dataclass
 class Happened:
     """A fault, and the activity at the time when it was injected."""
 
@@ -62,12 +74,17 @@ class Happened:
     at_s: float
     num_requests: int  # open requests in the cluster
     num_held: int  # leases, pulls and sequences of this worker
+    # Seconds from a fault that should end the worker to its end; inf: the worker did not end. None:
+    # another fault, or the run ended first.
+    ended_after_s: float | None = None
 
     def __str__(self) -> str:
+        ended = f"ended after {self.ended_after_s:.1f} s" if self.ended_after_s else ""
         return (
             f"{self.at_s:6.1f} s  {self.worker_id}  {self.fault}"
             f"  (requests {self.num_requests}, here {self.num_held})"
-        )
+            f"  {'did not end' if self.ended_after_s == math.inf else ended}"
+        ).rstrip()
 
 
 class Keeper:
@@ -146,14 +163,20 @@ class Striker:
             num_held = await self._busy()
             await asyncio.sleep(self._rng.uniform(0, 0.5))
             at_s = time.monotonic() - self._started_at
-            self._happened.append(
-                Happened(fault, self._worker_id, at_s, self._num_requests(), num_held)
-            )
-            await self._strike(fault)
+            happened = Happened(fault, self._worker_id, at_s, self._num_requests(), num_held)
+            self._happened.append(happened)
+            worker = self._cluster.workers[self._worker_id]
+            await self._strike(fault, worker)
+            if fault.is_end and _runs(worker.process.pid):
+                happened.ended_after_s = math.inf
+            elif fault.is_end:
+                happened.ended_after_s = time.monotonic() - self._started_at - at_s
+                # Threads of an ended process may still run for a moment. Until they end, `poll`
+                # reports no status, and the router's record still says that the worker is ready.
+                await asyncio.to_thread(worker.process.wait, _BACK_WITHIN_S)
             await self._until(self._is_ready, _BACK_WITHIN_S)
 
-    async def _strike(self, fault: Fault) -> None:
-        worker = self._cluster.workers[self._worker_id]
+    async def _strike(self, fault: Fault, worker: WorkerProcess) -> None:
         match fault.kind:
             case "kill":
                 worker.kill()
@@ -167,6 +190,12 @@ class Striker:
             case "stop" | "hang":
                 is_engine_only = fault.kind == "hang"
                 await stop(worker.process.pid, fault.duration_s, is_engine_only=is_engine_only)
+            case "kill rank":
+                self._rng.choice(other_ranks(worker)).kill()
+                await asyncio.to_thread(worker.process.wait, _BACK_WITHIN_S)
+            case "stop rank":
+                rank = self._rng.choice(other_ranks(worker))
+                await stop_processes([rank], fault.duration_s, worker.process.pid)
             case "cut":
                 assert self._cable is not None
                 network, place = self._cable
@@ -214,11 +243,18 @@ async def stop(pid: int, duration_s: float, *, is_engine_only: bool = False) -> 
     stopped = worker.children(recursive=True)
     if not is_engine_only:
         stopped.append(worker)
+    await stop_processes(stopped, duration_s, pid)
+
+
+async def stop_processes(
+    stopped: Sequence[psutil.Process], duration_s: float, worker_pid: int
+) -> None:
+    """Sends SIGSTOP to processes, and SIGCONT after that time, or when their worker ends."""
     for each in stopped:
         each.suspend()
     try:
         deadline = time.monotonic() + duration_s
-        while time.monotonic() < deadline and _runs(worker):  # noqa: ASYNC110
+        while time.monotonic() < deadline and _runs(worker_pid):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
     finally:
         for each in stopped:
@@ -226,9 +262,26 @@ async def stop(pid: int, duration_s: float, *, is_engine_only: bool = False) -> 
                 each.resume()
 
 
-def _runs(process: psutil.Process) -> bool:
+def other_ranks(worker: WorkerProcess) -> list[psutil.Process]:
+    """The processes of the worker's ranks but the first."""
+    return [
+        process
+        for process in psutil.Process(worker.process.pid).children(recursive=True)
+        if is_rank(process.pid)
+    ]
+
+
+def is_rank(pid: int) -> bool:
+    """Says whether this is a running process of a rank other than rank 0."""
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return _RANK_MODULE in psutil.Process(pid).cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 

@@ -21,17 +21,22 @@ that family (tests/parity/models.py), with a KV group for its windows. Expected 
 computed by one worker before any fault, because the reference answers are the built-in model's with
 float32 KV. In CI the short form runs with both: its model is so small that only faults and
 deadlines take time. With the built-in model it is slow.
+
+CHAOS_TENSOR_PARALLEL=2 gives each worker so many ranks, and adds faults of single ranks. A random
+model of 8 query and 4 KV heads then replaces the built-in model if its heads cannot be divided. The
+engine hang time-out is short, because a stopped rank must end its worker within that time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -41,10 +46,12 @@ import pytest
 from tandem.cluster.processes.embedded_redis import EmbeddedRedis
 from tests.chaos.checks import (
     check_counted,
+    check_ranks,
     errors_logged,
     router_outcomes,
     summary,
     total,
+    wait_all_ended,
     wait_nothing_held,
     wrong_outcomes,
 )
@@ -70,6 +77,10 @@ NO_NETWORK = why_not()
 TRANSPORT = os.environ.get("CHAOS_TRANSPORT", "auto")
 FORM = KvForm.from_environment()
 SHARE_OF_LONG = 0.2  # share of the answers
+RANK_FAULTS = (Fault("kill rank"), Fault("stop rank", 60))
+# A worker ends at most this many seconds after one of its ranks was killed, or after a rank was
+# stopped and the engine hang time-out. A stopped rank is noticed in the next step.
+ENDS_WITHIN_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,8 @@ class Chaos:
     decode_pause_s: float  # the same for a decode worker
     freed_within_s: float  # time limit after the last request
     options: Sequence[str] = ()  # options of prefill workers
+    hang_timeout_s: float = 60  # engine hang time-out of all workers
+    rank_faults: Sequence[Fault] = ()  # added to all decks with kills
 
 
 SHORT = Chaos(
@@ -107,7 +120,8 @@ SHORT = Chaos(
     pause_s=1,
     decode_pause_s=1,
     freed_within_s=30,
-    options=("--heartbeat-timeout", "3", "--pull-deadline", "3", "--engine-hang-timeout", "5"),
+    options=("--heartbeat-timeout", "3", "--pull-deadline", "3"),
+    hang_timeout_s=5,
 )
 LONG = Chaos(
     num_requests=int(os.environ.get("CHAOS_REQUESTS", "1000")),
@@ -132,12 +146,12 @@ LONG = Chaos(
 )
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "form",
     [
         pytest.param(form, marks=[] if form == GROUPS_AND_INT8 else pytest.mark.slow)
-        for form in dict.fromkeys([FORM, GROUPS_AND_INT8])
+        for form in dict.fromkeys([FORM, GROUPS_AND_INT8, KvForm(tensor_parallel=2)])
     ],
     ids=str,
 )
@@ -154,6 +168,10 @@ async def test_long(tmp_path: Path) -> None:
 async def run(chaos: Chaos, folder: Path, form: KvForm) -> None:
     seed = int(os.environ.get("CHAOS_SEED", "1"))
     print(f"\nseed {seed}, logs in {folder}" + (f"; no cuts: {NO_NETWORK}" if NO_NETWORK else ""))
+    if form.tensor_parallel > 1:
+        chaos = replace(
+            chaos, rank_faults=RANK_FAULTS, hang_timeout_s=min(10, chaos.hang_timeout_s)
+        )
     rng = Random(seed)
     model = form.model(folder)
     with ExitStack() as stack:
@@ -161,7 +179,7 @@ async def run(chaos: Chaos, folder: Path, form: KvForm) -> None:
         home = network.home.address if network else "127.0.0.1"
         cluster = LocalCluster(stack.enter_context(EmbeddedRedis(host=home)), folder, model)
         cluster.options = [*cluster.options, *OPTIONS, "--num-blocks", str(chaos.num_blocks)]
-        cluster.options += form.options
+        cluster.options += ["--engine-hang-timeout", str(chaos.hang_timeout_s), *form.options]
         if TRANSPORT == "nixl":
             cluster.options += ["--nixl-tcp", "insecure"]
         stack.callback(cluster.close)
@@ -180,9 +198,11 @@ async def run(chaos: Chaos, folder: Path, form: KvForm) -> None:
         )
         assert not (broken := errors_logged(cluster)), "\n".join(broken)
         check_ends(chaos, happened, keeper)
+        check_ranks(cluster, form.tensor_parallel)
         assert total(cluster, "tandem_remote_prefill_failures_total", "decode"), "no lease was lost"
         for transport in ("nixl", "grpc"):
             assert total(cluster, "tandem_kv_blocks_pulled_total", transport=transport), transport
+    wait_all_ended(cluster)
 
 
 async def start(
@@ -270,11 +290,13 @@ async def strike(
 
 def plan(chaos: Chaos) -> list[tuple[str, Sequence[Fault], float]]:
     """The faults of each worker, and the longest pause before each fault."""
-    decks = [(f"prefill-{n}", deck, chaos.pause_s) for n, deck in enumerate(chaos.decks)]
+    ranks = chaos.rank_faults
+    decks = [(f"prefill-{n}", (*deck, *ranks), chaos.pause_s) for n, deck in enumerate(chaos.decks)]
     # Requests migrate to this worker, so it is stopped rarely: most faults of others should stay
     # single.
     decks.append(("decode-0", (Fault("stop", 5),), chaos.decode_pause_s))
-    decks.append(("decode-1", (Fault("kill"), Fault("drain"), Fault("flip", 2)), chaos.pause_s))
+    deck = (Fault("kill"), Fault("drain"), Fault("flip", 2), *ranks)
+    decks.append(("decode-1", deck, chaos.pause_s))
     return [
         (worker_id, [f for f in deck if f.kind != "cut" or not NO_NETWORK], pause_s)
         for worker_id, deck, pause_s in decks
@@ -296,13 +318,25 @@ def missing_faults(chaos: Chaos, happened: Sequence[Happened]) -> set[object]:
 
 
 def check_ends(chaos: Chaos, happened: Sequence[Happened], keeper: Keeper) -> None:
-    """Checks that workers with hung engines ended once a request waited, and no others ended by
-    themselves."""
-    hung = [h for h in happened if h.fault.is_hang_for_ever]
+    """Checks that workers with hung engines or killed ranks ended once a request waited, and no
+    others ended by themselves."""
+    may_end = [h for h in happened if h.fault.is_end]
     ended = {worker_id for worker_id, _ in keeper.ends}
-    assert ended <= {h.worker_id for h in hung}, keeper.ends
+    assert ended <= {h.worker_id for h in may_end}, keeper.ends
+    assert {status for _, status in keeper.ends} <= {1}, keeper.ends
     if not chaos.is_endless:  # except in endless runs, where the last hang may be cut short
-        assert ended >= {h.worker_id for h in hung if h.num_held}, "a hung engine was not ended"
+        assert ended >= {h.worker_id for h in may_end if h.num_held}, "a hung engine was not ended"
+    limits_s = {
+        "kill rank": ENDS_WITHIN_S,
+        "stop rank": chaos.hang_timeout_s + ENDS_WITHIN_S,
+    }
+    late = [
+        str(h)
+        for h in may_end
+        if (h.ended_after_s or 0) > limits_s.get(h.fault.kind, math.inf)
+        and (h.num_held or h.fault.kind == "kill rank")
+    ]
+    assert not late, "\n".join(late)
 
 
 @asynccontextmanager

@@ -1,6 +1,7 @@
 """A cluster without Ray for a while, and a request that crashes its workers.
 
-CHAOS_MODEL and CHAOS_KV_DTYPE select another model and KV data type, as in test_chaos.py.
+CHAOS_MODEL, CHAOS_KV_DTYPE and CHAOS_TENSOR_PARALLEL select another model, KV data type and number
+of ranks, as in test_chaos.py.
 """
 
 from __future__ import annotations

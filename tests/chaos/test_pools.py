@@ -6,8 +6,8 @@ worker runs once. Requests moved in both ways: migrated by a leaving worker, and
 lost one.
 
 The seed is printed. It determines prompts, requests and the order of faults, but not their times.
-CHAOS_SEED and CHAOS_REQUESTS override it, CHAOS_MODEL and CHAOS_KV_DTYPE select another model and
-KV data type, as in test_chaos.py.
+CHAOS_SEED and CHAOS_REQUESTS override it. CHAOS_MODEL, CHAOS_KV_DTYPE and CHAOS_TENSOR_PARALLEL
+select another model, KV data type and number of ranks, as in test_chaos.py.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness.chart import EXAMPLES, WITH_RAYS_HEAD, pod_templates, render, values_of
 
-PRIVILEGED = {"gpu-node", "h100-dra", "h100-rdma"}  # docs/kubernetes.md names them
+PRIVILEGED = {"h100-dra", "h100-rdma"}  # docs/kubernetes.md names them
 _VOLUMES = {"configMap", "emptyDir", "image", "persistentVolumeClaim", "projected", "secret"}
 _HOST = ("hostNetwork", "hostPID", "hostIPC")
 
@@ -42,7 +42,7 @@ def violations(pod: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("example", [None, *EXAMPLES], ids=lambda e: e.stem if e else "defaults")
-def test_the_restricted_standard_admits_all_pods_but_workers_of_three_examples(
+def test_the_restricted_standard_admits_all_pods_but_workers_of_two_examples(
     example: Path | None,
 ) -> None:
     values = values_of(example) | {"upgradeHook": {"enabled": True}}

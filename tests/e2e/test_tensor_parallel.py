@@ -158,7 +158,27 @@ async def test_a_rank_that_ends_ends_its_worker_and_no_stream(
             assert await answers(client, end) == expected
         assert migrations(cluster, "crash") > 0
         if how == "killed":
-            text = worker.log.read_text()
-            assert "rank 1 of the engine ended with status -9" in text
+            last_line = worker.log.read_text().splitlines()[-1]
+            assert last_line.endswith("rank 1 of the engine ended with status -9")
         del cluster.workers["decode-0"]
         await asyncio.to_thread(cluster.wait_idle)
+
+
+@pytest.mark.parametrize("killed", ["rank", "engine"])
+def test_a_kill_during_the_load_leaves_no_process_and_allows_a_restart(
+    killed: str, model: str, redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    cluster = LocalCluster(redis_server, tmp_path, model)
+    try:
+        worker = cluster.start_worker("decode-0", "decode", "--tensor-parallel", "2")
+        (pid,) = wait_for(lambda: ranks_of(worker), deadline_s=60, what="a rank")
+        rank = psutil.Process(pid)
+        (rank if killed == "rank" else rank.parent()).kill()
+        assert worker.process.wait(30) == 1
+        wait_for(lambda: not rank.is_running(), deadline_s=30, what="the end of the rank")
+        text = worker.log.read_text()
+        assert "Traceback" not in text
+        if killed == "rank":
+            assert "rank 1 of the engine ended with status -9 while it loaded" in text
+    finally:
+        cluster.close()

@@ -49,6 +49,7 @@ class SimulatedAgent:
         self.name = name
         self.reads: dict[int, SimulatedRead] = {}  # by handle; reads that may still write are kept
         self.peers: set[str] = set()
+        self.registered: list[tuple[int, str]] = []  # (address, kind of memory)
         self.is_closed = False
         self._fabric = fabric
         self._next_handle = 0
@@ -56,6 +57,7 @@ class SimulatedAgent:
 
     def register(self, *, address: int, num_bytes: int, device_id: int, memory: str) -> None:
         assert not self.is_closed
+        self.registered.append((address, memory))
 
     def add_peer(self, metadata: bytes) -> str:
         self.peers.add(metadata.decode())

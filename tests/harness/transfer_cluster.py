@@ -76,7 +76,7 @@ class TransferCluster(TransferChecks):
         clock = SimpleNamespace(monotonic=self.loop.time)
         self.patches: list[Any] = [
             patch("tandem.transfer.nixl.instance.NixlAgent", self._new_agent),
-            patch("tandem.transfer.nixl.consumer.PieceSize", lambda: piece_size),
+            patch("tandem.transfer.nixl.consumer.PieceSize", lambda _: piece_size),
             patch("tandem.worker.kv_pulls.lease.time", clock),
             patch("tandem.engine.scheduler.early_reuse.time", clock),
             patch("tandem.worker.prefill.prefix_pull.holders_worth_using", _who_have_more),

@@ -32,10 +32,11 @@ WINDOW = 40
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
-def make_random_model(folder: Path, family: str = "llama") -> PreTrainedModel:
+def make_random_model(folder: Path, family: str = "llama", **more: Any) -> PreTrainedModel:
     """Saves a model and returns transformers' version of it: a Llama; a Mistral with WINDOW in all
     layers; a gpt-oss with WINDOW in every second layer; a Gemma 3 with WINDOW in two of three
-    layers; or a DeepSeek V3 without windows, which stores latents."""
+    layers; or a DeepSeek V3 without windows, which stores latents. `more` are settings of its
+    config."""
     source = resolve("smollm2").path
     config = json.loads((source / "config.json").read_text())
     torch.manual_seed(3)
@@ -50,7 +51,7 @@ def make_random_model(folder: Path, family: str = "llama") -> PreTrainedModel:
         "bos_token_id": config["bos_token_id"],
         "eos_token_id": config["eos_token_id"],
     }
-    model = _make(family, sizes).eval()
+    model = _make(family, sizes | more).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1) * 0.5)

@@ -88,6 +88,19 @@ def test_adapters_beside_their_base(ways: dict[str, Way], tiny: Tiny) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 4)])
+def test_workers_of_several_ranks(
+    ranks: tuple[int, int], tiny: Tiny, redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    model = str(tiny.folder / adapters.BASE)
+    own = adapters.options(tiny.folder)
+    with start_ways(redis_server, tmp_path, model, *own, ranks=ranks) as ways:
+        check(ways, tiny.base, pairwise(5))
+        adapters.check(ways, tiny.folder, tiny.models)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_long(ways: dict[str, Way], tiny: Tiny) -> None:
     seed, count = int(os.environ.get("PARITY_SEED", "1")), int(os.environ.get("PARITY_ROWS", "500"))

@@ -135,9 +135,11 @@ def start_ways(
     *more: str,
     small_pool: int = _SMALL_POOL,
     names: Sequence[str] = WAYS,
+    ranks: tuple[int, int] = (1, 1),
 ) -> Iterator[dict[str, Way]]:
     """Starts the clusters of these ways concurrently, with `more` options for their workers, and
-    stops them at the end. `small_pool` is a number of blocks that causes preemptions."""
+    stops them at the end. `small_pool` is a number of blocks that causes preemptions. `ranks` are
+    the ranks of prefill and of decode workers, except for the way `aggregated`."""
     remote = ("--prefill-at", "remote", "--local-prefill-max-tokens", "0")
     wanted: dict[str, tuple[type[Way], tuple[int, int], tuple[str, ...]]] = {
         "aggregated": (Way, (0, 1), ()),
@@ -155,12 +157,15 @@ def start_ways(
             cluster.options = (*cluster.options, *options, *more)
             stack.callback(closing.submit, cluster.close)
             cluster.start_router()
-            for role, count in (("prefill", prefill), ("decode", decode)):
+            roles = (("prefill", prefill, ranks[0]), ("decode", decode, ranks[1]))
+            for role, count, num_ranks in roles:
+                degree = 1 if name == "aggregated" else num_ranks
                 for number in range(count):
                     is_slow = kind is Migrated
                     cluster.start_worker(
                         f"{role}-{number}",
                         role,
+                        *("--tensor-parallel", str(degree)),
                         module=(_SLOW, "worker") if is_slow else ("tandem.worker",),
                         environment={HOLD_VARIABLE: str(_hold_file(cluster))} if is_slow else None,
                     )

@@ -6,9 +6,10 @@ This module creates no CUDA context, so it takes no memory of a GPU. It does not
 
 import ctypes
 import re
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tandem.common.cuda_build import cuda_of_torch
 
 _DRIVER = re.compile(r"Kernel Module.*?\s(\d+)\.(\d[\d.]*)")
 # CUDA major version -> oldest driver version that supports it:
@@ -46,7 +47,7 @@ def read_driver(root: Path = Path("/")) -> Driver | None:
 def why_unusable(driver: Driver | None) -> Unusable | None:
     """Returns why the installed PyTorch cannot use a GPU with this driver. Returns None if it can,
     or if that is unknown."""
-    if (cuda := _cuda_of_torch()) == "cpu":
+    if (cuda := cuda_of_torch()) == "cpu":
         return Unusable("PyTorch is built for CPUs", "install PyTorch's CUDA build")
     oldest = _DRIVER_MIN.get(cuda, 0)
     if driver is not None and driver.major < oldest:
@@ -55,14 +56,6 @@ def why_unusable(driver: Driver | None) -> Unusable | None:
             "update the driver, or install PyTorch's build for an older CUDA",
         )
     return None
-
-
-def installed_version(package: str) -> str:
-    """Returns the version of a Python package, or "" if the package is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 class Cards(NamedTuple):
@@ -95,16 +88,3 @@ def read_cards(library: Any = None) -> Cards:
             return Cards()
         sizes.append(size.value)
     return Cards(tuple(sizes))
-
-
-def _cuda_of_torch() -> str:
-    """Returns the major version of CUDA for which PyTorch is built, such as "12". Returns "cpu" for
-    a build without CUDA, and "" if the version is unknown."""
-    build = installed_version("torch").partition("+")[2]
-    # The version of PyPI's build of PyTorch has no suffix such as +cu126. So the version of the
-    # installed CUDA package is used.
-    if not build:
-        for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
-            if version := installed_version(package):
-                return version.partition(".")[0]
-    return build[2:4] if build.startswith("cu") else build

@@ -27,6 +27,7 @@ from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerServicer, add_WorkerS
 from tandem.net.store.registry import KvCompatibility, WorkerRecord
 from tandem.transfer.nixl.messages import RemotePool
 from tandem.transfer.nixl.reach import host_identity
+from tandem.worker.peers import pairing as pairing_module
 from tandem.worker.peers import peers as peers_module
 from tandem.worker.peers.pairing import FAILURES_MAX, Pairing
 from tandem.worker.peers.peers import Peers
@@ -233,6 +234,42 @@ async def test_nixl_is_not_tried_where_only_tcp_would_do(
         assert (await pair.get()).transport == "grpc"
         assert pair.link.num_connected == 0
     assert "no common path but plain TCP" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("gpu", "memory", "transport"),
+    [("nvidia0", "VRAM", "grpc"), ("nvidia3", "VRAM", "nixl"), ("nvidia0", "DRAM", "nixl")],
+)
+async def test_nixl_is_not_tried_on_a_gpu_that_this_container_does_not_have(
+    gpu: str,
+    memory: str,
+    transport: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in two pods of one node, with a GPU each."""
+    own = msgspec.structs.replace(host_identity(), gpus=("nvidia3",), cma=True, rdma=False)
+    monkeypatch.setattr(pairing_module, "host_identity", lambda _: own)
+    async with pair_of() as pair:
+        pair.producer.answer.host.gpus[:] = [gpu]
+        pair.producer.answer.pool = msgspec.msgpack.encode(RemotePool(0, 4, 1000, 0, memory))
+        assert (await pair.get()).transport == transport
+        assert pair.link.num_connected == (transport == "nixl")
+        warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        assert len(warnings) == (transport == "grpc")
+        assert all("no path to the peer's GPU" in warning for warning in warnings)
+
+
+async def test_nixl_alone_is_refused_on_a_gpu_that_this_container_does_not_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = msgspec.structs.replace(host_identity(), gpus=("nvidia3",), cma=True, rdma=False)
+    monkeypatch.setattr(pairing_module, "host_identity", lambda _: own)
+    async with pair_of("nixl") as pair:
+        pair.producer.answer.host.gpus[:] = ["nvidia0"]
+        pair.producer.answer.pool = msgspec.msgpack.encode(RemotePool(0, 4, 1000, 0, "VRAM"))
+        with pytest.raises(WorkerLost, match="no path to the peer's GPU"):
+            await pair.get()
 
 
 @pytest.mark.parametrize("transport", ["nixl", "grpc"])

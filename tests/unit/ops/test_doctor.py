@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster import gpu_check
+from tandem.common import cuda_build
 from tandem.ops.doctor import clocks, command, devices, system
 from tandem.ops.doctor.command import CHECKS, redis
 from tandem.ops.doctor.host import HostFiles
@@ -75,12 +75,42 @@ def test_a_lack_has_a_cost_and_a_remedy_and_what_is_well_has_none(
 def test_the_nixl_that_pulls_use_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("nixl_cu12")
     versions = {"nixl_cu12": "1.5.1", "libucx-cu12": "1.19.0"}
-    monkeypatch.setattr(devices, "installed_version", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(cuda_build, "installed_version", lambda name: versions.get(name, ""))
     here = host(tmp_path, {}, UCX_TLS="tcp")
     assert devices.nixl(here).found == "nixl_cu12 1.5.1 with UCX 1.19.0, UCX_TLS=tcp"
     assert not devices.nixl(here).cost
     versions["nixl_cu12"] = "1.4.0"
     assert devices.nixl(here).remedy == "pip install 'nixl_cu12>=1.5'"
+
+
+@pytest.mark.parametrize(
+    ("torch", "installed", "gpu", "remedy"),
+    [
+        ("2.13.0+cu130", ("nixl_cu12",), True, "pip install nixl-cu13"),
+        ("2.13.0+cu128", ("nixl_cu13",), True, "pip install nixl-cu12"),
+        ("2.13.0+cu130", ("nixl_cu12", "nixl_cu13"), True, ""),
+        ("2.13.0+cu128", ("nixl_cu12", "nixl_cu13"), True, ""),
+        ("2.13.0+cu130", ("nixl_cu12",), False, ""),
+        ("2.13.0+cu130", ("nixl",), True, ""),  # it loads the other packages itself
+        ("2.13.0+cpu", ("nixl_cu12",), True, ""),  # the line about the GPU says so
+    ],
+)
+def test_nixl_is_built_for_the_cuda_of_pytorch(
+    torch: str,
+    installed: tuple[str, ...],
+    gpu: bool,
+    remedy: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    versions = dict.fromkeys(installed, "1.5.1") | {"torch": torch}
+    monkeypatch.setattr(cuda_build, "installed_version", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(devices, "find_spec", lambda name: object() if name in installed else None)
+    finding = devices.nixl(host(tmp_path, CARD if gpu else {}))
+    assert finding.remedy == remedy
+    assert ("NIXL is built for CUDA" in finding.cost) == bool(remedy)
+    loaded = "nixl_cu13" if torch == "2.13.0+cu130" and "nixl_cu13" in installed else installed[0]
+    assert finding.found.startswith(f"{loaded} 1.5.1")
 
 
 @pytest.mark.parametrize(
@@ -213,7 +243,7 @@ def test_gpus_are_counted_and_pytorch_can_use_them(
     torch: str, cost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = {"torch": torch}
-    monkeypatch.setattr(gpu_check, "installed_version", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(cuda_build, "installed_version", lambda name: versions.get(name, ""))
     finding = devices.gpus(host(tmp_path, CARD))
     assert finding.found == "1 x NVIDIA H100 80GB HBM3, driver 570.86.15"
     assert (finding.cost, bool(finding.remedy)) == (cost, bool(cost))
@@ -231,6 +261,38 @@ def test_a_driver_without_a_gpu_is_a_container_without_one(tmp_path: Path) -> No
     finding = devices.gpus(host(tmp_path, only))
     assert finding.found == "none, driver 535.129.03"
     assert "container" in finding.cost
+
+
+def on_pci(root: Path, number: int, driver: str = "nvidia", kind: str = "0x030200") -> None:
+    """Adds PCI devices with a driver to the host, as every container of it sees them in /sys."""
+    folder = root / "sys/bus/pci/devices"
+    for _ in range(number):
+        device = folder / f"0000:{len(list(folder.glob('*'))):02x}:00.0"
+        device.mkdir(parents=True)
+        (device / "class").write_text(f"{kind}\n")
+        if driver:
+            (device / "driver").symlink_to(f"../../../bus/pci/drivers/{driver}")
+
+
+def test_gpus_of_other_containers_are_not_read_by_cuda_ipc(tmp_path: Path) -> None:
+    here = host(tmp_path, CARD)
+    on_pci(tmp_path, 1)
+    on_pci(tmp_path, 4, kind="0x068000")  # NVSwitches
+    on_pci(tmp_path, 2, driver="vfio-pci")  # of virtual machines
+    on_pci(tmp_path, 1, driver="")
+    assert devices.cuda_ipc(here).found == "all GPUs of this machine are visible"
+    assert not devices.cuda_ipc(here).cost
+    on_pci(tmp_path, 7)
+    finding = devices.cuda_ipc(here)
+    assert finding.found == "1 of 8 GPUs of this machine are visible"
+    assert "over RDMA, or else over gRPC" in finding.cost
+    assert "one container" in finding.remedy
+
+
+def test_a_host_without_a_gpu_lacks_no_cuda_ipc(tmp_path: Path) -> None:
+    on_pci(tmp_path, 2)  # the machine's; this container has none
+    finding = devices.cuda_ipc(HostFiles(tmp_path))
+    assert (finding.found, finding.cost) == ("no GPU", "")
 
 
 def test_devices_that_there_are_cost_nothing(tmp_path: Path) -> None:

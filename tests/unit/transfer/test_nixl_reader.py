@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,11 +10,11 @@ import pytest
 
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.cache.layout.kv_groups import KvLayout
-from tandem.transfer.nixl import consumer, instance
+from tandem.transfer.nixl import consumer, instance, piece_size
 from tandem.transfer.nixl.consumer import NixlConsumer
 from tandem.transfer.nixl.messages import LocalPool, Pull, RemotePool
 from tandem.transfer.nixl.ucx_mode import UcxMode
-from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric
+from tests.harness.simulated_nixl import SimulatedAgent, SimulatedFabric, SimulatedRead
 
 LAYOUT = KvLayout.of_one(BlockLayout(8, 1, 1, 4, 8, "float32"))
 
@@ -23,6 +24,9 @@ class Bench:
     """A consumer, its agents in the order they were made, and memory that stands for peers."""
 
     monkeypatch: pytest.MonkeyPatch
+    memory: str = "DRAM"
+    mode: UcxMode = UcxMode.MEMORY
+    finish_copies: Callable[[], None] = lambda: None
     now: float = 100.0
 
     def __post_init__(self) -> None:
@@ -30,11 +34,18 @@ class Bench:
         self.monkeypatch.setattr(instance, "NixlAgent", self._new_agent)
         self.blocks = np.zeros(LAYOUT.pool_bytes, np.uint8)
         self.theirs = np.ones(LAYOUT.pool_bytes, np.uint8)
-        self.remote = RemotePool(self.theirs.ctypes.data, 8, LAYOUT.block_bytes, 0, "DRAM")
+        self.scratch = np.zeros(LAYOUT.pool_bytes, np.uint8)
+        self.remote = RemotePool(self.theirs.ctypes.data, 8, LAYOUT.block_bytes, 0, self.memory)
         address, num_bytes = self.blocks.ctypes.data, self.blocks.nbytes
-        pool = LocalPool(address, num_bytes, 0, "DRAM", LAYOUT)
+        scratch = self.scratch.ctypes.data if self.memory == "VRAM" else None
+        pool = LocalPool(address, num_bytes, 0, self.memory, LAYOUT, scratch)
         self.consumer = NixlConsumer(
-            pool, "consumer", mode=UcxMode.MEMORY, quarantine_blocks_max=4, clock=lambda: self.now
+            pool,
+            "consumer",
+            mode=self.mode,
+            quarantine_blocks_max=4,
+            clock=lambda: self.now,
+            finish_copies=lambda: self.finish_copies(),
         )
 
     def _new_agent(self, name: str, **_: object) -> SimulatedAgent:
@@ -49,7 +60,10 @@ class Bench:
         assert self.consumer.poll() == []
 
     def land_all(self) -> None:
-        for read in self.agents[-1].reads.values():
+        self.land(self.agents[-1].reads.values())
+
+    def land(self, reads: Iterable[SimulatedRead]) -> None:
+        for read in reads:
             while read.waiting:
                 self.agents[-1].land(read, 0)
 
@@ -98,3 +112,100 @@ def test_an_agent_made_anew_knows_the_peers_before_a_pull_asks_for_them(bench: B
     assert bench.agents[1].peers == {"a-1", "b-1"}
     assert bench.consumer.num_renewals == 1
     assert bench.consumer.wait_s() is None, "nothing is left to do"
+
+
+@pytest.mark.parametrize("memory", ["DRAM", "VRAM"])
+def test_a_probe_reads_into_the_kind_of_memory_that_pulls_read_into(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read of a GPU's memory into host memory takes another path than a pull."""
+    bench = Bench(monkeypatch, memory)
+    bench.connect("a", "a-1")
+    bench.consumer.probe("probe", "a", 8, 5.0)
+    assert bench.consumer.poll() == []
+    agent = bench.agents[0]
+    assert {memory} == {kind for _, kind in agent.registered}
+    bench.land_all()
+    assert [result.done for result in bench.consumer.poll()] == [True]
+    assert not bench.blocks.any(), "a probe writes nothing into the pool"
+    assert bench.scratch.all() == (memory == "VRAM")
+
+
+def test_probes_of_a_gpus_pool_need_memory_on_the_gpu() -> None:
+    pool = LocalPool(1, LAYOUT.pool_bytes, 0, "VRAM", LAYOUT)
+    with pytest.raises(AssertionError, match="scratch memory on the GPU"):
+        NixlConsumer(pool, "consumer", mode=UcxMode.MEMORY, quarantine_blocks_max=4)
+
+
+@pytest.mark.parametrize(
+    ("memory", "mode", "num_pieces"),
+    [("DRAM", UcxMode.MEMORY, 2), ("VRAM", UcxMode.RDMA, 2), ("VRAM", UcxMode.MEMORY, 1)],
+)
+def test_gpus_of_one_machine_read_larger_pieces(
+    memory: str, mode: UcxMode, num_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumer, "device_bytes", lambda **_: 8 * LAYOUT.block_bytes)
+    monkeypatch.setattr(consumer, "FIRST_BYTES", 4 * LAYOUT.block_bytes)
+    monkeypatch.setattr(piece_size, "_BYTES_MIN", LAYOUT.block_bytes)
+    bench = Bench(monkeypatch, memory, mode)
+    bench.connect("a", "a-1")
+    blocks = list(range(8))
+    bench.consumer.submit(Pull("pull", "a", blocks, blocks, 5.0))
+    for _ in range(2):
+        assert bench.consumer.poll() == []
+    assert len(bench.agents[0].reads) == num_pieces
+
+
+def test_blocks_are_unfenced_when_the_gpu_has_run_what_a_destroyed_agent_had_queued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """UCX does not wait for copies over CUDA IPC when it is destroyed."""
+    bench = Bench(monkeypatch, "VRAM")
+    queued: list[SimulatedRead] = []
+    events: list[str] = []
+
+    def finish_copies() -> None:
+        assert bench.agents[0].is_closed, "copies may be queued until the agent is destroyed"
+        events.append("finished")
+        bench.land(queued)
+
+    bench.finish_copies = finish_copies
+    bench.connect("a", "a-1")
+    bench.start("given up", "a", 3)
+    queued.extend(bench.agents[0].reads.values())
+    bench.consumer.cancel("given up")
+    bench.now += consumer.GRACE_S
+    bench.consumer.poll()
+    block = bench.blocks[3 * LAYOUT.block_bytes :][: LAYOUT.block_bytes]
+    assert block.all(), "a late copy has landed before the block is reused"
+    assert bench.consumer.unfenced() == [3]
+    assert events == ["finished"]
+    bench.consumer.close()
+    assert events == ["finished"], "there was no agent to destroy"
+
+
+def test_the_pool_may_be_freed_after_close_also_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, "VRAM")
+    closed: list[bool] = []
+    bench.finish_copies = lambda: closed.append(bench.agents[0].is_closed)
+    bench.connect("a", "a-1")
+    bench.start("under way", "a", 3)
+    bench.consumer.close()
+    assert closed == [True]
+    assert bench.consumer.unfenced() == [3]
+
+
+def test_blocks_stay_fenced_if_the_gpu_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, "VRAM")
+
+    def fails() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    bench.finish_copies = fails
+    bench.connect("a", "a-1")
+    bench.start("given up", "a", 3)
+    bench.consumer.cancel("given up")
+    bench.now += consumer.GRACE_S
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        bench.consumer.poll()
+    assert bench.consumer.unfenced() == []

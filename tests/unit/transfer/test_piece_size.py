@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.transfer.nixl.piece_size import PIECE_S, PieceSize
+from tandem.transfer.nixl.piece_size import PIECE_S, READS_MAX, PieceSize, device_bytes
 
 MIB = 1 << 20
 
@@ -34,3 +34,12 @@ def test_a_piece_that_may_have_been_in_a_cache_teaches_nothing() -> None:
     size.observe(MIB // 2, 1e-6)
     size.observe(16 * MIB, 0.0)  # a clock that stood still
     assert size.num_bytes == 16 * MIB
+
+
+def test_pieces_between_gpus_are_larger_unless_one_pull_would_fill_the_quarantine() -> None:
+    assert device_bytes(block_bytes=2 * MIB, quarantine_blocks_max=256) == 64 * MIB
+    assert PieceSize(64 * MIB).num_bytes == 64 * MIB
+    small = device_bytes(block_bytes=MIB // 4, quarantine_blocks_max=256)
+    assert small == 16 * MIB
+    assert READS_MAX * small // (MIB // 4) <= 256 // 2
+    assert device_bytes(block_bytes=1024, quarantine_blocks_max=256) == MIB

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from tandem.net.rpc.convert import to_message, to_struct
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.transfer.nixl.reach import HostIdentity, Reach, host_identity, reach
 from tandem.transfer.nixl.ucx_mode import UcxMode
 
@@ -40,6 +42,33 @@ def test_plain_tcp_is_used_where_both_sides_allow_it_and_nothing_else_is_there()
     assert reach(ours, replace(theirs, boot_id="a")) is Reach.MEMORY
     assert reach(replace(ours, rdma=True), replace(theirs, rdma=True)) is Reach.RDMA
     assert reach(ours, replace(theirs, tcp=False)) is Reach.NOTHING
+
+
+ONE_GPU = replace(LOCAL, gpus=("nvidia3",))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "memory", "expected"),
+    [
+        (replace(ONE_GPU, gpus=("nvidia0",)), "VRAM", Reach.HIDDEN_GPU),
+        # Pods of one node with a GPU each usually have their own namespaces, too.
+        (replace(ONE_GPU, gpus=("nvidia0",), pid_namespace="pid:[2]"), "VRAM", Reach.HIDDEN_GPU),
+        (replace(ONE_GPU, gpus=("nvidia0",)), "DRAM", Reach.MEMORY),
+        (replace(ONE_GPU, gpus=("nvidia0", "nvidia3")), "VRAM", Reach.MEMORY),
+        (ONE_GPU, "VRAM", Reach.MEMORY),
+        (replace(ONE_GPU, gpus=()), "VRAM", Reach.MEMORY),  # an older version
+        (replace(ONE_GPU, gpus=("nvidia0",), boot_id="b"), "VRAM", Reach.NOTHING),
+    ],
+)
+def test_a_gpu_that_a_container_does_not_have_cannot_be_read(
+    theirs: HostIdentity, memory: str, expected: Reach
+) -> None:
+    assert reach(ONE_GPU, theirs, memory) is reach(theirs, ONE_GPU, memory) is expected
+
+
+def test_a_hidden_gpu_is_read_over_rdma() -> None:
+    ours, theirs = replace(ONE_GPU, rdma=True), replace(ONE_GPU, rdma=True, gpus=("nvidia0",))
+    assert reach(ours, theirs, "VRAM") is Reach.RDMA
 
 
 def test_a_mode_belongs_to_an_agent_so_two_modes_never_meet() -> None:
@@ -115,6 +144,19 @@ def test_an_rdma_port_counts_when_it_is_active(machine: Machine) -> None:
     machine.write("dev/infiniband/uverbs0", "")
     assert machine.identity().rdma
     assert machine.identity().mode is UcxMode.RDMA
+
+
+def test_the_gpus_of_a_container_are_its_devices(machine: Machine) -> None:
+    assert machine.identity().gpus == ()
+    for name in ("nvidia3", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia-caps/nvidia-cap1"):
+        machine.write(f"dev/{name}", "")
+    assert machine.identity().gpus == ("nvidia10", "nvidia3")
+
+
+def test_the_gpus_travel_to_the_peer() -> None:
+    sent = to_struct(HostIdentity, to_message(pb.HostIdentity, ONE_GPU))
+    assert list(sent.gpus) == ["nvidia3"]
+    assert to_struct(HostIdentity, pb.HostIdentity(boot_id="a")).gpus == []
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ REMOTE = RemotePool(0, 8, LAYOUT.block_bytes, 0, "DRAM")
 
 @pytest.fixture
 def without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "PACKAGES", ("no_such_nixl",))
+    monkeypatch.setattr(agent, "nixl_modules", lambda: ("no_such_nixl",))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tandem.transfer.nixl.ucx_mode import UcxMode, transports, ucx_tls
+from tandem.transfer.nixl.ucx_mode import UcxMode, transports, ucx_environment
 
 
 @pytest.mark.parametrize("asked", ["all", "tcp", "^cma", "tcp,rc", "rc_mlx5,ud", ""])
@@ -33,6 +33,6 @@ def test_the_environment_is_as_it_was_afterwards(
         monkeypatch.delenv("UCX_TLS", raising=False)
     else:
         monkeypatch.setenv("UCX_TLS", before)
-    with ucx_tls("cma"):
+    with ucx_environment({"UCX_TLS": "cma"}):
         assert os.environ["UCX_TLS"] == "cma"
     assert os.environ.get("UCX_TLS") == before

@@ -55,6 +55,23 @@ async def test_an_engine_that_does_not_start_is_given_up_at_the_workers_deadline
     assert not reports
 
 
+async def test_an_engine_waits_for_a_gpus_memory_up_to_the_hang_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[messages.EngineSettings] = []
+    kind = messages.EngineSettings
+
+    def settings(**fields: Any) -> messages.EngineSettings:
+        sent.append(kind(**fields))
+        return sent[-1]
+
+    monkeypatch.setattr(messages, "EngineSettings", settings)
+    async with asyncio.timeout(60):
+        with pytest.raises(WorkerLost):
+            await start(0.2, "tests.harness.silent_engine")
+    assert [each.gpu_wait_s for each in sent] == [config(0.2).engine_hang_timeout_s] == [60]
+
+
 async def test_an_engine_that_ends_is_not_waited_for() -> None:
     async with asyncio.timeout(60):
         with pytest.raises(WorkerLost, match="the engine process ended: "):

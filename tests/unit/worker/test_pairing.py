@@ -31,7 +31,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
 
 
-@pytest.mark.parametrize("reason", ["tcp", "unreachable"])
+@pytest.mark.parametrize("reason", ["tcp", "unreachable", "gpu"])
 async def test_what_the_network_lacks_is_a_warning_once(
     pairing: Pairing, caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:

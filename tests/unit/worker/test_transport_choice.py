@@ -21,6 +21,7 @@ BROKEN = Way(error="no CMA here")
         (FAST, GRPC, Reach.TCP, "nixl", "tcp"),
         (SLOW, GRPC, Reach.TCP, "grpc", "slow"),
         (BROKEN, GRPC, Reach.NOTHING, "grpc", "unreachable"),
+        (BROKEN, GRPC, Reach.HIDDEN_GPU, "grpc", "gpu"),
         (SLOW, GRPC, Reach.MEMORY, "grpc", "slow"),
         (SLOW, Way(), Reach.MEMORY, "nixl", ""),  # nothing to compare with
         (Way(), GRPC, Reach.MEMORY, "nixl", ""),
@@ -43,6 +44,10 @@ def test_the_warning_has_figures_and_what_would_lift_it() -> None:
     assert "no common path but plain TCP" in unreachable
     assert "hostPID and hostIPC" in unreachable
     assert "can write" in choose_transport("auto", FAST, GRPC, Reach.TCP).warning
+    hidden = choose_transport("auto", BROKEN, GRPC, Reach.HIDDEN_GPU).warning
+    assert "no path to the peer's GPU" in hidden
+    assert "one container that has the GPUs of both" in hidden
+    assert "hostPID" not in hidden, "namespaces do not help"
 
 
 def test_what_was_asked_for_is_used() -> None:

@@ -39,7 +39,7 @@ from tandem.models.memory import pool_option
 log = logging.getLogger(__name__)
 
 _SPARE = 0.01  # share of the GPU's total memory that stays free if other programs use the GPU
-_LOOK_S = 0.2  # interval of attempts to take the lock
+_LOOK_S = 0.2  # interval of attempts to take the lock, and of reads of the free memory
 _TELL_S = 60.0  # interval of log messages while another worker has the lock
 _TURN_S_MAX = 1800.0  # longest wait for other workers on this GPU
 
@@ -84,19 +84,46 @@ class GpuMemory:
         self._free_at_start = self._total = 0
         self.parts = Parts()
 
-    def begin(self, weights_bytes: int, pool_bytes: int) -> None:
+    def begin(self, weights_bytes: int, pool_bytes: int, wait_s: float = 0.0) -> None:
         """Takes the lock, and checks that the weights and a pool of a given size can fit.
 
         `weights_bytes` is an estimate. `pool_bytes` is 0 if the settings leave the pool's size to
         the plan. Raises ConfigError if the memory does not suffice.
+
+        If the GPU is large enough but too little of it is free, waits at most `wait_s` seconds.
+        CUDA frees a process's memory only after the end of the process, and not while another
+        process has mapped the memory. UCX maps a peer's whole KV pool when two workers connect over
+        CUDA IPC, and keeps it mapped until the mapping process ends. So a worker that was killed
+        may leave its GPU full.
         """
         self._take_turn()
-        self._free_at_start, self._total = torch.cuda.mem_get_info(self._device)
         expected = Parts(weights=weights_bytes, pool=pool_bytes or None)
+        self._wait_for_memory(expected.total_bytes if pool_bytes else None, wait_s)
         limit = self._free_at_start if pool_bytes else self._limit
         if expected.total_bytes >= limit:
             self.release()
             raise ConfigError(self._too_little(expected, limit))
+
+    def _wait_for_memory(self, needed_bytes: int | None, wait_s: float) -> None:
+        """Waits until so much memory is free, by default the worker's share, and reads the free
+        memory."""
+        self._free_at_start, self._total = torch.cuda.mem_get_info(self._device)
+        if needed_bytes is None:
+            needed_bytes = int(self._total * self._config.gpu_memory_utilization)
+        if wait_s <= 0 or not self._free_at_start < needed_bytes <= self._total:
+            return
+        log.warning(
+            "this worker may use %.1f GB of the GPU's memory, and %.1f of %.1f GB are free; it "
+            "waits up to %g s, because peers of a killed worker may still have its KV pool mapped",
+            needed_bytes / 1e9,
+            self._free_at_start / 1e9,
+            self._total / 1e9,
+            wait_s,
+        )
+        ends_at = time.monotonic() + wait_s
+        while time.monotonic() < ends_at and self._free_at_start < needed_bytes:
+            time.sleep(_LOOK_S)
+            self._free_at_start, self._total = torch.cuda.mem_get_info(self._device)
 
     def weights_loaded(self) -> None:
         """Measures the weights."""
@@ -206,13 +233,22 @@ class GpuMemory:
         lower = f"lower --max-tokens-per-step or --max-num-seqs, or {smaller}"
         if not self._config.has_default_pool:
             option = pool_option(self._config)
-            return f"lower {option}, --max-tokens-per-step or --max-num-seqs"
+            given = f"lower {option}, --max-tokens-per-step or --max-num-seqs"
+            if parts.total_bytes > self._total:
+                return given
+            return (
+                f"{given}, or end what else uses the GPU; if a worker of this GPU was killed, its "
+                "peers keep its KV pool mapped until they are restarted"
+            )
         if parts.pool is not None:  # the plan has chosen a pool that was too large
             return f"lower --gpu-memory-utilization; or {lower}"
         if parts.step is None:
             lower = smaller
         if self._free_at_start < share * self._total:
-            return f"end other programs on this GPU, or {lower}"
+            return (
+                "end other programs on this GPU; if a worker of this GPU was killed, restart its "
+                f"peers, which keep its KV pool mapped; or {lower}"
+            )
         if share < 0.9:
             return f"start fewer workers on this GPU, raise --gpu-memory-utilization, or {lower}"
         return lower

@@ -68,12 +68,15 @@ class Member:
 
 
 def main() -> int:
-    # Ctrl-C reaches all processes of a terminal. A rank ends with rank 0: the system kills it, also
-    # if it is stopped, and `_load_adapters` notices if rank 0 ended before the next line.
+    pipe_fd, parent_pid = map(int, sys.argv[1:])
+    # A rank ends with rank 0: the system kills it, also if it is stopped.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # If rank 0 died before prctl, perhaps during the import of torch, no SIGKILL comes.
+    if os.getppid() != parent_pid:
+        return 1
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
     logging.basicConfig(level=logging.ERROR)  # rank 0 logs what all ranks would say
-    pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    pipe: Connection[Any, Any] = Connection(pipe_fd)
     try:
         member = Member(pipe)
     except TandemError as error:

@@ -96,6 +96,7 @@ class ModelRunner:
         on_progress: OnProgress = ignore_progress,
         on_rank_end: Callable[[str], object] = _ignore,
         member_of: RankMemory | None = None,
+        gpu_wait_s: float = 0.0,
     ) -> None:
         """Loads the weights, and calls `on_progress` during the load. If the device is a CPU, the
         pools are allocated in the memfd with the file descriptor `pool_fd`, so that another process
@@ -104,6 +105,9 @@ class ModelRunner:
         With `config.tensor_parallel` more than 1, this is rank 0 and starts the other ranks. If one
         of them ends early, `on_rank_end` is called in a thread, and each further step raises
         RankEnded. `member_of` is given in the other ranks: the memory that they share with rank 0.
+
+        If the GPU's memory is large enough but too little of it is free, waits at most `gpu_wait_s`
+        seconds for it, because the memory of a process that was killed is not free at once.
 
         Raises ConfigError for settings that this machine or model does not support, and
         UnsupportedModel for a checkpoint that does not match its config.
@@ -147,9 +151,16 @@ class ModelRunner:
         )
         self._num_seqs_max = config.max_num_seqs
         self._gpu = GpuMemory(self.device, config) if self.device.type == "cuda" else None
-        self._given_pool_bytes = _check_memory(
-            config, folder, self._gpu, dtype=dtype_name, kernels=kernels
-        )
+        self._given_pool_bytes = 0
+        if member_of is None:  # rank 0 checks for all ranks, before any of them loads weights
+            self._given_pool_bytes = _check_memory(
+                config,
+                folder,
+                self._gpu,
+                dtype=dtype_name,
+                kernels=kernels,
+                gpu_wait_s=gpu_wait_s,
+            )
         self._static_kv = _static_kv(folder, self._kv_dtype)
         if self._static_kv is not None:
             self.kv_dtype_name = f"{self._kv_dtype}-{self._static_kv.digest}"
@@ -448,7 +459,13 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def _check_memory(
-    config: EngineConfig, folder: ModelFolder, gpu: GpuMemory | None, *, dtype: str, kernels: str
+    config: EngineConfig,
+    folder: ModelFolder,
+    gpu: GpuMemory | None,
+    *,
+    dtype: str,
+    kernels: str,
+    gpu_wait_s: float,
 ) -> int:
     """Raises ConfigError if these settings need more memory than is free on the machine or the
     GPU. Returns the bytes of a GPU's KV pool; 0 if the pool gets the memory that is left."""
@@ -461,7 +478,7 @@ def _check_memory(
     _check_host(Need(f"--kv-host-memory {copies_bytes}", copies_bytes, 0))
     need = worker_need(replace(config, kv_host_bytes=0), folder, dtype=dtype, kernels=kernels)
     pool_bytes = 0 if config.has_default_pool else need.pool_bytes
-    gpu.begin(need.weights_bytes, pool_bytes)
+    gpu.begin(need.weights_bytes, pool_bytes, gpu_wait_s)
     return pool_bytes
 
 

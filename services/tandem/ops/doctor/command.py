@@ -11,7 +11,7 @@ from tandem.common.config.cluster import REDIS_URL_VARIABLE
 from tandem.common.process.progress import ProgressRow, Waiting
 from tandem.errors import ConfigError
 from tandem.ops.doctor.clocks import clock, time_sync
-from tandem.ops.doctor.devices import gpus, kernels, memory_reads, nixl, rdma
+from tandem.ops.doctor.devices import cuda_ipc, gpus, kernels, memory_reads, nixl, rdma
 from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.ops.doctor.system import (
     huge_pages,
@@ -47,7 +47,7 @@ def redis(host: HostFiles) -> Finding:
 CHECKS: tuple[Callable[[HostFiles], Finding], ...] = (
     *(kernel, memory, huge_pages, shared_memory, open_files, memlock),
     *(model_disk, run_disk, clock, time_sync),
-    *(kernels, gpus, nixl, memory_reads, rdma, redis),
+    *(kernels, gpus, nixl, cuda_ipc, memory_reads, rdma, redis),
 )
 
 

@@ -2,16 +2,19 @@
 
 import re
 from importlib.util import find_spec
+from pathlib import Path
 
-from tandem.cluster.gpu_check import installed_version, read_driver
+from tandem.cluster.gpu_check import read_driver
 from tandem.cluster.gpu_check import why_unusable as why_gpus_unusable
+from tandem.common import cuda_build
 from tandem.ops.doctor.host import Finding, HostFiles
-from tandem.transfer.nixl.agent import PACKAGES
-from tandem.transfer.nixl.reach import host_identity
+from tandem.transfer.nixl import cuda_version
+from tandem.transfer.nixl.reach import gpu_devices, host_identity
 from tandem_kernels.native.library import load, why_unusable
 
 _NIXL_MIN = (1, 5)  # oldest NIXL version that `pip install tandem-llm[nixl]` accepts
 _UCX_PACKAGES = ("libucx-cu13", "libucx-cu12", "libucx")
+_PCI_DISPLAY = "0x03"  # class of graphics cards and of other GPUs
 
 
 def gpus(host: HostFiles) -> Finding:
@@ -56,15 +59,19 @@ def _model(card: str) -> str:
 
 
 def nixl(host: HostFiles) -> Finding:
-    """Checks that NIXL is installed in a supported version."""
-    packages = (name.partition(".")[0] for name in PACKAGES)
+    """Checks that NIXL is installed in a supported version, and on a host with a GPU that it is
+    built for PyTorch's version of CUDA."""
+    packages = (name.partition(".")[0] for name in cuda_version.nixl_modules())
     package = next((name for name in packages if find_spec(name) is not None), None)
     if package is None:
         remedy = "pip install 'tandem-llm[nixl]'"
         cost = "KV blocks are sent over gRPC, which is slower"
         return Finding("NIXL", "not installed", cost, remedy)
-    version = installed_version(package)
-    ucx = next((f"UCX {v}" for name in _UCX_PACKAGES if (v := installed_version(name))), "its UCX")
+    version = cuda_build.installed_version(package)
+    ucx = next(
+        (f"UCX {v}" for name in _UCX_PACKAGES if (v := cuda_build.installed_version(name))),
+        "its UCX",
+    )
     found = f"{package} {version or 'unknown'} with {ucx}, UCX_TLS="
     found += host.environment.get("UCX_TLS", "all")
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
@@ -72,7 +79,42 @@ def nixl(host: HostFiles) -> Finding:
         least = ".".join(map(str, _NIXL_MIN))
         cost = f"Tandem needs NIXL {least} or newer; KV blocks may be sent over gRPC instead"
         return Finding("NIXL", found, cost, f"pip install '{package}>={least}'")
+    if gpu_devices(host.root) and (why := cuda_version.why_cuda_differs(package)):
+        cost = f"{why}: if NIXL cannot read the GPU's memory, KV blocks are sent over gRPC"
+        remedy = f"pip install nixl-cu{cuda_build.cuda_of_torch()}"
+        return Finding("NIXL", found, cost, remedy)
     return Finding("NIXL", found)
+
+
+def cuda_ipc(host: HostFiles) -> Finding:
+    """Checks that this process sees every GPU of the machine that NVIDIA's driver uses. CUDA IPC
+    reads only GPUs whose devices are in the reader's container."""
+    name = "CUDA IPC"
+    visible = len(gpu_devices(host.root))
+    number = sum(map(_is_nvidia_gpu, (host.root / "sys/bus/pci/devices").glob("*")))
+    if not visible:
+        return Finding(name, "no GPU")
+    if number <= visible:
+        return Finding(name, "all GPUs of this machine are visible")
+    cost = (
+        "workers in other containers have GPUs that are not visible here; blocks of these GPUs "
+        "come over RDMA, or else over gRPC"
+    )
+    remedy = (
+        "use RDMA, or run all workers of this machine that exchange blocks in one container with "
+        "their GPUs"
+    )
+    return Finding(name, f"{visible} of {number} GPUs of this machine are visible", cost, remedy)
+
+
+def _is_nvidia_gpu(device: Path) -> bool:
+    """Returns whether NVIDIA's driver uses this PCI device as a GPU. /sys also shows a container
+    the devices that it may not use."""
+    try:
+        is_gpu = (device / "class").read_text().startswith(_PCI_DISPLAY)
+        return is_gpu and (device / "driver").readlink().name == "nvidia"
+    except OSError:  # no driver uses the device
+        return False
 
 
 def memory_reads(host: HostFiles) -> Finding:

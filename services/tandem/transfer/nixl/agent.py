@@ -12,24 +12,34 @@ another one 10 ms, adding a peer 5 ms, and destroying an agent 3 ms.
 """
 
 import importlib
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.common.cuda_build import cuda_of_torch
 from tandem.errors import Incompatible, InternalError, TandemError, WorkerLost
+from tandem.transfer.nixl.cuda_version import nixl_modules, why_cuda_differs
 from tandem.transfer.nixl.messages import RemotePool
-from tandem.transfer.nixl.ucx_mode import UcxMode, backend_options, transports, ucx_tls
+from tandem.transfer.nixl.ucx_mode import (
+    UcxMode,
+    backend_options,
+    ucx_environment,
+    ucx_settings,
+)
 
 BlockIds = NDArray[np.int32]
 Span = tuple[int, int]  # (address, number of bytes)
 
-PACKAGES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
+log = logging.getLogger(__name__)
+
 # Delay of NIXL's listen thread. It has no effect, because the listen thread is disabled.
 _LISTEN_DELAY_US = 100_000
 
@@ -51,12 +61,24 @@ def load_nixl() -> ModuleType:
     # because the KV pool is registered once.
     os.environ.setdefault("UCX_MEM_MMAP_HOOK_MODE", "none")
     reasons = []
-    for name in PACKAGES:
+    for name in nixl_modules():
         try:
             return importlib.import_module(name)
         except (ImportError, OSError) as error:
             reasons.append(f"{name}: {error}")
     raise Incompatible("NIXL cannot be loaded: " + "; ".join(reasons))
+
+
+@cache
+def _warn_of_other_cuda(module: str) -> None:
+    """Logs once if this module of NIXL and PyTorch are built for different versions of CUDA."""
+    if why := why_cuda_differs(module):
+        log.warning(
+            "%s; if NIXL cannot read the GPU's memory, blocks are sent over gRPC; "
+            "install nixl-cu%s",
+            why,
+            cuda_of_torch(),
+        )
 
 
 class NixlAgent:
@@ -85,7 +107,10 @@ class NixlAgent:
                 "NIXL can reach no other worker: the kernel or UCX_TLS forbids CMA, and this host "
                 "has no active RDMA port"
             )
-        bindings = load_nixl().nixlBind
+        nixl = load_nixl()
+        if memory == "VRAM":
+            _warn_of_other_cuda(nixl.__name__)
+        bindings = nixl.nixlBind
         self.name = name
         self._bindings: Any = bindings
         kinds = (value for value in vars(bindings).values() if isinstance(value, type))
@@ -100,7 +125,7 @@ class NixlAgent:
         config.captureTelemetry = False
         try:
             self._agent: Any = bindings.nixlAgent(name, config)
-            with ucx_tls(transports(mode, memory)):
+            with ucx_environment(ucx_settings(mode, memory)):
                 self._backend: int = self._agent.createBackend("UCX", backend_options(mode))
         except self._errors as error:
             raise Incompatible(
@@ -215,14 +240,18 @@ class NixlAgent:
     def release(self, handle: int) -> None:
         """Frees the handle of a read.
 
-        The read should be DONE or never started. If it is unfinished or FAILED, the caller must
-        then destroy the agent (`close`), because the read may still write memory.
+        The read should be DONE or never started. If it is unfinished or FAILED, the read may still
+        write memory, and the caller must then end it as described at `close`.
         """
         with self._translated("releasing a read"):
             self._agent.releaseXferReq(handle)
 
     def close(self) -> None:
-        """Destroys the agent. From then on, no read of the agent writes memory."""
+        """Destroys the agent. No read of the agent writes host memory from then on.
+
+        Copies into a GPU's memory that UCX has queued (CUDA IPC) may still run, because UCX does
+        not wait for them. They end before a later synchronization of that GPU returns.
+        """
         self._agent = None
 
     def _spans(self, spans: Sequence[Span], memory: str, device_id: int) -> Any:

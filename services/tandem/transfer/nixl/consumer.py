@@ -11,8 +11,10 @@ A pull consists of several NIXL reads and ends in one of two states:
 
 A started NIXL read cannot be cancelled. A read that is unfinished when the pull fails is called
 abandoned. An abandoned read may still write local memory later, for example when a peer that was
-stopped (SIGSTOP) continues. Only destroying the consumer's agent surely ends the read. The
-producer's agent is separate, so it survives, and peers can still read through it.
+stopped (SIGSTOP) continues. Only destroying the consumer's agent surely ends the read. For a pool
+on a GPU, this is not enough: UCX does not wait for copies over CUDA IPC that the GPU has queued. So
+`finish_copies` then waits for the GPU. The producer's agent is separate, so it survives, and peers
+can still read through it.
 
 The engine may free the local blocks of a DONE pull at any time. After a FAILED pull, the local
 blocks of abandoned reads are fenced (fence.py): the engine does not reuse a fenced block until
@@ -43,10 +45,9 @@ from tandem.errors import (
 from tandem.transfer.nixl.fence import Fence
 from tandem.transfer.nixl.instance import AgentInstance, logged
 from tandem.transfer.nixl.messages import LocalPool, Pull, PullResult, RemotePool
-from tandem.transfer.nixl.piece_size import PIECE_S, PieceSize
+from tandem.transfer.nixl.piece_size import FIRST_BYTES, PIECE_S, PieceSize, device_bytes
 from tandem.transfer.nixl.pull import NixlPull, Read, is_done
 from tandem.transfer.nixl.ucx_mode import UcxMode
-from tandem.transfer.protocol import PROBE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,10 @@ RECOVER_S = 10.0
 _BACKOFF_MIN_S = 50e-6
 _BACKOFF_MAX_S = 1e-3
 _BACKOFF_FENCED_S = 10e-3  # polling interval if there are abandoned reads but no pulls
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +86,29 @@ class NixlConsumer:
         quarantine_blocks_max: int,
         delay_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        finish_copies: Callable[[], object] = _nothing,
     ) -> None:
-        """`delay_s` is for tests: a pull becomes DONE at the earliest this many seconds after its
+        """`finish_copies` waits until the pool's device has run all copies that it has queued.
+
+        `delay_s` is for tests: a pull becomes DONE at the earliest this many seconds after its
         start."""
         self._pool = pool
         self._spans = pool.layout.spans
-        _, probed_bytes = self._spans.pools[0]
-        self._scratch_blocks = max(1, PROBE_BYTES // probed_bytes)
-        self._scratch = ctypes.create_string_buffer(self._scratch_blocks * probed_bytes)
+        self._scratch_memory: ctypes.Array[ctypes.c_char] | None = None
+        address = pool.device_scratch
+        if address is None:
+            assert pool.memory == "DRAM", "probes of a GPU's pool need scratch memory on the GPU"
+            self._scratch_memory = ctypes.create_string_buffer(pool.scratch_bytes)
+            address = ctypes.addressof(self._scratch_memory)
+        _, size = self._spans.pools[0]
+        self._scratch = RemotePool(
+            address, pool.scratch_bytes // size, size, pool.device_id, pool.memory
+        )
         self._agent_name = agent_name
         self._mode = mode
         self._delay_s = delay_s
         self._clock = clock
+        self._finish_copies = finish_copies
         self._instance: AgentInstance | None = None
         self._fence = Fence(
             blocks_max=quarantine_blocks_max, grace_s=GRACE_S, patience_s=PATIENCE_S
@@ -106,7 +122,7 @@ class NixlConsumer:
         self._unfenced: list[int] = []
         self._backoff = Backoff(doubling(_BACKOFF_MIN_S, _BACKOFF_MAX_S))
         self._backoff_s = 0.0
-        self._piece_size = PieceSize()
+        self._piece_size = PieceSize(_first_piece_bytes(pool, mode, quarantine_blocks_max))
         # None if the last attempt to create an agent succeeded. Otherwise, for the failures since
         # the last success: (time of the first one, error message of the newest one).
         self._create_failure: tuple[float, str] | None = None
@@ -133,7 +149,7 @@ class NixlConsumer:
         """
         peer = self._peers.get(peer_id)
         num_peer_blocks = peer.pool.spans.pools[0][0] if peer is not None else 1
-        block_ids = list(range(max(1, min(num_blocks, self._scratch_blocks, num_peer_blocks))))
+        block_ids = list(range(max(1, min(num_blocks, self._scratch.num_blocks, num_peer_blocks))))
         pull = Pull(pull_id, peer_id, block_ids, [], deadline_s)
         try:
             self._begin(pull)
@@ -218,10 +234,11 @@ class NixlConsumer:
             self._give_up(active, WorkerLost("the pull was cancelled"), "cancelled")
 
     def fence(self) -> list[int]:
-        """Destroys the agent, so that no abandoned read writes memory any more. Returns the local
-        blocks that were fenced until then.
+        """Destroys the agent and waits for the device's queued copies, so that no abandoned read
+        writes memory any more. Returns the local blocks that were fenced until then.
 
         Must not be called while a pull is unfinished. The next use of the agent creates a new one.
+        If the wait raises an error, the blocks stay fenced.
         """
         assert not self._pulls, "fencing would end the pulls under way"
         if self._instance is not None:
@@ -230,6 +247,7 @@ class NixlConsumer:
                     self._instance.agent.release(read.handle)
             self._instance.close()
             self._instance = None
+            self._finish_copies()
         self._abandoned.clear()
         block_ids = self._fence.renewed()
         log.info(
@@ -400,6 +418,13 @@ class NixlConsumer:
                 raise
             self._create_failure = None
         return self._instance
+
+
+def _first_piece_bytes(pool: LocalPool, mode: UcxMode | None, quarantine_blocks_max: int) -> int:
+    if pool.memory != "VRAM" or mode is not UcxMode.MEMORY:
+        return FIRST_BYTES
+    block_bytes = pool.num_bytes // pool.layout.spans.num_blocks
+    return device_bytes(block_bytes=block_bytes, quarantine_blocks_max=quarantine_blocks_max)
 
 
 def _block_sizes(spans: BlockSpans) -> str:

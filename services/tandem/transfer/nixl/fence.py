@@ -6,7 +6,11 @@ abandoned read are fenced: they must not be reused yet.
     event                                    method called   the read's local blocks afterwards
     the pull of the read is given up         `fail`          fenced
     the read has ended after all             `late_done`     safe: the read writes no more bytes
-    the consumer's agent was destroyed       `renewed`       safe: the agent's reads have ended
+    the consumer's agent was destroyed, and  `renewed`       safe: the agent's reads have ended
+    the GPU's queued copies have ended
+
+The second condition is only for a pool on a GPU, because destroying the agent does not wait for
+copies over CUDA IPC.
 
 Most abandoned reads end within `grace_s` seconds. Otherwise the agent must be replaced, which also
 ends the reads of unfinished pulls. So the agent is replaced only while no pull is unfinished.
@@ -80,8 +84,8 @@ class Fence:
         return self.is_full or now >= max(self._failed_at.values()) + self._grace_s
 
     def renewed(self) -> list[int]:
-        """Ends the fence of all reads after the agent was destroyed. Returns the blocks that were
-        fenced."""
+        """Ends the fence of all reads. The agent was destroyed before, and the GPU's queued copies
+        have ended. Returns the blocks that were fenced."""
         blocks = sorted(self._blocks)
         self.instance += 1
         self._reads.clear()

@@ -1,12 +1,11 @@
 """The consumer's NIXL agent, with lists of the blocks of the local pool and of the peers' pools.
 
 When the agent is created, it registers the local KV pool. When a peer is loaded, the agent prepares
-a list of the blocks in the peer's pool, so that a pull can name these blocks by number. After
-`close`, no read of the agent writes memory. The agent has no progress thread, so an idle agent
-needs no CPU time.
+a list of the blocks in the peer's pool, so that a pull can name these blocks by number. `close`
+destroys the agent, which ends all reads except copies that a GPU has queued (agent.py). The agent
+has no progress thread, so an idle agent needs no CPU time.
 """
 
-import ctypes
 import logging
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
@@ -37,20 +36,14 @@ class AgentInstance:
         agent_name: str,
         mode: UcxMode | None,
         pool: LocalPool,
-        scratch: ctypes.Array[ctypes.c_char],
+        scratch: RemotePool,
     ) -> None:
-        """`scratch` is local memory into which the reads of probes write."""
+        """`scratch` has the local blocks into which the reads of probes write."""
         self.agent = NixlAgent(agent_name, mode=mode, progress_delay_us=None, memory=pool.memory)
         self._peers: dict[bytes, LoadedPeer] = {}  # metadata of a peer -> loaded peer
         self._ended: list[int] = []  # handles of DONE reads that `release_ended` will release
-        blocks = pool.remote()
-        self.pool_list = self._open(blocks)
-        _, size = blocks.spans.pools[0]  # probes read blocks of the peer's first pool
-        num_blocks = len(scratch) // size
-        address = ctypes.addressof(scratch)
-        self.scratch_list = self._open(
-            RemotePool(address, num_blocks, size, device_id=0, memory="DRAM")
-        )
+        self.pool_list = self._open(pool.remote())
+        self.scratch_list = self._open(scratch)
 
     @property
     def holds_ended(self) -> bool:

@@ -9,6 +9,7 @@ import msgspec
 
 from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.engine.cache.layout.kv_groups import KvLayout
+from tandem.transfer.protocol import PROBE_BYTES
 
 
 class RemotePool(msgspec.Struct, frozen=True):
@@ -36,6 +37,16 @@ class LocalPool(msgspec.Struct, frozen=True):
     device_id: int
     memory: str
     layout: KvLayout
+    # Address of `scratch_bytes` bytes on the pool's device, into which probes read. Probes then
+    # take the path of pulls. None: the pool is in host memory, and the consumer allocates them.
+    device_scratch: int | None = None
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the scratch memory: PROBE_BYTES in whole blocks, but at least one block. Probes
+        read blocks of the peer's first pool."""
+        _, size = self.layout.spans.pools[0]
+        return max(1, PROBE_BYTES // size) * size
 
     def remote(self) -> RemotePool:
         """Returns the description that peers need to read blocks of this pool."""

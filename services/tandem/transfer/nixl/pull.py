@@ -17,11 +17,7 @@ from tandem.errors import InternalError
 from tandem.transfer.nixl.agent import NixlAgent, ReadState
 from tandem.transfer.nixl.instance import AgentInstance, LoadedPeer
 from tandem.transfer.nixl.messages import Pull
-from tandem.transfer.nixl.piece_size import PieceSize
-
-# Largest number of unfinished reads of a pull. With 2, one read is under way while the next one is
-# started.
-READS_MAX = 2
+from tandem.transfer.nixl.piece_size import READS_MAX, PieceSize
 
 
 @dataclass(slots=True, eq=False)

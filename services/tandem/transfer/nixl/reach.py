@@ -3,6 +3,7 @@
 Each agent has a mode (ucx_mode.py). The first row of this table that applies gives the transport:
 
     mode of both agents   condition                      transport
+    MEMORY                same machine, other GPUs       HIDDEN_GPU: blocks are sent over gRPC
     MEMORY                same host                      MEMORY
     RDMA                  always                         RDMA
     TCP                   same host, CMA allowed         MEMORY
@@ -13,11 +14,16 @@ Each agent has a mode (ucx_mode.py). The first row of this table that applies gi
 CMA is the kernel's copy between the memory of two processes. Two workers are on the same host if
 they share the machine, PID namespace, IPC namespace and user. UCX chooses the transport and does
 not report the choice. So this module computes the choice from the same facts.
+
+Between GPUs, the transport MEMORY is CUDA IPC, which needs the device of the peer's GPU in the
+reader's container. "Other GPUs" means that the blocks are in VRAM and the two workers have no
+device of a GPU in common, as in two pods with a GPU each. If they have some in common, reads are
+tried.
 """
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -31,6 +37,7 @@ from tandem.transfer.nixl.ucx_mode import UcxMode
 _MEMORY_TRANSPORTS = {"all", "sm", "shm", "cma"}
 _TCP_TRANSPORTS = {"all", "tcp"}
 _RDMA_TRANSPORTS = {"all", "ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "ud"}
+_GPU_DEVICE = re.compile(r"nvidia\d+")
 _CAP_SYS_PTRACE = 19
 
 
@@ -40,6 +47,10 @@ class Reach(Enum):
     MEMORY = "one machine, PID namespace, IPC namespace and user: each reads the other's memory"
     RDMA = "both have an active RDMA port"
     TCP = "plain TCP: anyone who reaches a worker's UCX port can write to the engine's memory"
+    HIDDEN_GPU = (
+        "no path to the peer's GPU: CUDA IPC needs the device of that GPU in this worker's "
+        "container, and the two workers do not both have an RDMA port"
+    )
     NOTHING = (
         "no common path but plain TCP: the two workers do not share a machine, PID namespace, "
         "IPC namespace and user, and do not both have an RDMA port"
@@ -59,6 +70,8 @@ class HostIdentity(msgspec.Struct, frozen=True):
     rdma: bool  # True: an RDMA device has an active port, and UCX_TLS allows RDMA
     ipc_namespace: str = ""  # empty: the peer runs an older Tandem that does not send this field
     tcp: bool = False  # True: `--nixl-tcp insecure` is set, and UCX_TLS allows TCP
+    # Names of the GPU devices in /dev, such as "nvidia0". Empty: no GPU, or an older Tandem.
+    gpus: Sequence[str] = ()
 
     @property
     def mode(self) -> UcxMode | None:
@@ -70,10 +83,13 @@ class HostIdentity(msgspec.Struct, frozen=True):
         return UcxMode.MEMORY if self.cma else None
 
 
-def reach(ours: HostIdentity, theirs: HostIdentity) -> Reach:
-    """Returns the transport that UCX uses between two processes, in both directions."""
+def reach(ours: HostIdentity, theirs: HostIdentity, memory: str = "DRAM") -> Reach:
+    """Returns the transport that UCX uses between two processes, in both directions. The blocks are
+    in `memory`, "DRAM" or "VRAM"."""
     if ours.mode is None or ours.mode is not theirs.mode:
         return Reach.NOTHING
+    if ours.mode is UcxMode.MEMORY and memory == "VRAM" and _hides_gpu(ours, theirs):
+        return Reach.HIDDEN_GPU
     if ours.mode is not UcxMode.RDMA and _share_memory(ours, theirs):
         return Reach.MEMORY
     if ours.rdma and theirs.rdma:
@@ -86,6 +102,13 @@ def _share_memory(ours: HostIdentity, theirs: HostIdentity) -> bool:
     peer_host = (theirs.boot_id, theirs.pid_namespace, theirs.uid)
     one_ipc = "" in (known := {ours.ipc_namespace, theirs.ipc_namespace}) or len(known) == 1
     return bool(ours.boot_id) and own_host == peer_host and one_ipc and ours.cma and theirs.cma
+
+
+def _hides_gpu(ours: HostIdentity, theirs: HostIdentity) -> bool:
+    """Returns whether the two surely see no GPU of each other, though they share the machine."""
+    one_machine = bool(ours.boot_id) and ours.boot_id == theirs.boot_id
+    is_known = bool(ours.gpus) and bool(theirs.gpus)
+    return one_machine and is_known and set(ours.gpus).isdisjoint(theirs.gpus)
 
 
 def host_identity(
@@ -104,7 +127,15 @@ def host_identity(
         rdma=_allows(allowed, _RDMA_TRANSPORTS) and _has_rdma_port(root),
         ipc_namespace=_link(root / "proc/self/ns/ipc"),
         tcp=nixl_tcp == "insecure" and _allows(allowed, _TCP_TRANSPORTS),
+        gpus=gpu_devices(root),
     )
+
+
+def gpu_devices(root: Path = Path("/")) -> tuple[str, ...]:
+    """Returns the names of the GPU devices in /dev, such as "nvidia0". The number is the driver's,
+    so it means the same GPU in every container of a machine."""
+    found = (path.name for path in root.glob("dev/nvidia*"))
+    return tuple(sorted(name for name in found if _GPU_DEVICE.fullmatch(name)))
 
 
 def _allows(ucx_tls: str, transports: set[str]) -> bool:

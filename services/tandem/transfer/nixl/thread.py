@@ -63,6 +63,10 @@ class _Probing:
         return num_blocks if len(self.reads) < _PROBES and num_blocks > 1 else 0
 
 
+def _nothing() -> None:
+    pass
+
+
 class TransferThread:
     """Reads blocks in a thread of its own. Only one other thread at a time may call the methods."""
 
@@ -73,10 +77,13 @@ class TransferThread:
         agent_name: str,
         on_event: Callable[[messages.TransferEvent], None],
         on_start: Callable[[], None] | None = None,
+        finish_copies: Callable[[], object] = _nothing,
     ) -> None:
         """`on_event` is called in the transfer thread with each event, and must be quick.
 
-        `on_start` is called in the transfer thread before anything else.
+        `on_start` is called in the transfer thread before anything else. `finish_copies` is called
+        in it after an agent was destroyed, and waits for the copies that the pool's device has
+        queued.
         """
         self._pool = pool
         self._config = config
@@ -93,6 +100,7 @@ class TransferThread:
             mode=self._mode,
             quarantine_blocks_max=config.quarantine_blocks_max,
             delay_s=config.delay_s,
+            finish_copies=finish_copies,
         )
         self._producer: NixlAgent | None = None
         self._num_probes = 0

@@ -1,4 +1,6 @@
-"""The UCX transports that a NIXL agent may use. Each agent has one mode.
+"""The UCX transports that a NIXL agent may use, and UCX's settings for a GPU's memory.
+
+Each agent has one mode:
 
     mode     transports                                   reachable peers
     MEMORY   shared memory, copied by the kernel (CMA)    workers on this machine
@@ -10,6 +12,11 @@ every network address of the machine, and checks no token. Any program that conn
 any address in the process (PUT). So the modes MEMORY and RDMA exclude TCP, and an agent in these
 modes opens no TCP port. A test with NIXL 1.5.1 and UCX 1.23 confirmed this for MEMORY. The mode
 RDMA was not tested.
+
+If no transport can read a peer's memory directly, UCX emulates the read in software, without a
+word in the log. From GPU to GPU, it then copies pieces of 8 KiB through the host's memory. The
+variables in `_GPU_SETTINGS` let UCX read over CUDA IPC, and turn emulated reads into errors, so
+that the pair uses gRPC and the log says why.
 """
 
 import os
@@ -18,6 +25,13 @@ from contextlib import contextmanager
 from enum import Enum
 
 _CUDA = ("cuda_copy", "cuda_ipc")
+_GPU_SETTINGS = {
+    # By default, UCX reads over CUDA IPC only if NVML reports an active NVLink. Other transports
+    # of the mode MEMORY cannot read a GPU's memory.
+    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
+    # A read that UCX would emulate fails instead.
+    "UCX_PROTO_EMULATION_ENABLE": "n",
+}
 # UCX's names of the transports for the mode MEMORY. UCX connects two agents with messages over
 # `posix` or `sysv`, and copies blocks with `cma`. Without `cma`, a read from a process that died
 # would never end.
@@ -58,16 +72,32 @@ def transports(mode: UcxMode, memory: str, environment: Mapping[str, str] = os.e
     return ",".join(kept or ("ib", *device))
 
 
+def ucx_settings(
+    mode: UcxMode, memory: str, environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Returns the variables of UCX for an agent whose blocks are in `memory`, "DRAM" or "VRAM".
+
+    Apart from UCX_TLS, variables that the operator has set are not in the result. In the mode TCP,
+    emulated reads stay allowed, because UCX emulates every read over TCP.
+    """
+    settings = {"UCX_TLS": transports(mode, memory, environment)}
+    if memory == "VRAM" and mode is not UcxMode.TCP:
+        wanted = _GPU_SETTINGS.items()
+        settings |= {name: value for name, value in wanted if name not in environment}
+    return settings
+
+
 @contextmanager
-def ucx_tls(value: str) -> Iterator[None]:
-    """Sets the variable UCX_TLS during the `with` block, in which the caller creates an agent. UCX
-    reads the variable only when an agent is created."""
-    before = os.environ.get("UCX_TLS")
-    os.environ["UCX_TLS"] = value
+def ucx_environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables of UCX during the `with` block, in which the caller creates an agent. UCX
+    reads the variables only when an agent is created."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["UCX_TLS"]
-        else:
-            os.environ["UCX_TLS"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

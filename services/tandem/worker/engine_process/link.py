@@ -105,6 +105,7 @@ class EngineLink:
             cores=list(self._config.cores),
             parent_pid=os.getpid(),
             pool_fd=pool_fd,
+            gpu_wait_s=self._config.engine_hang_timeout_s,
         )
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(settings))

@@ -32,6 +32,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
     cores: list[int]
     parent_pid: int  # pid of the I/O process; the engine process ends with it
     pool_fd: int | None = None  # memfd of the KV pool, which the I/O process maps, too
+    gpu_wait_s: float = 0.0  # longest wait for memory of the GPU that is not free yet
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):

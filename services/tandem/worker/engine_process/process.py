@@ -38,7 +38,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.executor.runner import ModelRunner
 from tandem.engine.tiers.io_thread import IoThread
 from tandem.engine.types import Failed, StepReport
-from tandem.errors import ConfigError, InternalError, TandemError
+from tandem.errors import ConfigError, InternalError, TandemError, WorkerLost
 from tandem.models.grammars.compiler import GrammarCompiler
 from tandem.models.source import resolve
 from tandem.net.observability.logs import about, configure_logging
@@ -87,6 +87,7 @@ class EngineProcess:
             f"{settings.worker_id}-{settings.epoch}",
             self._on_transfer_event,
             self._use_device,
+            self._finish_copies,
         )
         self._tick = 0
         self._num_commands = 0  # number of applied commands
@@ -115,6 +116,7 @@ class EngineProcess:
                 pool_fd=settings.pool_fd,
                 on_progress=tell,
                 on_rank_end=partial(_end_with_rank, settings.transfers_address),
+                gpu_wait_s=settings.gpu_wait_s,
             )
         load_ms["weights"] = _ms_since(started)
         started = time.perf_counter()
@@ -325,21 +327,35 @@ class EngineProcess:
     def _use_device(self) -> None:
         """Sets the pool's CUDA device in the transfer thread.
 
-        UCX opens a peer's memory in the CUDA context of that device. Without a context, UCX cannot
-        read another process's memory directly.
+        UCX opens a peer's memory in the CUDA context of that device.
         """
         if self._runner.kv.device.type == "cuda":
             torch.cuda.set_device(self._runner.kv.device)
 
+    def _finish_copies(self) -> None:
+        """Waits until the pool's CUDA device has finished all work that this process has queued.
+
+        UCX copies in streams of its own, which are gone when its agent is destroyed. So this waits
+        for the whole device, and for the step in progress, too. No graph is being recorded then:
+        the runner records all graphs before the transfer thread starts.
+        """
+        if self._runner.kv.device.type == "cuda":
+            torch.cuda.synchronize(self._runner.kv.device)
+
     def _local_pool(self) -> LocalPool:
         kv = self._runner.kv
-        return LocalPool(
+        pool = LocalPool(
             address=kv.data_ptr(),
             num_bytes=self._engine.layout.pool_bytes,
             device_id=kv.device.index or 0,
             memory="VRAM" if kv.device.type == "cuda" else "DRAM",
             layout=self._engine.layout,
         )
+        if kv.device.type != "cuda":
+            return pool
+        # kept in an attribute, so that torch does not reuse the memory
+        self._scratch = torch.empty(pool.scratch_bytes, dtype=torch.uint8, device=kv.device)
+        return msgspec.structs.replace(pool, device_scratch=self._scratch.data_ptr())
 
     def _ready(self, fingerprint: str, load_ms: dict[str, float]) -> messages.Ready:
         layout = self._engine.layout
@@ -376,7 +392,8 @@ def main(kind: type[EngineProcess] = EngineProcess) -> None:
     try:
         kind(settings).run()
     except BaseException as error:
-        if not isinstance(error, ConfigError):  # the I/O process logs a ConfigError in one line
+        # The I/O process logs the message of these errors in one line.
+        if not isinstance(error, ConfigError | WorkerLost):
             log.exception("the engine process ends because of an error")
         if isinstance(error, TandemError):
             fatal = messages.Fatal(error.message, error.code)
@@ -411,11 +428,12 @@ def _telling(address: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _report_fatal(address: str, fatal: messages.Fatal) -> None:
-    context: zmq.Context[Any] = zmq.Context.instance()
+    context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.PUSH)
     socket.connect(address)
     socket.send(msgspec.msgpack.encode(fatal))
     socket.close(linger=1000)
+    context.term()  # returns when the message is sent, or after the linger time
 
 
 def _end_with_rank(transfers_address: str, why: str) -> None:

@@ -17,6 +17,7 @@ the same for all pairs.
 import logging
 
 import grpc.aio
+import msgspec
 
 from tandem.common.config.worker import WorkerConfig
 from tandem.errors import Incompatible, TandemError, WorkerLost
@@ -26,6 +27,7 @@ from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
 from tandem.net.rpc.tandem.v1.worker_pb2_grpc import WorkerStub
 from tandem.net.store.registry import KvCompatibility
 from tandem.transfer.grpc.transport import GrpcTransport
+from tandem.transfer.nixl.messages import RemotePool
 from tandem.transfer.nixl.reach import HostIdentity, Reach, host_identity, reach
 from tandem.transfer.nixl.transport import NixlTransport
 from tandem.transfer.protocol import Transport
@@ -42,7 +44,7 @@ from tandem.worker.peers.transport_choice import (
 
 log = logging.getLogger(__name__)
 
-_OF_THE_NETWORK = {"tcp", "unreachable"}
+_OF_THE_NETWORK = {"tcp", "unreachable", "gpu"}
 _REASON_MAX = 300  # a reason is cut to this many characters
 FAILURES_MAX = 3  # After this many failed NIXL reads in a row, the pair uses gRPC
 
@@ -97,12 +99,13 @@ class Pairing:
             wanted = "nixl"
         how = None
         if response.HasField("host"):
-            how = reach(self._host, to_struct(HostIdentity, response.host))
+            theirs = to_struct(HostIdentity, response.host)
+            how = reach(self._host, theirs, _memory_of(response))
         by_grpc = await self._measure(peer, "grpc", response) if wanted != "nixl" else Way()
         by_nixl = Way()
         if "nixl" not in offered:
             by_nixl = Way(error="the producer does not offer NIXL")
-        elif how is Reach.NOTHING:
+        elif how is Reach.NOTHING or how is Reach.HIDDEN_GPU:
             by_nixl = Way(error=how.value)
         elif wanted != "grpc":
             by_nixl = await self._measure(peer, "nixl", response)
@@ -184,3 +187,10 @@ class Pairing:
             return Way(error=str(error))
         self._rates.on_probe(peer.worker_id, transport, reads)
         return Way(self._rates.pair(peer.worker_id, transport))
+
+
+def _memory_of(offer: pb.ConnectResponse) -> str:
+    """Returns the memory of the peer's pool, "DRAM" or "VRAM"."""
+    if not offer.pool:  # the peer does not offer NIXL
+        return "DRAM"
+    return msgspec.msgpack.decode(offer.pool, type=RemotePool).memory

@@ -21,6 +21,9 @@ _LIFT_NOTHING = (
     "Let the two workers share a machine, its namespaces and a user (in Kubernetes hostPID and"
     " hostIPC), or give both an RDMA port"
 )
+_LIFT_HIDDEN_GPU = (
+    "Give both workers an RDMA port, or run them in one container that has the GPUs of both"
+)
 _LIFT_SLOW = "NIXL is measured again from time to time; check UCX_TLS and other load on the machine"
 
 
@@ -55,6 +58,9 @@ def choose_transport(
     if reach is Reach.NOTHING:
         why = f"NIXL has {reach.value}. gRPC: {figures(grpc)}. {_LIFT_NOTHING}"
         return TransportChoice("grpc", "unreachable", why)
+    if reach is Reach.HIDDEN_GPU:
+        why = f"NIXL has {reach.value}. gRPC: {figures(grpc)}. {_LIFT_HIDDEN_GPU}"
+        return TransportChoice("grpc", "gpu", why)
     if wanted != "nixl" and nixl.error:
         why = f"NIXL does not work: {nixl.error}. gRPC: {figures(grpc)}"
         return TransportChoice("grpc", "broken", why)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster import gpu_check
 from tandem.cluster.gpu_check import Cards
 from tandem.cluster.launch import launcher
 from tandem.cluster.launch.launcher import up
 from tandem.cluster.launch.options import LaunchOptions
+from tandem.common import cuda_build
 from tandem.common.config.admin import AdminOptions
 from tandem.common.config.engine import EngineOptions
 from tandem.errors import ConfigError
@@ -70,7 +70,7 @@ def test_gpus_that_do_not_suffice_are_wrong_options_in_one_line(
     monkeypatch.setattr(launcher, "count_gpus", lambda _: num_gpus)
     monkeypatch.setattr(launcher, "read_cards", lambda: cards)
     monkeypatch.setattr(launcher, "read_driver", lambda: None)
-    monkeypatch.setattr(gpu_check, "installed_version", lambda _: "")
+    monkeypatch.setattr(cuda_build, "installed_version", lambda _: "")
     monkeypatch.setattr(launcher, "_Launch", None)  # nothing is started
     engine = EngineOptions(device="cuda")
     assert up(options(engine=engine, **more)) == 2
@@ -84,6 +84,6 @@ def test_workers_that_choose_their_device_use_cpus_beside_a_gpu_that_pytorch_can
 ) -> None:
     monkeypatch.setattr(launcher, "count_gpus", lambda _: 1)
     monkeypatch.setattr(launcher, "read_cards", lambda: pytest.fail("the GPU is not used"))
-    monkeypatch.setattr(gpu_check, "installed_version", lambda _: "2.13.0+cpu")
+    monkeypatch.setattr(cuda_build, "installed_version", lambda _: "2.13.0+cpu")
     with pytest.raises(ConfigError, match=r"--kv-memory 900000000000000: 2 workers need"):
         up(options(engine=EngineOptions(kv_bytes_max=900_000_000_000_000)))

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster import gpu_check
 from tandem.cluster.gpu_check import Cards, Driver
 from tandem.cluster.launch import options as launch_options
 from tandem.cluster.launch.options import (
@@ -13,6 +12,7 @@ from tandem.cluster.launch.options import (
     check_gpus,
     make_spec,
 )
+from tandem.common import cuda_build
 from tandem.common.config.cluster import Pool
 from tandem.common.config.router import AdmissionOptions
 from tandem.common.options import parse, to_argv
@@ -150,7 +150,7 @@ GB = 10**9
 def cuda_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch is built for CUDA 13."""
     version = {"torch": "2.13.0+cu130"}
-    monkeypatch.setattr(gpu_check, "installed_version", lambda name: version.get(name, ""))
+    monkeypatch.setattr(cuda_build, "installed_version", lambda name: version.get(name, ""))
 
 
 def refusal(words: str, num_gpus: int, driver: Driver = DRIVER, fault: str = "") -> str:
@@ -210,7 +210,7 @@ class TestGpus:
         assert said.startswith(f"--device cuda cannot be used: {fault}; check the driver with ")
 
     def test_pytorch_for_cpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gpu_check, "installed_version", lambda _: "2.13.0+cpu")
+        monkeypatch.setattr(cuda_build, "installed_version", lambda _: "2.13.0+cpu")
         assert "PyTorch is built for CPUs" in refusal("--device cuda", 1)
         options = parse(LaunchOptions, "tandem up", ["--device", "auto"])
         check_gpus(options, 1, Driver(535, ""), Cards())  # its workers use CPUs

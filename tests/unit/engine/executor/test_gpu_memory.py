@@ -188,7 +188,7 @@ class TestPlan:
             gpu(tmp_path).begin(395 * MB, 0)
         assert "may use 390,000,000 bytes: weights 395,000,000 bytes" in refused.value.message
         assert refused.value.message.endswith(
-            "end other programs on this GPU, or choose a smaller or a quantized model"
+            "peers, which keep its KV pool mapped; or choose a smaller or a quantized model"
         )
         gpu(tmp_path, kv_bytes_max=200 * MB).begin(199 * MB, 200 * MB)
 
@@ -197,7 +197,7 @@ class TestPlan:
         [
             (0.9, 0, "; choose a smaller or a quantized model"),
             (0.45, 0, "; start fewer workers on this GPU, raise --gpu-memory-utilization, or "),
-            (0.45, 600 * MB, "; end other programs on this GPU, or choose"),
+            (0.45, 600 * MB, "; end other programs on this GPU; if a worker"),
         ],
     )
     def test_the_remedy_follows_from_what_takes_the_memory(
@@ -248,6 +248,72 @@ class TestOutOfMemory:
         with pytest.raises(RuntimeError, match="illegal"), plan.explains("a step was measured"):
             raise RuntimeError("an illegal memory access")
         gpu(tmp_path).begin(0, 0)
+
+
+class Clock:
+    """The time of a card that others leave after 20 s."""
+
+    def __init__(self, card: Card, free_at_s: float = 20.0) -> None:
+        self.now, self.card, self.free_at_s = 0.0, card, free_at_s
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now >= self.free_at_s:
+            self.card.others = 0
+
+
+class TestKilledWorker:
+    @pytest.mark.parametrize("pool_bytes", [0, 700 * MB])
+    def test_its_memory_is_waited_for_with_one_line(
+        self,
+        pool_bytes: int,
+        card: Card,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        clock = Clock(card)
+        monkeypatch.setattr(gpu_memory, "time", clock)
+        card.others = 800 * MB
+        plan = gpu(tmp_path, kv_bytes_max=pool_bytes or None)
+        plan.begin(100 * MB, pool_bytes, 60)
+        assert 20 <= clock.now < 21
+        assert plan._free_at_start == 1000 * MB
+        (record,) = caplog.records
+        assert "0.2 of 1.0 GB are free; it waits up to 60 s" in record.getMessage()
+
+    def test_after_the_limit_the_worker_takes_what_is_free_or_is_refused(
+        self, card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = Clock(card, free_at_s=1e9)
+        monkeypatch.setattr(gpu_memory, "time", clock)
+        card.others = 800 * MB
+        plan = gpu(tmp_path)
+        plan.begin(100 * MB, 0, 60)
+        assert 60 <= clock.now < 61
+        plan.release()
+        with pytest.raises(ConfigError, match="its peers keep its KV pool mapped until they are"):
+            gpu(tmp_path, kv_bytes_max=700 * MB).begin(100 * MB, 700 * MB, 60)
+
+    @pytest.mark.parametrize(("pool_bytes", "wait_s"), [(990 * MB, 60.0), (700 * MB, 0.0)])
+    def test_what_never_fits_and_programs_without_a_limit_are_refused_at_once(
+        self,
+        pool_bytes: int,
+        wait_s: float,
+        card: Card,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        clock = Clock(card)
+        monkeypatch.setattr(gpu_memory, "time", clock)
+        card.others = 800 * MB
+        with pytest.raises(ConfigError) as refused:
+            gpu(tmp_path, kv_bytes_max=pool_bytes).begin(100 * MB, pool_bytes, wait_s)
+        assert clock.now == 0
+        assert ("mapped" in refused.value.message) == (pool_bytes < 900 * MB)
 
 
 class TestTurns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from tandem.common.adapter import Adapter
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.native.rank_memory import RankMemory
 from tandem.engine.executor.ranks import messages
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, WorkerLost
 from tandem.models.folder import ModelFolder
 
 log = logging.getLogger(__name__)
@@ -27,8 +28,8 @@ _END_S = 5.0  # longest time for a rank to end by itself
 class Members:
     """The processes of ranks 1 and up.
 
-    A rank ends when rank 0 ends, because its pipe is closed then. If a rank ends first, no rank
-    waits for it any more (every step raises RankEnded), and `on_end` is called in a thread.
+    A rank ends when rank 0 ends. If a rank ends first, `on_end` is called in a thread. If it
+    returns, no rank waits for the ended one any more: every step raises RankEnded.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Members:
         self.memory = RankMemory.create(config.tensor_parallel)
         self._on_end = on_end
         self._is_closed = False
+        self._loads = threading.Lock()  # one adapter at a time, so that answers find their thread
         self._ranks = [
             _Member(messages.Settings(folder, config, rank, self.memory.fd, pool_fd))
             for rank in range(1, config.tensor_parallel)
@@ -50,7 +52,7 @@ class Members:
 
     def wait_until_loaded(self) -> None:
         """Waits until all ranks have loaded their weights, and watches them from then on. Raises
-        ConfigError."""
+        ConfigError, or WorkerLost if a rank ends."""
         for member in self._ranks:
             member.answer()
         for member in self._ranks:
@@ -59,11 +61,13 @@ class Members:
             ).start()
 
     def load_adapter(self, adapter: Adapter) -> None:
-        """Loads an adapter in all ranks, in any thread. Raises ConfigError."""
-        for member in self._ranks:
-            member.pipe.send(messages.LoadAdapter(adapter))
-        for member in self._ranks:
-            member.answer()
+        """Loads an adapter in all ranks, in any thread. Raises ConfigError, or WorkerLost if a rank
+        ends."""
+        with self._loads:
+            for member in self._ranks:
+                member.load(adapter)
+            for member in self._ranks:
+                member.answer()
 
     def close(self) -> None:
         """Ends the processes."""
@@ -74,11 +78,14 @@ class Members:
 
     def _watch(self, member: _Member) -> None:
         status = member.process.wait()
-        self.memory.break_up()
-        if not self._is_closed:
-            text = f"rank {member.rank} of the engine ended with status {status}"
-            log.error("%s, so the engine cannot compute any more", text)
+        if self._is_closed:
+            return
+        text = f"rank {member.rank} of the engine ended with status {status}"
+        log.error("%s, so the engine cannot compute any more", text)
+        try:
             self._on_end(text)
+        finally:
+            self.memory.break_up()
 
 
 class _Member:
@@ -90,22 +97,27 @@ class _Member:
         self.pipe, others = Pipe()
         fds = (others.fileno(), settings.memory_fd, settings.pool_fd)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", MODULE, str(others.fileno())],
+            [sys.executable, "-m", MODULE, str(others.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             pass_fds=fds,
         )
         others.close()
         self.pipe.send(settings)
 
+    def load(self, adapter: Adapter) -> None:
+        with suppress(OSError):  # the rank has ended, as `answer` notices
+            self.pipe.send(messages.LoadAdapter(adapter))
+
     def answer(self) -> None:
-        """Waits for the rank's answer. Raises ConfigError with its error, or if the rank ends."""
+        """Waits for the rank's answer. Raises ConfigError with its error, or WorkerLost if the
+        rank ends."""
         try:
             found = self.pipe.recv()
         except (EOFError, OSError):
             status = self.process.wait()
-            raise ConfigError(
-                f"rank {self.rank} of the engine ended with status {status} while it loaded; the "
-                "lines before this one say why"
+            raise WorkerLost(
+                f"rank {self.rank} of the engine ended with status {status} while it loaded; lines "
+                "before this one may say why"
             ) from None
         if found.error:
             raise ConfigError(found.error)

@@ -86,7 +86,7 @@ def each(weights: ModelWeights, of: Callable[[Linear], Linear]) -> ModelWeights:
     return replace(weights, layers=layers, output=output.weight, output_blocks=output.blocks)
 
 
-def outputs(shape: Shape, weights: ModelWeights, instructions: str) -> list[torch.Tensor]:
+def outputs(shape: Shape, weights: ModelWeights, instructions: str | None) -> list[torch.Tensor]:
     config = native_shapes.config_of(shape)
     decoder = NativeDecoder(
         config, weights, num_threads=shape.num_threads, instructions=instructions

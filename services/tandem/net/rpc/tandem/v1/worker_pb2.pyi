@@ -682,7 +682,7 @@ class ConnectRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., compatibility: _Optional[_Union[KvCompatibility, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[_Union[HostIdentity, _Mapping]] = ...) -> None: ...
 
 class HostIdentity(_message.Message):
-    __slots__ = ("boot_id", "pid_namespace", "uid", "cma", "rdma", "ipc_namespace", "tcp")
+    __slots__ = ("boot_id", "pid_namespace", "uid", "cma", "rdma", "ipc_namespace", "tcp", "gpus")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     PID_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
@@ -690,6 +690,7 @@ class HostIdentity(_message.Message):
     RDMA_FIELD_NUMBER: _ClassVar[int]
     IPC_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     TCP_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
     boot_id: str
     pid_namespace: str
     uid: int
@@ -697,7 +698,8 @@ class HostIdentity(_message.Message):
     rdma: bool
     ipc_namespace: str
     tcp: bool
-    def __init__(self, boot_id: _Optional[str] = ..., pid_namespace: _Optional[str] = ..., uid: _Optional[int] = ..., cma: bool = ..., rdma: bool = ..., ipc_namespace: _Optional[str] = ..., tcp: bool = ...) -> None: ...
+    gpus: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, boot_id: _Optional[str] = ..., pid_namespace: _Optional[str] = ..., uid: _Optional[int] = ..., cma: bool = ..., rdma: bool = ..., ipc_namespace: _Optional[str] = ..., tcp: bool = ..., gpus: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("worker_id", "epoch", "compatibility", "transports", "nixl_metadata", "pool", "host")

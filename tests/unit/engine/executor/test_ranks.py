@@ -1,0 +1,110 @@
+"""Runners of several ranks: their logits have the bits of a runner of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.common.config.engine import EngineConfig
+from tandem.engine.executor.native.decoder import why_not_native
+from tandem.engine.executor.runner import ModelRunner
+from tandem.errors import AdapterUnavailable, ConfigError
+from tandem.models.folder import ModelFolder
+from tests.lora_adapters import ALL, describe, write_adapter
+from tests.step_batches import mixed_steps
+from tests.tiny_models import FAMILIES, make_tiny_model
+from tests.unit.engine.executor.test_lora import add, run
+
+PROMPTS = [[(7 * i + 3 * size) % 200 for i in range(size)] for size in (40, 17, 5, 33)]
+CHUNKS = (1, 3, 16, 40)
+
+
+def tiny(family: str, path: Path, num_kv_heads: int = 4) -> ModelFolder:
+    """A model with 8 query heads, and KV heads that 2 and 4 ranks can share."""
+    sizes = {"num_attention_heads": 8, "hidden_size": 128}
+    has_latents = family.startswith("deepseek")
+    kv_heads = {"num_key_value_heads": 8 if has_latents else num_kv_heads}
+    return make_tiny_model(family, path, **sizes, **kv_heads)[0]
+
+
+def runner_of(folder: ModelFolder, num_ranks: int, **more: Any) -> ModelRunner:
+    settings = {"model": "", "device": "cpu", "kernels": "native", "block_size": 8} | more
+    return ModelRunner(folder, EngineConfig(tensor_parallel=num_ranks, **settings))
+
+
+def logits_of(folder: ModelFolder, num_ranks: int, **more: Any) -> list[torch.Tensor]:
+    runner = runner_of(folder, num_ranks, **more)
+    try:
+        return [logits for _, _, logits in mixed_steps(runner, PROMPTS, CHUNKS, seed=7)]
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "num_kv_heads", "settings"),
+    [
+        ("qwen3-moe", 2, 4, {"numerics": "invariant"}),
+        ("llama", 4, 1, {}),
+        *(
+            pytest.param(family, num_ranks, num_kv_heads, settings, marks=pytest.mark.slow)
+            for family in FAMILIES
+            for num_ranks in (2, 4)
+            for num_kv_heads, settings in (
+                (4, {"numerics": "invariant"}),
+                (2, {"dtype": "bfloat16"}),
+                (1, {"dtype": "bfloat16", "kv_dtype": "int8", "weights": "int8"}),
+            )
+            if not (family.startswith("deepseek") and "kv_dtype" in settings)
+        ),
+    ],
+)
+def test_logits_do_not_depend_on_the_number_of_ranks(
+    family: str, num_ranks: int, num_kv_heads: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tiny(family, tmp_path, num_kv_heads)
+    if why := why_not_native(folder.config):
+        pytest.skip(why)
+    alone = logits_of(folder, 1, **settings)
+    assert all(map(torch.equal, alone, logits_of(folder, num_ranks, **settings)))
+
+
+def test_adapters_are_on_all_ranks(tmp_path: Path) -> None:
+    folder = tiny("llama", tmp_path / "model")
+    write_adapter(tmp_path / "one", folder.config, target_modules=list(ALL), r=20)
+    found = []
+    for num_ranks in (1, 2):
+        runner = runner_of(folder, num_ranks, dtype="float32")
+        runner.allocate(80)
+        digest = add(runner, tmp_path / "one")
+        asked = [(prompt, digest if i % 2 else "") for i, prompt in enumerate(PROMPTS)]
+        found.append(run(runner, asked))
+        runner.drop_adapter(digest)
+        found.append(run(runner, [(prompt, "") for prompt in PROMPTS]))
+        runner.close()
+    assert all(map(torch.equal, found[0], found[2]))
+    assert all(map(torch.equal, found[1], found[3]))
+    assert not torch.equal(found[0][1], found[1][1])
+
+
+def test_a_broken_adapter_is_refused_and_the_ranks_go_on(tmp_path: Path) -> None:
+    folder = tiny("llama", tmp_path / "model")
+    write_adapter(tmp_path / "one", folder.config, target_modules=list(ALL), r=4)
+    adapter = describe("one", tmp_path / "one", folder.config)
+    runner = runner_of(folder, 2, dtype="float32")
+    try:
+        (tmp_path / "one" / "adapter_model.safetensors").write_bytes(b"nothing")
+        with pytest.raises((ConfigError, AdapterUnavailable)):
+            runner.load_adapter(adapter)
+        assert len([*mixed_steps(runner, PROMPTS, CHUNKS, seed=7)]) > 4
+    finally:
+        runner.close()
+
+
+def test_an_error_of_a_rank_while_it_loads_is_the_error_of_the_runner(tmp_path: Path) -> None:
+    folder = tiny("llama", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ConfigError):
+        runner_of(folder, 2)
