@@ -15,6 +15,7 @@ from functools import lru_cache
 import torch
 
 from tandem.common.adapter import Adapter
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.cache.layout.block_layout import BlockLayout
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
@@ -82,6 +83,9 @@ class ToyRunner:
             dtype="float32",
         )
         return KvLayout.of_one(pool)
+
+    def with_pool_size(self, config: EngineConfig, step_tokens: int) -> EngineConfig:
+        return config
 
     def allocate(self, num_blocks: int) -> None:
         self.kv = torch.full((num_blocks, 1, 1, 2, self.block_size, 1), -1.0)

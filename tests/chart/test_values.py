@@ -274,7 +274,7 @@ def test_a_worker_may_start_for_as_long_as_its_pool_says() -> None:
         ({"decode": {"options": {"device": "gpu"}}}, "device"),
         ({"decode": {"replicas": -1}}, "replicas"),
         ({"decode": {"replicas": "2"}}, "replicas"),
-        ({"worker": {"options": {"kvMemory": 0}}}, "kvMemory"),
+        ({"worker": {"options": {"kvMemory": -1}}}, "kvMemory"),
         ({"worker": {"options": {"kvMemory": "4XB"}}}, "kvMemory"),
         ({"worker": {"resources": {"limits": {"memory": "4 GB"}}}}, "memory"),
         ({"worker": {"sizeOwner": "vpa"}}, "sizeOwner"),
@@ -317,7 +317,7 @@ def test_wrong_values_are_refused_by_name(values: dict[str, Any], named: str) ->
 def test_a_size_may_have_a_unit() -> None:
     objects = render({"prefill": {"options": {"kvMemory": "4GiB"}}})
     given = [options(container(objects, pool)["args"]) for pool in ("prefill", "decode")]
-    assert [parse_size(each["kv-memory"]) for each in given] == [4 << 30, 1 << 30]
+    assert [parse_size(each["kv-memory"]) for each in given] == [4 << 30, 0]
 
 
 def test_pools_that_cannot_go_together_are_refused() -> None:

@@ -97,10 +97,12 @@ def to_int(text: str) -> int:
         raise ValueError(f'"{text}" is not a whole number') from None
 
 
-def with_unit(metavar: str, parse: Callable[[str], float], show: Callable[[Any], str]) -> Parameter:
+def with_unit(
+    metavar: str, parse: Callable[[str], float | None], show: Callable[[Any], str]
+) -> Parameter:
     """Returns the cyclopts parameter of a number that may have a unit."""
 
-    def converter(_: object, tokens: Sequence[Token]) -> float:
+    def converter(_: object, tokens: Sequence[Token]) -> float | None:
         return parse(tokens[-1].value)
 
     return Parameter(
@@ -127,6 +129,12 @@ PositiveSeconds = Annotated[float, Bounds(above=0), TIME]
 # 0 on the command line means None.
 PositiveOrNone = Annotated[
     int | None, Bounds(least=1), Parameter(converter=_number_or_none, show_default=lambda _: "0")
+]
+# Bytes. 0 on the command line means None.
+SizeOrNone = Annotated[
+    int | None,
+    Bounds(least=1),
+    with_unit("SIZE", lambda text: parse_size(text) or None, lambda size: format_size(size or 0)),
 ]
 Switch = Annotated[bool, Parameter(negative=())]
 ConfigFile = Annotated[

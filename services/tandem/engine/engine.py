@@ -55,6 +55,7 @@ class Engine:
         """
         self.max_model_len = runner.max_model_len
         self.max_tokens_per_step = config.max_tokens_per_step or runner.tokens_per_step
+        config = runner.with_pool_size(config, self.max_tokens_per_step)
         self.layout = divide_pool(runner.layout, config, step_tokens=self.max_tokens_per_step)
         runner.allocate(*self.layout.sizes)
         self._runner = runner

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from tandem.common.config.engine import EngineConfig
 from tandem.engine.adapter_slots import AdapterRunner
 from tandem.engine.cache.layout.kv_groups import KvLayout
 from tandem.engine.scheduler.batch import StepBatch
@@ -29,6 +30,10 @@ class Runner(AdapterRunner, Protocol):
     def layout(self, *num_blocks: int) -> KvLayout:
         """Returns the layout of the pools for these numbers of blocks, one number per KV group.
         Without numbers, each pool has one block."""
+
+    def with_pool_size(self, config: EngineConfig, step_tokens: int) -> EngineConfig:
+        """Returns the settings with the size of the KV pool for steps of at most `step_tokens`
+        tokens. Called once, before `allocate`."""
 
     def allocate(self, *num_blocks: int) -> None:
         """Allocates one pool per KV group, with these numbers of blocks."""

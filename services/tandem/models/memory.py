@@ -80,11 +80,10 @@ def worker_need(
     `dtype` and `kernels` are the engine's choices. If they are empty, the choices of an engine on
     this machine's CPU are assumed. `model` is None while the model is unknown."""
     dtype = dtype or compute_dtype(config, has_bfloat16=cpu_has_bfloat16())
+    option = pool_option(config)
     if config.num_blocks is None:
-        option = f"--kv-memory {config.kv_bytes_max}"
-        pool_bytes = config.kv_bytes_max
+        pool_bytes = config.kv_bytes
     else:
-        option = f"--num-blocks {config.num_blocks}"
         pool_bytes = 0
         if model is not None:
             shape = model.config
@@ -122,6 +121,13 @@ def worker_need(
     if dtype != shape.torch_dtype or not is_stored:
         num_converted = max(shape.vocab_size * shape.hidden_size, num_weights // shape.num_layers)
     return Need(option, pool_bytes, packed_bytes + num_converted * DTYPE_BYTES[dtype])
+
+
+def pool_option(config: EngineOptions) -> str:
+    """Returns the option that sets the size of the KV pool, and its value, for messages."""
+    if config.num_blocks is None:
+        return f"--kv-memory {config.kv_bytes}"
+    return f"--num-blocks {config.num_blocks}"
 
 
 def keeps_quantized(config: EngineOptions, model: ModelFolder, kernels: str) -> bool:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from tandem.common import cuda_build
 from tandem.ops.doctor import clocks, command, devices, system
 from tandem.ops.doctor.command import CHECKS, redis
 from tandem.ops.doctor.host import HostFiles
 from tandem.router.workers.troubles import is_disk_full
-from tandem.transfer.nixl import cuda_version
 from tests.harness.terminal import Terminal
 
 RDMA = {
@@ -75,7 +75,7 @@ def test_a_lack_has_a_cost_and_a_remedy_and_what_is_well_has_none(
 def test_the_nixl_that_pulls_use_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("nixl_cu12")
     versions = {"nixl_cu12": "1.5.1", "libucx-cu12": "1.19.0"}
-    monkeypatch.setattr(cuda_version, "installed_version", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(cuda_build, "installed_version", lambda name: versions.get(name, ""))
     here = host(tmp_path, {}, UCX_TLS="tcp")
     assert devices.nixl(here).found == "nixl_cu12 1.5.1 with UCX 1.19.0, UCX_TLS=tcp"
     assert not devices.nixl(here).cost
@@ -104,7 +104,7 @@ def test_nixl_is_built_for_the_cuda_of_pytorch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     versions = dict.fromkeys(installed, "1.5.1") | {"torch": torch}
-    monkeypatch.setattr(cuda_version, "installed_version", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(cuda_build, "installed_version", lambda name: versions.get(name, ""))
     monkeypatch.setattr(devices, "find_spec", lambda name: object() if name in installed else None)
     finding = devices.nixl(host(tmp_path, CARD if gpu else {}))
     assert finding.remedy == remedy
@@ -234,7 +234,7 @@ def test_the_fullest_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         ("2.13.0+cu128", ""),
         ("2.13.0+cu130", "PyTorch is built for CUDA 13, which needs driver 580: no GPU is used"),
-        ("2.13.0+cpu", "PyTorch is built for CPUs, so workers do not use the GPU"),
+        ("2.13.0+cpu", "PyTorch is built for CPUs: no GPU is used"),
         ("2.13.0", ""),
         ("", ""),
     ],
@@ -243,7 +243,7 @@ def test_gpus_are_counted_and_pytorch_can_use_them(
     torch: str, cost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = {"torch": torch}
-    monkeypatch.setattr(cuda_version, "installed_version", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(cuda_build, "installed_version", lambda name: versions.get(name, ""))
     finding = devices.gpus(host(tmp_path, CARD))
     assert finding.found == "1 x NVIDIA H100 80GB HBM3, driver 570.86.15"
     assert (finding.cost, bool(finding.remedy)) == (cost, bool(cost))

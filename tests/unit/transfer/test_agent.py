@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tandem.common import cuda_build
 from tandem.transfer.nixl import agent, cuda_version
 from tandem.transfer.nixl.agent import NixlAgent
 from tandem.transfer.nixl.ucx_mode import UcxMode
@@ -84,7 +85,7 @@ def test_a_nixl_for_another_cuda_than_pytorchs_is_said_once_and_only_for_gpus(
     seen: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     versions = {"torch": "2.13.0+cu130"}
-    monkeypatch.setattr(cuda_version, "installed_version", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(cuda_build, "installed_version", lambda name: versions.get(name, ""))
     create(UcxMode.MEMORY, "DRAM")
     assert caplog.records == []
     for _ in range(2):  # the consumer's agent and the producer's
@@ -109,7 +110,7 @@ def test_the_nixl_for_pytorchs_cuda_is_tried_first(
     torch: str, runtime: str, first: str, differs: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = {"torch": torch, "nvidia-cuda-runtime": runtime}
-    monkeypatch.setattr(cuda_version, "installed_version", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(cuda_build, "installed_version", lambda name: versions.get(name, ""))
     modules = cuda_version.nixl_modules()
     assert modules[0] == first
     assert set(modules) == {"nixl_cu12._api", "nixl_cu13._api", "nixl._api"}

@@ -19,6 +19,7 @@ import os
 import secrets
 import socket
 import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -28,6 +29,7 @@ from typing import Self
 import psutil
 from rich.markup import escape
 
+from tandem.cluster.gpu_check import Cards, read_cards, read_driver, why_unusable
 from tandem.cluster.gpus import count_gpus, with_gpu
 from tandem.cluster.launch.activity import Activity
 from tandem.cluster.launch.api_key import take_api_key, with_api_key
@@ -36,6 +38,7 @@ from tandem.cluster.launch.checked_model import fetch_model, find_local_model
 from tandem.cluster.launch.listening import Listening, read_join_token, redis_socket
 from tandem.cluster.launch.options import (
     LaunchOptions,
+    check_gpu_memory,
     check_gpus,
     make_spec,
     options_for_others,
@@ -75,7 +78,16 @@ _LOOK_S = 0.2  # interval of checks whether Ray's starting head can receive the 
 
 
 def up(options: LaunchOptions) -> int:
-    """Runs until a stop signal. Returns the exit status. Raises ConfigError if it cannot start."""
+    """Runs until a stop signal. Returns the exit status: 2 if the workers cannot use this machine's
+    GPUs. Raises ConfigError if it cannot start for another reason."""
+    num_gpus = 0 if options.engine.device == "cpu" else count_gpus(os.environ)
+    driver = read_driver()
+    # With --device auto, workers compute on CPUs if PyTorch cannot use the GPUs.
+    cards = read_cards() if num_gpus and not why_unusable(driver) else Cards()
+    try:
+        check_gpus(options, num_gpus, driver, cards)
+    except ConfigError as error:
+        return _refused(error)
     for option, (host, port) in options.ports.items():
         _check_port(host, option, port)
     if options.listen:
@@ -87,9 +99,12 @@ def up(options: LaunchOptions) -> int:
         began = time.monotonic()
         if (model := find_local_model(options)) is not None:
             screen.done(f"model {model.name}", time.monotonic() - began)
+        try:
+            check_gpu_memory(options, model, cards)
+        except ConfigError as error:
+            return _refused(error)
         _check_memory(options, model)
-        check_gpus(options, count_gpus(os.environ))
-        with _Launch(options, screen, model, take_api_key(options)) as launch:
+        with _Launch(options, screen, model, cards, take_api_key(options)) as launch:
             try:
                 launch.start()
                 launch.watch()
@@ -106,10 +121,12 @@ class _Launch:
         options: LaunchOptions,
         screen: LaunchScreen,
         model: ModelFolder | None,
+        cards: Cards,
         api_key: KeyRecord | None,
     ) -> None:
-        """Prepares a cluster. `model` is None if it may have to be downloaded. `api_key` is None if
-        requests need no key."""
+        """Prepares a cluster. `model` is None if it may have to be downloaded. `cards` are the GPUs
+        that workers may use. `api_key` is None if requests need no key."""
+        self._cards = cards
         self._screen = screen
         self._model = model
         self._started_at = time.time()
@@ -213,6 +230,7 @@ class _Launch:
         began = time.monotonic()
         with self._screen.without_bars():  # a download shows its own progress
             model = fetch_model(self._options, self._screen.say)
+        check_gpu_memory(self._options, model, self._cards)
         _check_memory(self._options, model)
         self._screen.done(f"model {model.name}", time.monotonic() - began)
         return model
@@ -407,6 +425,12 @@ class _Launch:
             except ConfigError as error:
                 self._screen.say(f"[red]{escape(printable(error.message))}")
                 time.sleep(_RETRY_S)
+
+
+def _refused(error: ConfigError) -> int:
+    """Prints why no worker can use the GPUs. Returns the exit status of wrong options."""
+    print(f"tandem: {printable(error.message)}", file=sys.stderr)
+    return 2
 
 
 def _check_memory(options: LaunchOptions, model: ModelFolder | None) -> None:

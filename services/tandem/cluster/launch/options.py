@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from cyclopts import Group, Parameter
 
+from tandem.cluster.gpu_check import Cards, Driver, why_unusable
 from tandem.cluster.gpus import count_gpus
 from tandem.cluster.launch.pool_option import Labels, PoolSize, as_mapping, labels_of
 from tandem.cluster.pools import ClusterSpec, PoolCommand
@@ -22,6 +23,7 @@ from tandem.common.config.groups import MEASUREMENT, ModelName, ModelRevision, S
 from tandem.common.config.router import AddressConfig, AdmissionOptions
 from tandem.common.config.tls import Kind, PublicTls
 from tandem.common.config.transfer import TransferConfig
+from tandem.common.dtypes import compute_dtype
 from tandem.common.options import (
     Bounds,
     Count,
@@ -32,6 +34,8 @@ from tandem.common.options import (
     to_argv,
 )
 from tandem.errors import ConfigError
+from tandem.models.folder import ModelFolder
+from tandem.models.memory import worker_need
 from tandem.net.security.access import is_loopback
 
 NUM_CLUSTER_PORTS = 220
@@ -73,8 +77,8 @@ class LaunchOptions(Options):
     num_routers: Annotated[PoolSize, Parameter(name="--routers")] = 1
     """Number of routers. With --listen, each router needs a host of its own."""
     workers_per_gpu: PositiveOrNone = None
-    """Largest number of workers on one GPU. 0: one worker with --device cuda, no limit with
-    --device auto."""
+    """Largest number of workers on one GPU. 0: no limit with --device auto. With --device cuda, 0
+    means one worker, or two if this is the only machine and has one GPU."""
     host: str = "127.0.0.1"
     """Address on which the HTTP and gRPC APIs listen."""
     http_port: Annotated[_PublicPort, Parameter(name="--port")] = 8000
@@ -159,10 +163,31 @@ class LaunchOptions(Options):
             cold_start_s=LOCAL_COLD_START_S,
         )
 
-    @property
-    def gpu_limit(self) -> int | None:
-        """Largest number of workers on one GPU; None: no limit."""
-        return self.workers_per_gpu or (1 if self.engine.device == "cuda" else None)
+    def gpu_limit(self, num_gpus: int) -> int | None:
+        """Largest number of workers on one GPU of a machine with `num_gpus`; None: no limit."""
+        if self.workers_per_gpu or self.engine.device != "cuda":
+            return self.workers_per_gpu
+        return 2 if num_gpus == 1 and not self.listen else 1
+
+    def workers_on_gpu(self, num_gpus: int) -> int:
+        """Number of workers that share one of a machine's GPUs, at most; 1 without GPUs. The
+        autoscaler may start more workers later, and they count, too."""
+        if not num_gpus or self.engine.device == "cpu":
+            return 1
+        num_workers = self.num_prefill + self.num_decode
+        if self.autoscale == "on":
+            num_workers = max(num_workers, 2 * self.autoscale_max)
+        shared = max(1, -(-num_workers // num_gpus))
+        return min(shared, self.gpu_limit(num_gpus) or shared)
+
+    def engine_on(self, num_gpus: int) -> EngineOptions:
+        """The engine's options for a worker on a machine with `num_gpus`: it gets its part of the
+        memory of the GPU that it shares."""
+        if (num_shared := self.workers_on_gpu(num_gpus)) == 1:
+            return self.engine
+        # Rounded down to 4 digits, so that the parts are not more than the whole.
+        part = int(self.engine.gpu_memory_utilization / num_shared * 1e4) / 1e4
+        return replace(self.engine, gpu_memory_utilization=max(1e-4, part))
 
     @property
     def ports(self) -> dict[str, tuple[str, int]]:
@@ -210,23 +235,74 @@ def check_listen(address: str, option: str = "--listen") -> None:
         raise ConfigError(f"{option} is {address[:80]!r}; it must be an IP address") from None
 
 
-def check_gpus(options: LaunchOptions, num_gpus: int) -> None:
-    """Raises ConfigError if this machine has too few GPUs for the workers. If other machines can
-    join, workers wait for GPUs, and this is no error."""
-    if options.engine.device == "cuda" and not num_gpus and not options.listen:
-        raise ConfigError(
-            "--device cuda needs an NVIDIA GPU, and this machine shows none: use --device cpu, or "
-            "check the driver, the container's GPUs and CUDA_VISIBLE_DEVICES (`tandem doctor`)"
-        )
-    limit = options.gpu_limit
-    num_workers = options.num_prefill + options.num_decode
-    if limit is None or options.engine.device == "cpu" or options.listen or not num_gpus:
+def check_gpus(options: LaunchOptions, num_gpus: int, driver: Driver | None, cards: Cards) -> None:
+    """Raises ConfigError if this machine's GPUs cannot be used, or are too few for the workers. If
+    other machines can join, workers wait for GPUs, and a machine without any is no error."""
+    if options.engine.device == "cpu" or (options.listen and not num_gpus):
         return
-    if num_workers > num_gpus * limit:
+    if options.engine.device == "cuda":
+        if not num_gpus:
+            raise ConfigError(
+                "--device cuda needs an NVIDIA GPU, and this machine shows none: use --device cpu, "
+                "or check the driver, the container's GPUs and CUDA_VISIBLE_DEVICES (`tandem "
+                "doctor`)"
+            )
+        if unusable := why_unusable(driver):
+            here = f", and this machine has {driver}" if driver else ""
+            raise ConfigError(
+                f"--device cuda cannot be used: {unusable.why}{here}; {unusable.remedy}, or use "
+                "--device cpu"
+            )
+        if cards.fault:
+            raise ConfigError(
+                f"--device cuda cannot be used: {cards.fault}; check the driver with `tandem "
+                "doctor` and `nvidia-smi`, or use --device cpu"
+            )
+    if options.listen:
+        return
+    limit = options.gpu_limit(num_gpus)
+    num_workers = options.num_prefill + options.num_decode
+    if limit is not None and num_gpus and num_workers > num_gpus * limit:
+        has = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
         raise ConfigError(
-            f"{num_workers} workers do not fit on {num_gpus} GPUs with {limit} on each; lower "
-            f"--prefill or --decode, or raise --workers-per-gpu to {-(-num_workers // num_gpus)}"
+            f"{num_workers} workers do not fit on {has} with {limit} on each; lower --prefill or "
+            f"--decode, or raise --workers-per-gpu to {-(-num_workers // num_gpus)}, which divides "
+            "the GPU's memory among them"
         )
+
+
+def check_gpu_memory(options: LaunchOptions, model: ModelFolder | None, cards: Cards) -> None:
+    """Raises ConfigError if a worker's part of a GPU is too small for the weights, or for the
+    weights and a KV pool of a given size. Other programs on the GPU, steps and graphs are not
+    counted: each worker measures them. Does nothing if the GPUs' memory is unknown."""
+    if not cards.total_bytes or options.engine.device == "cpu":
+        return
+    num_gpus = len(cards.total_bytes)
+    total = min(cards.total_bytes)
+    num_shared = options.workers_on_gpu(num_gpus)
+    engine = replace(options.engine_on(num_gpus), kv_host_bytes=0)
+    dtype = compute_dtype(engine, has_bfloat16=True)
+    kernels = "triton" if engine.kernels == "auto" else engine.kernels
+    need = worker_need(engine, model, dtype=dtype, kernels=kernels)
+    workers = "a worker" if num_shared == 1 else f"each of {num_shared} workers"
+    fewer = "" if num_shared == 1 else ", start fewer workers on a GPU (--prefill, --decode)"
+    smaller = f"choose a smaller or a quantized model{fewer}, or use --device cpu"
+    weights = f"{need.weights_bytes:,} bytes of weights"
+    if engine.has_default_pool:
+        may_use = int(engine.gpu_memory_utilization * total)
+        if need.weights_bytes < may_use:
+            return
+        raise ConfigError(
+            f"{workers} may use {may_use:,} of a GPU's {total:,} bytes "
+            f"(--gpu-memory-utilization {options.engine.gpu_memory_utilization:g}), and the model "
+            f"has {weights}; {smaller}"
+        )
+    if num_shared * (need.weights_bytes + need.pool_bytes) < total:
+        return
+    raise ConfigError(
+        f"{need.option}: {workers} on a GPU of {total:,} bytes needs {need.pool_bytes:,} bytes for "
+        f"the KV pool and {weights}; lower {need.option.split()[0]}, {smaller}"
+    )
 
 
 def options_for_others(options: LaunchOptions) -> list[str]:
@@ -264,6 +340,8 @@ def make_spec(
         "prefill": options.num_prefill,
         "decode": options.num_decode,
     }
+    num_gpus = count_gpus(os.environ)
+    engine = options.engine_on(num_gpus)
     grpc: dict[Pool, PoolCommand] = {}
     if not options.no_grpc:
         grpc["grpc"] = _router(options, model, run_folder, api="grpc")
@@ -273,13 +351,13 @@ def make_spec(
         pools={
             "router": _router(options, model, run_folder, api="http"),
             **grpc,
-            "prefill": _worker("prefill", options, model, run_folder),
-            "decode": _worker("decode", options, model, run_folder),
+            "prefill": _worker("prefill", options, engine, model, run_folder),
+            "decode": _worker("decode", options, engine, model, run_folder),
         },
         wanted={pool: int(size) for pool, size in sizes.items()},
         cores=sorted(os.sched_getaffinity(0)),
-        num_gpus=count_gpus(os.environ),
-        workers_per_gpu=options.gpu_limit,
+        num_gpus=num_gpus,
+        workers_per_gpu=options.gpu_limit(num_gpus),
         host_id=host_id,
         number=number,
         labels=as_mapping(options.labels),
@@ -337,12 +415,14 @@ def _router(
     return PoolCommand(command, ports=ports)
 
 
-def _worker(role: Pool, options: LaunchOptions, model: Path, run_folder: Path) -> PoolCommand:
+def _worker(
+    role: Pool, options: LaunchOptions, engine: EngineOptions, model: Path, run_folder: Path
+) -> PoolCommand:
     command = [sys.executable, "-m", "tandem.worker", "--role", role, "--worker-id", "{id}"]
     command += ["--model", str(model), "--cores", "{cores}"]
     if options.listen:
         command += ["--host", options.listen]
     command += _tls(options, run_folder, "worker")
-    command += [*to_argv(options.transfer), *to_argv(options.engine)]
-    num_cores = options.engine.num_threads * options.engine.tensor_parallel
-    return PoolCommand(command, num_cores=num_cores, device=options.engine.device)
+    command += [*to_argv(options.transfer), *to_argv(engine)]
+    num_cores = engine.num_threads * engine.tensor_parallel
+    return PoolCommand(command, num_cores=num_cores, device=engine.device)

@@ -23,6 +23,7 @@ from tandem.common.options import (
     PositiveSize,
     Seconds,
     Size,
+    SizeOrNone,
     Text,
     option_name,
 )
@@ -35,6 +36,9 @@ KvTierPolicy = Literal["lru", "prefix", "priority", "value"]
 Numerics = Literal["fast", "invariant"]
 Kernels = Literal["auto", "native", "torch", "triton"]
 WeightFormat = Literal["auto", "int8"]
+# Memory of the KV pool on a CPU, in bytes, if neither --kv-memory nor --num-blocks is given.
+KV_BYTES_ON_CPU = 1 << 30
+GpuShare = Annotated[float, Bounds(above=0, most=1)]
 PinShare = Annotated[float, Bounds(least=0, most=1)]
 
 
@@ -100,10 +104,15 @@ class EngineOptions(Options):
     native kernels."""
     block_size: Positive = 16
     """Number of tokens in a KV block."""
-    kv_bytes_max: Annotated[PositiveSize, Parameter(name="--kv-memory")] = 1 << 30
-    """Memory of a worker's KV pool, such as 4GiB."""
+    kv_bytes_max: Annotated[SizeOrNone, Parameter(name="--kv-memory")] = None
+    """Memory of a worker's KV pool, such as 4GiB. 0: 1GiB on CPUs; on GPUs, all that the rest of
+    the worker leaves of --gpu-memory-utilization."""
     num_blocks: PositiveOrNone = None
     """Number of blocks in the KV pool. 0: as many as --kv-memory holds."""
+    gpu_memory_utilization: GpuShare = 0.9
+    """Share of a GPU's total memory for a worker's weights, steps, CUDA graphs and KV pool, above 0
+    and up to 1. `tandem up` divides it among the workers on one GPU. If --kv-memory or --num-blocks
+    is given, the pool has that size, whatever the share is."""
     kv_host_bytes: Annotated[Size, Parameter(name="--kv-host-memory")] = 0
     """Host memory of each worker for copies of evicted KV blocks, such as 8GiB. 0: no copies in
     host memory."""
@@ -163,6 +172,17 @@ class EngineOptions(Options):
     tensor_parallel: Positive = 1
     """Number of processes (ranks) that compute each step of a worker together, on CPUs with native
     kernels. Each rank has its share of the model's weights."""
+
+    @property
+    def has_default_pool(self) -> bool:
+        """True if no option gives the size of the KV pool."""
+        return self.kv_bytes_max is None and self.num_blocks is None
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of the KV pool if `num_blocks` is None. On a GPU, the runner sets `kv_bytes_max`
+        before this is read (`Runner.with_pool_size`)."""
+        return self.kv_bytes_max or KV_BYTES_ON_CPU
 
     @property
     def tiers(self) -> tuple[str, ...]:

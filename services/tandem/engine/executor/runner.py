@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,7 +25,9 @@ from tandem.engine.cache.layout.kv_groups import (
     model_layout,
 )
 from tandem.engine.cache.layout.pool_memory import create_shared, own_pages, size_shared
+from tandem.engine.executor.gpu_memory import GpuMemory
 from tandem.engine.executor.kernel_choice import choose_kernels
+from tandem.engine.executor.largest_step import largest_step
 from tandem.engine.executor.native.decoder import NativeDecoder, SentStep
 from tandem.engine.executor.native.lora import PackedLora
 from tandem.engine.executor.native.rank_memory import RankMemory
@@ -41,7 +43,6 @@ from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
 from tandem.models.limits import check_settings, max_context
 from tandem.models.memory import (
-    Memory,
     Need,
     keeps_quantized,
     read_memory,
@@ -63,7 +64,6 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # compute steps of a bfloat16 model with at most this many tokens, and torch computes larger steps.
 # A small step spends most of the time reading weights, which the native kernels do faster.
 _NATIVE_TOKENS_MAX = 16
-_GPU_POLL_S = 0.5  # seconds between two reads of the GPU's free memory while a worker waits for it
 # Instruction set -> another set whose fp32 code is the same, so that both compute the same bits.
 _FP32_AS = {"amx": "avx512", "avx512_bf16": "avx512"}
 
@@ -149,11 +149,14 @@ class ModelRunner:
             if kernels == "triton"
             else ""
         )
+        self._num_seqs_max = config.max_num_seqs
+        self._gpu = GpuMemory(self.device, config) if self.device.type == "cuda" else None
+        self._given_pool_bytes = 0
         if member_of is None:  # rank 0 checks for all ranks, before any of them loads weights
-            _check_memory(
+            self._given_pool_bytes = _check_memory(
                 config,
                 folder,
-                self.device,
+                self._gpu,
                 dtype=dtype_name,
                 kernels=kernels,
                 gpu_wait_s=gpu_wait_s,
@@ -173,45 +176,51 @@ class ModelRunner:
             self._members = Members(folder, config, fd, on_rank_end)
             pin_to_share(config, 0)
             memory = self._members.memory
-        weights = load_weights(
-            folder.weight_files,
-            model,
-            dtype=_DTYPES[dtype_name],
-            device=self.device,
-            kept_for=kernels if keeps else "",
-            on_progress=on_progress,
-        )
         self._small: NativeDecoder | TorchSteps | TritonSteps
         self._large: NativeDecoder | TorchSteps | TritonSteps
         # Name of the kernels, with the instruction set of native kernels, as in "native (avx512)".
         self.kernels_name: str = kernels
         self._triton: TritonSteps | None = None
-        if kernels == "triton":
-            # Imported here because Triton is not installed on every machine.
-            from tandem.engine.executor.triton.steps import TritonSteps
-
-            self._small = self._large = self._triton = TritonSteps(
+        with self._explains("the weights were loaded"):
+            weights = load_weights(
+                folder.weight_files,
                 model,
-                weights,
-                max_num_seqs=config.max_num_seqs,
-                max_model_len=self.max_model_len,
+                dtype=_DTYPES[dtype_name],
+                device=self.device,
+                kept_for=kernels if keeps else "",
+                on_progress=on_progress,
             )
-        elif kernels == "native":
-            self._small = self._large = native = NativeDecoder(
-                model, weights, num_threads=config.num_threads, int8=int8, memory=memory
-            )
-            self.kernels_name = f"native ({native.instructions or 'plain'})"
-            # With invariant numerics, the bits still depend on the instruction set.
-            if config.numerics == "invariant":
-                name = native.instructions or ""
-                self.numerics_name = f"invariant-{_FP32_AS.get(name, name)}"
-            widens = dtype_name == "bfloat16" and not native.multiplies_bf16
-            if widens and has_bfloat16(self.device) and not int8 and not keeps and not memory:
-                self._large = TorchSteps(model, weights, config.numerics)
-        else:
-            self._small = self._large = TorchSteps(model, weights, config.numerics)
+            if kernels == "triton":
+                # Imported here because Triton is not installed on every machine.
+                from tandem.engine.executor.triton.steps import TritonSteps
+
+                self._small = self._large = self._triton = TritonSteps(
+                    model,
+                    weights,
+                    max_num_seqs=config.max_num_seqs,
+                    max_model_len=self.max_model_len,
+                )
+            elif kernels == "native":
+                self._small = self._large = native = NativeDecoder(
+                    model, weights, num_threads=config.num_threads, int8=int8, memory=memory
+                )
+                self.kernels_name = f"native ({native.instructions or 'plain'})"
+                # With invariant numerics, the bits still depend on the instruction set.
+                if config.numerics == "invariant":
+                    name = native.instructions or ""
+                    self.numerics_name = f"invariant-{_FP32_AS.get(name, name)}"
+                widens = dtype_name == "bfloat16" and not native.multiplies_bf16
+                if widens and has_bfloat16(self.device) and not int8 and not keeps and not memory:
+                    self._large = TorchSteps(model, weights, config.numerics)
+            else:
+                self._small = self._large = TorchSteps(model, weights, config.numerics)
+        if self._gpu is not None:
+            self._gpu.weights_loaded()
         if self._members is not None:
             self._members.wait_until_loaded()
+
+    def _explains(self, doing: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._gpu is None else self._gpu.explains(doing)
 
     def close(self) -> None:
         """Ends the other ranks, if there are any. The runner cannot be used any more."""
@@ -232,6 +241,46 @@ class ModelRunner:
             computed_dtype=str(self._dtype).removeprefix("torch."),
         )
 
+    def with_pool_size(self, config: EngineConfig, step_tokens: int) -> EngineConfig:
+        """Returns the settings with the size of the KV pool for steps of at most `step_tokens`
+        tokens.
+
+        On a CPU, the settings do not change. On a GPU, the largest step and the graphs are measured
+        (gpu_memory.py). If the settings do not give the size, the pool gets the memory that is
+        left. Raises ConfigError if there is not enough memory.
+        """
+        gpu = self._gpu
+        if gpu is None:
+            return config
+        with gpu.explains("a step was measured"):
+            self._measure(gpu, step_tokens)
+            return gpu.with_pool_size(config, self._given_pool_bytes)
+
+    def _measure(self, gpu: GpuMemory, step_tokens: int) -> None:
+        """Measures the largest step and the graphs on a scratch pool, and frees the pool."""
+        batch, num_blocks = largest_step(
+            step_tokens,
+            self._num_seqs_max,
+            max_model_len=self.max_model_len,
+            block_size=self._block_size,
+            blocks_max=gpu.scratch_bytes // self.layout().block_bytes,
+            num_groups=len(self.layout().groups),
+        )
+        draws = [Draw(1.0, 10, 0.9, 0.1, seed=0, position=0)] * len(batch.slices)
+        pools = self._make_pools(self.layout(*[num_blocks] * len(self.layout().groups)))[1]
+        triton = self._triton
+        if triton is None:
+            gpu.measure(
+                lambda: None,
+                lambda: self._large.sample(self._large.forward(batch, pools), draws),
+            )
+            return
+        gpu.measure(
+            lambda: triton.prepare(pools),
+            lambda: triton.sample(triton.forward(batch, pools), draws),
+        )
+        triton.drop_graphs()
+
     def allocate(self, *num_blocks: int) -> None:
         """Allocates the pools and fills them with zeros. `num_blocks` has the number of blocks of
         each KV group's pool.
@@ -241,20 +290,27 @@ class ModelRunner:
 
         Raises ConfigError if there is not enough memory.
         """
-        layout = self.layout(*num_blocks)
+        with self._explains("the KV pool was allocated"):
+            self.kv, self.pools = self._make_pools(self.layout(*num_blocks))
+        if self._triton is not None:
+            with self._explains("the CUDA graphs were recorded"):
+                self._triton.prepare(self.pools)
+        if self._gpu is not None:
+            self._gpu.end()
+        if self._members is not None:
+            self._members.memory.post(messages.Allocate(num_blocks))
+
+    def _make_pools(self, layout: KvLayout) -> tuple[torch.Tensor, list[KvPool]]:
+        """Returns the memory of all pools, and the pools."""
         if self.device.type == "cpu":
-            self.kv = torch.frombuffer(self._pages(layout.pool_bytes), dtype=torch.uint8)
+            memory = torch.frombuffer(self._pages(layout.pool_bytes), dtype=torch.uint8)
         else:
-            self.kv = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=self.device)
-        parts = torch.split(self.kv, [group.layout.pool_bytes for group in layout.groups])
-        self.pools = [
+            memory = torch.zeros(layout.pool_bytes, dtype=torch.uint8, device=self.device)
+        parts = torch.split(memory, [group.layout.pool_bytes for group in layout.groups])
+        return memory, [
             make_pool(part.view(group.layout.num_blocks, -1), group.layout, self._static_of(group))
             for part, group in zip(parts, layout.groups, strict=True)
         ]
-        if self._triton is not None:
-            self._triton.prepare(self.pools)
-        if self._members is not None:
-            self._members.memory.post(messages.Allocate(num_blocks))
 
     def _pages(self, num_bytes: int) -> mmap.mmap:
         if self._pool_fd is None:
@@ -405,62 +461,27 @@ def has_bfloat16(device: torch.device) -> bool:
 def _check_memory(
     config: EngineConfig,
     folder: ModelFolder,
-    device: torch.device,
+    gpu: GpuMemory | None,
     *,
     dtype: str,
     kernels: str,
     gpu_wait_s: float,
-) -> None:
+) -> int:
     """Raises ConfigError if these settings need more memory than is free on the machine or the
-    GPU."""
+    GPU. Returns the bytes of a GPU's KV pool; 0 if the pool gets the memory that is left."""
+    if gpu is None:
+        _check_host(worker_need(config, folder, dtype=dtype, kernels=kernels))
+        return 0
     # On a GPU, --kv-host-memory must fit into the free host memory, and everything else into the
-    # free memory of the GPU.
-    if device.type == "cuda":
-        copies_bytes = config.kv_host_bytes
-        _require(Need(f"--kv-host-memory {copies_bytes}", copies_bytes, 0), read_memory())
-        config = replace(config, kv_host_bytes=0)
-        need = worker_need(config, folder, dtype=dtype, kernels=kernels)
-        _require_on_gpu(need, device, gpu_wait_s)
-    else:
-        _require(worker_need(config, folder, dtype=dtype, kernels=kernels), read_memory())
+    # memory of the GPU.
+    copies_bytes = config.kv_host_bytes
+    _check_host(Need(f"--kv-host-memory {copies_bytes}", copies_bytes, 0))
+    need = worker_need(replace(config, kv_host_bytes=0), folder, dtype=dtype, kernels=kernels)
+    pool_bytes = 0 if config.has_default_pool else need.pool_bytes
+    gpu.begin(need.weights_bytes, pool_bytes, gpu_wait_s)
+    return pool_bytes
 
 
-def _require(need: Need, memory: Memory) -> None:
-    if too_much := why_too_much(need, 1, memory):
+def _check_host(need: Need) -> None:
+    if too_much := why_too_much(need, 1, read_memory()):
         raise ConfigError(too_much)
-
-
-def _require_on_gpu(need: Need, device: torch.device, wait_s: float) -> None:
-    """Raises ConfigError if the GPU does not get enough free memory within `wait_s` seconds.
-
-    CUDA frees a process's memory only after the end of the process, and not while another process
-    has mapped the memory. UCX maps a peer's whole KV pool when two workers connect over CUDA IPC,
-    and keeps it mapped until the mapping process ends. So a worker that was killed may leave its
-    GPU full.
-    """
-    memory = _gpu_memory(device)
-    needed_bytes = need.pool_bytes + need.weights_bytes
-    if wait_s > 0 and memory.free_bytes < needed_bytes <= memory.total_bytes:
-        log.warning(
-            "this worker needs %.1f GB of the GPU's memory, and %.1f of %.1f GB are free; it waits "
-            "up to %g s, because peers of a killed worker may still have its KV pool mapped",
-            needed_bytes / 1e9,
-            memory.free_bytes / 1e9,
-            memory.total_bytes / 1e9,
-            wait_s,
-        )
-        ends_at = time.monotonic() + wait_s
-        while time.monotonic() < ends_at and memory.free_bytes < needed_bytes:
-            time.sleep(_GPU_POLL_S)
-            memory = _gpu_memory(device)
-    if too_much := why_too_much(need, 1, memory):
-        if needed_bytes <= memory.total_bytes:
-            too_much += (
-                ", or end what uses the GPU; if a worker of this GPU was killed, its peers keep "
-                "its KV pool mapped until they are restarted"
-            )
-        raise ConfigError(too_much)
-
-
-def _gpu_memory(device: torch.device) -> Memory:
-    return Memory("the GPU", *torch.cuda.mem_get_info(device))

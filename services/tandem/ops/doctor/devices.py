@@ -4,6 +4,9 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+from tandem.cluster.gpu_check import read_driver
+from tandem.cluster.gpu_check import why_unusable as why_gpus_unusable
+from tandem.common import cuda_build
 from tandem.ops.doctor.host import Finding, HostFiles
 from tandem.transfer.nixl import cuda_version
 from tandem.transfer.nixl.reach import gpu_devices, host_identity
@@ -12,28 +15,24 @@ from tandem_kernels.native.library import load, why_unusable
 _NIXL_MIN = (1, 5)  # oldest NIXL version that `pip install tandem-llm[nixl]` accepts
 _UCX_PACKAGES = ("libucx-cu13", "libucx-cu12", "libucx")
 _PCI_DISPLAY = "0x03"  # class of graphics cards and of other GPUs
-_DRIVER = re.compile(r"Kernel Module.*?\s(\d+)\.(\d[\d.]*)")
-# CUDA major version -> oldest driver version that supports it:
-# https://docs.nvidia.com/deploy/cuda-compatibility/
-_DRIVER_MIN = {"12": 525, "13": 580}
 
 
 def gpus(host: HostFiles) -> Finding:
     """Checks the GPUs visible to this process, their driver, and whether PyTorch can use them."""
     number = len(list((host.root / "dev").glob("nvidia[0-9]*")))
-    driver = _DRIVER.search(host.text("proc/driver/nvidia/version"))
+    driver = read_driver(host.root)
     if not number and driver:
         cost = "this container has no GPU, so workers compute on the CPU"
         remedy = "use `docker run --gpus all`, or set `worker.gpu.count` in the chart"
-        return Finding("GPU", f"none, driver {driver[1]}.{driver[2]}", cost, remedy)
+        return Finding("GPU", f"none, driver {driver}", cost, remedy)
     if not number:
         cost = "workers compute on the CPU"
         return Finding("GPU", "none", cost, "use a host with a GPU if CPUs are too slow")
     models = sorted({name for name in map(_model, _cards(host)) if name})
-    version = f"{driver[1]}.{driver[2]}" if driver else "unknown"
-    found = f"{number} x {' and '.join(models) or 'NVIDIA'}, driver {version}"
-    cost, remedy = _unusable(int(driver[1]) if driver else None)
-    return Finding("GPU", found, cost, remedy)
+    found = f"{number} x {' and '.join(models) or 'NVIDIA'}, driver {driver or 'unknown'}"
+    if unusable := why_gpus_unusable(driver):
+        return Finding("GPU", found, f"{unusable.why}: no GPU is used", unusable.remedy)
+    return Finding("GPU", found)
 
 
 def kernels(host: HostFiles) -> Finding:
@@ -59,21 +58,6 @@ def _model(card: str) -> str:
     return match[1].strip() if match else ""
 
 
-def _unusable(driver: int | None) -> tuple[str, str]:
-    """Returns why the installed PyTorch cannot use a GPU with this driver, and a remedy. Returns
-    ("", "") if it can."""
-    if (cuda := cuda_version.cuda_of_torch()) == "cpu":
-        return (
-            "PyTorch is built for CPUs, so workers do not use the GPU",
-            "install PyTorch's CUDA build",
-        )
-    oldest = _DRIVER_MIN.get(cuda, 0)
-    if driver is not None and driver < oldest:
-        cost = f"PyTorch is built for CUDA {cuda}, which needs driver {oldest}: no GPU is used"
-        return cost, "update the driver, or install PyTorch's build for an older CUDA"
-    return "", ""
-
-
 def nixl(host: HostFiles) -> Finding:
     """Checks that NIXL is installed in a supported version, and on a host with a GPU that it is
     built for PyTorch's version of CUDA."""
@@ -83,9 +67,9 @@ def nixl(host: HostFiles) -> Finding:
         remedy = "pip install 'tandem-llm[nixl]'"
         cost = "KV blocks are sent over gRPC, which is slower"
         return Finding("NIXL", "not installed", cost, remedy)
-    version = cuda_version.installed_version(package)
+    version = cuda_build.installed_version(package)
     ucx = next(
-        (f"UCX {v}" for name in _UCX_PACKAGES if (v := cuda_version.installed_version(name))),
+        (f"UCX {v}" for name in _UCX_PACKAGES if (v := cuda_build.installed_version(name))),
         "its UCX",
     )
     found = f"{package} {version or 'unknown'} with {ucx}, UCX_TLS="
@@ -97,7 +81,7 @@ def nixl(host: HostFiles) -> Finding:
         return Finding("NIXL", found, cost, f"pip install '{package}>={least}'")
     if gpu_devices(host.root) and (why := cuda_version.why_cuda_differs(package)):
         cost = f"{why}: if NIXL cannot read the GPU's memory, KV blocks are sent over gRPC"
-        remedy = f"pip install nixl-cu{cuda_version.cuda_of_torch()}"
+        remedy = f"pip install nixl-cu{cuda_build.cuda_of_torch()}"
         return Finding("NIXL", found, cost, remedy)
     return Finding("NIXL", found)
 

@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tandem.common.cuda_build import cuda_of_torch
 from tandem.errors import Incompatible, InternalError, TandemError, WorkerLost
-from tandem.transfer.nixl.cuda_version import cuda_of_torch, nixl_modules, why_cuda_differs
+from tandem.transfer.nixl.cuda_version import nixl_modules, why_cuda_differs
 from tandem.transfer.nixl.messages import RemotePool
 from tandem.transfer.nixl.ucx_mode import (
     UcxMode,

@@ -4,11 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cluster.launch.options import LaunchOptions, check_gpus, make_spec
+from tandem.cluster.gpu_check import Cards, Driver
+from tandem.cluster.launch import options as launch_options
+from tandem.cluster.launch.options import (
+    LaunchOptions,
+    check_gpu_memory,
+    check_gpus,
+    make_spec,
+)
+from tandem.common import cuda_build
 from tandem.common.config.cluster import Pool
 from tandem.common.config.router import AdmissionOptions
 from tandem.common.options import parse, to_argv
 from tandem.errors import ConfigError
+from tandem.models.folder import ModelFolder
+from tandem.models.source import resolve
 from tests.harness.programs import parse_router, parse_worker
 
 
@@ -132,17 +142,154 @@ def test_workers_on_gpus_share_them_if_told_or_if_they_would_do_without(
     assert spec.workers_per_gpu == limit
 
 
-def test_more_workers_than_the_gpus_take_are_refused_where_no_machine_can_join() -> None:
-    words = ["--device", "cuda", "--prefill", "1", "--decode", "4"]
-    options = parse(LaunchOptions, "tandem up", words)
-    check_gpus(options, 5)
-    with pytest.raises(ConfigError, match="needs an NVIDIA GPU, and this machine shows none"):
-        check_gpus(options, 0)
-    with pytest.raises(ConfigError, match=r"5 workers .* 2 GPUs .* --workers-per-gpu to 3"):
-        check_gpus(options, 2)
-    check_gpus(parse(LaunchOptions, "tandem up", [*words, "--workers-per-gpu", "3"]), 2)
-    check_gpus(parse(LaunchOptions, "tandem up", [*words, "--listen", "10.0.0.1"]), 2)
-    check_gpus(parse(LaunchOptions, "tandem up", words[2:]), 2)
+DRIVER = Driver(580, "65.06")
+GB = 10**9
+
+
+@pytest.fixture
+def cuda_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch is built for CUDA 13."""
+    version = {"torch": "2.13.0+cu130"}
+    monkeypatch.setattr(cuda_build, "installed_version", lambda name: version.get(name, ""))
+
+
+def refusal(words: str, num_gpus: int, driver: Driver = DRIVER, fault: str = "") -> str:
+    options = parse(LaunchOptions, "tandem up", words.split())
+    with pytest.raises(ConfigError) as refused:
+        check_gpus(options, num_gpus, driver, Cards(fault=fault))
+    assert "\n" not in refused.value.message
+    return refused.value.message
+
+
+@pytest.mark.usefixtures("cuda_torch")
+class TestGpus:
+    @pytest.mark.parametrize(
+        ("words", "num_gpus"),
+        [
+            ("--device cuda", 1),  # one prefill and one decode worker share the GPU
+            ("--device cuda --decode 4", 5),
+            ("--device cuda --decode 4 --workers-per-gpu 3", 2),
+            ("--device cuda --decode 4 --listen 10.0.0.1", 2),
+            ("--device cuda --listen 10.0.0.1", 0),
+            ("--decode 4", 1),
+            ("--decode 4", 0),
+            ("--device cpu", 0),
+        ],
+    )
+    def test_workers_that_fit_or_that_wait_for_other_machines(
+        self, words: str, num_gpus: int
+    ) -> None:
+        options = parse(LaunchOptions, "tandem up", words.split())
+        check_gpus(options, num_gpus, DRIVER, Cards())
+
+    def test_without_a_gpu(self) -> None:
+        assert "needs an NVIDIA GPU, and this machine shows none: use --device cpu" in refusal(
+            "--device cuda", 0
+        )
+
+    def test_four_workers_on_one_gpu(self) -> None:
+        assert refusal("--device cuda --prefill 2 --decode 2", 1) == (
+            "4 workers do not fit on 1 GPU with 2 on each; lower --prefill or --decode, or raise "
+            "--workers-per-gpu to 4, which divides the GPU's memory among them"
+        )
+        assert "5 workers do not fit on 2 GPUs with 1 on each" in refusal(
+            "--device cuda --decode 4", 2
+        )
+
+    @pytest.mark.parametrize("listen", ["", " --listen 10.0.0.1"])
+    def test_a_driver_that_is_too_old(self, listen: str) -> None:
+        assert refusal(f"--device cuda{listen}", 1, Driver(535, "129.03")) == (
+            "--device cuda cannot be used: PyTorch is built for CUDA 13, which needs driver 580, "
+            "and this machine has 535.129.03; update the driver, or install PyTorch's build for an "
+            "older CUDA, or use --device cpu"
+        )
+
+    def test_a_driver_that_does_not_start(self) -> None:
+        fault = "CUDA does not start: system has unsupported display driver (error 803)"
+        said = refusal("--device cuda", 1, fault=fault)
+        assert said.startswith(f"--device cuda cannot be used: {fault}; check the driver with ")
+
+    def test_pytorch_for_cpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cuda_build, "installed_version", lambda _: "2.13.0+cpu")
+        assert "PyTorch is built for CPUs" in refusal("--device cuda", 1)
+        options = parse(LaunchOptions, "tandem up", ["--device", "auto"])
+        check_gpus(options, 1, Driver(535, ""), Cards())  # its workers use CPUs
+
+    def test_ranks_on_a_gpu(self) -> None:
+        with pytest.raises(ConfigError, match=r"set device to cpu .* or tensor-parallel to 1"):
+            parse(LaunchOptions, "tandem up", ["--device", "cuda", "--tensor-parallel", "2"])
+
+
+@pytest.mark.parametrize(
+    ("words", "num_gpus", "share"),
+    [
+        ("--device cuda", 0, 0.9),
+        ("--device cuda", 1, 0.45),
+        ("--device cuda", 2, 0.9),
+        ("--device cuda --decode 3 --workers-per-gpu 4", 1, 0.225),
+        ("--device cuda --decode 2 --workers-per-gpu 4", 1, 0.3),
+        ("--device cuda --decode 6 --workers-per-gpu 7 --gpu-memory-utilization 0.8", 1, 0.1142),
+        ("--decode 2", 1, 0.3),
+        ("--decode 4", 2, 0.3),
+        ("--device cpu --decode 4", 2, 0.9),
+        ("--autoscale on --autoscale-max 3", 1, 0.15),
+        ("--autoscale on --autoscale-max 3 --workers-per-gpu 2", 1, 0.45),
+        ("--autoscale dry-run --autoscale-max 3", 1, 0.45),
+        ("--device cuda --listen 10.0.0.1", 1, 0.9),
+    ],
+)
+def test_the_workers_of_a_gpu_divide_its_memory(
+    words: str, num_gpus: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_options, "count_gpus", lambda _: num_gpus)
+    options = parse(LaunchOptions, "tandem up", words.split())
+    for pool in ("prefill", "decode"):
+        spec = make_spec(options, cluster_id="c", run_folder=Path("/run"), model=Path("m"))
+        argv = spec.pools[pool].command  # type: ignore[index]
+        option = "--gpu-memory-utilization"
+        given = float(argv[argv.index(option) + 1]) if option in argv else 0.9
+        assert given == pytest.approx(share)
+
+
+class TestGpuMemory:
+    """smollm2 has 134,515,008 parameters, of 2 bytes each in bfloat16."""
+
+    @pytest.fixture
+    def model(self) -> ModelFolder:
+        return resolve("smollm2")
+
+    @pytest.mark.parametrize(
+        ("words", "sizes"),
+        [
+            ("", ()),
+            ("", (1 * GB,)),
+            ("--device cpu", (GB // 1000,)),
+            ("--kv-memory 200000000", (1 * GB,)),
+        ],
+    )
+    def test_enough_or_unknown(
+        self, words: str, sizes: tuple[int, ...], model: ModelFolder
+    ) -> None:
+        options = parse(LaunchOptions, "tandem up", words.split())
+        check_gpu_memory(options, model, Cards(sizes))
+
+    def test_weights_that_are_larger_than_a_workers_part(self, model: ModelFolder) -> None:
+        options = parse(LaunchOptions, "tandem up", ["--dtype", "bfloat16"])
+        check_gpu_memory(options, model, Cards((GB // 2, GB // 2)))
+        with pytest.raises(ConfigError) as refused:
+            check_gpu_memory(options, model, Cards((GB // 2,)))
+        assert refused.value.message == (
+            "each of 2 workers may use 225,000,000 of a GPU's 500,000,000 bytes "
+            "(--gpu-memory-utilization 0.9), and the model has 269,030,016 bytes of weights; "
+            "choose a smaller or a quantized model, start fewer workers on a GPU (--prefill, "
+            "--decode), or use --device cpu"
+        )
+
+    def test_a_pool_that_is_larger_than_the_gpu(self) -> None:
+        options = parse(LaunchOptions, "tandem up", ["--kv-memory", "600000000"])
+        with pytest.raises(ConfigError, match=r"--kv-memory 600000000: each of 2 workers .*lower"):
+            check_gpu_memory(options, None, Cards((GB,)))
+        check_gpu_memory(options, None, Cards((GB, GB)))
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,8 @@ def num_blocks_of(config: EngineConfig, block_bytes: int) -> int:
         num_blocks = config.num_blocks
         given = f"--num-blocks is {config.num_blocks}"
     else:
-        num_blocks = config.kv_bytes_max // block_bytes
-        given = f"--kv-memory is {config.kv_bytes_max}, and a block takes {block_bytes} bytes"
+        num_blocks = config.kv_bytes // block_bytes
+        given = f"--kv-memory is {config.kv_bytes}, and a block takes {block_bytes} bytes"
     if num_blocks < 1:
         raise ConfigError(f"{given}; the KV pool needs at least one block")
     return num_blocks

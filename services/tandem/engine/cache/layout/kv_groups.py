@@ -248,7 +248,7 @@ def divide_pool(
     """
     one = layout()
     equal = num_blocks_of(config, one.block_bytes)
-    left = config.kv_bytes_max if config.num_blocks is None else equal * one.block_bytes
+    left = config.kv_bytes if config.num_blocks is None else equal * one.block_bytes
     furthest = max(one.groups, key=lambda group: group.window or sys.maxsize)
     sizes: dict[KvGroup, int] = {}
     for group in one.groups:

@@ -76,6 +76,11 @@ class TritonSteps:
             for pool in pools:
                 pool.memory.zero_()
 
+    def drop_graphs(self) -> None:
+        """Frees the graphs and the pools of the last `prepare`."""
+        self._pools = None
+        del self._graphs
+
     def sample(
         self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None
     ) -> list[int]:
