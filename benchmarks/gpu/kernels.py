@@ -40,8 +40,9 @@ from tandem.models.config.model import ModelConfig
 from tandem_kernels.kv_cache import KvPool, layer_of, make_pool
 from tandem_kernels.sampling import Draw
 from tandem_kernels.triton.blocks import pack, pack_spans
-from tandem_kernels.triton.decode_attention import choose_num_splits, decode_attention
+from tandem_kernels.triton.decode_attention import choose_splits, decode_attention
 from tandem_kernels.triton.prefill_attention import prefill_attention
+from tandem_kernels.triton.tuning import num_multiprocessors
 
 RESULTS = Path("benchmarks") / "results" / "gpu.json"
 GREEDY = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
@@ -142,11 +143,13 @@ def measure_attention(bench: Bench, *, layer_major: bool) -> None:
     queries = torch.randn(
         size.batch, size.heads, size.head_dim, dtype=torch.bfloat16, device=device
     )
-    num_splits = choose_num_splits(size.batch, size.kv_heads, size.attention_context, device)
+    splits = choose_splits(
+        size.batch, size.kv_heads, size.attention_context, num_multiprocessors(device)
+    )
 
     def decode() -> None:
         for layer_kv in views:
-            decode_attention(queries, layer_kv, tables, lens, num_splits=num_splits)
+            decode_attention(queries, layer_kv, tables, lens, splits=splits)
 
     read = size.batch * size.attention_context * token_bytes
     what = f"decode attention, {size.batch} x {size.attention_context}, {name}"
