@@ -43,7 +43,25 @@ def tuned(
         prune_configs_by={"early_config_prune": fitting},
         cache_results=True,
     )
-    return decorate
+
+    def decorate_and_list(kernel: Any) -> Any:
+        kernel = decorate(kernel)
+        _tuned_kernels.append(kernel)
+        return kernel
+
+    return decorate_and_list
+
+
+_tuned_kernels: list[Any] = []
+
+
+def choices() -> dict[str, dict[str, str]]:
+    """Returns the config that tuning has chosen in this process, for each kernel and key. The first
+    values of a key are those of the arguments in `tuned`'s `key`."""
+    return {
+        kernel.base_fn.__name__: {str(key): str(config) for key, config in kernel.cache.items()}
+        for kernel in _tuned_kernels
+    }
 
 
 def is_interpreted() -> bool:
