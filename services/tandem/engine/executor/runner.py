@@ -23,6 +23,7 @@ from tandem.engine.cache.layout.kv_groups import (
     model_layout,
 )
 from tandem.engine.cache.layout.pool_memory import create_shared, own_pages, size_shared
+from tandem.engine.executor.card_dtypes import check_dtypes, is_old
 from tandem.engine.executor.kernel_choice import choose_kernels
 from tandem.engine.executor.native.decoder import NativeDecoder, SentStep
 from tandem.engine.executor.native.lora import PackedLora
@@ -109,6 +110,8 @@ class ModelRunner:
         torch.set_num_threads(config.num_threads)
         self.device = _choose_device(config.device)
         dtype_name = compute_dtype(config, has_bfloat16=has_bfloat16(self.device))
+        stored = folder.config.torch_dtype
+        check_dtypes(config, self.device, dtype=dtype_name, checkpoint_dtype=stored)
         self._kv_dtype = dtype_name if config.kv_dtype == "auto" else config.kv_dtype
         self.kv_dtype_name = self._kv_dtype
         self.max_model_len = max_context(config, folder.config)
@@ -372,7 +375,7 @@ def has_bfloat16(device: torch.device) -> bool:
     """Returns whether the device multiplies bfloat16 in hardware. Without hardware support,
     bfloat16 is emulated, which is slower than float32."""
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
+        return not is_old(device)
     return cpu_has_bfloat16()
 
 
