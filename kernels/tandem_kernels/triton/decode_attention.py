@@ -184,7 +184,7 @@ def _power_of_2_below(n: int) -> int:
     return 1 << (max(1, n).bit_length() - 1)
 
 
-def _fits(config: triton.Config, arguments: Mapping[str, Any]) -> bool:
+def _fits(config: triton.Config, arguments: Mapping[str, Any], arch: int) -> bool:
     """Returns whether a tile of keys fits into registers with this config."""
     tile = config.kwargs["KEYS"] * arguments["BLOCK_D"]
     return bool(tile <= _TILE_PER_WARP_MAX * config.num_warps)
