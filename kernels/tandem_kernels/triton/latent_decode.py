@@ -152,10 +152,6 @@ def _attend_latent_split(
 
     heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_row = heads < NUM_HEADS
-    parts = (seq * NUM_HEADS + heads) * num_splits + split
-    if (first >= end) & (num_splits > 1):
-        tl.store(log_sums + parts, float("-inf"), mask=is_row)
-        return
     tokens = tl.zeros((ROWS,), tl.int64) + seq
     q_latent, q_turned = load_queries(
         absorbed,
@@ -186,14 +182,16 @@ def _attend_latent_split(
         KEYS,
         True,
     )
-    is_empty = sums == 0.0  # true if the context has no keys
+    is_empty = sums == 0.0  # true if the range has no keys
     sums = tl.where(is_empty, 1.0, sums)
     result = accumulator / sums[:, None]
     ranks = tl.arange(0, BLOCK_RANK)
+    parts = (seq * NUM_HEADS + heads) * num_splits + split
     tl.store(
         partials + parts[:, None] * RANK + ranks[None, :],
         result.to(partials.dtype.element_ty),
         mask=is_row[:, None] & (ranks < RANK)[None, :],
     )
     if num_splits > 1:
-        tl.store(log_sums + parts, maxima + tl.log2(sums), mask=is_row)
+        log_sum = tl.where(is_empty, float("-inf"), maxima + tl.log2(sums))
+        tl.store(log_sums + parts, log_sum, mask=is_row)
