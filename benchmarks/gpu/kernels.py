@@ -33,6 +33,7 @@ from benchmarks.gpu.model import LLAMA_3_8B, SMOKE, Size, make_weights, weight_b
 from benchmarks.gpu.peer import generate_with_transformers
 from benchmarks.gpu.tiers import measure_tiers
 from tandem.engine.cache.layout.block_layout import BlockLayout
+from tandem.engine.executor.step_tokens import default_step_tokens
 from tandem.engine.executor.triton.steps import TritonSteps
 from tandem.engine.executor.weights.decoder_weights import ModelWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
@@ -40,8 +41,9 @@ from tandem.models.config.model import ModelConfig
 from tandem_kernels.kv_cache import KvPool, layer_of, make_pool
 from tandem_kernels.sampling import Draw
 from tandem_kernels.triton.blocks import pack, pack_spans
-from tandem_kernels.triton.decode_attention import choose_num_splits, decode_attention
+from tandem_kernels.triton.decode_attention import choose_splits, decode_attention
 from tandem_kernels.triton.prefill_attention import prefill_attention
+from tandem_kernels.triton.tuning import choices, num_multiprocessors
 
 RESULTS = Path("benchmarks") / "results" / "gpu.json"
 GREEDY = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
@@ -125,7 +127,8 @@ def paged_pool(bench: Bench, *, layer_major: bool, num_blocks: int, layers: int)
 
 
 def measure_attention(bench: Bench, *, layer_major: bool) -> None:
-    """Both attentions in one layout, layer after layer as in a model; packing for a transfer."""
+    """Both attentions in one layout, layer after layer as in a model; packing for a transfer. Run
+    after `measure_model`, it uses the tiles that the server has chosen."""
     size, device = bench.size, bench.device
     name = "layer-major" if layer_major else "block-major"
     width = -(-size.attention_context // size.block_size)
@@ -142,11 +145,13 @@ def measure_attention(bench: Bench, *, layer_major: bool) -> None:
     queries = torch.randn(
         size.batch, size.heads, size.head_dim, dtype=torch.bfloat16, device=device
     )
-    num_splits = choose_num_splits(size.batch, size.kv_heads, size.attention_context, device)
+    splits = choose_splits(
+        size.batch, size.kv_heads, max_model_len(size), num_multiprocessors(device)
+    )
 
     def decode() -> None:
         for layer_kv in views:
-            decode_attention(queries, layer_kv, tables, lens, num_splits=num_splits)
+            decode_attention(queries, layer_kv, tables, lens, splits=splits)
 
     read = size.batch * size.attention_context * token_bytes
     what = f"decode attention, {size.batch} x {size.attention_context}, {name}"
@@ -253,13 +258,19 @@ def generate(bench: Bench, steps: TritonSteps, pools: list[KvPool]) -> None:
 
 def run(size: Size, device: torch.device, *, with_peer: bool) -> list[dict[str, Any]]:
     bench = Bench(size, device)
+    config, weights = make_weights(size, device)
+    ours_s = 0.0
+    # The server's start tunes the kernels, so it runs before any kernel is measured.
+    with bench.part("steps"):
+        ours_s = measure_model(bench, config, weights)
+    tuned_by_server = choices()
     for layer_major in (False, True):
         with bench.part(f"attention, {'layer' if layer_major else 'block'}-major"):
             measure_attention(bench, layer_major=layer_major)
-    config, weights = make_weights(size, device)
-    ours_s = 0.0
-    with bench.part("steps"):
-        ours_s = measure_model(bench, config, weights)
+            if choices() != tuned_by_server:
+                raise RuntimeError(
+                    "the benchmark ran a kernel in a form that the server never runs"
+                )
     if with_peer:
         with bench.part("transformers' continuous batching", torch.no_grad):
             peer_s = generate_with_transformers(size, config, weights, device)
@@ -269,10 +280,19 @@ def run(size: Size, device: torch.device, *, with_peer: bool) -> list[dict[str, 
     return bench.rows
 
 
+def max_model_len(size: Size) -> int:
+    """The longest context of the measured steps. The number of ranges of decode depends on it."""
+    return max(_longest_decode(size), size.chunks[-1])
+
+
+def _longest_decode(size: Size) -> int:
+    return max(size.step_context, size.prompt + size.made)
+
+
 def measure_model(bench: Bench, config: ModelConfig, weights: ModelWeights) -> float:
     """All steps; answers the seconds of the peer's job."""
     size = bench.size
-    longest = max(size.step_context, size.prompt + size.made)
+    longest = _longest_decode(size)
     num_blocks = max(
         size.batch * -(-longest // size.block_size), -(-size.chunks[-1] // size.block_size)
     )
@@ -285,7 +305,8 @@ def measure_model(bench: Bench, config: ModelConfig, weights: ModelWeights) -> f
         config,
         weights,
         max_num_seqs=size.batch,
-        max_model_len=max(longest, size.chunks[-1]),
+        max_model_len=max_model_len(size),
+        step_tokens=default_step_tokens(bench.device),
     )
     steps.prepare(pools)
     measure_steps(bench, steps, pools)
@@ -315,6 +336,7 @@ def main() -> None:
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     versions["triton"] = triton.__version__
     result = {"device": card, "versions": versions, "size": asdict(size), "rows": rows}
+    result["tuned"] = choices()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
 

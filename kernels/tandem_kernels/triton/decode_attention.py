@@ -6,12 +6,17 @@ keys (Dao et al., "Flash-Decoding for long-context inference", 2023). Two kernel
 1. `_attend_split` has one program for each sequence, KV head and range. The program computes the
    attention of the heads that share the KV head to the keys of the range. It also returns the
    logarithm of the softmax sum of the range.
-2. `_weigh_splits` has one program for each sequence and head. The program combines the results of
-   the ranges: the weighted mean with the weights 2^(log sum - largest log sum).
+2. `_weigh_splits` has one program for each sequence and head, and for each 128 dimensions of the
+   head. The program combines the results of the ranges: the weighted mean with the weights
+   2^(log sum - largest log sum).
+
+A CUDA graph records the number of ranges, but not the lengths of contexts. So a graph of many
+sequences has enough ranges for a long context, and short contexts leave most of them empty: the
+program of an empty range ends at once, and the second kernel reads nothing of the range.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,12 +24,30 @@ import triton.language as tl
 
 from tandem_kernels.triton.attention_loop import LOG2_E, attend, start_state
 from tandem_kernels.triton.kv_rows import check_scales
-from tandem_kernels.triton.tuning import device_name, next_power_of_2, num_multiprocessors, tuned
+from tandem_kernels.triton.tuning import device_name, next_power_of_2, tuned
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 _SPLITS_MAX = 64
+# A range of the longest possible context has at most this many keys, so that the programs of one
+# long sequence do not run long after those of the others have ended.
+_RANGE_KEYS_MAX = 4096
+# Contexts are cut into more ranges than fill the device only if a range has this many keys or more.
+# The result of a range then takes less than 1% of the bytes of its keys and values.
+_RANGE_KEYS_MIN = tl.constexpr(1024)
+# Largest number of programs, relative to the number that fills the device. Most programs of a step
+# with short contexts are empty, and each still has to be started.
+_WAVES_MAX = 32
+_JOINED_DIMS = 128  # dimensions of a program of `_weigh_splits`
 # Largest number of elements of a key tile per warp; with twice as many, registers spill.
 _TILE_PER_WARP_MAX = 4096
+
+
+class Splits(NamedTuple):
+    """How contexts are cut into ranges. A context of up to `num_filling` * 1,024 keys has
+    `num_filling` ranges, a longer one has more, of at least 1,024 keys each, up to `num_splits`."""
+
+    num_splits: int
+    num_filling: int  # at most num_splits
 
 
 def decode_attention(
@@ -33,7 +56,7 @@ def decode_attention(
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     *,
-    num_splits: int,
+    splits: Splits,
     window: int | None = None,
     scale: float | None = None,
     cap: float | None = None,
@@ -60,6 +83,7 @@ def decode_attention(
     assert layer_kv.stride()[3:] == (head_dim, 1)
     group_size = num_heads // num_kv_heads
     out = queries.new_empty(num_seqs, num_heads, head_dim)
+    num_splits = splits.num_splits
     if num_splits == 1:
         # With one split the kernel does not write `log_sums`, so any tensor can be passed.
         partials, log_sums = out.unsqueeze(2), out
@@ -85,7 +109,7 @@ def decode_attention(
         layer_kv.stride(2),
         block_tables.stride(0),
         (head_dim**-0.5 if scale is None else scale) * LOG2_E.value,
-        num_splits,
+        *splits,
         GROUP_SIZE=group_size,
         ROWS=max(16, next_power_of_2(group_size)),
         HEAD_DIM=head_dim,
@@ -110,41 +134,57 @@ def join_splits(
     """Combines the results of the ranges, `partials` [B, heads, splits, D], into `out` [B, heads,
     D].
 
-    log_sums    [B, heads, splits]: logarithm of the softmax sum, in base 2; -inf: an empty range
+    log_sums    [B, heads, splits]: logarithm of the softmax sum, in base 2; -inf: an empty range,
+                whose result is not read
     """
     num_seqs, num_heads, num_splits, head_dim = partials.shape
-    _weigh_splits[(num_seqs, num_heads)](
+    block_d = min(_JOINED_DIMS, max(16, next_power_of_2(head_dim)))
+    _weigh_splits[(num_seqs, num_heads, triton.cdiv(head_dim, block_d))](
         partials,
         log_sums,
         out,
         out if sinks is None else sinks,  # without sinks, the kernel does not read this argument
         num_splits,
         HEAD_DIM=head_dim,
-        BLOCK_D=max(16, next_power_of_2(head_dim)),
+        BLOCK_D=block_d,
         SPLITS=next_power_of_2(num_splits),
         HAS_SINKS=sinks is not None,
     )
 
 
-def choose_num_splits(
+def choose_splits(
     num_seqs: int,
     num_kv_heads: int,
     context_len_max: int,
-    device: torch.device,
+    num_multiprocessors: int,
     programs: int = _PROGRAMS_PER_MULTIPROCESSOR,
-) -> int:
-    """Returns the number of ranges into which each context is split, a power of 2. It gives each
-    multiprocessor about `programs` programs.
+) -> Splits:
+    """Returns how to cut contexts so that about `programs` programs for each multiprocessor run at
+    any time. Both numbers of ranges are powers of 2.
 
-    A CUDA graph records this number, so it must not depend on the actual context lengths of a step,
-    only on the largest possible one.
+    If the sequences alone have fewer programs than that, contexts of any length are cut. If they
+    have enough, only long contexts are cut: otherwise the last programs, or those of the longest
+    context, would leave most multiprocessors idle.
+
+    A CUDA graph records these numbers, so they must not depend on the actual context lengths of a
+    step, only on the largest possible one.
     """
-    wanted = programs * num_multiprocessors(device) // (num_seqs * num_kv_heads)
-    useful = max(1, context_len_max // 64)
-    return 1 << (max(1, min(wanted, useful, _SPLITS_MAX)).bit_length() - 1)
+    num_full = programs * num_multiprocessors
+    num_heads = num_seqs * num_kv_heads
+    useful = min(_SPLITS_MAX, max(1, context_len_max // 64))
+    num_filling = _power_of_2_below(min(useful, num_full // num_heads))
+    long = triton.cdiv(context_len_max, _RANGE_KEYS_MAX)
+    allowed = min(useful, _WAVES_MAX * num_full // num_heads)
+    wanted = min(next_power_of_2(long), _power_of_2_below(allowed))
+    return Splits(max(num_filling, wanted), num_filling)
 
 
-def _fits(config: triton.Config, arguments: Mapping[str, Any]) -> bool:
+def _power_of_2_below(n: int) -> int:
+    """Returns the largest power of 2 up to n; 1 if n is less than 1."""
+    return 1 << (max(1, n).bit_length() - 1)
+
+
+def _fits(config: triton.Config, arguments: Mapping[str, Any], arch: int) -> bool:
     """Returns whether a tile of keys fits into registers with this config."""
     tile = config.kwargs["KEYS"] * arguments["BLOCK_D"]
     return bool(tile <= _TILE_PER_WARP_MAX * config.num_warps)
@@ -167,7 +207,7 @@ def _fits(config: triton.Config, arguments: Mapping[str, Any]) -> bool:
     fits=_fits,
 )
 @triton.jit(
-    do_not_specialize=["num_splits", "stride_table"],
+    do_not_specialize=["num_splits", "num_filling", "stride_table"],
     do_not_specialize_on_alignment=["block_tables", "context_lens"],
 )
 def _attend_split(
@@ -186,6 +226,7 @@ def _attend_split(
     stride_table,
     scale,
     num_splits,
+    num_filling,
     GROUP_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -203,13 +244,17 @@ def _attend_split(
     num_heads = GROUP_SIZE * tl.num_programs(1)
     context_len = tl.load(context_lens + seq)
     start = tl.maximum(context_len - WINDOW, 0) // KEYS * KEYS if WINDOW else 0
-    split_len = tl.cdiv(tl.cdiv(context_len - start, num_splits), KEYS) * KEYS
+    split_len = range_len(context_len - start, num_splits, num_filling, KEYS)
     first = start + split * split_len
     end = tl.minimum(first + split_len, context_len)
 
     rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, BLOCK_D)
     heads = kv_head * GROUP_SIZE + rows
+    parts = (seq * num_heads + heads) * num_splits + split
+    if (first >= end) & (num_splits > 1):
+        tl.store(log_sums + parts, float("-inf"), mask=rows < GROUP_SIZE)
+        return
+    dims = tl.arange(0, BLOCK_D)
     is_element = (rows < GROUP_SIZE)[:, None] & (dims < HEAD_DIM)[None, :]
     places = heads[:, None] * HEAD_DIM + dims[None, :]
     q = tl.load(queries + seq * stride_query + places, mask=is_element, other=0.0)
@@ -233,21 +278,27 @@ def _attend_split(
         CAP,
         True,
     )
-    is_empty = sums == 0.0  # true if the range has no keys
+    is_empty = sums == 0.0  # true if the context has no keys
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=rows < GROUP_SIZE, other=0.0).to(tl.float32) * LOG2_E
         sums += tl.where(is_empty, 0.0, tl.exp2(sink - maxima))
     sums = tl.where(is_empty, 1.0, sums)
     result = accumulator / sums[:, None]
-    parts = (seq * num_heads + heads) * num_splits + split
     tl.store(
         partials + parts[:, None] * HEAD_DIM + dims[None, :],
         result.to(partials.dtype.element_ty),
         mask=is_element,
     )
     if num_splits > 1:
-        log_sum = tl.where(is_empty, float("-inf"), maxima + tl.log2(sums))
-        tl.store(log_sums + parts, log_sum, mask=rows < GROUP_SIZE)
+        tl.store(log_sums + parts, maxima + tl.log2(sums), mask=rows < GROUP_SIZE)
+
+
+@triton.jit
+def range_len(num_keys, num_splits, num_filling, KEYS: tl.constexpr):
+    """Returns the number of keys of a range of a context with `num_keys` keys, a multiple of
+    KEYS. See `Splits`."""
+    least = tl.minimum(tl.cdiv(num_keys, num_filling), _RANGE_KEYS_MIN)
+    return tl.cdiv(tl.maximum(tl.cdiv(num_keys, num_splits), least), KEYS) * KEYS
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -264,7 +315,7 @@ def _weigh_splits(
 ):
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     splits = tl.arange(0, SPLITS)
-    dims = tl.arange(0, BLOCK_D)
+    dims = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     is_split = splits < num_splits
     log_sum = tl.load(log_sums + row * num_splits + splits, mask=is_split, other=float("-inf"))
     largest = tl.max(log_sum, 0)
@@ -277,7 +328,8 @@ def _weigh_splits(
         total += tl.where(total == 0.0, 0.0, tl.exp2(sink - largest))
     weights = weights / tl.where(total == 0.0, 1.0, total)
     places = (row * num_splits + splits)[:, None] * HEAD_DIM + dims[None, :]
-    is_element = is_split[:, None] & (dims < HEAD_DIM)[None, :]
+    has_keys = log_sum > float("-inf")
+    is_element = has_keys[:, None] & (dims < HEAD_DIM)[None, :]
     parts = tl.load(partials + places, mask=is_element, other=0.0)
     result = tl.sum(parts * weights[:, None], 0)
     tl.store(out + row * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)

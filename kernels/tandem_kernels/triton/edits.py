@@ -45,7 +45,6 @@ def edited(logits: torch.Tensor, edits: Sequence[Edit | None]) -> torch.Tensor:
         len(edits),
         num_tokens,
         TILE=_TILE,
-        num_warps=4,
         enable_fp_fusion=False,  # no fused multiply-add, so that results equal those on the host
     )
     masks = [(row, edit.mask) for row, edit in enumerate(edits) if edit and edit.mask is not None]

@@ -12,7 +12,12 @@ import triton
 import triton.language as tl
 
 from tandem_kernels.triton.attention_loop import LOG2_E, start_state
-from tandem_kernels.triton.decode_attention import choose_num_splits, join_splits
+from tandem_kernels.triton.decode_attention import (
+    Splits,
+    choose_splits,
+    join_splits,
+    range_len,
+)
 from tandem_kernels.triton.latent_loop import (
     LatentQueries,
     attend_latents,
@@ -30,7 +35,7 @@ def latent_decode_attention(
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     *,
-    num_splits: int,
+    splits: Splits,
     scale: float,
 ) -> torch.Tensor:
     """Returns the attended latents [B, heads, rank], in the queries' dtype.
@@ -46,6 +51,7 @@ def latent_decode_attention(
     rope = rotated.shape[2]
     check_latents(queries, layer_kv)
     out = absorbed.new_empty(num_seqs, num_heads, rank)
+    num_splits = splits.num_splits
     if num_splits == 1:
         # With one split the kernel does not write `log_sums`, so any tensor can be passed.
         partials, log_sums = out.unsqueeze(2), out
@@ -70,7 +76,7 @@ def latent_decode_attention(
         layer_kv.stride(0),
         block_tables.stride(0),
         scale * LOG2_E.value,
-        num_splits,
+        *splits,
         NUM_HEADS=num_heads,
         RANK=rank,
         BLOCK_RANK=max(16, next_power_of_2(rank)),
@@ -85,12 +91,12 @@ def latent_decode_attention(
 
 
 def choose_latent_splits(
-    num_seqs: int, num_heads: int, context_len_max: int, device: torch.device
-) -> int:
-    """Returns the number of ranges as choose_num_splits does, for one program per multiprocessor,
+    num_seqs: int, num_heads: int, context_len_max: int, num_multiprocessors: int
+) -> Splits:
+    """Returns the numbers of ranges as choose_splits does, for one program per multiprocessor,
     because a program of latent attention uses all shared memory of a multiprocessor."""
     num_tiles = triton.cdiv(num_heads, _HEADS_MAX)
-    return choose_num_splits(num_seqs, num_tiles, context_len_max, device, programs=1)
+    return choose_splits(num_seqs, num_tiles, context_len_max, num_multiprocessors, programs=1)
 
 
 @tuned(
@@ -109,7 +115,7 @@ def choose_latent_splits(
     key=["NUM_HEADS", "RANK", "ROPE", "BLOCK_SIZE", "num_splits"],
 )
 @triton.jit(
-    do_not_specialize=["num_splits", "stride_table"],
+    do_not_specialize=["num_splits", "num_filling", "stride_table"],
     do_not_specialize_on_alignment=["block_tables", "context_lens"],
 )
 def _attend_latent_split(
@@ -126,6 +132,7 @@ def _attend_latent_split(
     stride_table,
     scale,
     num_splits,
+    num_filling,
     NUM_HEADS: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
@@ -139,7 +146,7 @@ def _attend_latent_split(
     seq = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
     context_len = tl.load(context_lens + seq)
-    split_len = tl.cdiv(tl.cdiv(context_len, num_splits), KEYS) * KEYS
+    split_len = range_len(context_len, num_splits, num_filling, KEYS)
     first = split * split_len
     end = tl.minimum(first + split_len, context_len)
 

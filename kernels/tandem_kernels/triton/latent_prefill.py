@@ -4,6 +4,7 @@ The rows, pairs of a query and a head, are divided into tiles as in prefill_atte
 single KV head. Each latent is read once for all rows of a tile.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from tandem_kernels.triton.latent_loop import (
 )
 from tandem_kernels.triton.prefill_attention import SMALL_TOKENS, tile_of
 from tandem_kernels.triton.tuning import device_name, next_power_of_2, tuned
+
+# Largest number of elements of accumulators per warp. With twice as many, registers spill.
+_TILE_PER_WARP_MAX = 2048
 
 
 def latent_prefill_attention(
@@ -72,6 +76,12 @@ def latent_prefill_attention(
     return out
 
 
+def _fits(config: triton.Config, arguments: Mapping[str, Any], arch: int) -> bool:
+    """Returns whether the accumulators of a tile fit into registers."""
+    tile = config.kwargs["ROWS"] * arguments["BLOCK_RANK"]
+    return bool(tile <= _TILE_PER_WARP_MAX * config.num_warps)
+
+
 @tuned(
     [
         triton.Config({"ROWS": rows, "KEYS": keys}, num_warps=num_warps, num_stages=num_stages)
@@ -86,6 +96,7 @@ def latent_prefill_attention(
         )
     ],
     key=["NUM_HEADS", "RANK", "ROPE", "BLOCK_SIZE", "size_class"],
+    fits=_fits,
 )
 @triton.jit(
     do_not_specialize=["num_seqs", "size_class", "stride_table"],

@@ -15,6 +15,7 @@ import triton.language as tl
 from tandem_kernels.logprobs import Logprobs, unpack
 from tandem_kernels.triton.tuning import next_power_of_2
 
+NUM_WARPS = 8
 _TILE = 4096
 
 
@@ -49,7 +50,7 @@ def logprobs(
         num_tiles,
         num_top,
         TILE=tile,
-        num_warps=8,
+        num_warps=NUM_WARPS,
     )
     most = largest.max(-1, keepdim=True).values
     total = (sums.double() * (largest - most).double().exp()).sum(-1, keepdim=True)

@@ -21,6 +21,7 @@ from tandem_kernels.lora import LoraPart
 from tandem_kernels.triton.attention_loop import product
 from tandem_kernels.triton.tuning import next_power_of_2
 
+NUM_WARPS = 8  # with 4, registers spill
 _ROWS = 16  # rows of a tile, required by tensor cores
 _INPUTS, _COLUMNS = 128, 64
 _RANKS_MAX = 64  # a kernel processes at most this many elements of the rank dimension at once
@@ -95,6 +96,7 @@ def add_lora(
         ROWS=_ROWS,
         RANKS=ranks,
         INPUTS=_INPUTS,
+        num_warps=NUM_WARPS,
     )
     _expand[(num_tiles, num_parts, triton.cdiv(columns_max, _COLUMNS))](
         out,
@@ -108,6 +110,7 @@ def add_lora(
         ROWS=_ROWS,
         RANKS=ranks,
         COLUMNS=_COLUMNS,
+        num_warps=NUM_WARPS,
     )
 
 

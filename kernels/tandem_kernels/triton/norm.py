@@ -25,6 +25,11 @@ def add_rms_norm(
     return _launch(x, delta, weight, eps)
 
 
+def num_warps(columns: int) -> int:
+    """Returns the number of warps for rows of `columns` columns."""
+    return min(16, max(1, columns // 512))
+
+
 def _launch(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
@@ -44,7 +49,7 @@ def _launch(
         HIDDEN=hidden,
         COLUMNS=columns,
         HAS_DELTA=delta is not None,
-        num_warps=min(16, max(1, columns // 512)),
+        num_warps=num_warps(columns),
     )
     return out
 

@@ -32,8 +32,6 @@ from tandem_kernels.triton.kv_rows import check_scales
 from tandem_kernels.triton.tuning import device_name, next_power_of_2, tuned
 
 SMALL_TOKENS = 256  # the kernel is tuned separately for steps with at most this many tokens
-# Largest number of elements of accumulators and scores per warp. With 20% more, registers spill.
-_TILES_PER_WARP_MAX = 5120
 
 
 def prefill_attention(
@@ -107,11 +105,20 @@ def prefill_attention(
     return out
 
 
-def _fits(config: triton.Config, arguments: Mapping[str, Any]) -> bool:
+def _fits(config: triton.Config, arguments: Mapping[str, Any], arch: int) -> bool:
     """Returns whether the accumulators and scores of a tile fit into registers."""
     rows, keys = config.kwargs["ROWS"], config.kwargs["KEYS"]
     tiles = rows * (arguments["BLOCK_D"] + keys)
-    return bool(tiles <= _TILES_PER_WARP_MAX * config.num_warps)
+    return bool(tiles <= _tiles_per_warp_max(arch) * config.num_warps)
+
+
+def _tiles_per_warp_max(arch: int) -> int:
+    """Returns the largest number of elements of accumulators and scores per warp. With more,
+    registers spill at most head sizes. The large products of Hopper (wgmma) and of Blackwell's data
+    center cards (tcgen05) read inputs from shared memory, others from registers."""
+    if 100 <= arch < 120:
+        return 5120
+    return 4608 if arch == 90 else 3072
 
 
 @tuned(
@@ -120,9 +127,11 @@ def _fits(config: triton.Config, arguments: Mapping[str, Any]) -> bool:
         for rows, keys, num_warps, num_stages in (
             (64, 64, 4, 3),
             (64, 64, 4, 2),
+            (64, 64, 8, 2),  # this and (128, 32, 8, 3): large heads
             (16, 64, 4, 3),
             (32, 64, 4, 3),
             (64, 32, 4, 5),
+            (128, 32, 8, 3),
             (128, 64, 8, 3),
             (128, 64, 8, 5),
             (128, 128, 8, 2),

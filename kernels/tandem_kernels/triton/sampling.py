@@ -31,6 +31,7 @@ from tandem_kernels.triton.tuning import next_power_of_2
 _UNIT = tl.constexpr(float(1 << 40))
 _LEVELS = tl.constexpr(8)
 _DEEPEST = tl.constexpr(28.0)  # exp(-28) is so small a weight that it rounds to 0
+NUM_WARPS = 8
 _TILE = 4096
 _LEVELS_TILE = 1024  # smaller than _TILE, because each token is compared with each level
 
@@ -66,7 +67,7 @@ def launch(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
         num_rows,
         TILE=min(_TILE, tile),
         LEVELS_TILE=min(_LEVELS_TILE, tile),
-        num_warps=8,
+        num_warps=NUM_WARPS,
     )
     return tokens
 

@@ -30,8 +30,8 @@ from tandem.net.rpc.tandem.v1.worker_pb2_grpc import (
     WorkerStub,
     add_WorkerServicer_to_server,
 )
-from tandem.transfer.grpc.producer import MESSAGE_BYTES, PROBE_BYTES_MAX, BlockServer
-from tandem.transfer.grpc.reservations import Reservations
+from tandem.transfer.grpc.producer import PROBE_BYTES_MAX, BlockServer
+from tandem.transfer.grpc.reservations import MESSAGE_BYTES, Reservations
 from tandem.transfer.grpc.transport import GrpcTransport
 from tandem.worker.engine_process.pool_view import MappedPool
 from tandem.worker.kv_pulls.checksums import checksums

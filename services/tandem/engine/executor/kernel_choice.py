@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from tandem.common.config.engine import EngineConfig
+from tandem.engine.executor.card_dtypes import describe, is_old
 from tandem.engine.executor.native.decoder import why_not_native
 from tandem.errors import ConfigError
 from tandem.models.config.model import ModelConfig
@@ -84,6 +85,8 @@ def why_not_triton(device: torch.device, numerics: str) -> str:
             f"the device is {device.type}, and Triton's interpreter is off (TRITON_INTERPRET=1 "
             "enables it)"
         )
+    if is_old(device):
+        return f"Triton needs compute capability 8.0 or later, and the card is {describe(device)}"
     return _why_no_launcher()
 
 

@@ -19,12 +19,12 @@ import torch
 from tandem.common.config.engine import EngineConfig
 from tandem.common.dtypes import compute_dtype, cpu_has_bfloat16
 from tandem.engine.cache.layout.kv_groups import (
-    STEP_TOKENS,
     KvGroup,
     KvLayout,
     model_layout,
 )
 from tandem.engine.cache.layout.pool_memory import create_shared, own_pages, size_shared
+from tandem.engine.executor.card_dtypes import check_dtypes, is_old
 from tandem.engine.executor.gpu_memory import GpuMemory
 from tandem.engine.executor.kernel_choice import choose_kernels
 from tandem.engine.executor.largest_step import largest_step
@@ -34,6 +34,7 @@ from tandem.engine.executor.native.rank_memory import RankMemory
 from tandem.engine.executor.ranks import messages
 from tandem.engine.executor.ranks.cores import pin_to_share
 from tandem.engine.executor.ranks.members import Members
+from tandem.engine.executor.step_tokens import default_step_tokens
 from tandem.engine.executor.torch.steps import TorchSteps
 from tandem.engine.executor.weights.kv_scales import fixed_scales
 from tandem.engine.executor.weights.load import OnProgress, ignore_progress, load_weights
@@ -115,6 +116,8 @@ class ModelRunner:
         torch.set_num_threads(config.num_threads)
         self.device = _choose_device(config.device)
         dtype_name = compute_dtype(config, has_bfloat16=has_bfloat16(self.device))
+        stored = folder.config.torch_dtype
+        check_dtypes(config, self.device, dtype=dtype_name, checkpoint_dtype=stored)
         self._kv_dtype = dtype_name if config.kv_dtype == "auto" else config.kv_dtype
         self.kv_dtype_name = self._kv_dtype
         self.max_model_len = max_context(config, folder.config)
@@ -143,7 +146,7 @@ class ModelRunner:
         self.dtype_name = dtype_name + form + "+long-rope" * model.is_long
         self._dtype = _DTYPES[dtype_name]
         self.numerics_name: str = config.numerics
-        self.tokens_per_step = _tokens_per_step(self.device)
+        self.tokens_per_step = default_step_tokens(self.device)
         self.why_no_budgets = (
             "the Triton kernels do not support KV budgets; the native and torch kernels do"
             if kernels == "triton"
@@ -199,6 +202,7 @@ class ModelRunner:
                     weights,
                     max_num_seqs=config.max_num_seqs,
                     max_model_len=self.max_model_len,
+                    step_tokens=config.max_tokens_per_step or self.tokens_per_step,
                 )
             elif kernels == "native":
                 self._small = self._large = native = NativeDecoder(
@@ -437,24 +441,11 @@ def _choose_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
-def _tokens_per_step(device: torch.device) -> int:
-    """Returns the default for the largest number of tokens in a step.
-
-    On CUDA, this is 16 tokens per multiprocessor, rounded down to a power of 2. For example, an
-    H100 with 132 multiprocessors gets 2,048 tokens. A product with 4,096 columns then has 512 tiles
-    of 128 x 128, about four for each multiprocessor.
-    """
-    if device.type != "cuda":
-        return STEP_TOKENS
-    wanted = 16 * torch.cuda.get_device_properties(device).multi_processor_count
-    return max(STEP_TOKENS, 1 << (int(wanted).bit_length() - 1))
-
-
 def has_bfloat16(device: torch.device) -> bool:
     """Returns whether the device multiplies bfloat16 in hardware. Without hardware support,
     bfloat16 is emulated, which is slower than float32."""
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
+        return not is_old(device)
     return cpu_has_bfloat16()
 
 

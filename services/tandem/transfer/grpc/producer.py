@@ -5,6 +5,7 @@ A consumer can read only blocks that a live lease has announced to the consumer.
 once, from the block pool into a gRPC message. The lease is checked again before each message is
 sent, because the engine may reuse the blocks once the lease has ended. A call has at most one
 message in memory, because gRPC takes the next message only when the consumer can receive it.
+Messages have about 1 MiB, or 16 MiB if the engine process copies the bytes (`PoolView`).
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -14,10 +15,8 @@ import grpc
 
 from tandem.net.rpc.block_bytes import encode
 from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
-from tandem.transfer.grpc.reservations import PoolOwner
+from tandem.transfer.grpc.reservations import MESSAGE_BYTES, PoolOwner
 
-# Approximate number of bytes of a message. A message has one or more whole blocks.
-MESSAGE_BYTES = 1 << 20
 PROBE_BYTES_MAX = 64 << 20
 
 
@@ -42,7 +41,7 @@ class BlockServer:
         self._owner = owner
         self._lent = lent
         self._on_served = on_served
-        self._blocks_a_message = max(1, round(MESSAGE_BYTES / block_bytes))
+        self._block_bytes = block_bytes
 
     async def fetch(self, request: pb.FetchBlocksRequest, context: Any) -> AsyncIterator[bytes]:
         """Yields messages with the requested blocks, in the requested order."""
@@ -56,8 +55,9 @@ class BlockServer:
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"some of the requested blocks were not announced for lease {lease_id}",
             )
-        for first in range(0, len(request.block_ids), self._blocks_a_message):
-            block_ids = request.block_ids[first : first + self._blocks_a_message]
+        num_blocks = max(1, round(self._owner.pool.message_bytes / self._block_bytes))
+        for first in range(0, len(request.block_ids), num_blocks):
+            block_ids = request.block_ids[first : first + num_blocks]
             blocks = await self._owner.pool.read(lease_id, block_ids)
             if self._lent(lease_id) is not lent:
                 await context.abort(grpc.StatusCode.ABORTED, "the lease has ended")

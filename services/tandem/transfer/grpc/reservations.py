@@ -15,6 +15,13 @@ from tandem.errors import LeaseLost
 
 Blocks = Sequence[bytes | memoryview]
 
+# Approximate number of bytes of a message. A message has one or more whole blocks.
+MESSAGE_BYTES = 1 << 20
+# The same if the engine process copies the bytes of each message. It does so only between two
+# steps, so that small messages would wait for a step each. At 25 GB/s, copying 16 MiB takes 0.7 ms.
+# The largest message that gRPC accepts here has 64 MiB.
+ENGINE_MESSAGE_BYTES = 16 << 20
+
 
 @dataclass(slots=True, eq=False)
 class PoolReservation:
@@ -68,6 +75,7 @@ class PoolView(Protocol):
     pool's memory."""
 
     spans: BlockSpans
+    message_bytes: int  # approximate size of the messages in which blocks are sent
 
     async def read(self, sequence_id: str, block_ids: Sequence[int]) -> Blocks:
         """Returns the bytes of blocks that the sequence holds.

@@ -26,7 +26,13 @@ from tandem.engine.cache.layout.pool_memory import map_shared
 from tandem.errors import ConfigError, Incompatible, InternalError, WorkerLost, from_code
 from tandem.net.observability.logs import STACKS_SIGNAL
 from tandem.net.socket_folder import make_socket_folder
-from tandem.transfer.grpc.reservations import Blocks, PoolReservation, PoolView, Reservations
+from tandem.transfer.grpc.reservations import (
+    ENGINE_MESSAGE_BYTES,
+    Blocks,
+    PoolReservation,
+    PoolView,
+    Reservations,
+)
 from tandem.transfer.nixl import messages as transfer
 from tandem.transfer.protocol import BlockPull
 from tandem.worker.engine_process import messages
@@ -366,6 +372,8 @@ class PoolThroughEngine:
     """Reads and writes the pool by messages to the engine process. The engine process applies these
     messages and other commands in the order in which they were sent.
     """
+
+    message_bytes = ENGINE_MESSAGE_BYTES
 
     def __init__(self, link: EngineLink, spans: BlockSpans) -> None:
         self._link = link

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 
 from tandem.engine.cache.layout.block_spans import BlockSpans
 from tandem.errors import InternalError, LeaseLost
-from tandem.transfer.grpc.reservations import Blocks, PoolReservation
+from tandem.transfer.grpc.reservations import MESSAGE_BYTES, Blocks, PoolReservation
 
 
 class MappedPool:
     """The pool's memory, mapped into this process. Reads return views, not copies."""
+
+    message_bytes = MESSAGE_BYTES
 
     def __init__(self, memory: mmap.mmap, spans: BlockSpans) -> None:
         self._memory = memoryview(memory)

@@ -32,7 +32,20 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A PATH of one empty folder, as in an image without a compiler; CC is not set."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return tmp_path
+
+
+def test_a_card_before_ampere_is_computed_by_torch(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    program(path, "gcc")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    assert choose_kernels(EngineConfig(model="m"), CUDA, MODEL) == "torch"
+    assert "the card is Tesla T4 (compute capability 7.5)" in caplog.text
+    with pytest.raises(ConfigError, match=r"Triton needs compute capability 8\.0 or later"):
+        choose_kernels(EngineConfig(model="m", kernels="triton"), CUDA, MODEL)
 
 
 def test_without_a_c_compiler_torch_computes_and_it_is_said(

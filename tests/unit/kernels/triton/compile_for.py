@@ -1,23 +1,31 @@
 """Compiles every Triton kernel for a CUDA architecture; needs no device.
 
-`python tests/unit/kernels/triton/compile_for.py 90` writes a line for the first config of each
-kernel, with -v for all: registers a thread, bytes spilled, shared memory, as ptxas reports them.
-With -s it leaves out forms that are like others.
+`python tests/unit/kernels/triton/compile_for.py 90` compiles the first config of each kernel. With
+-s it leaves out forms that are like others. With -v it compiles every config that the tuner tries
+for the architecture, and attention for more head sizes and groups.
+
+It prints a line for each config: registers a thread and bytes spilled, as ptxas reports them, bytes
+of shared memory, the instruction of matrix products, and "left out" if the tuner does not choose
+the config on a card of the architecture. Its exit status is 1, and the last lines say why, if
+
+- all compiled configs of a kernel spill registers or need more shared memory than the card has, or
+- a product of 64 rows or more does not use the large products of the architecture.
 """
 
 from __future__ import annotations
 
+import io
 import re
-import subprocess
 import sys
-import tempfile
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
-from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import create_function_from_signature
 
 from tandem_kernels.triton import (
@@ -37,6 +45,21 @@ from tandem_kernels.triton import (
     rope_cache,
     sampling,
 )
+from tandem_kernels.triton.tuning import TunedKernel
+
+# Largest shared memory of a program, in bytes: CUDA C++ Programming Guide, "Technical
+# Specifications per Compute Capability".
+SHARED_MAX = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+# The instruction of products of 64 rows or more, where an architecture has one.
+LARGE_PRODUCT = {90: "wgmma", 100: "tcgen05"}
+# Warps of kernels that are launched with another number than Triton's default, 4.
+NUM_WARPS = {
+    "_add_rms_norm": norm.num_warps(4096),
+    "_sample": sampling.NUM_WARPS,
+    "_measure": logprobs.NUM_WARPS,
+    "_shrink": lora.NUM_WARPS,
+    "_expand": lora.NUM_WARPS,
+}
 
 PAGED = {"queries": "*bf16", "kv": "*bf16", "block_tables": "*i32", "context_lens": "*i32"}
 PAGED |= {"kv_scales": "*bf16"}
@@ -48,7 +71,6 @@ GPT_OSS = LLAMA3 | {"WINDOW": 128, "GROUP_SIZE": 8, "HEAD_DIM": 64, "BLOCK_D": 6
 GPT_OSS |= {"HAS_SINKS": True}
 MISTRAL = LLAMA3 | {"WINDOW": 4096}
 GEMMA2 = MISTRAL | {"CAP": 72.0, "GROUP_SIZE": 2, "HEAD_DIM": 256, "BLOCK_D": 256}
-QWEN = LLAMA3 | {"GROUP_SIZE": 7, "HEAD_DIM": 80}
 MIXTRAL = {"NUM_OUT": 28672, "NUM_IN": 4096, "NUM_EXPERTS": 8, "SLOTS_OF_ROW": 2}
 MIXTRAL |= {"COLUMNS": 64, "INPUTS": 64}
 
@@ -95,7 +117,7 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
     (
         decode_attention._weigh_splits,
         {"partials": "*fp32", "log_sums": "*fp32", "out": "*bf16", "sinks": "*bf16"},
-        {"HEAD_DIM": 128, "BLOCK_D": 128, "SPLITS": 16, "HAS_SINKS": True},
+        {"HEAD_DIM": 128, "BLOCK_D": 128, "SPLITS": 64, "HAS_SINKS": True},
     ),
     (
         prefill_attention._attend_chunks,
@@ -195,6 +217,7 @@ KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         {"TILE": 4096, "LEVELS_TILE": 1024},
     ),
     (edits._edit, {"logits": "*fp32", "numbers": "*i32"}, {"TILE": 256}),
+    (edits._mask, {"logits": "*fp32", "words": "*i32"}, {"TILE": 4096}),
     (
         logprobs._measure,
         dict.fromkeys(("logits", "largest", "sums", "chosen"), "*fp32")
@@ -239,49 +262,128 @@ MORE_KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
         PACKED | AWQ | PREFILL,
     ),
 ]
-# Groups and heads that are no power of 2.
-ODD_KERNELS: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
-    (
-        decode_attention._attend_split,
-        PAGED | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
-        QWEN | {"ROWS": 16},
-    ),
-    (
-        prefill_attention._attend_chunks,
-        PAGED | {"query_starts": "*i32", "out": "*bf16"} | SCALARS,
-        QWEN,
-    ),
-]
+
+
+def attention_of(
+    head_dim: int, group_size: int
+) -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
+    """Decode and prefill attention of a Llama with other heads."""
+    block_d = max(16, 1 << (head_dim - 1).bit_length())
+    heads = LLAMA3 | {"GROUP_SIZE": group_size, "HEAD_DIM": head_dim, "BLOCK_D": block_d}
+    return [
+        (
+            decode_attention._attend_split,
+            PAGED | {"partials": "*fp32", "log_sums": "*fp32"} | SCALARS,
+            heads | {"ROWS": 16},
+        ),
+        (
+            prefill_attention._attend_chunks,
+            PAGED | {"query_starts": "*i32", "out": "*bf16"} | SCALARS,
+            heads,
+        ),
+    ]
+
+
+# Head sizes and groups of models, also those that are no power of 2.
+MORE_HEADS = [
+    form
+    for head_dim in (64, 96, 128, 256)
+    for group_size in (1, 4, 7, 16)
+    if (head_dim, group_size) != (128, 4)  # in MORE_KERNELS
+    for form in attention_of(head_dim, group_size)
+] + attention_of(80, 7)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A config of a kernel, compiled for an architecture."""
+
+    kernel: str
+    config: triton.Config
+    registers: int  # a thread
+    spilled: int  # bytes a thread
+    shared: int  # bytes a program
+    product: str  # instruction of matrix products: wgmma, tcgen05, mma or nothing
+    rows: int  # rows of a tile of the product; 0 if the kernel has none
+
+    def is_left_out(self, arch: int) -> bool:
+        """Returns whether the tuner does not choose this config."""
+        return self.spilled > 0 or self.shared > SHARED_MAX[arch]
+
+    def line(self, arch: int) -> str:
+        size = f"{self.registers:4} registers{self.spilled:5} spilled{self.shared:7} shared"
+        end = "  left out" if self.is_left_out(arch) else ""
+        return f"{self.kernel:26}{size} {self.product:8}{self.config}{end}"
 
 
 def compile_kernel(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], target: GPUTarget
-) -> list[tuple[str, Any]]:
-    """Returns (config, compiled kernel) of each config that the kernel is tuned over."""
-    configs, function = [triton.Config({}, num_warps=8)], kernel
-    if isinstance(kernel, Autotuner):
-        configs, function = kernel.early_config_prune(kernel.configs, {}, **constants), kernel.fn
-    compiled = []
-    for config in configs if "-v" in sys.argv else configs[:1]:
-        constexprs = constants | config.kwargs
-        names = function.arg_names
-        signature = {
-            name: "constexpr" if name in constexprs else types.get(name, "i32") for name in names
-        }
-        # As at run time for tensors' addresses and for strides.
-        aligned = [["tt.divisibility", 16]]
-        attrs = {
-            (i,): aligned
-            for i, name in enumerate(names)
-            if (signature[name].startswith("*") or name.startswith("stride"))
-            and not function.params[i].do_not_specialize
-            and not function.params[i].do_not_specialize_on_alignment
-        }
-        source = ASTSource(function, signature, constexprs, attrs)
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        bind(function, target)
-        compiled.append((str(config), triton.compile(source, target=target, options=options)))
-    return compiled
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int, *, first_only: bool
+) -> list[Compiled]:
+    """Compiles the configs that the tuner tries for these constants, or the first one of them."""
+    function = kernel.fn if isinstance(kernel, TunedKernel) else kernel
+    name = function.__name__
+    configs = [triton.Config({}, num_warps=NUM_WARPS.get(name, 4))]
+    if isinstance(kernel, TunedKernel):
+        configs = kernel.fitting(constants, arch)
+    return [
+        _compile(function, types, constants, config, arch)
+        for config in (configs[:1] if first_only else configs)
+    ]
+
+
+def _compile(
+    function: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    config: triton.Config,
+    arch: int,
+) -> Compiled:
+    target = GPUTarget("cuda", arch, 32)
+    constexprs = constants | config.kwargs
+    names = function.arg_names
+    signature = {
+        name: "constexpr" if name in constexprs else types.get(name, "i32") for name in names
+    }
+    # As at run time for tensors' addresses and for strides.
+    aligned = [["tt.divisibility", 16]]
+    attrs = {
+        (i,): aligned
+        for i, name in enumerate(names)
+        if (signature[name].startswith("*") or name.startswith("stride"))
+        and not function.params[i].do_not_specialize
+        and not function.params[i].do_not_specialize_on_alignment
+    }
+    source = ASTSource(function, signature, constexprs, attrs)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    bind(function, target)
+    report = io.StringIO()
+    knobs.nvidia.dump_ptxas_log = True
+    with redirect_stdout(report):
+        compiled = triton.compile(source, target=target, options=options)
+    registers, spilled = (
+        int(re.search(pattern, report.getvalue())[1])
+        for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+    )
+    ptx = compiled.asm["ptx"]
+    products = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
+    product = next((name for name, text in products.items() if text in ptx), "")
+    rows = constexprs.get("ROWS", 0) if product else 0
+    shared = compiled.metadata.shared
+    return Compiled(function.__name__, config, registers, spilled, shared, product, rows)
+
+
+def faults(compiled: list[Compiled], arch: int) -> list[str]:
+    """Returns what is wrong with the configs of a kernel, for an architecture."""
+    found = []
+    if all(each.is_left_out(arch) for each in compiled):
+        found.append(f"no config is left: {compiled[0].line(arch)}")
+    wanted = LARGE_PRODUCT.get(arch)
+    found += [
+        f"{wanted} is not used: {each.line(arch)}"
+        for each in compiled
+        if wanted and each.rows >= 64 and each.product != wanted and not each.is_left_out(arch)
+    ]
+    return found
 
 
 def bind(function: Any, target: GPUTarget) -> None:
@@ -294,38 +396,19 @@ def bind(function: Any, target: GPUTarget) -> None:
     assert set(bound.values()) == {16}, bound
 
 
-def resources(compiled: Any, arch: int) -> tuple[int, int, int]:
-    """Registers a thread, bytes spilled, bytes of shared memory."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    suffix = "a" if arch >= 90 else ""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
-        ptx.write(compiled.asm["ptx"])
-        ptx.flush()
-        done = subprocess.run(
-            [get_ptxas(arch).path, "-v", f"-arch=sm_{arch}{suffix}", ptx.name, "-o", "/dev/null"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    registers = int(re.search(r"Used (\d+) registers", done.stderr)[1])
-    spilled = int(re.search(r"(\d+) bytes spill stores", done.stderr)[1])
-    return registers, spilled, compiled.metadata.shared
-
-
 def main() -> None:
     arch = int(sys.argv[1])
-    target = GPUTarget("cuda", arch, 32)
+    is_long = "-v" in sys.argv
     kernels = KERNELS if "-s" in sys.argv else KERNELS + MORE_KERNELS
-    kernels = kernels + ODD_KERNELS if "-v" in sys.argv else kernels
+    kernels = kernels + MORE_HEADS if is_long else kernels
+    wrong = []
     for kernel, types, constants in kernels:
-        lines = []
-        for config, compiled in compile_kernel(kernel, types, constants, target):
-            registers, spilled, shared = resources(compiled, arch)
-            lines.append((spilled, registers, shared, config))
-        for spilled, registers, shared, config in lines:
-            name = kernel.fn.__name__
-            print(f"{name:20}{registers:4} registers{spilled:5} spilled{shared:7} shared {config}")
+        compiled = compile_kernel(kernel, types, constants, arch, first_only=not is_long)
+        for each in compiled:
+            print(each.line(arch), flush=True)
+        wrong += faults(compiled, arch)
+    print("\n".join(wrong))
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tandem_kernels.triton.decode_attention import choose_num_splits, decode_attention
+from tandem_kernels.triton.decode_attention import Splits, choose_splits, decode_attention
 from tests.unit.kernels.triton.paged import TOLERANCES, Paged, name_of, random_queries
 
 
@@ -20,6 +20,7 @@ def check(
     head_dim: int = 64,
     block_size: int = 16,
     num_splits: int = 1,
+    num_filling: int | None = None,
     dtype: torch.dtype = torch.float32,
     kv_dtype: str = "",
     window: int | None = None,
@@ -46,7 +47,7 @@ def check(
         paged.layer,
         paged.block_tables,
         paged.context_lens,
-        num_splits=num_splits,
+        splits=Splits(num_splits, num_filling or num_splits),
         window=window,
         sinks=sinks,
         scales=paged.scales,
@@ -126,8 +127,53 @@ def test_all_together(
     )
 
 
-def test_splits_fill_the_card_but_not_finer_than_the_context() -> None:
-    cpu = torch.device("cpu")
-    assert choose_num_splits(1, 1, 8192, cpu) == 4
-    assert choose_num_splits(1, 1, 128, cpu) == 2
-    assert choose_num_splits(64, 8, 8192, cpu) == 1
+@pytest.mark.parametrize("window", [None, 1300])
+def test_only_a_long_context_has_more_ranges_than_fill_the_device(
+    window: int | None, device: torch.device
+) -> None:
+    sizes = {"group_size": 2, "num_kv_heads": 1, "head_dim": 16}
+    check([2100, 40, 0], device, num_splits=4, num_filling=1, window=window, **sizes)
+
+
+H100 = 132
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "context_len_max", "wanted"),
+    [
+        # Few sequences: the device is filled with contexts of any length.
+        (1, 8192, Splits(64, 64)),
+        (1, 128, Splits(2, 2)),
+        (8, 8192, Splits(8, 8)),
+        # The sequences alone fill the device: only long contexts are cut.
+        (40, 4096, Splits(1, 1)),
+        (40, 8192, Splits(2, 1)),
+        (64, 131_072, Splits(32, 1)),
+        # A long context has 32 ranges although 8 would fill the device with equal contexts.
+        (8, 131_072, Splits(32, 8)),
+        # Many sequences: the number of programs is bounded.
+        (512, 131_072, Splits(4, 1)),
+        (4096, 131_072, Splits(1, 1)),
+    ],
+)
+def test_splits_of_llama_on_an_h100(num_seqs: int, context_len_max: int, wanted: Splits) -> None:
+    assert choose_splits(num_seqs, 8, context_len_max, H100) == wanted
+
+
+@pytest.mark.parametrize("num_multiprocessors", [1, 40, 108, 132, 148])
+@pytest.mark.parametrize("num_kv_heads", [1, 4, 8, 40])
+@pytest.mark.parametrize("context_len_max", [1, 63, 1000, 32_768, 1_000_000])
+def test_long_contexts_fill_the_device_at_any_batch(
+    num_multiprocessors: int, num_kv_heads: int, context_len_max: int
+) -> None:
+    for num_seqs in (1, 2, 5, 39, 40, 72, 256, 1000):
+        splits = choose_splits(num_seqs, num_kv_heads, context_len_max, num_multiprocessors)
+        assert 1 <= splits.num_filling <= splits.num_splits <= max(1, context_len_max // 64)
+        heads = num_seqs * num_kv_heads
+        if context_len_max >= 32_768:
+            least = min(2 * num_multiprocessors, 64 * heads)
+            assert heads * splits.num_splits >= least, (num_seqs, splits)
+            # No range has more keys than 4,096, unless there would be too many programs.
+            is_bounded = heads * splits.num_splits > 16 * 4 * num_multiprocessors
+            is_most = splits.num_splits == 64
+            assert context_len_max / splits.num_splits <= 4096 or is_bounded or is_most

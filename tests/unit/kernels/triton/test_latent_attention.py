@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tandem_kernels import norm, rope
+from tandem_kernels.triton.decode_attention import Splits
 from tandem_kernels.triton.latent_cache import rotate_and_store_latents
 from tandem_kernels.triton.latent_decode import choose_latent_splits, latent_decode_attention
 from tandem_kernels.triton.latent_loop import LatentQueries
@@ -55,6 +56,7 @@ def check_decode(
     rope: int = 8,
     block_size: int = 16,
     num_splits: int = 1,
+    num_filling: int | None = None,
     dtype: torch.dtype = torch.float32,
     kv_dtype: str = "",
 ) -> None:
@@ -65,7 +67,7 @@ def check_decode(
         paged.layer,
         paged.block_tables,
         paged.context_lens,
-        num_splits=num_splits,
+        splits=Splits(num_splits, num_filling or num_splits),
         scale=(rank + rope) ** -0.5,
     )
     assert out.shape == (len(lens), num_heads, rank)
@@ -110,6 +112,10 @@ def check_prefill(
             expected = expected_of(paged, seq, queries.rows(*rows))
             found = out[slice(*rows)].double()
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_only_a_long_context_has_more_ranges_than_fill_the_device(device: torch.device) -> None:
+    check_decode([1600, 20, 0], device, num_heads=2, num_splits=4, num_filling=1)
 
 
 @pytest.mark.parametrize("num_splits", [1, 8])
@@ -208,6 +214,16 @@ def test_rotation_and_cache_write(
     assert torch.equal(found[untouched], before[untouched])
 
 
-def test_one_program_a_multiprocessor() -> None:
-    cpu = torch.device("cpu")
-    assert choose_latent_splits(1, 16, 8192, cpu) == 1
+@pytest.mark.parametrize(
+    ("num_seqs", "num_heads", "context_len_max", "wanted"),
+    [
+        (1, 128, 8192, Splits(64, 64)),  # 128 heads are two tiles
+        (1, 16, 128, Splits(2, 2)),
+        (200, 128, 4096, Splits(1, 1)),
+        (200, 128, 131_072, Splits(8, 1)),  # 16 would be more than 32 * 132 programs
+    ],
+)
+def test_one_program_a_multiprocessor(
+    num_seqs: int, num_heads: int, context_len_max: int, wanted: Splits
+) -> None:
+    assert choose_latent_splits(num_seqs, num_heads, context_len_max, 132) == wanted

@@ -17,9 +17,10 @@ from tandem.engine.executor.triton.inputs import StepViews
 from tandem.engine.executor.weights.decoder_weights import LayerWeights
 from tandem.models.config.model import ModelConfig
 from tandem_kernels.kv_cache import LayerKv
-from tandem_kernels.triton.decode_attention import choose_num_splits, decode_attention
+from tandem_kernels.triton.decode_attention import choose_splits, decode_attention
 from tandem_kernels.triton.prefill_attention import prefill_attention
 from tandem_kernels.triton.rope_cache import Angles, rotate_and_store
+from tandem_kernels.triton.tuning import num_multiprocessors
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +93,11 @@ class HeadAttention:
             at.kv.numbers,
             at.step.block_tables[at.group, :num_single],
             at.step.context_lens[:num_single],
-            num_splits=choose_num_splits(
+            splits=choose_splits(
                 num_single,
                 at.kv.numbers.shape[1],
                 min(self._max_model_len, at.window or self._max_model_len),
-                queries.device,
+                num_multiprocessors(queries.device),
             ),
             window=at.window,
             scale=self._config.attention_scale,

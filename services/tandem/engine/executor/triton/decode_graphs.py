@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tandem.engine.executor.triton.inputs import DecodeRows, StepShape, StepViews
+from tandem.engine.executor.triton.tuning_shapes import tuned_context
 from tandem.engine.scheduler.batch import SequenceSlice
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class DecodeGraphs:
         forward: Callable[[StepViews], torch.Tensor],
         *,
         num_seqs_max: int,
-        table_width: int,
+        max_model_len: int,
         block_size: int,
         num_blocks: int,
         num_groups: int,
@@ -44,11 +45,19 @@ class DecodeGraphs:
     ) -> None:
         """On a CUDA device, compiles and tunes the kernels and records all graphs."""
         self._sizes = bucket_sizes(num_seqs_max)
+        table_width = -(-max_model_len // block_size)
         shapes = [StepShape(n, n, n, n, table_width, num_groups) for n in self._sizes]
+        pool_tokens = num_blocks * block_size
+
+        def context_of(shape: StepShape) -> int:
+            return tuned_context(
+                shape.num_seqs, pool_tokens=pool_tokens, max_model_len=max_model_len
+            )
+
         # The largest graph is recorded first, so that later graphs reuse its memory.
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._buckets = [
-            _Bucket(shape, forward, block_size, num_blocks, device, pool)
+            _Bucket(shape, forward, block_size, num_blocks, context_of(shape), device, pool)
             for shape in reversed(shapes)
         ][::-1]
         if pool is not None:
@@ -78,9 +87,11 @@ class _Bucket:
         forward: Callable[[StepViews], torch.Tensor],
         block_size: int,
         num_blocks: int,
+        context_len: int,
         device: torch.device,
         pool: Any,
     ) -> None:
+        """The graph is recorded with contexts of `context_len` tokens."""
         is_cuda = device.type == "cuda"
         self._on_host = torch.empty(sum(shape.sizes), dtype=torch.int32, pin_memory=is_cuda)
         self._rows = DecodeRows(self._on_host, shape)
@@ -90,7 +101,7 @@ class _Bucket:
         self._block_size = block_size
         self._graph: torch.cuda.CUDAGraph | None = None
         if is_cuda:
-            self._record(num_blocks, pool)
+            self._record(num_blocks, context_len, pool)
 
     def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         self._rows.write(slices, self._block_size)
@@ -100,18 +111,20 @@ class _Bucket:
         self._graph.replay()
         return self._logits
 
-    def _record(self, num_blocks: int, pool: Any) -> None:
+    def _record(self, num_blocks: int, context_len: int, pool: Any) -> None:
         """Records the graph. The kernels first run once without recording, which compiles and tunes
-        them. The contexts in this run are as long as the block tables and the pool allow.
+        them over contexts of `context_len` tokens.
 
         The run stores no KV in the pool.
         """
         views = self._views
         views.slots.fill_(-1)
-        width = min(views.shape.table_width, max(1, num_blocks // views.shape.num_seqs))
-        tables = torch.arange(views.block_tables.numel(), device=views.block_tables.device)
-        views.block_tables.copy_((tables % num_blocks).view_as(views.block_tables))
-        views.context_lens.fill_(width * self._block_size)
+        # The blocks of one sequence after those of the sequence before, as far as there are blocks.
+        width = -(-context_len // self._block_size)
+        firsts = torch.arange(views.shape.num_seqs)[:, None] * width
+        tables = firsts + torch.arange(views.shape.table_width)
+        views.block_tables.copy_(tables % num_blocks)
+        views.context_lens.fill_(context_len)
         views.logit_rows.copy_(torch.arange(views.shape.num_logits))
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())

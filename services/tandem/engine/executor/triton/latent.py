@@ -26,6 +26,7 @@ from tandem_kernels.triton.latent_decode import choose_latent_splits, latent_dec
 from tandem_kernels.triton.latent_loop import LatentQueries
 from tandem_kernels.triton.latent_prefill import latent_prefill_attention
 from tandem_kernels.triton.norm import rms_norm
+from tandem_kernels.triton.tuning import num_multiprocessors
 
 
 class LatentAttention:
@@ -93,8 +94,11 @@ class LatentAttention:
                     at.kv.numbers,
                     block_tables[:num_single],
                     step.context_lens[:num_single],
-                    num_splits=choose_latent_splits(
-                        num_single, num_heads, self._max_model_len, queries.rotated.device
+                    splits=choose_latent_splits(
+                        num_single,
+                        num_heads,
+                        self._max_model_len,
+                        num_multiprocessors(queries.rotated.device),
                     ),
                     scale=self._sizes.scale,
                 )

@@ -9,6 +9,8 @@ from tandem.engine.executor.triton.decode_graphs import DecodeGraphs
 from tandem.engine.executor.triton.decoder import TritonDecoder
 from tandem.engine.executor.triton.inputs import StepViews, adapted_rows, write_step
 from tandem.engine.executor.triton.lora import TritonAdapters
+from tandem.engine.executor.triton.tuning_lock import tuning_alone
+from tandem.engine.executor.triton.tuning_shapes import repeated_blocks, tuned_chunks
 from tandem.engine.executor.weights.decoder_weights import ModelWeights
 from tandem.engine.executor.weights.lora import LoraWeights
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
@@ -23,11 +25,19 @@ class TritonSteps:
     """Computes steps with the Triton kernels. One thread at a time may call `forward`."""
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, *, max_num_seqs: int, max_model_len: int
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        step_tokens: int,
     ) -> None:
+        """`step_tokens` is the largest number of tokens of a step; steps of this size are tuned."""
         self._decoder = TritonDecoder(config, weights, max_model_len)
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
+        self._step_tokens = step_tokens
         self._pools: Sequence[KvPool] | None = None
         self._adapters = TritonAdapters(weights.embedding.device)
 
@@ -43,11 +53,16 @@ class TritonSteps:
     @torch.inference_mode()
     def prepare(self, pools: Sequence[KvPool]) -> None:
         """Compiles and tunes the kernels and records the CUDA graphs for steps over these pools, so
-        that no request has to wait for these tasks.
+        that no request has to wait for these tasks. Workers on one card do this one after the
+        other.
 
         `pools` has one pool for each KV group. The pools contain only zeros before and after the
         call.
         """
+        with tuning_alone(pools[0].device):
+            self._prepare(pools)
+
+    def _prepare(self, pools: Sequence[KvPool]) -> None:
         block_size = pools[0].block_size
         device = pools[0].device
         num_blocks = min(pool.layout.num_blocks for pool in pools)
@@ -55,26 +70,27 @@ class TritonSteps:
         self._graphs = DecodeGraphs(
             lambda views: self._decoder.forward(views, pools),
             num_seqs_max=self._max_num_seqs,
-            table_width=-(-self._max_model_len // block_size),
+            max_model_len=self._max_model_len,
             block_size=block_size,
             num_blocks=num_blocks,
             num_groups=len(pools),
             device=device,
         )
         if device.type == "cuda":
-            # Triton tunes the kernels separately for small and for large prefills, so one small and
-            # one large prompt are computed.
-            for num_tokens in (16, min(512, self._max_model_len)):
-                blocks = list(range(min(num_blocks, -(-num_tokens // block_size))))
-                num_tokens = min(num_tokens, len(blocks) * block_size)
-                others = [blocks] * (len(pools) - 1)
-                piece = SequenceSlice(
-                    [0] * num_tokens, num_tokens, blocks, True, other_tables=others
-                )
-                logits, _ = self._run_mixed(StepBatch([piece]), pools, wants_event=False)
-            sample(logits, [Draw(1.0, 10, 0.9, 0.1, seed=0, position=0)])
-            for pool in pools:
-                pool.memory.zero_()
+            self._tune_chunks(pools, num_blocks)
+
+    def _tune_chunks(self, pools: Sequence[KvPool], num_blocks: int) -> None:
+        """Runs the steps of `tuned_chunks`, which tunes the kernels of prefill, and samples."""
+        for chunk in tuned_chunks(self._step_tokens, self._max_model_len):
+            blocks = repeated_blocks(chunk.context_len, pools[0].block_size, num_blocks)
+            others = [blocks] * (len(pools) - 1)
+            piece = SequenceSlice(
+                [0] * chunk.num_tokens, chunk.context_len, blocks, True, other_tables=others
+            )
+            logits, _ = self._run_mixed(StepBatch([piece]), pools, wants_event=False)
+        sample(logits, [Draw(1.0, 10, 0.9, 0.1, seed=0, position=0)])
+        for pool in pools:
+            pool.memory.zero_()
 
     def drop_graphs(self) -> None:
         """Frees the graphs and the pools of the last `prepare`."""

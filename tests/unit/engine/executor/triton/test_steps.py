@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.runner import ModelRunner
+from tandem.engine.executor.triton import tuning_shapes
 from tandem.engine.executor.triton.decode_graphs import bucket_sizes
 from tandem.engine.executor.triton.inputs import DecodeRows, StepShape, StepViews, write_step
 from tandem.engine.scheduler.batch import SequenceSlice, StepBatch
 from tandem.errors import ConfigError
 from tandem.models.folder import ModelFolder
+from tandem_kernels.kv_cache import KvPool
 from tests.lora_adapters import ALL, describe, write_adapter
 from tests.step_batches import mixed_steps, place
 from tests.tiny_models import make_tiny_model
@@ -216,3 +220,53 @@ def test_triton_is_refused_where_it_cannot_run(
         ModelRunner(folder, config)
     with pytest.raises(ConfigError, match="invariant"):
         ModelRunner(folder, replace(config, numerics="invariant"))
+
+
+def test_kernels_are_tuned_over_the_servers_steps_in_the_cards_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock is held for all of `prepare`. The tuned chunk has the tokens of the largest step and
+    a prefix; a pool with too few blocks is repeated and is left zero."""
+    from tandem.engine.executor.triton import steps as module
+
+    is_locked = False
+
+    @contextmanager
+    def lock(device: torch.device) -> Iterator[None]:
+        nonlocal is_locked
+        is_locked = True
+        yield
+        is_locked = False
+
+    monkeypatch.setattr(module, "tuning_alone", lock)
+    monkeypatch.setattr(tuning_shapes, "CONTEXT_LEN", 64)
+    folder, _ = make_tiny_model("llama", tmp_path, num_hidden_layers=1)
+    config = EngineConfig(
+        model=str(folder.path), dtype="float32", block_size=8, max_num_seqs=2, max_model_len=96
+    )
+    config = replace(config, kernels="triton", max_tokens_per_step=24)
+    runner = ModelRunner(folder, config)
+    steps = runner._triton
+    assert steps is not None
+    batches: list[StepBatch] = []
+    run_mixed = steps._run_mixed
+
+    def run(batch: StepBatch, *args: Any, **named: Any) -> Any:
+        assert is_locked
+        batches.append(batch)
+        return run_mixed(batch, *args, **named)
+
+    monkeypatch.setattr(steps, "_run_mixed", run)
+    prepare = steps._prepare
+
+    def prepare_as_on_a_gpu(pools: Sequence[KvPool]) -> None:
+        prepare(pools)
+        steps._tune_chunks(pools, 5)
+
+    monkeypatch.setattr(steps, "_prepare", prepare_as_on_a_gpu)
+    runner.allocate(5)
+    assert not is_locked
+    slices = [batch.slices[0] for batch in batches]
+    assert [(piece.num_tokens, piece.context_len) for piece in slices] == [(24, 64), (24, 64)]
+    assert slices[0].block_table == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert not runner.kv.any()

@@ -92,7 +92,9 @@ def test_triton_computes_what_torch_does(shape: Shape) -> None:
     """Types that a kernel multiplies, and others."""
     weights = native_shapes.random_weights(shape)
     config = native_shapes.config_of(shape)
-    steps = TritonSteps(config, grouped(weights), max_num_seqs=8, max_model_len=1000)
+    steps = TritonSteps(
+        config, grouped(weights), max_num_seqs=8, max_model_len=1000, step_tokens=512
+    )
     kv = native_shapes.pools(shape)
     steps.prepare(kv)
     expected = outputs(shape, native_shapes.widened(weights))

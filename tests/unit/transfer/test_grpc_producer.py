@@ -1,0 +1,61 @@
+"""How many blocks a message over gRPC has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tandem.net.rpc.block_bytes import decode
+from tandem.net.rpc.options import MESSAGE_BYTES_MAX
+from tandem.net.rpc.tandem.v1 import worker_pb2 as pb
+from tandem.transfer.grpc.producer import BlockServer
+from tandem.worker.engine_process.link import PoolThroughEngine
+from tandem.worker.engine_process.pool_view import MappedPool
+
+IDS = list(range(19))
+
+
+@dataclass
+class Pool:
+    """A pool whose blocks have the bytes of their ids."""
+
+    message_bytes: int
+    block_bytes: int
+    reads: list[list[int]] = field(default_factory=list)
+
+    async def read(self, sequence_id: str, block_ids: Sequence[int]) -> list[bytes]:
+        assert sequence_id == "lease"
+        self.reads.append(list(block_ids))
+        return [bytes([block_id]) * self.block_bytes for block_id in block_ids]
+
+
+async def messages_of(pool: Pool) -> list[bytes]:
+    owner: Any = SimpleNamespace(pool=pool)
+    server = BlockServer(owner, lambda _: IDS, lambda _: None, block_bytes=pool.block_bytes)
+    request = pb.FetchBlocksRequest(lease_id="lease", block_ids=IDS)
+    return [bytes(decode(message)) async for message in server.fetch(request, None)]
+
+
+@pytest.mark.parametrize(
+    ("pool_kind", "block_bytes", "blocks_a_message"),
+    [
+        (PoolThroughEngine, 2 << 20, [8, 8, 3]),  # Llama-3-8B in bfloat16, 16 tokens
+        (PoolThroughEngine, 24 << 20, [1] * 19),
+        (MappedPool, 2 << 20, [1] * 19),
+        (MappedPool, 256 << 10, [4, 4, 4, 4, 3]),
+    ],
+)
+async def test_a_message_through_the_engine_has_several_blocks(
+    pool_kind: type[MappedPool | PoolThroughEngine], block_bytes: int, blocks_a_message: list[int]
+) -> None:
+    pool = Pool(pool_kind.message_bytes, block_bytes)
+    messages = await messages_of(pool)
+    assert [len(read) for read in pool.reads] == blocks_a_message
+    assert [block_id for read in pool.reads for block_id in read] == IDS
+    assert [len(message) for message in messages] == [n * block_bytes for n in blocks_a_message]
+    assert [message[0] for message in messages] == [read[0] for read in pool.reads]
+    assert max(map(len, messages)) < MESSAGE_BYTES_MAX
