@@ -22,7 +22,7 @@ from tests.harness.client import metric, migrations, open_client, stream_complet
 from tests.harness.cluster import LocalCluster, WorkerProcess, wait_for
 from tests.tiny_models import make_random_speaker
 
-NUM_TOKENS = 60
+NUM_TOKENS = 200  # so many that streams still run when a rank ends
 BEGUN = 4  # tokens of each stream when a rank ends
 RANK_MODULE = "tandem.engine.executor.rank_program"
 

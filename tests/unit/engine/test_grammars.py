@@ -279,7 +279,7 @@ def test_a_mask_that_does_not_come_ends_its_sequence_alone(
         go_on.set()
     failed = [each for report in outcome.reports for each in report.failed]
     assert [(each.sequence_id, each.code) for each in failed] == [("stuck", "invalid_request")]
-    assert "more than 10 steps" in failed[0].message
+    assert "longer than 10 steps" in failed[0].message
     assert len(outcome.token_ids["stuck"]) == 3
     alone = drive_compiled(speaking(speaker, forced_max=0), other)
     assert outcome.token_ids["other"] == alone.token_ids["other"]

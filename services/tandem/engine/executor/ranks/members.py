@@ -102,11 +102,10 @@ class _Member:
             pass_fds=fds,
         )
         others.close()
-        self.pipe.send(settings)
+        self._send(settings)
 
     def load(self, adapter: Adapter) -> None:
-        with suppress(OSError):  # the rank has ended, as `answer` notices
-            self.pipe.send(messages.LoadAdapter(adapter))
+        self._send(messages.LoadAdapter(adapter))
 
     def answer(self) -> None:
         """Waits for the rank's answer. Raises ConfigError with its error, or WorkerLost if the
@@ -121,6 +120,10 @@ class _Member:
             ) from None
         if found.error:
             raise ConfigError(found.error)
+
+    def _send(self, message: object) -> None:
+        with suppress(OSError):  # the rank has ended, as `answer` notices
+            self.pipe.send(message)
 
     def end(self) -> None:
         self.pipe.close()
