@@ -100,12 +100,18 @@ class _Bucket:
         self._forward = forward
         self._block_size = block_size
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
         if is_cuda:
             self._record(num_blocks, context_len, pool)
 
     def run(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
+        if self._copied is not None:
+            # The host may be a step ahead of the device, so the array may still be in use.
+            self._copied.synchronize()
         self._rows.write(slices, self._block_size)
         self._on_device.copy_(self._on_host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
         if self._graph is None:
             return self._forward(self._views)
         self._graph.replay()
