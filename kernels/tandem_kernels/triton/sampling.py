@@ -52,7 +52,7 @@ def launch(
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
     logits = edited(logits, [draw.edit for draw in draws])
-    numbers = _packed(draws)
+    numbers = packed(draws)
     if logits.is_cuda:
         numbers = numbers.pin_memory().to(logits.device, non_blocking=True)
     tile = max(16, next_power_of_2(vocab))
@@ -94,7 +94,7 @@ def _take_drawn(token_ids, drawn, num_tokens, TILE: tl.constexpr):
     tl.store(token_ids + rows, tokens.to(tl.int32), mask=is_drawn)
 
 
-def _packed(draws: Sequence[Draw]) -> torch.Tensor:
+def packed(draws: Sequence[Draw]) -> torch.Tensor:
     """Packs the sampling parameters into one int64 tensor with a row for each parameter and a
     column for each draw. `_sample` loads the rows by their numbers: first the numbers with a
     fraction, as the bits of fp64, then the integers."""

@@ -479,12 +479,15 @@ class Engine:
             if self._sequences.get(chunk.sequence.sequence_id) is chunk.sequence
         ]
         # A sequence to which the grammar has added forced tokens has more tokens to compute first.
-        drawn = {c.sequence for c in chunks if c.sequence.num_missing_tokens == c.num_tokens}
+        chunks = [
+            c if c.sequence.num_missing_tokens == 1 else c._replace(samples=False) for c in chunks
+        ]
+        drawn = {chunk.sequence for chunk in chunks if chunk.samples}
         sampler = StepSampler.of_ahead(step.schedule.chunks, drawn)
         self._grammars.start(sampler.grammars)
         self._grammars.wait(time.perf_counter() + MASK_WAIT_S)
         sampled = self._sample(sampler, step.logits)
-        self._count_chunks([c._replace(samples=c.sequence in drawn) for c in chunks], on_final)
+        self._count_chunks(chunks, on_final)
         self._take(sampled, step.schedule)
 
     def _sample(self, sampler: StepSampler, logits: torch.Tensor) -> list[Sampled]:
@@ -555,7 +558,8 @@ class Engine:
 
     def _store_full_blocks(self, sequence: Sequence) -> None:
         sequence.store_full_blocks(self._kv)
-        self._scheduler.loads.use(sequence)
+        if sequence.num_used_blocks < sequence.num_stored_blocks:
+            self._scheduler.loads.use(sequence)
 
     def _drop(self, sequence: Sequence, unsafe_blocks: Collection[int] = ()) -> None:
         """Removes a sequence from the engine and frees its blocks. No other function does this."""

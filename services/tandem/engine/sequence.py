@@ -354,6 +354,8 @@ class Sequence:
     def missing_span(self) -> tuple[int, int]:
         """The tokens that this engine must still prefill, as (number of these tokens, number of
         tokens before them in the sequence). Before admission this is an estimate."""
+        if self.status is Status.RUNNING and self.in_decode:  # most sequences, so this is first
+            return 0, 0
         awaits_prefix = (
             self.status is Status.WAITING_FOR_KV and self.mode is not Mode.WAITING_FOR_REMOTE_KV
         )
@@ -362,7 +364,7 @@ class Sequence:
         elif self.status is Status.WAITING or awaits_prefix:
             num_blocks = max(self.num_prefix_blocks, self.num_matched_blocks)
             context = num_blocks * self.block_size
-        elif self.status is Status.RUNNING and not self.in_decode:
+        elif self.status is Status.RUNNING:
             context = self.num_computed_tokens
         else:
             return 0, 0

@@ -239,11 +239,14 @@ class Scheduler:
                 if self.waiting:
                     return None  # a waiting sequence may take the place of this one
                 continue
-            num_tokens = sequence.num_tokens + (place is not None)
+            num_tokens = len(sequence.token_ids) + (place is not None)
             if (
                 not sequence.may_run_ahead
                 or len(schedule.chunks) >= tokens_max
-                or self._kv.extend(sequence.tables, num_tokens) < num_tokens
+                or not (
+                    self._has_room(sequence, num_tokens)
+                    or self._kv.extend(sequence.tables, num_tokens) == num_tokens
+                )
             ):
                 return None
             schedule.add_ahead(sequence, place)
@@ -528,11 +531,7 @@ class Scheduler:
         Returns False if the sequence itself was preempted, because there was no younger one.
         """
         num_tokens = sequence.num_tokens
-        # Fast path for models with one KV group: in most steps the last block still has room.
-        if (
-            not self._kv.has_windows
-            and len(sequence.block_table) * sequence.block_size >= num_tokens
-        ):
+        if self._has_room(sequence, num_tokens):
             return True
         while self._kv.extend(sequence.tables, num_tokens) < num_tokens:
             victim = next(
@@ -542,6 +541,12 @@ class Scheduler:
             if victim is sequence:
                 return False
         return True
+
+    def _has_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """A fast test whether the blocks of a sequence have room for so many tokens, for models
+        with one KV group: in most steps the last block has room."""
+        table = sequence.tables.ids[0]
+        return not self._kv.has_windows and len(table) * sequence.block_size >= num_tokens
 
     def _preempt(self, sequence: Sequence) -> None:
         self.withdraw(sequence)
