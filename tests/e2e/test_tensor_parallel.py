@@ -131,6 +131,8 @@ async def test_tokens_do_not_depend_on_the_degree(
     with workers(redis_server, tmp_path, model, degrees, *options, "0") as cluster:
         for worker in cluster.workers.values():
             assert len(ranks_of(worker)) == degrees[worker.worker_id] - 1
+        records = await asyncio.to_thread(cluster.records)
+        assert {name: record["num_ranks"] for name, record in records.items()} == degrees
         async with open_client(cluster) as client:
             assert await answers(client) == expected
             assert await answers(client) == expected  # with warm caches
