@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from tandem.common.config.engine import EngineConfig
 from tandem.engine.executor.native.decoder import why_not_native
 from tandem.engine.executor.runner import ModelRunner
-from tandem.errors import AdapterUnavailable, ConfigError
+from tandem.errors import AdapterUnavailable, ConfigError, WorkerLost
 from tandem.models.folder import ModelFolder
 from tests.lora_adapters import ALL, describe, write_adapter
 from tests.step_batches import mixed_steps
@@ -101,6 +103,19 @@ def test_a_broken_adapter_is_refused_and_the_ranks_go_on(tmp_path: Path) -> None
         assert len([*mixed_steps(runner, PROMPTS, CHUNKS, seed=7)]) > 4
     finally:
         runner.close()
+
+
+def test_a_rank_that_stays_stopped_while_it_loads_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(subprocess.Popen[bytes]):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self.send_signal(signal.SIGSTOP)
+
+    monkeypatch.setattr(subprocess, "Popen", Stopped)
+    with pytest.raises(WorkerLost, match=r"rank 1 of the engine does not answer: .* for 1 s"):
+        runner_of(tiny("llama", tmp_path), 2, rank_stopped_s_max=1.0)
 
 
 def test_an_error_of_a_rank_while_it_loads_is_the_error_of_the_runner(tmp_path: Path) -> None:
