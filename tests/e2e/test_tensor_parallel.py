@@ -30,10 +30,11 @@ RANK_MODULE = "tandem.engine.executor.rank_program"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model with 8 query heads and 4 KV heads."""
+    """A model with 8 query heads and 4 KV heads. Its MLP is so large that workers load blocks from
+    tiers, which is always faster than to compute them."""
     folder = tmp_path_factory.mktemp("model")
-    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}
-    return str(make_random_speaker(folder, **sizes).path)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    return str(make_random_speaker(folder, **heads, hidden_size=128, intermediate_size=8192).path)
 
 
 PROMPTS = [random.Random(size).choices(range(100, 40_000), k=size) for size in (300, 170, 95, 33)]
@@ -169,10 +170,10 @@ async def test_tokens_do_not_depend_on_the_degree_if_kv_comes_from_tiers(
 
         async with open_client(cluster) as client:
             assert await answers(client) == expected
-            await fill_pools(client)
+            await fill_pools(client, seed=1)
             assert await answers(client) == expected
             assert loaded("decode-0") > 0  # the consumer's tier
-            await fill_pools(client)
+            await fill_pools(client, seed=2)
             # The consumer has neither blocks nor copies now.
             assert (await reset(cluster, "decode-0")).keys() == {"decode-0"}
             before, pulled = loaded("prefill-0"), blocks_pulled(cluster)
@@ -195,9 +196,9 @@ async def test_tokens_do_not_depend_on_the_degree_if_kv_comes_from_tiers(
             await asyncio.to_thread(cluster.wait_idle)
 
 
-async def fill_pools(client: httpx.AsyncClient) -> None:
-    """Sends other prompts, with twice the tokens for which a pool has room."""
-    rng = random.Random(3)
+async def fill_pools(client: httpx.AsyncClient, seed: int) -> None:
+    """Sends new prompts, with twice the tokens for which a pool has room."""
+    rng = random.Random(seed)
     for _ in range(2 * SMALL_POOL * 16 // 400):
         prompt = rng.choices(range(100, 40_000), k=400)
         assert [event async for event in stream_completion(client, prompt, max_tokens=1)]
