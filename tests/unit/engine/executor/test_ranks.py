@@ -122,6 +122,10 @@ def test_a_broken_adapter_is_refused_and_the_ranks_go_on(tmp_path: Path) -> None
         (tmp_path / "one" / "adapter_model.safetensors").write_bytes(b"nothing")
         with pytest.raises((ConfigError, AdapterUnavailable)):
             runner.load_adapter(adapter)
+        assert runner._members is not None
+        nothing: Any = None
+        with pytest.raises(ConfigError, match="rank 1: AttributeError"):
+            runner._members.load_adapter(nothing)
         assert len([*mixed_steps(runner, PROMPTS, CHUNKS, seed=7)]) > 4
     finally:
         runner.close()
